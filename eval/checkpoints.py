@@ -98,7 +98,8 @@ class CheckpointSearch:
 
     @classmethod
     def of(cls, places: Iterable[str], drafts: Mapping[str, str] | None = None) -> Self:
-        """
+        """Make a search of the places that a command names.
+
         Args:
             places: folders to search, and YAML files of role: checkpoint.
             drafts: name -> folder of what a specification names itself.

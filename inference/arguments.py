@@ -14,13 +14,13 @@ from pipedraft.cli import (
     Group,
     Options,
     UsageError,
-    Values,
     checked,
     flag_name,
     help_of,
     listed,
     option,
 )
+from pipedraft.files import Values
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
 from pipedraft.inference.ranks import is_launched
 from pipedraft.inference.ranks.launch import run_ranks
