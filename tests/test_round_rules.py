@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedraft.inference.rules.base import sampled as verify
+from pipedraft.inference.rules import sampled as verify
 from pipedraft.inference.rules.random import KeyedRandom
 from pipedraft.inference.rules.sampled import RULES, BlockVerifier
 from pipedraft.inference.tree import TokenTree

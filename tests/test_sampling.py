@@ -8,8 +8,8 @@ from markov_runs import markov_p_value, markov_texts, plain_texts
 
 from pipedraft.inference.config import ROUND_RULES, DecodeConfig
 from pipedraft.inference.edge.session_messages import Settings
-from pipedraft.inference.rules.base import base as rules
-from pipedraft.inference.rules.base import random as draws
+from pipedraft.inference.rules import base as rules
+from pipedraft.inference.rules import random as draws
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import UNFILTERED, DraftToken, KeyedRandom, SharedNoise
 from pipedraft.inference.rules.sampled import (
