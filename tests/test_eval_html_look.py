@@ -1,6 +1,5 @@
-"""How report.html looks: colors that can be told apart, and what a browser makes of it."""
+"""How report.html looks: colors that can be read, and what a browser makes of it."""
 
-import itertools
 import re
 import shutil
 import subprocess
@@ -24,24 +23,8 @@ def contrast(first: str, second: str) -> float:
     return (shades[1] + 0.05) / (shades[0] + 0.05)
 
 
-# Machado, Oliveira and Fernandes 2009, severity 1: what a reader without one kind of cones sees.
-SEEN = {
-    "all cones": np.eye(3),
-    "no red": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
-    "no green": [[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
-    "no blue": [[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]],
-}
-XYZ = np.array([[0.4125, 0.3576, 0.1804], [0.2127, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]])
-
-
-def cielab(rgb: np.ndarray) -> np.ndarray:
-    share = XYZ @ rgb.clip(0, 1) / [0.9505, 1, 1.0888]
-    x, y, z = np.where(share > 0.008856, np.cbrt(share), 7.787 * share + 16 / 116)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_colors_can_be_read_and_told_apart(scheme: int) -> None:
+def test_colors_can_be_read(scheme: int) -> None:
     theme = {name: colors[scheme] for name, colors in THEMES.items()}
     marks = [name for name in theme if name.startswith("series")]
     for behind in ("paper", "panel"):
@@ -49,10 +32,6 @@ def test_colors_can_be_read_and_told_apart(scheme: int) -> None:
             assert contrast(theme[name], theme[behind]) >= 4.5, (name, behind)
         for name in marks:
             assert contrast(theme[name], theme[behind]) >= 3, (name, behind)
-    for reader, matrix in SEEN.items():
-        seen = {name: cielab(np.array(matrix) @ linear(theme[name])) for name in marks}
-        for a, b in itertools.combinations(marks, 2):
-            assert np.linalg.norm(seen[a] - seen[b]) >= 20, (reader, a, b)
 
 
 BROWSER = (
@@ -130,6 +109,7 @@ def everything() -> bytes:
     )
 
 
+@pytest.mark.all
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 def test_a_browser_shows_everything_on_a_phone_and_on_a_desk(tmp_path) -> None:
     (tmp_path / "inner.html").write_bytes(everything())
