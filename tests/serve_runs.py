@@ -12,9 +12,8 @@ from conftest import tiny_llama
 from decode_runs import PlainTokenizer
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge import wire
+from pipedraft.inference.edge import SessionLimits, wire
 from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
-from pipedraft.inference.edge.serve import SessionLimits
 from pipedraft.inference.edge.server import Security, Server
 from pipedraft.inference.edge.session_messages import (
     MAX_BYTES,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.files import read_optional
 from pipedraft.inference.arguments import PlaceOptions
+from pipedraft.inference.edge import SessionLimits
 from pipedraft.inference.servers import (
     ListenOptions,
-    ServerLimits,
     address_of,
     is_loopback,
     read_tokens,
@@ -32,19 +32,6 @@ The first line on stdout says where it listens. SIGTERM and Ctrl-C let open sess
 (--grace-s); a second one does not wait. docs/serving.md explains the protocol and every error
 message.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionLimits(ServerLimits):
-    """limits of sessions"""
-
-    max_sequences: int = option(64, metavar="N", least=1)
-    max_new_tokens: int = option(2048, metavar="N", least=1)
-    request_s: float = option(900.0, metavar="S", least=0.001)
-    max_messages_s: float = option(1000.0, metavar="N", least=1)
-    """of one session that are read in a second; further ones wait"""
-    idle_s: float = option(60.0, metavar="S", least=0.001)
-    """after which a silent session expires"""
 
 
 @dataclass(frozen=True, kw_only=True)

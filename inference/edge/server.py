@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.edge import wire
-from pipedraft.inference.edge.serve import SessionLimits
+from pipedraft.inference.edge import SessionLimits, wire
 from pipedraft.inference.edge.session_messages import (
     PROTOCOL,
     REQUESTS,
