@@ -12,7 +12,7 @@ from conftest import tiny_llama
 from decode_runs import PlainTokenizer
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge import wire
+from pipedraft.inference.edge import SessionLimits, wire
 from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.edge.server import Security, Server
 from pipedraft.inference.edge.session_messages import (
@@ -26,7 +26,6 @@ from pipedraft.inference.edge.session_messages import (
 )
 from pipedraft.inference.edge.stream import Access, Connection
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.servers import SessionLimits
 from pipedraft.models.language_model import LanguageModelDraft
 
 LIMIT_S = 300

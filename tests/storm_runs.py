@@ -7,14 +7,13 @@ import pytest
 from decode_runs import PlainTokenizer
 from link_runs import TIMES, config_for
 
-from pipedraft.inference.edge import remote, stream
+from pipedraft.inference.edge import SessionLimits, remote, stream
 from pipedraft.inference.edge.remote import RemotePipeline
 from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS, Description
 from pipedraft.inference.edge.session_table import SessionTable
 from pipedraft.inference.edge.stream import Access
 from pipedraft.inference.edge.target_session import run_together
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.servers import SessionLimits
 
 
 class Storm:

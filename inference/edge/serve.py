@@ -9,12 +9,11 @@ from logging import INFO, Formatter, StreamHandler, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.cli import option
 from pipedraft.files import read_optional
 from pipedraft.inference.arguments import PlaceOptions
+from pipedraft.inference.edge import SessionLimits
 from pipedraft.inference.servers import (
     ListenOptions,
-    SessionLimits,
     address_of,
     is_loopback,
     read_tokens,
@@ -22,6 +21,7 @@ from pipedraft.inference.servers import (
 
 if TYPE_CHECKING:
     from pipedraft.inference.edge.server import Server
+from pipedraft.cli import option
 
 EXAMPLE = """example:
   python -m pipedraft.inference serve --target assets/target --port 50051

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.edge import wire
+from pipedraft.inference.edge import SessionLimits, wire
 from pipedraft.inference.edge.session_messages import (
     PROTOCOL,
     REQUESTS,
@@ -35,7 +35,7 @@ from pipedraft.inference.edge.session_table import (
     SessionTable,
 )
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
-from pipedraft.inference.servers import SessionLimits, address_of, find_token
+from pipedraft.inference.servers import address_of, find_token
 from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
 from pipedraft.models.target import KeepRows, Segment
 

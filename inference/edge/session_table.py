@@ -8,9 +8,9 @@ import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from pipedraft.inference.edge import SessionLimits
 from pipedraft.inference.edge.session_messages import REPLIES, Open, Reply
 from pipedraft.inference.edge.target_session import MAX_PENDING, SharedTarget, TargetSession
-from pipedraft.inference.servers import SessionLimits
 from pipedraft.models.stage_cache import MIN_CAPACITY
 
 UNSENT_BYTES = 4 * 2**20
