@@ -172,7 +172,8 @@ def _status(error: Exception) -> tuple[int, str] | None:
         return 1, "output: its reader has closed it"
     if isinstance(error, UnicodeDecodeError):
         return 2, f"input: not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-    if isinstance(error, Failure | SafetensorError):  # what reads weights explains its own
+    # What reads files explains its own; tokenizers raises bare exceptions, at a full disk, too.
+    if isinstance(error, Failure | SafetensorError) or type(error) is Exception:
         return 1, str(error)
     if isinstance(error, MemoryError):
         return 1, f"memory: not enough ({str(error) or 'of this machine'}); ask for less"
@@ -218,6 +219,8 @@ def _forget_output() -> None:
 
 # -- options ---------------------------------------------------------------------------------
 
+Values: TypeAlias = dict[str, Any]
+"""By name, as a file or a call has them."""
 Reader: TypeAlias = Callable[[Any], Any]
 """Makes a value of a word, or of a value of a file."""
 OptionField: TypeAlias = Field[Any]
@@ -332,7 +335,7 @@ class Options:
         return cls.read(own), rest
 
     @classmethod
-    def values(cls, parsed: Mapping[str, Any]) -> dict[str, Any]:
+    def values(cls, parsed: Values) -> Values:
         """Parsed values as arguments of the class."""
         return {
             part.name: tuple(value) if isinstance(value, list) else value
@@ -341,7 +344,7 @@ class Options:
             if part.name in parsed and not (value is None and part.metadata.get("repeated"))
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         """Values as a file can hold them."""
         return {
             name: str(value) if isinstance(value, Path) else value
@@ -387,7 +390,7 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
     if text and default not in (MISSING, None, (), False, True):
         shown = default if isinstance(default, tuple) else (default,)
         text += f" (default: {','.join(map(str, shown))})"
-    settings: dict[str, Any] = {"help": text.replace("%", "%%")}
+    settings: Values = {"help": text.replace("%", "%%")}
     if hint is bool:
         group.add_argument(
             flag_of(part), action="store_false" if default else "store_true", **settings

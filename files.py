@@ -11,17 +11,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeAlias, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 import yaml
 from safetensors import SafetensorError
 
 from pipedraft.cli import MAX_YAML_BYTES, Failure, UsageError, check_yaml, make_folder
+from pipedraft.cli import Values as Values
 
 T = TypeVar("T")
-Values: TypeAlias = dict[str, Any]
-"""By name, as a file or a call has them."""
 
 # -- reading: what a file may decide is bounded -------------------------------------------------
 

@@ -370,7 +370,7 @@ def test_two_checkpoints_make_one_table_with_one_baseline(folders, engine) -> No
         (["--data-dir", "absent", "--benchmarks", "gsm8k"], ["--data-dir", "'absent'"]),
         (["--device", "abacus"], ["--device", "'abacus'", "give cpu"]),
         (["--schedule", "spdd"], ["schedule", "'spdd'", "known"]),
-        (["--verifier", "proposal"], ["--verifier", "'proposal'", "match"]),
+        (["--verifier", "proposal"], ["--verifier", "proposal", "match"]),
         (["--checkpoint", "./absent"], ["checkpoint", "./absent"]),
         (["--target", "./absent"], ["target", "absent"]),
         (["--calibrate", "x.json", "--shard", "1/2"], ["--shard: 1/2", "leave out", "--calibrate"]),
