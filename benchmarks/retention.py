@@ -18,6 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipedraft.cli import UsageError, leave_at_interrupts, make_folder, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 import msgspec
 import numpy as np
 import torch
@@ -25,7 +30,6 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.benchmarks.measurement import make_parser
-from pipedraft.cli import UsageError, make_folder, run_command
 from pipedraft.eval.charts import Estimate, LineChart
 from pipedraft.eval.intervals import paired_interval
 from pipedraft.eval.lossless import output_logits

@@ -198,7 +198,7 @@ def test_the_upload_holds_the_network_and_its_card_and_no_training_state(
     arguments = ["push", "--checkpoint", str(trained.folder), "--repo", "user/name"]
     assert call("models", [*arguments, "--dry-run", "--out", str(out)], monkeypatch) == 0
     names = ["README.md", "config.json", "model.safetensors"]
-    assert sorted(path.name for path in out.iterdir()) == [".cache", *names]  # the marker
+    assert sorted(path.name for path in out.iterdir()) == names
     assert capfd.readouterr().out.splitlines() == [str(out / name) for name in names]
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: pipedraft\n")
