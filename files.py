@@ -215,7 +215,7 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 
 def write_folder(
-    out: Path, fill: Callable[[Path], None], *, inputs: Sequence[Path] = ()
+    out: Path, fill: Callable[[Path], None], *, inputs: Sequence[Path] = (), replaces: bool = False
 ) -> list[Path]:
     """Make an output folder by one rename, after every file is written; returns the files.
 
@@ -223,6 +223,7 @@ def write_folder(
         out: must be new or empty.
         fill: writes the files into the folder that it is given.
         inputs: folders that are read; ``out`` is none of them, nor around or below one.
+        replaces: also a folder in which every file has the name of a new one.
 
     Raises:
         UsageError: ``out`` holds or is something else, or cannot be made.
@@ -235,8 +236,9 @@ def write_folder(
                 f"--out: {str(out)!r} is, holds or lies in {str(folder)!r}, which is read; give "
                 "another folder"
             )
-    is_empty = place.is_dir() and not any(place.iterdir())
-    if place == Path.cwd() or (place.exists() and not is_empty):
+    old = {path.name for path in place.iterdir()} if place.is_dir() else set()
+    is_other = place.exists() and not place.is_dir()
+    if place == Path.cwd() or is_other or (old and not replaces):
         raise UsageError(f"--out: {str(out)!r} is in use; give another folder")
     make_folder("--out", place.parent)
     try:
@@ -246,6 +248,13 @@ def write_folder(
             new = Path(temporary, "new")
             new.mkdir()
             fill(new)
+            if old - {path.name for path in new.iterdir()}:
+                raise UsageError(
+                    f"--out: {str(out)!r} has files that this command did not write; give another "
+                    "folder"
+                )
+            if old:  # removed with the temporary folder
+                place.replace(Path(temporary, "old"))
             new.replace(place)
     except (OSError, SafetensorError) as error:
         said = getattr(error, "strerror", None) or str(error)

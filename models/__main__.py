@@ -127,7 +127,7 @@ class PushOptions(Command):
         if self.dry_run:
             out = self.out or Path("out", "upload", *self.repo.split("/"))
             fill = partial(fill_folder, files=prepare_upload(folder, upload))
-            for path in write_folder(out, fill, inputs=[folder]):
+            for path in write_folder(out, fill, inputs=[folder], replaces=True):
                 print(path)
         else:
             print(push(prepare_upload(folder, upload), upload))
