@@ -291,17 +291,20 @@ def test_a_dry_run_onto_its_own_checkpoint_changes_no_byte(
     assert contents(tmp_path) == before
 
 
-def test_a_dry_run_replaces_nothing(place, draft, tmp_path, monkeypatch, capfd):
+def test_a_dry_run_replaces_its_own_files_alone(place, draft, tmp_path, monkeypatch, capfd):
     (tmp_path / "file").write_text("mine")
     out = tmp_path / "upload"
     out.mkdir()
     assert dry_run(draft, out, monkeypatch) == 0  # an empty folder
     assert load_untied(out).num_stages == 2
+    assert dry_run(place.folder / "spd4", out, monkeypatch) == 0
+    assert load_untied(out).num_stages == 4
+    (out / "notes.txt").write_text("mine")
     capfd.readouterr()
     before = contents(tmp_path)
-    for name in ("upload", "file"):
+    for name, why in (("upload", "did not write"), ("file", "in use")):
         assert dry_run(place.folder / "spd4", tmp_path / name, monkeypatch) == 2
-        one_line(capfd, f"--out: {str(tmp_path / name)!r}", "in use", "give another folder")
+        one_line(capfd, f"--out: {str(tmp_path / name)!r}", why, "give another")
         assert contents(tmp_path) == before
 
 
