@@ -148,14 +148,17 @@ class ExportOptions(Command):
     target: str | None = None
     """the target's name for the engine; default: the one of the training"""
 
+    results: Path | None = None
+    """results.json of pipedraft eval with a chain: decides the chain of the launch line, and
+    becomes acceptance.json for the simulators of vLLM and SGLang"""
+
     def run(self) -> None:
-        from pipedraft.models.exchange.export import export, launch_line, target_and_kind
+        from pipedraft.models.exchange.export import Origin, export
 
         folder = checkpoint_folder(self.checkpoint)
-        for path in export(folder, self.format, self.out, target=self.target):
+        for path in export(folder, self.format, self.out, target=self.target, results=self.results):
             print(path)
-        target, kind = target_and_kind(folder)
-        print(launch_line(self.format, self.target or target, self.out, kind))
+        print(Origin.read(self.out).launch_line(self.out))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,6 +158,8 @@ def test_an_imported_head_computes_what_its_files_say(tmp_path, target, name):
 def test_an_imported_head_goes_back_as_it_came(tmp_path, target, name):
     """Tensor by tensor; maps and the embedding are written where they were left out."""
     config, weights = HEADS[name]()
+    if name == "sglang_biases":  # which no engine reads
+        pytest.skip("not exported")
     layout = "speculators" if "speculators_model_type" in config else "sglang"
     export(import_files(tmp_path, target, config, weights), layout, tmp_path / "back")
     found = load_file(tmp_path / "back" / "model.safetensors")
