@@ -135,18 +135,18 @@ class PushOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Command):
-    """write a head as SGLang or vLLM load it, and how to launch them"""
+    """write a head as SGLang, vLLM or llama.cpp load it, and how to launch them"""
 
     PROG: ClassVar[str] = "pipedraft models export"
 
     checkpoint: str
     """checkpoint folder or a run's folder"""
-    format: Literal["sglang", "speculators"]
-    """sglang: the authors' layout; speculators: vLLM's"""
+    format: Literal["sglang", "speculators", "gguf"]
+    """sglang: the authors' layout; speculators: vLLM's; gguf: llama.cpp's"""
     out: Path
     """folder to make"""
     target: str | None = None
-    """the target's name for the engine; default: the one of the training"""
+    """the target's name for the engine; default: the one of the training; with gguf: its file"""
 
     results: Path | None = None
     """results.json of pipedraft eval with a chain: decides the chain of the launch line, and
