@@ -39,8 +39,9 @@ def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
     chains: dict[str, dict[int, list[MeasuredRun]]] = {}
     for run in runs:
         kind, _, length = (run.tree or "").partition(":")
+        is_chain = kind == "chain" and length.isdigit() and run.checkpoint is not None
         # The line over all benchmarks holds the same counts once more.
-        if kind == "chain" and run.checkpoint and run.benchmark != "overall" and run.position_tests:
+        if is_chain and run.benchmark != "overall" and run.position_tests:
             chains.setdefault(run.sampling, {}).setdefault(int(length), []).append(run)
     if not chains:
         raise ValueError(
