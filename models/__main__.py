@@ -154,8 +154,15 @@ class ExportOptions(Command):
 
     def run(self) -> None:
         from pipedraft.models.exchange.export import Origin, export
+        from pipedraft.models.exchange.llama_cpp import export_gguf
 
         folder = checkpoint_folder(self.checkpoint)
+        if self.format == "gguf":
+            if self.results is not None:
+                raise ValueError("--results: not with --format gguf; leave it out")
+            files, line = export_gguf(folder, self.out, target=self.target)
+            print(*files, line, sep="\n")
+            return
         for path in export(folder, self.format, self.out, target=self.target, results=self.results):
             print(path)
         print(Origin.read(self.out).launch_line(self.out))

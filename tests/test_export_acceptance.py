@@ -62,5 +62,7 @@ def test_measured_acceptance_is_written_as_the_simulators_read_it(tmp_path, monk
 
 
 def test_results_without_a_chain_are_refused(tmp_path, monkeypatch, capfd):
-    status = call("models", evaluated(tmp_path, tree="dynamic:7:10:59"), monkeypatch)
+    command = evaluated(tmp_path, tree="dynamic:7:10:59")
+    capfd.readouterr()
+    status = call("models", command, monkeypatch)
     assert_one_line(status, *capfd.readouterr(), ["--results", "no chain", "--tree chain:7"])

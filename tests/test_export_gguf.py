@@ -112,6 +112,7 @@ def test_what_llama_cpp_cannot_express_is_refused_by_name(
 
 def test_another_target_is_refused(tmp_path, target, monkeypatch, capfd):
     _, command = write_head(tmp_path, target, "eagle3")
+    (tmp_path / "target.gguf").unlink()
     write_gguf(tmp_path / "target.gguf", tiny_llama(layers=2, vocab=512))
     status = call("models", command, monkeypatch)
     assert_one_line(status, *capfd.readouterr(), ["--target", "num_layers: 8 != 2"])
