@@ -135,27 +135,37 @@ class PushOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Command):
-    """write a head as SGLang or vLLM load it, and how to launch them"""
+    """write a head as SGLang, vLLM or llama.cpp load it, and how to launch them"""
 
     PROG: ClassVar[str] = "pipedraft models export"
 
     checkpoint: str
     """checkpoint folder or a run's folder"""
-    format: Literal["sglang", "speculators"]
-    """sglang: the authors' layout; speculators: vLLM's"""
+    format: Literal["sglang", "speculators", "gguf"]
+    """sglang: the authors' layout; speculators: vLLM's; gguf: llama.cpp's"""
     out: Path
     """folder to make"""
     target: str | None = None
-    """the target's name for the engine; default: the one of the training"""
+    """the target's name for the engine; default: the one of the training; with gguf: its file"""
+
+    results: Path | None = None
+    """results.json of pipedraft eval with a chain: decides the chain of the launch line, and
+    becomes acceptance.json for the simulators of vLLM and SGLang"""
 
     def run(self) -> None:
-        from pipedraft.models.exchange.export import export, launch_line, target_and_kind
+        from pipedraft.models.exchange.export import Origin, export
+        from pipedraft.models.exchange.llama_cpp import export_gguf
 
         folder = checkpoint_folder(self.checkpoint)
-        for path in export(folder, self.format, self.out, target=self.target):
+        if self.format == "gguf":
+            if self.results is not None:
+                raise ValueError("--results: not with --format gguf; leave it out")
+            files, line = export_gguf(folder, self.out, target=self.target)
+            print(*files, line, sep="\n")
+            return
+        for path in export(folder, self.format, self.out, target=self.target, results=self.results):
             print(path)
-        target, kind = target_and_kind(folder)
-        print(launch_line(self.format, self.target or target, self.out, kind))
+        print(Origin.read(self.out).launch_line(self.out))
 
 
 @dataclass(frozen=True, kw_only=True)

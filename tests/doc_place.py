@@ -54,6 +54,8 @@ def runner_of(command: Command) -> str:
         return ""
     if words[:1] == ["from-gguf"]:
         return "test_gguf.py"  # which writes a file of that kind
+    if words[:1] == ["export"] and "gguf" in words:
+        return "test_export_gguf.py"  # which makes a target's file
     if "out/imported" in words:
         return "test_peers.py"  # which makes heads as others write them
     if command.page.startswith("adding_"):

@@ -11,6 +11,7 @@ it cannot be one of its extras. To run the tests that need it, put it beside the
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 import torch
 from command_runs import assert_one_line, call
 from conftest import tiny_llama, tiny_qwen3
+from peer_files import assert_same_head
 from safetensors.torch import load_file
 from tiny_drafts import add_noise, make_head, seeded, step_logits
 from transformers import AutoConfig
@@ -29,7 +31,9 @@ from pipedraft.cli import Failure
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.exchange.chain import best_chain
 from pipedraft.models.exchange.export import export, launch_line, vocabulary_maps
+from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.fingerprint import read_target
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import target_fingerprint
@@ -139,11 +143,16 @@ def test_the_vocabulary_maps_lead_back_to_the_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["sglang", "speculators"])
-def test_a_full_vocabulary_has_whole_maps_and_says_its_size(tmp_path, layout):
-    """SGLang takes a missing size for the target's LM head, SpecForge missing maps for any."""
+def test_a_full_vocabulary_says_its_size_and_has_maps_for_sglang_alone(tmp_path, layout):
+    """SGLang takes a missing size for the target's LM head, SpecForge missing maps for any; vLLM
+    refuses maps of a whole vocabulary.
+    """
     export(make_checkpoint(tmp_path), layout, tmp_path / "out")
     config, weights = read(tmp_path / "out")
-    assert weights["d2t"].tolist() == [0] * 64 and weights["t2d"].all()
+    if layout == "sglang":
+        assert weights["d2t"].tolist() == [0] * 64 and weights["t2d"].all()
+    else:
+        assert "d2t" not in weights and "t2d" not in weights
     assert config["draft_vocab_size"] == 64
     assert tuple(weights["lm_head.weight"].shape) == (64, 32)
 
@@ -155,6 +164,88 @@ def test_other_layers_are_numbered_as_each_engine_counts(tmp_path):
     numbers = read(tmp_path / "sglang")[0]["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert numbers == [0, 2, 6]  # SGLang adds one
     assert read(tmp_path / "vllm")[0]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 7]
+
+
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+@pytest.mark.parametrize("norm", ["norm_output", "fc_norm", "norm_before_fc"])
+@pytest.mark.parametrize("layers", [(5, 2, 4), (7, 1, 4, 2, 3)], ids=str)
+def test_layers_in_another_order_are_sorted_with_the_columns_that_read_them(
+    tmp_path, layout, norm, layers
+):
+    """Engines collect hidden states in the order of the layers. The logits are the head's own."""
+    folder = make_checkpoint(tmp_path, feature_layers=layers, **{norm: True})
+    head = load_draft(str(folder), tiny_target(folder))
+    export(folder, layout, tmp_path / "out")
+    config, weights = read(tmp_path / "out")
+    size = config if layout == "sglang" else config["transformer_layer_config"]
+    assert size["num_aux_hidden_states"] == len(layers)
+    assert weights["fc.weight"].shape == (32, 32 * len(layers))
+    taps = {layer: torch.randn(6, HIDDEN, generator=seeded(layer)) for layer in layers}
+    parts = [taps[layer] for layer in sorted(layers)]
+    root_mean = lambda x: x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()  # noqa: E731
+    if norm == "fc_norm":
+        norms = (weights[f"fc_norm.{i}.weight"] for i in range(len(layers)))
+        parts = [root_mean(x) * w for x, w in zip(parts, norms, strict=True)]
+    joined = torch.cat(parts, -1)
+    if norm == "norm_before_fc":
+        joined = root_mean(joined) * weights["input_norm.weight"]
+    assert torch.allclose(joined @ weights["fc.weight"].T, head.feature(taps), atol=1e-5)
+    import_head(str(tmp_path / "out"), str(tmp_path / "target"), tmp_path / "again")
+    ids_T = text()
+    steps = zip(
+        chain_logits(folder, ids_T, 3), chain_logits(tmp_path / "again", ids_T, 3), strict=True
+    )
+    for ours, theirs in steps:
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_whole_vocabulary_in_another_order_is_sorted(tmp_path):
+    """Engines read no map of one. The logit of every token is the head's own."""
+    folder = make_checkpoint(tmp_path, draft_vocab_size=VOCABULARY)
+    head = load_draft(str(folder), tiny_target(folder))
+    with torch.no_grad():
+        head.draft_ids.copy_(torch.randperm(VOCABULARY, generator=seeded(7)))
+    head.save(folder)
+    export(folder, "speculators", tmp_path / "out")
+    import_head(str(tmp_path / "out"), str(tmp_path / "target"), tmp_path / "again")
+    again = load_draft(str(tmp_path / "again"), tiny_target(folder))
+    state = torch.randn(5, HIDDEN, generator=seeded(8))
+    assert torch.equal(head.logits(state), again.logits(state)[:, head.draft_ids])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"feature_layers": (2, 5, 2)}, ["[2, 5, 2]", "twice"]),
+        ({"attention_bias": True}, ["attention_bias", "drop"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+def test_what_every_engine_would_drop_is_refused(tmp_path, layout, options, words):
+    folder = make_checkpoint(tmp_path, **options)
+    with pytest.raises(ValueError, match=f"--checkpoint: .*{'.*'.join(map(re.escape, words))}"):
+        export(folder, layout, tmp_path / "out")
+
+
+@pytest.mark.parametrize("fc_bias", [True, False])
+def test_eagle_1_is_written_for_vllm_only_without_a_bias(tmp_path, fc_bias):
+    """vLLM drops the bias; SGLang has one in every head."""
+    target = tiny_llama(layers=LAYERS, hidden=HIDDEN, vocab=VOCABULARY)
+    head = make_head(target, "eagle", fc_bias=fc_bias, attention_bias=True)
+    target.save_pretrained(tmp_path / "target")
+    object.__setattr__(head.reference, "name", str(tmp_path / "target"))
+    (tmp_path / "head").mkdir()
+    head.save(tmp_path / "head")
+    export(tmp_path / "head", "sglang", tmp_path / "out")
+    config, weights = read(tmp_path / "out")
+    names = ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]
+    assert config["architectures"] == names[: 1 + (not fc_bias)]
+    assert "bias" not in config and config["attention_bias"]
+    assert bool(weights["fc.bias"].any()) == fc_bias
+    assert not weights["layers.0.self_attn.o_proj.bias"].any()
+    import_head(str(tmp_path / "out"), str(tmp_path / "target"), tmp_path / "again")
+    assert_same_head(tmp_path / "head", tmp_path / "again")
 
 
 def test_the_layout_of_vllm(tmp_path):
@@ -214,6 +305,14 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
     assert not list(tmp_path.glob(".*"))
 
 
+def test_the_best_chain_weighs_tokens_against_draft_passes():
+    """The shipped SmolLM2 head's validation, and what chain:7 accepted of it."""
+    assert best_chain([0.661, 0.637, 0.614, 0.595], 0.09) == 3
+    assert best_chain([0.9] * 7, 0.02) == 7
+    assert best_chain([0.2, 0.1], 0.5) == 1
+    assert best_chain([], 0.1) == 3
+
+
 @pytest.mark.parametrize("layout", ["sglang", "speculators"])
 def test_names_with_spaces_are_quoted_in_the_launch_line(layout):
     words = shlex.split(launch_line(layout, "my target", "it's out"))
@@ -249,8 +348,8 @@ def test_other_drafts_are_refused_by_name(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fc_norm": True}, ["--format", "'sglang'", "fc_norm", "give --format speculators"]),
-        ({"norm_output": True}, ["--format", "'sglang'", "norm_output", "give --format"]),
+        ({"norm_before_residual": True}, ["--format", "'sglang'", "residual", "give --format"]),
+        ({"query_key_norm": True}, ["--format", "'sglang'", "query_key_norm", "give --format"]),
         ({"feature_layers": (1, 8)}, ["--format", "[1, 8]", "1..7", "give --format speculators"]),
         ({"feature_layers": (0, 3, 5)}, ["--format", "[0, 3, 5]", "give --format speculators"]),
     ],

@@ -274,7 +274,6 @@ def test_the_launch_line_names_the_algorithm(tmp_path, target, monkeypatch, capf
 
 LOCAL = {
     "vocabulary": ("DFlash, speculators, vocabulary", "draft_vocab_size"),
-    "anchor": ("DSpark, speculators, not from the anchor", "sample_from_anchor"),
 }
 
 

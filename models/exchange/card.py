@@ -185,6 +185,8 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     equivalent_acceptance_length: MeasuredLength
     mean_acceptance_length: float | None
     draft_acceptance_rate: float | None
+    position_tests: list[int] = []
+    position_accepts: list[int] = []
     filters: dict[str, float] = {}
     """Of samples, those that remove something."""
 

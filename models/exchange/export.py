@@ -6,12 +6,12 @@ own, `mtp.*`):
 
     python -m sglang.launch_server --model-path TARGET --dtype bfloat16 \\
       --speculative-algorithm EAGLE3 --speculative-draft-model-path OUT \\
-      --speculative-num-steps 5 --speculative-eagle-topk 8 --speculative-num-draft-tokens 32
+      --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
 
 ``speculators`` is vLLM's:
 
     vllm serve TARGET --dtype bfloat16 \\
-      --speculative-config '{"method": "eagle3", "model": "OUT", "num_speculative_tokens": 5}'
+      --speculative-config '{"method": "eagle3", "model": "OUT", "num_speculative_tokens": 3}'
 
 Weights stay float32 as trained; ``--dtype`` is what the engine then computes in. The embedding of
 tokens is the target's: SGLang takes it from there, vLLM's layout gets a copy. (vLLM needs none, but
@@ -44,16 +44,23 @@ from pipedraft.models.draft import (
 from pipedraft.models.dspark import DSpark, DSparkConfig
 from pipedraft.models.eagle import Eagle
 from pipedraft.models.eagle3 import Eagle3
-from pipedraft.models.exchange.card import CARD, LAYOUTS, CardSource, render_card
+from pipedraft.models.exchange.card import CARD, LAYOUTS, CardSource, Measured, render_card
+from pipedraft.models.exchange.chain import (
+    CHAIN_LENGTH,
+    best_chain,
+    chains_of,
+    relative_cost,
+    simulated,
+    sum_counts,
+    validated_acceptance,
+)
+from pipedraft.models.exchange.convert import convert
 from pipedraft.models.fingerprint import TargetFiles, read_target
 from pipedraft.models.mtp import MTP, MTP_PREFIX
 
 Layout = Literal["sglang", "speculators"]
 Config = dict[str, object]
 """config.json of an export."""
-
-CHAIN_LENGTH = 5
-"""Draft tokens in a row that the launch lines and vLLM's configuration ask for."""
 
 HEADS: dict[str, type[Draft]] = {
     "eagle": Eagle,
@@ -65,24 +72,29 @@ HEADS: dict[str, type[Draft]] = {
 
 ORIGIN_FILE = "pipedraft.json"
 
-VLLM_ONLY = (
-    "fc_norm",
-    "norm_output",
-    "norm_before_fc",
-    "norm_before_residual",
-    "query_key_norm",
-    "sliding_window",
-)
-"""Settings of EAGLE-3 heads that SGLang does not read."""
+VLLM_ONLY = ("norm_before_residual", "query_key_norm", "sliding_window")
+"""Settings of EAGLE-3 heads that SGLang 0.5.23 does not read off the files."""
+NORMS = ("fc_norm", "norm_before_fc", "norm_output")
+"""Norms around the projection that both engines read."""
+SIMULATORS_FILE = "acceptance.json"
 
 
-def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None) -> list[Path]:
+def export(
+    folder: Path,
+    layout: Layout,
+    out: Path,
+    *,
+    target: str | None = None,
+    results: Path | None = None,
+) -> list[Path]:
     """Write a checkpoint of a head in the layout of a serving engine.
 
     Args:
         folder: checkpoint folder.
         out: made by one rename when every file is written; must not hold anything yet.
         target: name of the target for the engine, where it is not the one of the training.
+        results: results.json of an evaluation with a chain. It decides the length of the chain, and
+            its acceptance is written for the engines' simulators.
 
     Returns:
         The files.
@@ -90,6 +102,52 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
     Raises:
         ValueError: another kind of draft, a head the layout cannot describe, another target, or a
             folder that is in use.
+    """
+    head, description = load_head(folder, layout)
+    if layout == "sglang" and target is not None:
+        head.reference.check_fingerprint(read_target(target, None).fingerprint)
+    name, revision = (target, None) if target else (head.reference.name, head.reference.revision)
+    if head.shares_head:  # engines load an LM head with every draft
+        found = read_target(name, revision)
+        head.reference.check_fingerprint(found.fingerprint)
+        copy_head(head, found.head_VH)
+    if isinstance(head, Eagle3 | DFlash):
+        convert(head)
+    digest = file_sha256(folder / WEIGHTS_FILE)
+    acceptance = validated_acceptance(description.get("training", {}).get("metrics") or {})
+    simulators = None
+    if results is not None:
+        chains = chains_of(Measured.read(results, digest).runs)
+        acceptance = sum_counts(chains[min(chains)])
+        simulators = to_json(simulated(chains))
+    num_tokens = best_chain(acceptance, relative_cost(head))
+    if isinstance(head, DFlash):
+        num_tokens = head.config.num_tokens
+    config, weights = _parts(head, layout, name, revision, num_tokens)
+
+    if target is not None:
+        description["target"] |= {"name": target, "revision": None}
+    origin = Origin(
+        layout=layout, weights_sha256=digest, description=description, num_tokens=num_tokens
+    )
+    card = render_card(origin.card_source().licensed(asks_hub=False))
+
+    def fill(temporary: Path) -> None:
+        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        (temporary / ORIGIN_FILE).write_bytes(to_json(origin))
+        (temporary / CARD).write_text(card)
+        if simulators is not None:
+            (temporary / SIMULATORS_FILE).write_bytes(simulators)
+
+    return write_folder(out, fill, inputs=[folder])
+
+
+def load_head(folder: Path, layout: str) -> tuple[Eagle | Eagle3 | MTP | DFlash, Description]:
+    """Load a checkpoint whose kind the layout has a place for.
+
+    Raises:
+        ValueError: another kind.
     """
     description = read_description(folder)
     kind = description["draft_type"]
@@ -101,50 +159,36 @@ def export(folder: Path, layout: Layout, out: Path, *, target: str | None = None
         )
     head = HEADS[kind].load(folder, description)
     assert isinstance(head, Eagle | Eagle3 | MTP | DFlash)
-    if layout == "sglang" and target is not None:
-        head.reference.check_fingerprint(read_target(target, None).fingerprint)
-    name, revision = (target, None) if target else (head.reference.name, head.reference.revision)
-    if head.shares_head:  # engines load an LM head with every draft
-        found = read_target(name, revision)
-        head.reference.check_fingerprint(found.fingerprint)
-        copy_head(head, found.head_VH)
+    return head, description
+
+
+def _parts(
+    head: Eagle | Eagle3 | MTP | DFlash,
+    layout: Layout,
+    name: str,
+    revision: str | None,
+    num_tokens: int,
+) -> tuple[Config, dict[str, Tensor]]:
+    """config.json and weights, with those of the target that the layout repeats."""
     if isinstance(head, MTP):
-        config, weights = mtp_parts(head, read_target(name, revision))
-    elif isinstance(head, Eagle):
-        config, weights = eagle_config(head), eagle_weights(head)
-    elif layout == "sglang" and not isinstance(head, DSpark):
-        if isinstance(head, DFlash):
-            config, weights = dflash_config(head), head.state_dict()
-        else:
-            config, weights = sglang_config(head), sglang_weights(head)
-    else:
-        found = read_target(name, revision)
-        head.reference.check_fingerprint(found.fingerprint)
-        architectures = found.config.get("architectures", [])
-        if isinstance(head, Eagle3):
-            config = speculators_config(head, name, architectures)
-            weights = speculators_weights(head, found.embedding_VH)
-        elif layout == "speculators" or not isinstance(head, DSpark):
-            config = block_speculators_config(head, name, architectures)
-            weights = block_speculators_weights(head, found.head_VH)
-        else:
-            config = dspark_config(head)
-            own = {"embed_tokens.weight": found.embedding_VH, "lm_head.weight": found.head_VH}
-            weights = head.state_dict() | {key: x.clone() for key, x in own.items()}
-
-    if target is not None:
-        description["target"] |= {"name": target, "revision": None}
-    digest = file_sha256(folder / WEIGHTS_FILE)
-    origin = Origin(layout=layout, weights_sha256=digest, description=description)
-    card = render_card(origin.card_source().licensed(asks_hub=False))
-
-    def fill(temporary: Path) -> None:
-        (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-        (temporary / ORIGIN_FILE).write_bytes(to_json(origin))
-        (temporary / CARD).write_text(card)
-
-    return write_folder(out, fill, inputs=[folder])
+        return mtp_parts(head, read_target(name, revision))
+    if isinstance(head, Eagle):
+        return eagle_config(head), eagle_weights(head)
+    if layout == "sglang" and isinstance(head, Eagle3):
+        return sglang_config(head), sglang_weights(head)
+    if layout == "sglang" and not isinstance(head, DSpark):
+        return dflash_config(head), head.state_dict()
+    found = read_target(name, revision)
+    head.reference.check_fingerprint(found.fingerprint)
+    architectures = found.config.get("architectures", [])
+    if isinstance(head, Eagle3):
+        weights = speculators_weights(head, found.embedding_VH)
+        return speculators_config(head, name, architectures, num_tokens), weights
+    if layout == "speculators" or not isinstance(head, DSpark):
+        config = block_speculators_config(head, name, architectures)
+        return config, block_speculators_weights(head, found.head_VH)
+    own = {"embed_tokens.weight": found.embedding_VH, "lm_head.weight": found.head_VH}
+    return dspark_config(head), head.state_dict() | {key: x.clone() for key, x in own.items()}
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +199,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the checkpoint's weights, by which an evaluation names them."""
     description: Description
     """config.json of the checkpoint, with the target's name for the engine."""
+    num_tokens: int = CHAIN_LENGTH
+    """Draft tokens of a round."""
 
     @classmethod
     def read(cls, folder: Path) -> "Origin":
@@ -166,45 +212,53 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             ) from error
 
     def card_source(self, place: str = CardSource.place) -> CardSource:
-        target, kind = self.description["target"]["name"], self.description["draft_type"]
-        launch = launch_line(self.layout, target, place, kind)
+        launch = self.launch_line(place)
         return CardSource(
             description=self.description, place=place, layout=self.layout, launch=launch
         )
 
+    def launch_line(self, place: Path | str) -> str:
+        """Shell command that serves the target with the exported head at ``place``."""
+        target, kind = self.description["target"]["name"], self.description["draft_type"]
+        is_shifted = self.description["architecture"].get("sample_from_anchor") is False
+        return launch_line(self.layout, target, place, kind, self.num_tokens, is_shifted)
 
-def launch_line(layout: Layout, target: str, out: Path | str, kind: str = "eagle3") -> str:
-    """Shell command that serves ``target`` with the exported head."""
+
+def launch_line(
+    layout: Layout,
+    target: str,
+    out: Path | str,
+    kind: str = "eagle3",
+    num_tokens: int = CHAIN_LENGTH,
+    is_shifted: bool = False,
+) -> str:
+    """Shell command that serves ``target`` with the exported head.
+
+    Args:
+        num_tokens: draft tokens of a round.
+        is_shifted: the head is a DSpark whose anchor gives no draft token.
+    """
     place, target = shlex.quote(str(out)), shlex.quote(target)
     is_block = kind in (DFlash.draft_type, DSpark.draft_type)
     if layout == "speculators" and is_block:  # its files say the rest, the target too
         return f"vllm serve {place} --dtype bfloat16"
     if layout == "speculators":
-        options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": CHAIN_LENGTH}
+        options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": num_tokens}
         settings = shlex.quote(json.dumps(options))
         return f"vllm serve {target} --dtype bfloat16 --speculative-config {settings}"
+    algorithm = "NEXTN" if kind == MTP.draft_type else kind.upper()
     line = (
         f"python -m sglang.launch_server --model-path {target} --dtype bfloat16 "
-        f"--speculative-algorithm {kind.upper()} --speculative-draft-model-path {place}"
+        f"--speculative-algorithm {algorithm} --speculative-draft-model-path {place}"
     )
-    if is_block:  # which is as long as its configuration says
+    if is_block and not is_shifted:  # which is as long as its configuration says
         return line
-    if kind == MTP.draft_type:  # a chain: the target's recurrent layers take no tree there
-        line = line.replace(f" {kind.upper()} ", " NEXTN ")
-        return (
-            f"{line} --speculative-num-steps {CHAIN_LENGTH} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {CHAIN_LENGTH + 1}"
-        )
+    if is_block:  # SGLang takes a block for one draft token longer than it is
+        return f"{line} --speculative-num-draft-tokens {num_tokens + 1}"
     return (
-        f"{line} --speculative-num-steps {CHAIN_LENGTH} --speculative-eagle-topk 8 "
-        "--speculative-num-draft-tokens 32"
+        f"{line} --speculative-num-steps {num_tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {num_tokens + 1}"
     )
-
-
-def target_and_kind(folder: Path) -> tuple[str, str]:
-    """Name of the target, and draft_type, of a checkpoint."""
-    description = read_description(folder)
-    return description["target"]["name"], description["draft_type"]
 
 
 # U draft vocabulary, V target vocabulary, H hidden
@@ -221,23 +275,27 @@ def sglang_config(head: Eagle3) -> Config:
             f"--format: 'sglang' has no place for model.{used[0]}, which this head was trained "
             "with; give --format speculators"
         )
-    if len(layers) != 3 or not all(0 < layer < last for layer in layers):
+    if not all(0 < layer < last for layer in layers):
         raise ValueError(
-            f"--format: 'sglang' fuses three layers in 1..{last - 1}, this head was trained with "
+            f"--format: 'sglang' fuses layers in 1..{last - 1}, this head was trained with "
             f"model.feature_layers {list(layers)}; give --format speculators"
         )
+    norms = {name: True for name in NORMS if getattr(head.config, name)}
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(head),
-        **({"qkv_bias": True} if head.config.attention_bias else {}),
+        **norms,
+        "num_aux_hidden_states": len(layers),
         "draft_vocab_size": len(head.draft_ids),
         "torch_dtype": "float32",
     }
-    if layers != (2, last // 2, last - 3):
-        numbers = [layer - 1 for layer in layers]
+    # SpecForge's norm_output says something else; TensorRT-LLM's name for ours tells them apart.
+    post = {"return_hidden_post_norm": True} if head.config.norm_output else {}
+    if post or layers != (2, last // 2, last - 3):
         config["eagle_config"] = {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": numbers,
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
+            **post,
         }
     return config
 
@@ -269,13 +327,10 @@ def _speculators(kind: str, num_tokens: int, target: str, architectures: list[st
     }
 
 
-def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> Config:
+def speculators_config(
+    head: Eagle3, target: str, architectures: list[str], num_tokens: int
+) -> Config:
     """config.json of vLLM's layout of EAGLE-3."""
-    if head.config.attention_bias:
-        raise ValueError(
-            "--format: 'speculators' has no biases of queries, keys and values alone "
-            "(model.attention_bias); give --format sglang"
-        )
     window = {}
     if head.config.sliding_window is not None:
         window = {
@@ -283,9 +338,12 @@ def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> C
             "sliding_window": head.config.sliding_window,
             "use_sliding_window": True,
         }
-    return _speculators("eagle3", CHAIN_LENGTH, target, architectures) | {
+    return _speculators("eagle3", num_tokens, target, architectures) | {
         "architectures": ["Eagle3DraftModel"],
-        "transformer_layer_config": _layer_config(head) | window,
+        # vLLM sizes fc by this number, not by the list below.
+        "transformer_layer_config": _layer_config(head)
+        | window
+        | {"num_aux_hidden_states": len(head.config.feature_layers)},
         "draft_vocab_size": len(head.draft_ids),
         "eagle_aux_hidden_state_layer_ids": list(head.config.feature_layers),
         # vLLM takes a missing one for true.
@@ -297,10 +355,13 @@ def speculators_config(head: Eagle3, target: str, architectures: list[str]) -> C
 
 
 def speculators_weights(head: Eagle3, embedding_VH: Tensor) -> dict[str, Tensor]:
+    """Weights without maps of a whole vocabulary, for which vLLM has no parameters."""
     renamed = {
         name.replace("midlayer.", "layers.0."): value
         for name, value in sglang_weights(head).items()
     }
+    if len(head.draft_ids) == head.target_vocab_size:
+        del renamed["d2t"], renamed["t2d"]
     return renamed | {"embed_tokens.weight": embedding_VH}
 
 
@@ -315,22 +376,31 @@ def vocabulary_maps(head: Eagle3 | DFlash) -> dict[str, Tensor]:
 
 
 def eagle_config(head: Eagle) -> Config:
-    """config.json of the authors' layout of EAGLE-1."""
-    return {
-        "architectures": ["LlamaForCausalLMEagle"],
-        **_layer_config(head),
-        "bias": head.config.fc_bias,
-        "qkv_bias": head.config.attention_bias,
-        "torch_dtype": "float32",
-    }
+    """config.json of the authors' layout of EAGLE-1.
+
+    vLLM drops a bias of ``fc`` without a word, and then accepts nothing. So only a head without one
+    has the name that vLLM knows. ``bias`` is not written: SGLang takes it for the attention's.
+    """
+    names = ["LlamaForCausalLMEagle"] + ["EagleLlamaForCausalLM"] * (not head.config.fc_bias)
+    biases = {"attention_bias": True, "qkv_bias": True} if head.config.attention_bias else {}
+    return {"architectures": names, **_layer_config(head), **biases, "torch_dtype": "float32"}
 
 
 def eagle_weights(head: Eagle) -> dict[str, Tensor]:
-    """Weights without the embedding and the LM head, which engines take from the target."""
-    return {
+    """Weights without the embedding and the LM head, which engines take from the target.
+
+    SGLang has a bias of ``fc`` in every head, and of ``o_proj`` where queries have one. A file
+    without them would leave them as memory happens to be.
+    """
+    weights = {
         name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: value
         for name, value in head.state_dict().items()
     }
+    weights.setdefault("fc.bias", torch.zeros(head.layer_config.hidden_size))
+    if head.config.attention_bias:
+        zeros_H = torch.zeros(head.layer_config.hidden_size)
+        weights["layers.0.self_attn.o_proj.bias"] = zeros_H
+    return weights
 
 
 def mtp_parts(head: MTP, found: TargetFiles) -> tuple[Config, dict[str, Tensor]]:
@@ -366,12 +436,11 @@ def dflash_config(head: DFlash) -> Config:
 def dspark_config(head: DSpark) -> Config:
     """config.json of the authors' layout of DSpark, DeepSpec's."""
     config = head.config
-    if not config.sample_from_anchor:
+    if not config.markov_rank:
         raise ValueError(
-            "--format: 'sglang' has no place for model.sample_from_anchor false, which this head "
-            "was trained with; give --format speculators"
+            "--format: 'sglang' has no place for model.markov_rank 0, which this head was trained "
+            "with: SGLang refuses a DSpark without a table; give --format speculators"
         )
-    pairs = {"markov_head_type": "vanilla"} if config.markov_rank else {}
     read = {"confidence_head_with_markov": config.confidence == "pair"}
     return {
         "architectures": ["Qwen3DSparkModel"],
@@ -380,7 +449,8 @@ def dspark_config(head: DSpark) -> Config:
         "target_layer_ids": [layer - 1 for layer in config.feature_layers],
         "num_anchors": 512,  # its reader wants one, which decoding never reads
         "markov_rank": config.markov_rank,
-        **pairs,
+        "markov_head_type": "vanilla",
+        "sample_from_anchor": config.sample_from_anchor,
         "enable_confidence_head": config.confidence != "none",
         **(read if config.confidence != "none" else {}),
     }

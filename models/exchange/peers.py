@@ -135,7 +135,9 @@ def _eagle3(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle
     layer = layer_of(peer, settings if not is_vllm else inner, reference)
     width = given.target_hidden_size or layer.hidden_size
     check(peer, "target_hidden_size", width, layer.hidden_size)
+    norm_output = bool(given.norm_output)
     if not is_vllm:
+        norm_output = bool(given.eagle_config.get("return_hidden_post_norm"))
         # SpecForge's norm_output is another one: whether the LM head reads normed states.
         check(peer, "norm_output", given.norm_output in (None, True), True)
     num_layers = int(reference.fingerprint["num_layers"])
@@ -148,7 +150,7 @@ def _eagle3(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle
         feature_layers=_feature_layers(peer, given, num_layers),
         num_target_layers=num_layers,
         draft_vocab_size=None if len(draft_ids) == size_of(reference) else len(draft_ids),
-        norm_output=is_vllm and bool(given.norm_output),
+        norm_output=norm_output,
         fc_norm=given.fc_norm,
         norm_before_fc=given.norm_before_fc,
         norm_before_residual=given.norm_before_residual,
@@ -163,12 +165,17 @@ def _eagle3(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle
 def _eagle(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle:
     _fields(peer, peer.config)
     layer = layer_of(peer, peer.config, reference)
+    # An export has biases of zeros, where engines would otherwise read memory as it is.
+    weights = {
+        key.replace("layers.0.", "layer."): value
+        for key, value in peer.weights.items()
+        if key not in ("fc.bias", "layers.0.self_attn.o_proj.bias") or bool(value.any())
+    }
     config = EagleConfig(
         num_target_layers=int(reference.fingerprint["num_layers"]),
-        fc_bias="fc.bias" in peer.weights,
+        fc_bias="fc.bias" in weights,
         attention_bias=layer.has_attention_bias,
     )
-    weights = {key.replace("layers.0.", "layer."): value for key, value in peer.weights.items()}
     return fill(peer, Eagle(config, layer, reference), weights, found)
 
 

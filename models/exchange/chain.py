@@ -1,0 +1,106 @@
+"""Acceptance by draft position: the best chain for a launch line, and settings of simulators.
+
+vLLM and SGLang can accept draft tokens by given rates instead of by comparison, to measure what an
+acceptance is worth on other hardware. The rates of a real run make such a figure reproducible.
+"""
+
+# V target vocabulary, H hidden
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from pipedraft.files import Values
+from pipedraft.models.draft import Draft
+from pipedraft.models.exchange.card import MeasuredRun
+
+CHAIN_LENGTH = 3
+"""Draft tokens in a row where nothing is known of a head's acceptance."""
+
+
+def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
+    """Return the acceptance of draft position 1, 2, .. given that the one before was accepted."""
+    depth = max((len(run.position_tests) for run in runs), default=0)
+    tests, accepts = [0] * depth, [0] * depth
+    for run in runs:
+        pairs = zip(run.position_tests, run.position_accepts, strict=True)
+        for position, (tested, accepted) in enumerate(pairs):
+            tests[position] += tested
+            accepts[position] += accepted
+    return [a / t for a, t in zip(accepts, tests, strict=True) if t]
+
+
+def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
+    """Sort an evaluation's chains of a draft by sampling: of each the longest, on every benchmark.
+
+    Raises:
+        ValueError: there is none.
+    """
+    chains: dict[str, dict[int, list[MeasuredRun]]] = {}
+    for run in runs:
+        kind, _, length = (run.tree or "").partition(":")
+        is_chain = kind == "chain" and length.isdigit() and run.checkpoint is not None
+        # The line over all benchmarks holds the same counts once more.
+        if is_chain and run.benchmark != "overall" and run.position_tests:
+            chains.setdefault(run.sampling, {}).setdefault(int(length), []).append(run)
+    if not chains:
+        raise ValueError(
+            "--results: no chain of this checkpoint was evaluated; give the results of "
+            "pipedraft eval --schedule eagle --tree chain:7"
+        )
+    return {sampling: by_length[max(by_length)] for sampling, by_length in chains.items()}
+
+
+def validated_acceptance(metrics: Values) -> list[float]:
+    """Return the shares of held-out rows whose draft tokens are the target's own, by position."""
+    names = [f"agreement_{position}" for position in range(1, len(metrics) + 1)]
+    return [float(metrics[name]) for name in names if name in metrics]
+
+
+def relative_cost(head: Draft) -> float:
+    """Return the weights that a draft token reads over those that a pass of the target reads."""
+    layer = head.layer_config
+    num_heads = 2 * (layer.num_heads + layer.num_key_value_heads)
+    block = layer.hidden_size * (num_heads * layer.head_size + 3 * layer.intermediate_size)
+    vocabulary = head.target_vocab_size * layer.hidden_size
+    own = sum(value.numel() for name, value in head.state_dict().items() if name != "draft_ids")
+    if "lm_head.weight" not in head.state_dict():
+        own += vocabulary
+    return own / (int(head.reference.fingerprint["num_layers"]) * block + vocabulary)
+
+
+def best_chain(acceptance: Sequence[float], cost: float) -> int:
+    """Return the length k with the most tokens per cost of a round, 1 + k ``cost``."""
+    tokens = list(accumulate(accumulate(acceptance, mul), initial=1.0))
+    lengths = range(1, len(acceptance) + 1)
+    return max(lengths, key=lambda k: tokens[k] / (1 + k * cost), default=CHAIN_LENGTH)
+
+
+def simulated(chains: dict[str, list[MeasuredRun]]) -> Values:
+    """Settings of both engines' simulators by sampling and benchmark.
+
+    vLLM's rates are unconditional: entry j is the share of rounds that accept tokens 1 .. j. The
+    length counts the target's own token, in both engines.
+    """
+    found: Values = {}
+    for sampling, runs in chains.items():
+        names = sorted({run.benchmark for run in runs})
+        parts = {name: [run for run in runs if run.benchmark == name] for name in names}
+        for name, part in ({"all": runs} | parts).items():
+            rates = [round(rate, 6) for rate in accumulate(sum_counts(part), mul)]
+            length = 1 + sum(rates)
+            vllm = {
+                "num_speculative_tokens": len(rates),
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": rates,
+            }
+            sglang = {
+                "SGLANG_SIMULATE_ACC_LEN": f"{length:.4f}",
+                "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+            }
+            found.setdefault(f"temperature {sampling}", {})[name] = {
+                "acceptance_length": round(length, 4),
+                "vllm": vllm,
+                "sglang": sglang,
+            }
+    return found

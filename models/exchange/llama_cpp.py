@@ -1,0 +1,232 @@
+"""EAGLE-3 and DFlash heads as GGUF files, as llama.cpp's converter writes them.
+
+    llama-server -m TARGET.gguf -md OUT/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max 3
+
+Embedding and, of a whole vocabulary, DFlash's LM head are read off the target. The tokenizer is
+copied from the target's GGUF file, because llama.cpp compares the two. Names and keys are those of
+llama.cpp's ``conversion/llama.py`` and ``conversion/qwen.py`` of 2026-08-24.
+"""
+
+# N query or key heads, D head size
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedraft.files import write_folder
+from pipedraft.models.dflash import DFlash
+from pipedraft.models.draft import copy_head, read_description
+from pipedraft.models.eagle3 import Eagle3
+from pipedraft.models.exchange.chain import best_chain, relative_cost, validated_acceptance
+from pipedraft.models.exchange.convert import convert
+from pipedraft.models.fingerprint import read_target
+
+FILE = "draft.gguf"
+KINDS: dict[str, type[Eagle3 | DFlash]] = {"eagle3": Eagle3, "dflash": DFlash}
+UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window")
+"""Settings of EAGLE-3 heads that llama.cpp does not read."""
+NUM_EAGLE_LAYERS = 3
+AROUND = {
+    "norm": "output_norm",
+    "lm_head": "output",
+    "fc": "fc",
+    "hidden_norm": "enc.output_norm",
+    "input_norm": "enc.output_norm",
+}
+BLOCK = {
+    "hidden_norm": "attn_norm_2",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Modules of a decoder layer, and their names in a GGUF file."""
+
+
+def export_gguf(folder: Path, out: Path, *, target: str | None) -> tuple[list[Path], str]:
+    """Write a checkpoint of a head as ``out``/draft.gguf.
+
+    Args:
+        folder: checkpoint folder.
+        target: GGUF file of the target, in any quantization.
+
+    Returns:
+        The files, and the shell command that serves the target with the head.
+
+    Raises:
+        ValueError: a head that llama.cpp cannot express, or another target.
+    """
+    if target is None or not target.endswith(".gguf") or not Path(target).is_file():
+        raise ValueError(
+            f"--target: {target!r} is no GGUF file; --format gguf copies the tokenizer of the "
+            "target's, give the file that llama-server -m loads"
+        )
+    head, acceptance = load_head(folder)
+    convert(head)
+    check_head(head)
+    tokenizer = read_tokenizer(Path(target), head)
+    tensors = tensors_of(head)
+    num_tokens = best_chain(acceptance, relative_cost(head))
+    if isinstance(head, DFlash):
+        num_tokens = head.config.num_tokens
+
+    def fill(temporary: Path) -> None:
+        write_file(temporary / FILE, head, tensors, tokenizer)
+
+    files = write_folder(out, fill, inputs=[folder])
+    line = (
+        f"llama-server -m {shlex.quote(target)} -md {shlex.quote(str(out / FILE))} "
+        f"--spec-type draft-{head.draft_type} --spec-draft-n-max {num_tokens}"
+    )
+    return files, line
+
+
+def load_head(folder: Path) -> tuple[Eagle3 | DFlash, list[float]]:
+    """Load a checkpoint with its LM head; return its validated acceptance, too."""
+    description = read_description(folder)
+    kind = description["draft_type"]
+    if kind not in KINDS:
+        raise ValueError(
+            f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout gguf is for "
+            f"{' and '.join(KINDS)} heads, give a checkpoint of one"
+        )
+    head = KINDS[kind].load(folder, description)
+    if head.shares_head:
+        found = read_target(head.reference.name, head.reference.revision)
+        head.reference.check_fingerprint(found.fingerprint)
+        copy_head(head, found.head_VH)
+    return head, validated_acceptance(description.get("training", {}).get("metrics") or {})
+
+
+def check_head(head: Eagle3 | DFlash) -> None:
+    """Refuse by name what llama.cpp has no place for."""
+    config, rope = head.config, head.layer_config.rope_parameters
+    found: dict[str, Any] = {}
+    if isinstance(head, Eagle3):
+        found = {name: getattr(config, name) for name in UNREAD if getattr(config, name)}
+        if len(config.feature_layers) != NUM_EAGLE_LAYERS:
+            found["feature_layers"] = list(config.feature_layers)
+    if rope["rope_type"] != "default":
+        found["rope_type"] = rope["rope_type"]
+    for name, value in found.items():
+        raise ValueError(
+            f"--format: 'gguf' has no place for model.{name} {value!r}, which this head was "
+            "trained with; give --format sglang or speculators, or train a head without"
+        )
+
+
+def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
+    """Tensors by GGUF's names. Rows of EAGLE-3's queries and keys are in the order of its rotation:
+    llama.cpp rotates neighbors there, and halves in a DFlash.
+    """
+    layer = head.layer_config
+    tensors: dict[str, Tensor] = {}
+    heads = {"attn_q": layer.num_heads, "attn_k": layer.num_key_value_heads}
+    weights = head.state_dict()
+    weights.pop("draft_ids", None)
+    for name, value in weights.items():
+        stem = name.removesuffix(".weight")
+        match = re.fullmatch(r"(?:midlayer|layers\.(\d+))\.(.+)", stem)
+        if match is None:
+            tensors[f"{AROUND[stem]}.weight"] = value
+            continue
+        inner = BLOCK[match[2]]
+        if isinstance(head, Eagle3) and inner in heads:
+            halves = value.unflatten(0, (heads[inner], 2, -1))
+            value = halves.transpose(1, 2).flatten(0, 2)
+        tensors[f"blk.{match[1] or 0}.{inner}.weight"] = value
+    if len(head.draft_ids) < head.target_vocab_size:
+        tensors["d2t"] = head.draft_ids
+        if isinstance(head, DFlash):
+            found = read_target(head.reference.name, head.reference.revision)
+            head.reference.check_fingerprint(found.fingerprint)
+            tensors["output.weight"] = found.head_VH[head.draft_ids]
+    return tensors
+
+
+def read_tokenizer(file: Path, head: Eagle3 | DFlash) -> dict[str, Any]:
+    """Return the tokenizer's fields of the target's GGUF file.
+
+    Raises:
+        ValueError: another target.
+    """
+    gguf = _library()
+    try:
+        fields = gguf.GGUFReader(file).fields
+        architecture = fields["general.architecture"].contents()
+        own = {
+            "hidden_size": fields[f"{architecture}.embedding_length"].contents(),
+            "num_layers": fields[f"{architecture}.block_count"].contents(),
+            "vocab_size": len(fields["tokenizer.ggml.tokens"].data),
+        }
+    except (KeyError, ValueError, OSError) as error:
+        raise ValueError(f"--target: {str(file)!r} is no GGUF model ({error!r})") from error
+    for name, value in own.items():
+        if head.reference.fingerprint[name] != value:
+            raise ValueError(
+                f"--target: {str(file)!r} is another target: {name}: "
+                f"{head.reference.fingerprint[name]} != {value}; give the head's own as GGUF"
+            )
+    return {name: x for name, x in fields.items() if name.startswith("tokenizer.")}
+
+
+def write_file(
+    path: Path, head: Eagle3 | DFlash, tensors: dict[str, Tensor], tokenizer: dict[str, Any]
+) -> None:
+    gguf = _library()
+    layer, config, kind = head.layer_config, head.config, head.draft_type
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(layer.max_positions)
+    writer.add_embedding_length(layer.hidden_size)
+    writer.add_feed_forward_length(layer.intermediate_size)
+    writer.add_head_count(layer.num_heads)
+    writer.add_head_count_kv(layer.num_key_value_heads)
+    writer.add_key_length(layer.head_size)
+    writer.add_value_length(layer.head_size)
+    writer.add_layer_norm_rms_eps(layer.rms_norm_eps)
+    writer.add_rope_freq_base(float(layer.rope_parameters["rope_theta"]))
+    writer.add_rope_dimension_count(layer.head_size)
+    writer.add_vocab_size(head.target_vocab_size)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_array(f"{kind}.target_layers", list(config.feature_layers))
+    if isinstance(head, Eagle3):
+        writer.add_uint32(f"{kind}.target_hidden_size", layer.hidden_size)
+        writer.add_bool(f"{kind}.norm_before_residual", head.config.norm_before_residual)
+        writer.add_bool(f"{kind}.norm_before_fc", head.config.norm_before_fc)
+    else:
+        writer.add_uint32(f"{kind}.block_size", head.config.block_size)
+        tokenizer = {name: x for name, x in tokenizer.items() if "mask_token_id" not in name}
+        writer.add_uint32("tokenizer.ggml.mask_token_id", head.config.mask_token_id)
+    for name, field in tokenizer.items():
+        is_array = field.types[0] == gguf.GGUFValueType.ARRAY
+        inner = field.types[-1] if is_array else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+    for name, value in tensors.items():
+        whole = torch.int64 if name == "d2t" else torch.float32
+        writer.add_tensor(name, value.detach().to(whole).contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(
+            "--format: 'gguf' needs the package gguf; pip install 'pipedraft[gguf]'"
+        ) from error
+    return gguf
