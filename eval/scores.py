@@ -7,7 +7,7 @@ evalplus and lm-evaluation-harness score the files of ``save_answers``.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -25,12 +25,18 @@ if TYPE_CHECKING:
     from pipedraft.eval.turns import DecodedTurn
 
 PASSED = "passed"
-# A minus after a word, a number or a bracket is the operator.
-NUMBER = re.compile(
-    r"(?P<minus>(?<![\w)\]])-\\?\$?|\$-)?(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.\d+|\d+)"
+DIGITS = r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.\d+|\d+)"
+# A minus after a word, a number or a bracket is the operator; a number after ^ is an exponent.
+NUMBER = re.compile(r"(?<!\^)(?<!\^\{)(?P<minus>(?<![\w)\]}])-\\?\$?|\$-)?" + DIGITS)
+MARKED = re.compile(
+    r"(?<!#)####(?!#)[\s*$\\=:(]*(?:\\?boxed\{\\?\$?)?(?P<minus>-\\?\$?)?[$€£\\+]*" + DIGITS
 )
-MARK = "####"
-"""Stands before the number at the end of a GSM8K solution."""
+"""GSM8K's mark before the result."""
+HEADING = re.compile(r"[.)]\**\s+\S")
+"""Behind the number of a numbered heading, "#### 1. Eggs"."""
+THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,;: ]|[~'\u2019\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+"""Separators of thousands that LaTeX and typography have, beside the comma."""
+DASHES = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\uff0d", "-"))
 
 
 @dataclass(frozen=True)
@@ -50,16 +56,35 @@ def _value(match: re.Match[str]) -> Decimal:
 def find_number(answer: str) -> Decimal | None:
     """Return the number an answer ends on; None if it has none.
 
-    In a last line with "####" it is the first number after that, else the last of all. Thousands
-    separators and $ do not count, and equal values are equal: 1,250.50 is $1250.5.
+    The published rule of GSM8K: the number after the first "####", wherever that is; without one
+    the last number of the last \\boxed{..} that has any; else the last number. Reasoning before
+    "</think>" does not count, nor do separators of thousands and units; equal values are equal:
+    1,250.50 is $1250.5.
     """
-    text = answer.replace("\u2212", "-").replace("{,}", ",").rstrip()  # minus sign, LaTeX
-    _, mark, result = text.rpartition("\n")[2].rpartition(MARK)
-    marked = NUMBER.search(result) if mark else None
-    if marked is not None:
-        return _value(marked)
-    found = list(NUMBER.finditer(text))
-    return _value(found[-1]) if found else None
+    _, mark, rest = answer.rpartition("</think>")
+    text = (rest if mark and NUMBER.search(rest) else answer).translate(DASHES).rstrip()
+    text = THOUSANDS.sub(",", text)
+    marked = list(MARKED.finditer(text))
+    numbered = [match for match in marked if HEADING.match(text, match.end())]
+    if len(numbered) > 1:  # headings of steps, of which no number is a result
+        marked = [match for match in marked if match not in numbered]
+    if marked:
+        return _value(marked[0])
+    for part in (*reversed(list(_boxes(text))), text):
+        found = list(NUMBER.finditer(part))
+        if found:
+            return _value(found[-1])
+    return None
+
+
+def _boxes(text: str) -> Iterator[str]:
+    """Contents of every \\boxed{..}; braces inside are balanced."""
+    for start in re.finditer(r"\\f?box(?:ed)?\s*\{", text):
+        depth, end = 1, start.end()
+        while end < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        yield text[start.end() : end]
 
 
 def score_answer(expected: Decimal, answer: str) -> Score:

@@ -187,6 +187,78 @@ def _alpaca(row: Row, where: str) -> Prompt:
     return _single(turn, where, reference=row.get("output"))
 
 
+def _turns(row: Row, where: str) -> Prompt:
+    """A row of DeepSpec's files: ``turns`` alone."""
+    return Prompt(
+        task="",
+        id=str(row.get("question_id", where.rpartition(":")[2])),
+        category="",
+        turns=turns_of(row.get("turns"), "turns", where),
+    )
+
+
+BOXED_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+CODE_INSTRUCTION = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and "
+    "will generate a correct Python program that matches the specification and passes all tests. "
+    "You will NOT return anything except for the program"
+)
+
+
+def _math(row: Row, where: str) -> Prompt:
+    """MATH-500 and AIME: DeepSpec's rows, or ``problem`` and ``answer`` of the official files."""
+    if "turns" in row:
+        return _turns(row, where)
+    field = next((name for name in ("problem", "Problem", "question") if name in row), "problem")
+    answer = row.get("answer", row.get("Answer"))
+    prompt = _single(f"{text_of(row, field, where)}\n{BOXED_INSTRUCTION}", where)
+    return replace(prompt, reference=None if answer is None else str(answer))
+
+
+def _mbpp(row: Row, where: str) -> Prompt:
+    """DeepSpec's rows, or ``text`` (mbpp.jsonl) or ``prompt`` (sanitized-mbpp) of the authors."""
+    if "turns" in row:
+        return _turns(row, where)
+    turn = text_of(row, "text" if "text" in row else "prompt", where)
+    prompt = _single(turn, where, reference=row.get("code"))
+    return replace(prompt, id=str(row.get("task_id", prompt.id)))
+
+
+def _livecodebench(row: Row, where: str) -> Prompt:
+    """DeepSpec's rows, or ``question_content`` of the authors' files; programs are not run."""
+    if "turns" in row:
+        return _turns(row, where)
+    question = text_of(row, "question_content", where)
+    turn = f"{CODE_INSTRUCTION}\n\n### Question:\n{question}"
+    if row.get("starter_code"):
+        turn += f"\n\n### Starter code:\n```python\n{text_of(row, 'starter_code', where)}\n```"
+    prompt = _single(turn, where)
+    return replace(prompt, id=str(row.get("question_id", prompt.id)))
+
+
+def _arena_hard(row: Row, where: str) -> Prompt:
+    """DeepSpec's rows, or Arena-Hard's question.jsonl: ``prompt`` (v2) or ``turns`` (v0.1)."""
+    if "prompt" in row:
+        prompt = _single(text_of(row, "prompt", where), where)
+        return replace(prompt, id=str(row.get("uid", prompt.id)))
+    turns = row.get("turns")
+    if isinstance(turns, list):  # v0.1 has {"content": text}
+        turns = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns]
+    prompt = _turns({**row, "turns": turns}, where)
+    return replace(prompt, id=str(row.get("question_id", prompt.id)))
+
+
+def _flowspec(row: Row, where: str) -> Prompt:
+    """Spec-Bench's form; alpaca's categories are empty."""
+    return _questions({**row, "category": row.get("category") or "flowspec"}, where)
+
+
+def _flowspec_gsm8k(row: Row, where: str) -> Prompt:
+    prompt = _flowspec(row, where)
+    solution = prompt.reference[0] if isinstance(prompt.reference, list) else prompt.reference
+    return replace(prompt, expected=_expected_number(solution or "", "reference", where))
+
+
 # -- where a benchmark is found --------------------------------------------------------------------
 
 Parse = Callable[[Row, str], Prompt]
@@ -210,6 +282,17 @@ class Benchmark:
     """Category of all its prompts; None: each row names its own."""
     is_part: bool = False
     """The file is Spec-Bench's, of which this is one category."""
+
+
+def _peers(name: str, parse: Parse, category: str, *files: str) -> Benchmark:
+    """A set that papers on draft heads report, in DeepSpec's form or in its authors'."""
+    return Benchmark((f"deepspec/{name}.jsonl", *files), None, parse, category)
+
+
+def _of_flowspec(name: str, parse: Parse, category: str | None) -> Benchmark:
+    """One of the six sets of FlowSpec's table 1, as its repository has them."""
+    files = (f"flowspec/{name}.jsonl", f"flowspec/{name}/question.jsonl")
+    return Benchmark(files, None, parse, category)
 
 
 def _part(category: str) -> Benchmark:
@@ -240,8 +323,20 @@ BENCHMARKS = {
     "wmt14_de_en": _part(TRANSLATION),
     "rag": _part(RETRIEVAL),
     "spec_bench": Benchmark((SPEC_BENCH_FILE,), None, parse_spec_bench),
+    "math500": _peers("math500", _math, "math", "math500/test.jsonl"),
+    "aime24": _peers("aime24", _math, "math", "aime24/test.jsonl"),
+    "aime25": _peers("aime25", _math, "math", "aime25/test.jsonl"),
+    "mbpp": _peers("mbpp", _mbpp, "code", "mbpp/mbpp.jsonl", "mbpp/sanitized-mbpp.json"),
+    "livecodebench": _peers("livecodebench", _livecodebench, "code", "livecodebench/test.jsonl"),
+    "arena_hard": _peers("arena-hard-v2", _arena_hard, "chat", "arena_hard/question.jsonl"),
+    "flowspec_mt_bench": _of_flowspec("mt_bench", _questions, None),
+    "flowspec_humaneval": _of_flowspec("humaneval", _flowspec, "code"),
+    "flowspec_gsm8k": _of_flowspec("gsm8k", _flowspec_gsm8k, "math"),
+    "flowspec_alpaca": _of_flowspec("alpaca", _flowspec, "instruction"),
+    "flowspec_sum": _of_flowspec("sum", _flowspec, SUMMARIZATION),
+    "flowspec_qa": _of_flowspec("qa", _flowspec, QUESTIONS),
 }
-ALIASES = {"nq": "natural_questions"}
+ALIASES = {"nq": "natural_questions", "math-500": "math500", "arena-hard": "arena_hard"}
 FILE_ENDINGS = (".jsonl", ".jsonl.gz")
 
 
@@ -314,7 +409,9 @@ def _hub_rows(name: str, repository: str) -> Rows:
     if repository:
         hub = replace(hub, repository=repository) if hub else HubSet(repository, None, "train")
     if hub is None:
-        raise ValueError(f"--data-dir: the Hub has no {name} of its authors; {SPEC_BENCH_SOURCE}")
+        is_part = SPEC_BENCH_FILE in BENCHMARKS[name].files
+        fix = SPEC_BENCH_SOURCE if is_part else f"put {BENCHMARKS[name].files[0]} into DIR"
+        raise ValueError(f"--data-dir: the Hub has no {name} of its authors; {fix}")
     return _read_hub(hub)
 
 

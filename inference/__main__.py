@@ -22,12 +22,12 @@ from pipedraft.files import Values, make_place, write_atomically
 from pipedraft.inference.arguments import (
     EngineOptions,
     FilterOptions,
-    PrintedText,
     RemoteOptions,
     backend_of,
     read_temperature,
 )
 from pipedraft.inference.result import DecodeResult, shown
+from pipedraft.inference.text_stream import PrintedText
 
 if TYPE_CHECKING:
     from pipedraft.inference.config import DecodeConfig

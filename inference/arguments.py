@@ -29,8 +29,6 @@ from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import Budget, TreeShape
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from pipedraft.inference.ranks.cluster import Cluster
 
 FILTER_NAMES = [f.name for f in fields(TokenFilters)]
@@ -221,37 +219,6 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
     limits = WatchLimits.of_step(options.step_timeout)
     with Cluster(limits, options.links, on_cpu=options.device == "cpu") as cluster:
         yield cluster
-
-
-class TextStream:
-    """Makes text of tokens as they arrive, only up to the last complete character."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self.tokenizer, self.length = tokenizer, 0
-        self.ids: list[int] = []
-
-    def add(self, token: int) -> str:
-        """The text that this token makes certain."""
-        self.ids.append(token)
-        text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self.finish(text)
-
-    def finish(self, text: str) -> str:
-        """Rest of the whole text, an incomplete last character included."""
-        first, self.length = self.length, len(text)
-        return text[first:]
-
-
-class PrintedText(TextStream):
-    """Prints what it makes."""
-
-    def __call__(self, token: int) -> None:
-        sys.stdout.write(self.add(token))
-        sys.stdout.flush()
-
-    def finish_line(self, text: str) -> None:
-        """Print what was held back."""
-        print(self.finish(text))
 
 
 SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise")

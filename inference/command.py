@@ -15,7 +15,6 @@ from pipedraft.files import Values, read_optional
 from pipedraft.inference.arguments import (
     EngineOptions,
     PlaceOptions,
-    PrintedText,
     RemoteOptions,
 )
 from pipedraft.inference.config import DecodeConfig
@@ -29,6 +28,7 @@ from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.servers import is_loopback, read_tokens
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.lookup import make_lookup
+from pipedraft.inference.text_stream import PrintedText
 from pipedraft.models import load_draft
 from pipedraft.models.draft import read_description, resolve_folder
 from pipedraft.models.fingerprint import vocabulary_hash

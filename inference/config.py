@@ -27,6 +27,8 @@ from pipedraft.inference.shapes import Budget, TreeShape
 MIN_TEMPERATURE = 1e-4
 """Logits divided by less than this may overflow."""
 MAX_TEMPERATURE = 1e6
+SEEDS = f"[{-(2**63)}, {2**63})"
+"""int64, as OpenAI's clients draw them."""
 MAX_SETTING = "[-1024, 1024]"
 """Of a schedule's numbers: no draft has more rows, and larger ones would never end."""
 RuleName = Literal[
@@ -82,7 +84,7 @@ class DecodeConfig(TokenFilters):
         self.check_at(self.temperature)
         check_at_least(self, 1, "num_stages", "max_new_tokens", "payload_tokens", "tail_samples")
         most = dict.fromkeys(("num_stages", "payload_tokens", "tail_samples"), "[1, 4096]")
-        check_ranges(self, most | {"max_new_tokens": "[1, 1e9]", "seed": "[-9e18, 9e18]"})
+        check_ranges(self, most | {"max_new_tokens": "[1, 1e9]", "seed": SEEDS})
         numbers = (part.name for part in fields(self.schedule) if part.name != "tree")
         sizes = [n for n in numbers if isinstance(getattr(self.schedule, n), int | float)]
         check_ranges(self.schedule, dict.fromkeys(sizes, MAX_SETTING))

@@ -205,6 +205,8 @@ class Session:
         )
         self.num_rounds = 0
         self.round_length = 0
+        self._noted = (0, 0)
+        """Draft tokens and draft forwards of the rounds that have ended."""
         self.pending_forwards = 0
         taps = self.source.taps if self.source else ()
         if observer is not None:
@@ -467,8 +469,10 @@ class Session:
         result, num_forwards = self.result, self.source.num_forwards if self.source else 0
         result.round_lengths.append(self.round_length)
         result.round_ends += "u" if accepted is None else "a" if accepted else "r"
-        result.round_drafted.append(result.num_drafted - sum(result.round_drafted))
-        result.round_forwards.append(num_forwards - sum(result.round_forwards))
+        drafted, forwards = self._noted
+        result.round_drafted.append(result.num_drafted - drafted)
+        result.round_forwards.append(num_forwards - forwards)
+        self._noted = result.num_drafted, num_forwards
         self.round_length = 0
         self.num_rounds += 1
 

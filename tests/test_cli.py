@@ -19,7 +19,7 @@ from conftest import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
 from pipedraft.cli import run_command
-from pipedraft.inference.__main__ import PrintedText
+from pipedraft.inference.text_stream import PrintedText
 
 NUM_STAGES = 2
 
@@ -486,10 +486,24 @@ def test_the_stream_prints_a_text_that_ends_inside_a_character(capsys):
     assert capsys.readouterr().out == text + "\n"
 
 
+def test_a_token_costs_the_same_however_long_the_text_is():
+    sizes = []
+
+    class Counting(ByteTokenizer):
+        def decode(self, ids, skip_special_tokens):
+            sizes.append(len(ids))
+            return super().decode(ids, skip_special_tokens)
+
+    stream = PrintedText(Counting())
+    for token in "naïve € 😀 end ".encode() * 200:
+        stream.add(token)
+    assert max(sizes) < 100
+
+
 def test_random_tokens_stream_to_their_decoded_text(capsys):
     generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        ids = torch.randint(0, 256, (40,), generator=generator).tolist()
+    for length in [40] * 50 + [600] * 5:  # longer than the window that is decoded
+        ids = torch.randint(0, 256, (length,), generator=generator).tolist()
         stream = PrintedText(ByteTokenizer())
         for token in ids:
             stream(token)

@@ -64,7 +64,7 @@ class Settings(Message, kw_only=True):
     temperature: float = 0.0
     """0 is greedy, whatever the rule."""
     filters: TokenFilters = UNFILTERED
-    seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     prompt: Count = 0
     """Index of the prompt: with the seed the key of all random numbers."""
     payload_tokens: Annotated[int, Meta(ge=1, le=4096)] = 10
