@@ -1,5 +1,7 @@
 """Targets as the world has them: contexts, vocabularies, rotary positions, settings."""
 
+import json
+
 import pytest
 import torch
 from conftest import tiny_llama
@@ -9,6 +11,7 @@ from transformers import LlamaConfig
 from pipedraft.chats import read_template_variables, warn_of_variables
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.fitting import load_fitting
+from pipedraft.inference.serving.requests import ChatRequest, parse
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget
@@ -105,3 +108,10 @@ def test_a_draft_of_other_template_variables_is_told(capsys):
     assert capsys.readouterr().err == ""
     warn_of_variables("out/head", trained, None)
     assert "out/head was trained with" in capsys.readouterr().err
+
+
+def test_a_request_may_set_template_variables():
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    for given in ({"enable_thinking": False}, {}):
+        asked = parse(json.dumps(body | {"chat_template_kwargs": given}).encode(), ChatRequest)
+        assert asked.chat_template_kwargs == given
