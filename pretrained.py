@@ -5,7 +5,7 @@ random initial value.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -153,6 +153,45 @@ def load_config(
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
 
 
+NEUTRAL: Values = {
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "guidance_scale": (1.0,),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias"), ()),
+}
+"""Settings of generation_config.json that change greedy answers, each with the values by which it
+does not."""
+
+
+def unapplied_settings(model: PreTrainedModel) -> list[str]:
+    """Say what a model's generation settings would change in `generate` and do not here."""
+    config = getattr(model, "generation_config", None)
+    given = {name: getattr(config, name, None) for name in NEUTRAL}
+    return [
+        f"the target's generation_config.json has {name} {value}, which is not applied"
+        for name, value in given.items()
+        if value is not None and value not in NEUTRAL[name]
+    ]
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """Positions of a model: with YaRN added to config.json, as Qwen's model cards say, the factor
+    times the original ones, which max_position_embeddings may still name."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    own = int(text.max_position_embeddings)
+    kinds = [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]
+    for kind in kinds:
+        original = kind.get("original_max_position_embeddings")
+        if kind.get("rope_type") == "yarn" and original and kind.get("factor"):
+            own = max(own, int(kind["factor"] * original))
+    return own
+
+
 def read_config(
     name_or_path: str, revision: str | None, *, field: str = "target", drops_code: bool = False
 ) -> Values:
@@ -255,49 +294,6 @@ def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
                 f"{field}: {str(name)!r} holds NaN or infinite weights ({key}); use another copy "
                 "or an earlier checkpoint"
             )
-
-
-# -- chat templates -------------------------------------------------------------------------
-
-
-class ChatRefused(ValueError):
-    """Refusal of a conversation by the chat template, or a fault in the template."""
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
-    *,
-    prompt: bool = True,
-) -> str:
-    """Return a conversation as the model reads it; the template runs in jinja's sandbox.
-
-    Args:
-        messages: {"role", "content"} of every turn.
-        prompt: the beginning of the assistant's next turn follows.
-    """
-    with rendering():
-        return str(
-            tokenizer.apply_chat_template(
-                [dict(turn) for turn in messages], tokenize=False, add_generation_prompt=prompt
-            )
-        )
-
-
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]
-) -> list[int]:
-    """Return the ids of a conversation up to the beginning of the assistant's next turn."""
-    return tokenizer(render_chat(tokenizer, messages), add_special_tokens=False).input_ids
-
-
-@contextmanager
-def rendering() -> Iterator[None]:
-    """Raise whatever a chat template trips over as ChatRefused."""
-    try:
-        yield
-    except Exception as error:
-        raise ChatRefused(f"chat template refused: {error}") from error
 
 
 # -- files ----------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipedraft.chats import read_template_variables
 from pipedraft.cli import Failure, Options, option
-from pipedraft.data_recipes.conversations import Message, read_turns
-from pipedraft.files import publish
+from pipedraft.data_recipes.conversations import SYSTEM_FIELDS, Message, read_row
+from pipedraft.files import Values, publish
 
 WRITTEN = "written"
 """Among the settings: the latest outputs. Options begin with dashes."""
@@ -239,6 +240,10 @@ class AnswerSampling(Options):
     """rows with greedy answers"""
     seed: int = 0
     """of the sampling"""
+    chat_template_kwargs: Values | None = option(
+        None, metavar="JSON", parse=read_template_variables
+    )
+    """variables of the chat template, as {"enable_thinking": false}; a row's own count before"""
 
     def is_greedy(self, row: int) -> bool:
         """Spread evenly: among rows 0 to n - 1 there are int(n * greedy_share) greedy ones."""
@@ -255,7 +260,9 @@ class TargetAnswer:
 
     content: str
     is_cut: bool
-    """Whether the answer stopped at --max-tokens."""
+    """Whether the answer stopped at --max-tokens, or where the target's positions end."""
+    tool_calls: list[Values] = field(default_factory=list)
+    """What a server found of calls in the answer."""
 
 
 @dataclass
@@ -270,6 +277,9 @@ class Dialogue:
     """Other fields of the input row; copied to the output."""
     prompts: list[Messages]
     """What is said before each answer since the one before it; the last message is the user's."""
+    tools: list[Values] | None = None
+    variables: Values = field(default_factory=dict)
+    """Of the chat template, which the row brings."""
     history: Messages = field(default_factory=list)
     """Prompts and answers so far."""
     num_answers: int = 0
@@ -288,17 +298,18 @@ class Dialogue:
             value = json.loads(text)
             if isinstance(value, dict) and "prompt" in value and not any(map(value.get, TURNS)):
                 value = {**value, "messages": [{"role": "user", "content": value["prompt"]}]}
-            turns = read_turns(value)
+            found = read_row(value, needs_answers=False)
             text.encode()
-            for turn in turns:
-                turn["content"].encode()
+            json.dumps(found.messages, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise RowFailed("half a surrogate pair: not text") from error
         except (ValueError, RecursionError) as error:
             is_json = not isinstance(error, json.JSONDecodeError | RecursionError)
             raise RowFailed(str(error) if is_json else "not JSON") from error
-        fields = {name: value[name] for name in value if name not in (*TURNS, "prompt")}
-        return cls(row, text, fields, split_prompts(turns))
+        told = (*TURNS, *SYSTEM_FIELDS, "prompt")
+        fields = {name: value[name] for name in value if name not in told}
+        prompts = split_prompts(found.messages)
+        return cls(row, text, fields, prompts, found.tools, found.variables)
 
     @property
     def is_complete(self) -> bool:
@@ -309,36 +320,53 @@ class Dialogue:
         return [*self.history, *self.prompts[self.num_answers]]
 
     def add(self, answer: TargetAnswer) -> None:
-        self.history = [*self.question(), {"role": "assistant", "content": answer.content}]
+        turn: Message = {"role": "assistant", "content": answer.content}
+        if answer.tool_calls:
+            turn["tool_calls"] = answer.tool_calls
+        self.history = [*self.question(), turn]
         self.num_answers += 1
         self.num_cut += answer.is_cut
 
     def to_row(self, *, is_greedy: bool) -> dict[str, object]:
         """The input row with the answered conversation in OpenAI's form."""
+        turns = [{n: x for n, x in turn.items() if n != "train"} for turn in self.history]
+        for turn, read in zip(turns, self.history, strict=True):
+            if not read.get("train", True):
+                turn["weight"] = 0
+        fields = self.fields
+        if self.variables:
+            fields = fields | {"chat_template_kwargs": self.variables}
         return {
-            **self.fields,
-            "messages": self.history,
+            **fields,
+            "messages": turns,
             "greedy_answers": is_greedy,
             "cut_answers": self.num_cut,
         }
 
 
 def split_prompts(turns: Messages) -> list[Messages]:
-    """The turns between answers: [system, user, assistant, user] -> [[system, user], [user]]."""
+    """The turns between answers: [system, user, assistant, user] -> [[system, user], [user]].
+
+    A call of a tool that a result follows is the row's own, read and not learned: the result is
+    that call's, and no other's.
+    """
     if not turns:
         raise RowFailed("no turns")
     prompts: list[Messages] = []
     prompt: Messages = []
-    for turn in turns:
+    for turn, following in zip(turns, [*turns[1:], None], strict=True):
         if turn["role"] != "assistant":
             prompt.append(turn)
             continue
-        if not prompt or prompt[-1]["role"] != "user":
+        if not prompt or prompt[-1]["role"] not in ("user", "tool"):
             raise RowFailed("an assistant turn does not follow a user turn")
+        if following is not None and following["role"] == "tool":
+            prompt.append(turn | {"train": False})
+            continue
         prompts.append(prompt)
         prompt = []
     if prompt:
-        if prompt[-1]["role"] != "user":
+        if prompt[-1]["role"] not in ("user", "tool"):
             raise RowFailed("the last turn is neither the user's nor the assistant's")
         prompts.append(prompt)
     return prompts

@@ -146,6 +146,31 @@ def document_lengths(batch: dict[str, Tensor]) -> list[int] | None:
     return lengths.tolist() if len(lengths) > len(batch["input_ids"]) else None
 
 
+def document_places(batch: dict[str, Tensor]) -> Tensor:
+    """Number of the document of each position of a batch, padded or packed: int64 [B, T]; -1 on
+    padding."""
+    mask_BT, lengths = batch["loss_mask"], batch["lengths"].to(batch["loss_mask"].device)
+    B, T = mask_BT.shape
+    documents = torch.arange(len(lengths), device=mask_BT.device)
+    if len(lengths) > B:
+        return documents.repeat_interleave(lengths)[None]
+    positions_T = torch.arange(T, device=mask_BT.device)
+    return torch.where(positions_T < lengths[:, None], documents[:, None], -1)
+
+
+def inner_mask(batch: dict[str, Tensor]) -> Tensor:
+    """The loss mask without the first and the last position of each document: bool [B, T].
+
+    As the peers' packages clear the last, so that no label is padding or of the next document; no
+    row has the first as its label, and `pack` clears it.
+    """
+    place_BT = document_places(batch)
+    edge_B1 = place_BT.new_full((len(place_BT), 1), -2)
+    before_BT = torch.cat([edge_B1, place_BT[:, :-1]], 1)
+    after_BT = torch.cat([place_BT[:, 1:], edge_B1], 1)
+    return batch["loss_mask"].bool() & (place_BT == before_BT) & (place_BT == after_BT)
+
+
 def reorder(batch: dict[str, Tensor], order: Tensor) -> dict[str, Tensor]:
     """The examples in another order: rows of a padded batch, documents of a packed one."""
     lengths = document_lengths(batch)

@@ -1,5 +1,6 @@
 """Counts of all rows and their fates, and the card that tells them as the Hub reads it."""
 
+import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
@@ -59,6 +60,13 @@ class DataReport:
     """Lengths of the kept rows before the cut, in tokens."""
     sources: dict[str, dict[str, int]]
     """Per source: rows_read, rows_kept, tokens (separators excluded)."""
+    chat_template_kwargs: dict[str, object] = field(default_factory=dict)
+    """Variables of the chat template that the recipe set."""
+    left_out_fields: dict[str, int] = field(default_factory=dict)
+    """Rows kept, by what they have and no sequence shows: fields that nobody reads, or that the
+    chat template does not render."""
+    thinking_back: int = 0
+    """Rows kept whose last turn's thinking, which the template strips, was put back."""
     licenses: dict[str, int]
     """Rows kept by license; `unknown` where neither the row nor its source names one."""
     hub_datasets: list[str] = field(default_factory=list)
@@ -101,6 +109,17 @@ class DataReport:
         ]
         if self.missing_turns:
             lines.append(f"assistant turns not found in the rendered text: {self.missing_turns}")
+        lines += [
+            f"not in the text: {name}, of {count} rows"
+            for name, count in self.left_out_fields.items()
+        ]
+        if self.chat_template_kwargs:
+            lines.append(f"template variables: {json.dumps(self.chat_template_kwargs)}")
+        if self.thinking_back:
+            lines.append(
+                f"thinking of the last turn, which the template strips, put back: "
+                f"{self.thinking_back} rows"
+            )
         if len(self.sources) > 1:
             lines += [
                 f"{name}: {counts['rows_kept']} of {counts['rows_read']} rows, "
@@ -161,6 +180,9 @@ def build_report(
         empty_mask_rows=empty,
         truncated_rows=0 if config.pack else int((full[kept] > config.max_length).sum()),
         missing_turns=sum(rows["num_missing"][:]),
+        chat_template_kwargs=dict(config.chat_template_kwargs or {}),
+        left_out_fields=_count_left_out(rows, kept),
+        thinking_back=int(np.asarray(rows["thinking_back"][:], dtype=np.int64)[kept].sum()),
         tokens=int((copies * (lengths + config.pack)).sum()),
         supervised_tokens=int((copies * (supervised + config.pack * is_text)).sum()),
         length_p50=p50,
@@ -177,6 +199,15 @@ def build_report(
         },
         licenses=dict(Counter(name or UNKNOWN_LICENSE for name in licenses[kept]).most_common()),
     )
+
+
+def _count_left_out(rows: Dataset, kept: np.ndarray) -> dict[str, int]:
+    """Rows kept by each field that their text does not show, the most frequent first."""
+    counts: Counter[str] = Counter()
+    for listed, times in Counter(np.asarray(rows["left_out"][:], dtype=object)[kept]).items():
+        for name in json.loads(listed) if listed else ():
+            counts[name] += times
+    return dict(counts.most_common())
 
 
 def _count_benchmarks(rows: Dataset, benchmarks: Benchmarks | None) -> dict[str, dict[str, int]]:

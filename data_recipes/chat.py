@@ -4,8 +4,10 @@ A mask is made from character spans of the rendered text, which is tokenized onc
 piece of a conversation is ever tokenized on its own, because BPE merges across the seams.
 """
 
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +15,20 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pipedraft.data_recipes.conversations import Message
+from pipedraft.chats import ChatRefused, check_template_variables, render_chat, render_turns
+from pipedraft.data_recipes.conversations import (
+    REASONING,
+    Conversation,
+    Message,
+    inline_thinking,
+    thinking_of,
+    with_defaults,
+)
 from pipedraft.files import Values
-from pipedraft.pretrained import ChatRefused, render_chat, rendering
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "pipedraftprobe"
+THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,10 @@ class RenderedChat:
     """Character ranges [start, end) written by the assistant, the end-of-turn token included."""
     num_missing: int
     """Assistant turns of which no trace was found in the text."""
+    not_rendered: tuple[str, ...] = ()
+    """Fields of the conversation that the template leaves out."""
+    has_thinking_back: bool = False
+    """Whether the last turn's thinking, which the template strips, was put back."""
 
 
 class ChatRenderer:
@@ -39,10 +53,21 @@ class ChatRenderer:
     i starts where render(messages[:i], add_generation_prompt=True) ends, if the whole text begins
     like that; a template that rewrites turns (strips thinking, adds an empty thinking block) is
     searched for the content after that point. Text that the template adds around the content is
-    not part of a span, except the special token that closes the turn.
+    not part of a span, except the special token that closes the turn, and calls of tools.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        variables: Mapping[str, object] | None = None,
+        *,
+        keeps_thinking: bool = False,
+    ) -> None:
+        """
+        Args:
+            variables: of the template (``chat_template_kwargs``).
+            keeps_thinking: put back the thinking of the last turn where the template strips it.
+        """
         if not tokenizer.is_fast:
             raise ValueError(
                 f"tokenizer: {tokenizer.name_or_path!r} has no offsets; use its fast version"
@@ -53,14 +78,19 @@ class ChatRenderer:
                 "tokenizer.chat_template or name the instruction-tuned model"
             )
         self.tokenizer = tokenizer
+        self.variables = dict(variables or {})
+        self.keeps_thinking = keeps_thinking
         self.template = tokenizer.get_chat_template()
         self.marks_generation = bool(GENERATION_MARK.search(self.template))
+        self.thinking_names = [name for name in REASONING if name in self.template]
 
     @cached_property
     def closing(self) -> str:
         """The special token after an assistant turn, with the whitespace before it; "" if none."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
-        tail = self._render(messages).rpartition(PROBE)[2]
+        tail = render_chat(
+            self.tokenizer, messages, prompt=False, variables=self.variables
+        ).rpartition(PROBE)[2]
         added = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
         special = "|".join(re.escape(token) for token in added)
         match = re.match(rf"\s*(?:{special})", tail) if special else None
@@ -75,109 +105,56 @@ class ChatRenderer:
             f"begins {begin!r})"
         )
 
-    def render(self, messages: list[Message]) -> RenderedChat:
+    def render(self, chat: Conversation | list[Message]) -> RenderedChat:
         """Render all turns once and locate every assistant turn.
 
         Raises:
             ValueError: the template refuses the conversation (order of roles, no system role ...).
         """
-        if self.marks_generation:
-            return self._render_marked(messages)
-        return self._render_unmarked(messages)
+        given = chat if isinstance(chat, Conversation) else Conversation(chat)
+        given = with_defaults(given, self.variables)
+        check_template_variables(given.variables, "chat_template_kwargs")
+        messages = [self.as_read(message) for message in given.messages]
+        text = "" if self.marks_generation else None
+        finder = TurnFinder(self, replace(given, messages=messages), text)
+        found = finder.find_marked() if self.marks_generation else finder.find()
+        if self.keeps_thinking and not self.marks_generation:
+            found = self._put_back(found, given.messages[-1], finder)
+        missing = tuple(name for name in unrendered(given, found.text))
+        return replace(found, not_rendered=missing)
 
-    def _render_unmarked(self, messages: list[Message]) -> RenderedChat:
-        text = self._render(messages)
-        spans, num_missing, cursor = [], 0, 0
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            span = self._find_turn(text, messages, index, cursor)
-            if span is None:
-                num_missing += 1
-                continue
-            cursor = span[1]
-            spans.append(span)
-        return RenderedChat(text, spans, num_missing)
+    def as_read(self, message: Message) -> Message:
+        """The message as this template reads it: thinking in its field, or else in the content."""
+        if "reasoning_content" not in message:
+            return message
+        if self.thinking_names:
+            thought = message["reasoning_content"]
+            return message | dict.fromkeys(self.thinking_names, thought)
+        return inline_thinking(message) if END_THINK in self.template else message
 
-    def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
-        return render_chat(self.tokenizer, messages, prompt=prompt)
+    def _put_back(self, found: RenderedChat, last: Message, finder: "TurnFinder") -> RenderedChat:
+        """The chat with the thinking of its last turn, as the target generates it.
 
-    def _render_marked(self, messages: list[Message]) -> RenderedChat:
-        variables: Values = dict(self.tokenizer.special_tokens_map)
-        # Annotated as str, returns (texts, generation marks of each text).
-        with rendering():
-            rendered: Any = render_jinja_template(
-                [messages],
-                chat_template=self.template,
-                return_assistant_tokens_mask=True,
-                **variables,
-            )
-        texts, marks = rendered
-        text, spans = texts[0], []
-        for start, end in marks[0]:
-            trimmed = start + len(text[start:end].rstrip())
-            if self.closing and text.endswith(self.closing, start, trimmed):
-                end = trimmed
-            elif self.closing and text.startswith(self.closing, end):
-                end += len(self.closing)
-            if end > start:
-                spans.append((start, end))
-        num_turns = sum(message["role"] == "assistant" for message in messages)
-        return RenderedChat(text, spans, max(0, num_turns - len(spans)))
-
-    def _prefix_length(self, text: str, messages: list[Message], prompt: bool) -> int | None:
-        """Length of the rendered messages if the text begins with them, else None."""
-        if not messages:
-            return None
-        try:
-            prefix = self._render(messages, prompt=prompt)
-        except ChatRefused:
-            return None
-        return len(prefix) if text.startswith(prefix) else None
-
-    def _find_turn(
-        self, text: str, messages: list[Message], index: int, cursor: int
-    ) -> tuple[int, int] | None:
-        """Span of assistant turn ``index``, at or after ``cursor``; None if it left no trace."""
-        content = messages[index]["content"]
-        answer = content.rpartition("</think>")[2].strip()
-        start = self._prefix_length(text, messages[:index], prompt=True)
-        if start is not None:
-            for candidate in (content, content.strip()):
-                at = start + (text.startswith(" ", start) and not candidate.startswith(" "))
-                if text.startswith(candidate + self.closing, at):
-                    return at, at + len(candidate + self.closing)
-        floor = start
-        if floor is None:
-            floor = self._prefix_length(text, messages[:index], prompt=False) or cursor
-        ceiling = self._next_turn(text, messages, index)
-        # With its closing token first: a short answer may also occur in what the template adds.
-        for tail in dict.fromkeys((self.closing, "")):
-            for candidate in (content, content.strip()):
-                at = text.find(candidate + tail, floor, ceiling)
-                if at >= 0:
-                    return at, at + len(candidate + tail)
-        # The template rewrote this turn. Between the prompt and the closing token all is its own.
-        if start is not None and self.closing:
-            end = text.find(self.closing, start, ceiling)
-            region = text[start : max(start, end)]
-            if region.strip():
-                return start + len(region) - len(region.lstrip()), end + len(self.closing)
-        at = text.find(answer, floor, ceiling) if answer else -1
-        return (at, self._close(text, at + len(answer))) if at >= 0 else None
-
-    def _next_turn(self, text: str, messages: list[Message], index: int) -> int:
-        """A position before which turn ``index`` ends: the next turn's content."""
-        if index + 1 == len(messages):
-            return len(text)
-        length = self._prefix_length(text, messages[: index + 2], prompt=False)
-        if length is None:
-            return len(text)
-        at = text.rfind(messages[index + 1]["content"].strip(), 0, length)
-        return at if at >= 0 else length
-
-    def _close(self, text: str, end: int) -> int:
-        return end + len(self.closing) * text.startswith(self.closing, end)
+        DeepSeek-R1's distilled models open the thinking in the prompt of an answer, and strip it
+        from the answers of every conversation that they read.
+        """
+        thought, answer = thinking_of(last)
+        if last["role"] != "assistant" or not thought or thought in found.text:
+            return found
+        prompt = finder.prefix(len(finder.messages) - 1, prompt=True)
+        if prompt is None or last.get("tool_calls"):
+            return found
+        opens = prompt.rstrip().endswith(THINK)
+        if not opens and END_THINK not in self.template:
+            return found
+        head = ("" if prompt.endswith("\n") else "\n") if opens else f"{THINK}\n"
+        own = f"{head}{thought}\n{END_THINK}\n\n{answer.strip()}{self.closing}"
+        earlier = TurnFinder(self, replace(finder.chat, messages=finder.messages[:-1]), prompt)
+        before = earlier.find()
+        spans = [*before.spans]
+        if last.get("train", True):
+            spans.append((len(prompt), len(prompt) + len(own)))
+        return RenderedChat(prompt + own, spans, before.num_missing, has_thinking_back=True)
 
     def tokenize(self, chats: list[RenderedChat]) -> list[tuple[list[int], list[int]]]:
         """Token ids and loss mask of each chat, uncut, in one call of the tokenizer.
@@ -193,6 +170,199 @@ class ChatRenderer:
         )
         pairs = zip(chats, encoding["input_ids"], encoding["offset_mapping"], strict=True)
         return [(ids, mark_tokens(offsets, chat.spans)) for chat, ids, offsets in pairs]
+
+
+class TurnFinder:
+    """Finds the assistant's turns in one rendered conversation."""
+
+    def __init__(self, renderer: ChatRenderer, chat: Conversation, text: str | None = None) -> None:
+        """
+        Args:
+            text: the conversation, if it is rendered already.
+        """
+        self.renderer, self.chat, self.messages = renderer, chat, chat.messages
+        self.closing = renderer.closing
+        self.text = self.render(self.messages) if text is None else text
+
+    def render(self, messages: list[Message], *, prompt: bool = False) -> str:
+        return render_chat(
+            self.renderer.tokenizer,
+            messages,
+            prompt=prompt,
+            tools=self.chat.tools,
+            variables=self.chat.variables,
+        )
+
+    def find(self) -> RenderedChat:
+        """Without generation marks: by prefixes and contents."""
+        spans, num_missing, cursor = [], 0, 0
+        for index, message in enumerate(self.messages):
+            if message["role"] != "assistant":
+                continue
+            span = None
+            if message.get("tool_calls") or "reasoning_content" in message:
+                span = self._find_whole(index, cursor)
+            if span is None and (message["content"] or not message.get("tool_calls")):
+                span = self._find_turn(index, cursor)
+            if span is None:
+                num_missing += 1
+                continue
+            cursor = span[1]
+            if message.get("train", True):
+                spans.append(span)
+        return RenderedChat(self.text, spans, num_missing)
+
+    def find_marked(self) -> RenderedChat:
+        """By the template's generation marks."""
+        variables: Values = dict(self.renderer.tokenizer.special_tokens_map) | self.chat.variables
+
+        def render(turns: list[Values]) -> str:
+            # Annotated as str, returns (texts, generation marks of each text).
+            rendered: Any = render_jinja_template(
+                [turns],
+                tools=self.chat.tools,
+                chat_template=self.renderer.template,
+                return_assistant_tokens_mask=True,
+                **variables,
+            )
+            marks[:] = rendered[1][0]
+            return rendered[0][0]
+
+        marks: list[tuple[int, int]] = []
+        text, spans = render_turns(self.messages, render), []
+        for start, end in marks:
+            trimmed = start + len(text[start:end].rstrip())
+            if self.closing and text.endswith(self.closing, start, trimmed):
+                end = trimmed
+            elif self.closing and text.startswith(self.closing, end):
+                end += len(self.closing)
+            if end > start:
+                spans.append((start, end))
+        turns = [message for message in self.messages if message["role"] == "assistant"]
+        num_missing = max(0, len(turns) - len(spans))
+        if not all(turn.get("train", True) for turn in turns):
+            if len(spans) != len(turns):
+                raise ValueError("weights of turns that the template does not mark one by one")
+            pairs = zip(spans, turns, strict=True)
+            spans = [span for span, turn in pairs if turn.get("train", True)]
+        return RenderedChat(text, spans, num_missing)
+
+    def prefix(self, num_turns: int, *, prompt: bool) -> str | None:
+        """The first turns as the template renders them alone; None: it refuses them."""
+        if not num_turns:
+            return None
+        try:
+            return self.render(self.messages[:num_turns], prompt=prompt)
+        except ChatRefused:
+            return None
+
+    def _prefix_length(self, num_turns: int, *, prompt: bool) -> int | None:
+        """Length of the rendered turns if the text begins with them, else None."""
+        prefix = self.prefix(num_turns, prompt=prompt)
+        return len(prefix) if prefix is not None and self.text.startswith(prefix) else None
+
+    def _find_whole(self, index: int, cursor: int) -> tuple[int, int] | None:
+        """Span of all that follows the prompt of turn ``index``: thinking, content and calls."""
+        prompt = self.prefix(index, prompt=True)
+        start = None
+        for candidate in () if prompt is None else (prompt, opened(prompt)):
+            if start is None and self.text.startswith(candidate):
+                start = len(candidate)
+        if start is None and prompt is not None:
+            bare = self.prefix(index, prompt=False) or ""
+            header = opened(prompt.removeprefix(bare)) if prompt.startswith(bare) else ""
+            at = self.text.find(header, cursor) if header.strip() else -1
+            start = at + len(header) if at >= 0 else None
+        if start is None:
+            return None
+        ceiling = self._prefix_length(index + 1, prompt=False)
+        if ceiling is None or ceiling < start:
+            ceiling = len(self.text)
+            place = self.text.find(self.closing, start) if self.closing else -1
+        else:
+            place = self.text.rfind(self.closing, start, ceiling) if self.closing else -1
+        if place >= 0:
+            return start, place + len(self.closing)
+        end = start + len(self.text[start:ceiling].rstrip())
+        return (start, end) if end > start else None
+
+    def _find_turn(self, index: int, cursor: int) -> tuple[int, int] | None:
+        """Span of assistant turn ``index``, at or after ``cursor``; None if it left no trace."""
+        text, content = self.text, self.messages[index]["content"]
+        answer = content.rpartition(END_THINK)[2].strip()
+        start = self._prefix_length(index, prompt=True)
+        if start is not None:
+            for candidate in (content, content.strip()):
+                at = start + (text.startswith(" ", start) and not candidate.startswith(" "))
+                if text.startswith(candidate + self.closing, at):
+                    return at, at + len(candidate + self.closing)
+        floor = start
+        if floor is None:
+            floor = self._prefix_length(index, prompt=False) or cursor
+        ceiling = self._next_turn(index)
+        # With its closing token first: a short answer may also occur in what the template adds.
+        for tail in dict.fromkeys((self.closing, "")):
+            for candidate in (content, content.strip()):
+                at = text.find(candidate + tail, floor, ceiling)
+                if at >= 0:
+                    return at, at + len(candidate + tail)
+        # The template rewrote this turn. Between the prompt and the closing token all is its own.
+        if start is not None and self.closing:
+            end = text.find(self.closing, start, ceiling)
+            region = text[start : max(start, end)]
+            if region.strip():
+                return start + len(region) - len(region.lstrip()), end + len(self.closing)
+        at = text.find(answer, floor, ceiling) if answer else -1
+        return (at, self._close(at + len(answer))) if at >= 0 else None
+
+    def _next_turn(self, index: int) -> int:
+        """A position before which turn ``index`` ends: the next turn's content."""
+        if index + 1 == len(self.messages):
+            return len(self.text)
+        length = self._prefix_length(index + 2, prompt=False)
+        if length is None:
+            return len(self.text)
+        at = self.text.rfind(self.messages[index + 1]["content"].strip(), 0, length)
+        return at if at >= 0 else length
+
+    def _close(self, end: int) -> int:
+        return end + len(self.closing) * self.text.startswith(self.closing, end)
+
+
+def opened(prompt: str) -> str:
+    """A prompt without the thinking block that it opens."""
+    bare = prompt.rstrip()
+    return bare.removesuffix(THINK) if bare.endswith(THINK) else prompt
+
+
+def unrendered(chat: Conversation, text: str) -> Iterator[str]:
+    """Names of what the conversation has and the rendered text does not."""
+    found: dict[str, None] = {}
+    for tool in chat.tools or ():
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not is_in(str(name), text):
+            found["tools"] = None
+    for message in chat.messages:
+        role = message["role"]
+        if role != "assistant" and not is_in(message["content"], text):
+            found[f"turns of role {role}"] = None
+        if not is_in(thinking_of(message)[0] if role == "assistant" else "", text):
+            found["thinking"] = None
+        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if not all(is_in(name, text) for name in calls):
+            found["tool_calls"] = None
+        if not is_in(message.get("name", ""), text):
+            found["turn.name"] = None
+    yield from found
+
+
+def is_in(part: str, text: str) -> bool:
+    """Whether a text holds a part, as it is or as JSON writes it."""
+    part = part.strip()
+    return part in text or any(
+        json.dumps(part, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True)
+    )
 
 
 def mark_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:

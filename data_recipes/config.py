@@ -4,8 +4,9 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from pipedraft.chats import check_template_variables
 from pipedraft.cli import check_ranges
 
 Duplicates = Literal["keep", "exact"]
@@ -214,6 +215,12 @@ class DataConfig:
     """Processes that tokenize."""
     cache_dir: str | None = None
     """Folder of the Arrow files; null is the cache folder of ``datasets``."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, as {enable_thinking: false}; a row's own
+    chat_template_kwargs count before them."""
+    explode_turns: bool = False
+    """One row per turn of the assistant: the conversation up to it, nothing but it learned. For
+    templates that keep the thinking of the last turn alone."""
     pack: bool = False
     """Language-model training: concatenate all documents instead of one row per conversation."""
 
@@ -226,6 +233,7 @@ class DataConfig:
             | {"seed": f"[0, {MAX_SEED}]"},
             "data.",
         )
+        check_template_variables(self.chat_template_kwargs, "data.chat_template_kwargs")
         if self.cache_dir == "":
             raise ValueError("data.cache_dir: ''; give a folder, or leave it out")
         if self.pack and self.too_long == "drop":

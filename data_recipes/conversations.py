@@ -1,6 +1,11 @@
-"""Conversations as rows hold them: the OpenAI and the ShareGPT form."""
+"""Conversations as rows hold them: the OpenAI and the ShareGPT form, with tools and thinking."""
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pipedraft.files import Values
 
 ROLES = {
     "system": "system",
@@ -12,27 +17,77 @@ ROLES = {
     "model": "assistant",
     "chatgpt": "assistant",
     "bot": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
 }
-Message = dict[str, str]
-"""{"role": system | user | assistant, "content": text}."""
+Message = Values
+"""{"role": system | user | assistant | tool, "content": text}; where the row has them also
+``reasoning_content``, ``tool_calls``, ``tool_call_id``, ``name``, and ``train``: False on an
+assistant's turn that is read, but not learned."""
+
+SYSTEM_FIELDS = ("system", "system_prompt")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What APIs call the thinking of a turn that is not part of its content."""
+WEIGHTS = ("weight", "train", "loss")
+"""What data sets call the switch of a turn: 0 or false leaves it out of the loss."""
+OTHER_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+TEXT_PARTS = ("text", "input_text", "output_text")
+TURN_FIELDS = {
+    *("role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name"),
+    *REASONING,
+    *WEIGHTS,
+}
+ROW_FIELDS = {
+    *("messages", "conversations", "tools", "chat_template_kwargs"),
+    *SYSTEM_FIELDS,
+    *OTHER_MEDIA,
+}
+"""Fields that say something of the conversation, and are read."""
+NO_TEXT = {"id", "license", "source", "input_row", "greedy_answers", "cut_answers"}
+"""Fields of a row that belong to no conversation, and need no word when they are not used."""
 
 
-def normalize_conversation(row: dict) -> list[Message]:
-    """Turns of a row (see ``read_turns``) that has something to supervise.
+@dataclass(frozen=True)
+class Conversation:
+    """A row as a chat template gets it."""
+
+    messages: list[Message]
+    tools: list[Values] | None = None
+    variables: Values = field(default_factory=dict)
+    """The row's own ``chat_template_kwargs``."""
+    left_out: tuple[str, ...] = ()
+    """Fields of the row (turn.NAME: of a turn) that nobody reads."""
+
+
+def read_conversation(row: Any) -> Conversation:
+    """Read a row that has something to supervise; see ``read_row``.
 
     Raises:
-        ValueError: as ``read_turns``, or there is no assistant turn.
+        ValueError: as ``read_row``, or there is no assistant turn.
     """
-    messages = read_turns(row)
-    if not any(message["role"] == "assistant" for message in messages):
+    conversation = read_row(row)
+    if not any(message["role"] == "assistant" for message in conversation.messages):
         raise ValueError("no assistant turn")
-    return messages
+    return conversation
 
 
-def read_turns(row: dict) -> list[Message]:
-    """Read one row as a list of {"role": system | user | assistant, "content": text}.
+def normalize_conversation(row: Any) -> list[Message]:
+    """Return the turns of ``read_conversation``."""
+    return read_conversation(row).messages
 
-    Accepted: ``messages`` or ``conversations``, a list of {role, content} or of {from, value}.
+
+def read_row(row: Any, *, needs_answers: bool = True) -> Conversation:
+    """Read one row: its turns, its system prompt, its tools and its template's variables.
+
+    Accepted: ``messages`` or ``conversations``, a list of {role, content} or of {from, value};
+    content is a text or a list of text parts. The row's ``system`` or ``system_prompt`` is a turn
+    before the others.
+
+    Args:
+        needs_answers: an assistant's turn without content is refused.
 
     Raises:
         ValueError: a short reason without data from the row, so that reasons can be counted.
@@ -44,20 +99,196 @@ def read_turns(row: dict) -> list[Message]:
         raise ValueError("no messages or conversations field")
     if not isinstance(turns, list):
         raise ValueError("messages are not a list")
-    messages = []
+    for name in OTHER_MEDIA:
+        if row.get(name):
+            raise ValueError(f"{name}: no text")
+    messages = _with_system([_read_turn(turn, needs_answers) for turn in turns], row)
+    variables = row.get("chat_template_kwargs")
+    if not isinstance(variables, dict | None):
+        raise ValueError("chat_template_kwargs is not an object")
+    unused = [name for name in row if _is_given(row[name]) and name not in ROW_FIELDS | NO_TEXT]
     for turn in turns:
-        if not isinstance(turn, dict):
-            raise ValueError("turn is not an object")
-        role = _first(turn, "role", "from")
-        content = _first(turn, "content", "value")
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError("role or content is not a string")
-        if role not in ROLES:
-            raise ValueError("unknown role")
-        if not content.strip():
-            raise ValueError("empty content")
-        messages.append({"role": ROLES[role], "content": content})
-    return messages
+        unused += [f"turn.{x}" for x in turn if _is_given(turn[x]) and x not in TURN_FIELDS]
+    known = {name: x for name, x in (variables or {}).items() if x is not None}
+    return Conversation(messages, read_tools(row.get("tools")), known, tuple(dict.fromkeys(unused)))
+
+
+def _read_turn(turn: Any, needs_answers: bool) -> Message:
+    if not isinstance(turn, dict):
+        raise ValueError("turn is not an object")
+    role = _first(turn, "role", "from")
+    content = _first(turn, "content", "value")
+    if not isinstance(role, str):
+        raise ValueError("role or content is not a string")
+    if role not in ROLES:
+        raise ValueError("unknown role")
+    calls = read_calls(turn)
+    if role == "function_call":
+        calls, content = read_calls({"function_call": content}), ""
+    is_answer = ROLES[role] == "assistant"
+    if content is None and (calls or not (needs_answers or not is_answer)):
+        content = ""
+    thoughts = [turn[name] for name in REASONING if turn.get(name)]
+    text, thought = split_parts(content)
+    if (
+        not text.strip()
+        and not calls
+        and ROLES[role] != "tool"
+        and (needs_answers or not is_answer)
+    ):
+        raise ValueError("empty content")
+    message: Message = {"role": ROLES[role], "content": text}
+    if any(not isinstance(x, str) for x in thoughts):
+        raise ValueError("reasoning is not a string")
+    if thought := thought or next(iter(thoughts), ""):
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    for name in ("tool_call_id", "name"):
+        if isinstance(turn.get(name), str) and turn[name]:
+            message[name] = turn[name]
+    if is_answer and not _is_learned(turn):
+        message["train"] = False
+    return message
+
+
+def _with_system(messages: list[Message], row: Values) -> list[Message]:
+    """The turns after the system prompt that the row has in a field of its own."""
+    given = [row[name] for name in SYSTEM_FIELDS if row.get(name)]
+    prompts = list(dict.fromkeys(split_parts(x)[0] for x in given))
+    if not any(prompt.strip() for prompt in prompts):
+        return messages
+    if messages and messages[0]["role"] == "system":
+        prompts = [prompt for prompt in prompts if prompt != messages[0]["content"]]
+        if not prompts:
+            return messages
+        raise ValueError("a system field and another system turn")
+    if len(prompts) > 1:
+        raise ValueError("two different system fields")
+    return [{"role": "system", "content": prompts[0]}, *messages]
+
+
+def split_parts(content: Any) -> tuple[str, str]:
+    """Text and thinking of a turn's content: a string, or a list of parts of text.
+
+    Raises:
+        ValueError: no text, or a part of another kind, which the reason names.
+    """
+    if isinstance(content, str):
+        return content, ""
+    if not isinstance(content, list):
+        raise ValueError("role or content is not a string")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        if isinstance(part, dict) and kind is None and isinstance(part.get("text"), str):
+            kind = "text"
+        if kind not in (*TEXT_PARTS, "thinking"):
+            raise ValueError(f"content has a part of type {str(kind)[:40]}")
+        text = part
+        if isinstance(part, dict):
+            text = part.get("thinking" if kind == "thinking" else "text")
+        if not isinstance(text, str):
+            raise ValueError("a content part has no text")
+        (thoughts if kind == "thinking" else texts).append(text)
+    return "".join(texts), "".join(thoughts)
+
+
+def read_calls(turn: Mapping[str, Any]) -> list[Values]:
+    """The tool calls of a turn in OpenAI's form; its older ``function_call`` is one of them."""
+    calls = turn.get("tool_calls") or []
+    if turn.get("function_call"):
+        calls = [turn["function_call"]]
+    if not isinstance(calls, list):
+        raise ValueError("tool_calls are not a list")
+    found: list[Values] = []
+    for call in calls:
+        if isinstance(call, str):
+            try:
+                call = json.loads(call)
+            except (ValueError, RecursionError) as error:
+                raise ValueError("a tool call is not JSON") from error
+        known = call if isinstance(call, dict) else {}
+        function = known.get("function", known)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("a tool call names no function")
+        if not isinstance(function.get("arguments", {}), str | dict | None):
+            raise ValueError("arguments of a tool call are no object")
+        arguments = function.get("arguments")
+        kept = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+        other = {k: v for k, v in known.items() if k == "id" and isinstance(v, str)}
+        found.append({**other, "type": "function", "function": kept})
+    return found
+
+
+def read_tools(tools: Any) -> list[Values] | None:
+    """The tools of a row: a list of objects, or that list as JSON text; None: it has none."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise ValueError("tools are not JSON") from error
+    if not tools or isinstance(tools, str):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("tools are not a list of objects")
+    return tools
+
+
+def _is_learned(turn: Mapping[str, Any]) -> bool:
+    given = [turn[name] for name in WEIGHTS if turn.get(name) is not None]
+    if any(not isinstance(x, bool | int | float) or x not in (0, 1) for x in given):
+        raise ValueError("weight of a turn is neither 0 nor 1")
+    return all(given)
+
+
+def explode(row: Any) -> list[Any]:
+    """One row per assistant turn: the conversation up to it, the answers before it not learned.
+
+    A row that cannot be read stays as it is, so that its reason is counted once.
+    """
+    try:
+        read_conversation(row)
+    except ValueError:
+        return [row]
+    name = "messages" if row.get("messages") is not None else "conversations"
+    turns = row[name]
+    places = [i for i, turn in enumerate(turns) if _read_turn(turn, True)["role"] == "assistant"]
+    return [{**row, name: [*_unlearned(turns[:i], places), turns[i]]} for i in places]
+
+
+def _unlearned(turns: list[Values], places: list[int]) -> list[Values]:
+    return [{**turn, "weight": 0} if i in places else turn for i, turn in enumerate(turns)]
+
+
+def inline_thinking(message: Message) -> Message:
+    """The message with its thinking inside the content, in <think> marks."""
+    if "reasoning_content" not in message:
+        return message
+    rest = {name: x for name, x in message.items() if name != "reasoning_content"}
+    thought = message["reasoning_content"].strip()
+    return rest | {"content": f"<think>\n{thought}\n</think>\n\n{message['content'].lstrip()}"}
+
+
+def thinking_of(message: Message) -> tuple[str, str]:
+    """Thinking and answer of a turn, whether the thinking has a field of its own or marks."""
+    if "reasoning_content" in message:
+        return message["reasoning_content"].strip(), message["content"]
+    before, mark, answer = message["content"].rpartition("</think>")
+    if not mark:
+        return "", message["content"]
+    return before.partition("<think>")[2].strip() or before.strip(), answer.lstrip("\n")
+
+
+def with_defaults(conversation: Conversation, variables: Mapping[str, Any]) -> Conversation:
+    """The conversation with the recipe's template variables where the row has none of its own."""
+    return replace(conversation, variables={**variables, **conversation.variables})
+
+
+def _is_given(value: Any) -> bool:
+    """Column formats fill what a row does not have with null."""
+    return value is not None and value != [] and value != {}
 
 
 def _first(row: dict, name: str, other: str) -> Any:

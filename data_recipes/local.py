@@ -13,22 +13,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from pipedraft.chats import check_template_variables, render_chat
 from pipedraft.data_recipes.answers import (
     AnswerSampling,
     Dialogue,
-    Messages,
     RowFailed,
     TargetAnswer,
     kept_text,
 )
 from pipedraft.data_recipes.bulk import preallocated
-from pipedraft.pretrained import (
-    ChatRefused,
-    load_model,
-    load_tokenizer,
-    render_chat,
-    resolve_device,
-)
+from pipedraft.data_recipes.chat import ChatRenderer
+from pipedraft.pretrained import context_length, load_model, load_tokenizer, resolve_device
 
 # B rows, T positions, V vocabulary
 
@@ -55,25 +50,33 @@ class LocalTarget:
         ends = self.model.generation_config.eos_token_id
         listed = ends if isinstance(ends, list) else [ends]
         self.ends = sorted({*listed, self.tokenizer.eos_token_id} - {None})
-        self.max_positions = self.model.config.get_text_config().max_position_embeddings
+        self.max_positions = context_length(self.model.config)
 
-    def render(self, question: Messages) -> str:
-        """The prompt as the target reads it, which must leave room for an answer."""
+    def render(self, dialogue: Dialogue) -> tuple[str, int]:
+        """The next prompt as the target reads it, and how many tokens the answer may have."""
+        turns = dialogue.question()
         try:
-            text = render_chat(self.tokenizer, question)
-        except ChatRefused as error:
+            check_template_variables(dialogue.variables, "chat_template_kwargs")
+            if any("reasoning_content" in turn for turn in turns):
+                turns = [ChatRenderer(self.tokenizer).as_read(turn) for turn in turns]
+            text = render_chat(
+                self.tokenizer, turns, tools=dialogue.tools, variables=dialogue.variables
+            )
+        except ValueError as error:
             raise RowFailed(str(error)) from error
         num_tokens = len(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        if num_tokens + self.sampling.max_tokens > self.max_positions:
+        room = self.max_positions - num_tokens
+        if room < 1:
             raise RowFailed(
-                f"{num_tokens} tokens and --max-tokens {self.sampling.max_tokens} exceed the "
-                f"target's {self.max_positions} positions"
+                f"{num_tokens} tokens exceed the target's {self.max_positions} positions"
             )
-        return text
+        return text, min(room, self.sampling.max_tokens)
 
     @torch.inference_mode()
-    def answer_batch(self, prompts: list[str], *, is_greedy: bool) -> list[tuple[str, bool]]:
-        """Answer rendered prompts, padded on the left: (text, was cut at --max-tokens) for each.
+    def answer_batch(
+        self, prompts: list[str], rooms: list[int], *, is_greedy: bool
+    ) -> list[tuple[str, bool]]:
+        """Answer rendered prompts, padded on the left: (text, was cut) for each.
 
         Sampling is from the target's own distribution: what its generation_config.json adds
         (top-k, a repetition penalty) is switched off.
@@ -91,7 +94,7 @@ class LocalTarget:
             batch.attention_mask,
             ends=self.ends,
             sampling=None if is_greedy else self.sampling,
-            max_tokens=self.sampling.max_tokens,
+            max_tokens=rooms,
         )
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
         return [(text, ids[-1] not in self.ends) for text, ids in zip(texts, answers, strict=True)]
@@ -109,17 +112,18 @@ def decode_batch(
     *,
     ends: Sequence[int],
     sampling: AnswerSampling | None,
-    max_tokens: int,
+    max_tokens: Sequence[int],
 ) -> list[list[int]]:
     """Token ids of the answers to B prompts padded on the left, each with its end token.
 
     Args:
         mask_BT: 0 where a prompt is padded.
         sampling: None: greedy.
+        max_tokens: of each answer.
     """
     answers: list[list[int]] = [[] for _ in ids_BT]
     cache = DynamicCache(config=model.config)
-    longest = ids_BT.shape[1] + max_tokens
+    longest = ids_BT.shape[1] + max(max_tokens)
     cache.layers = preallocated(cache.layers, longest)
     warp = TopPLogitsWarper(sampling.top_p) if sampling and sampling.top_p < 1 else None
     ends_E = torch.tensor(ends, device=ids_BT.device)
@@ -127,7 +131,8 @@ def decode_batch(
     has_ended_B = torch.zeros(len(ids_BT), dtype=torch.bool, device=ids_BT.device)
     position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
     step_BT = ids_BT
-    for _ in range(max_tokens):
+    rooms_B = torch.tensor(max_tokens, device=ids_BT.device)
+    for num_tokens in range(1, max(max_tokens) + 1):
         logits_BV = model(
             input_ids=step_BT,
             attention_mask=mask_BT,
@@ -146,7 +151,7 @@ def decode_batch(
         for row, token, has_ended in told:
             if not has_ended:
                 answers[row].append(token)
-        has_ended_B = has_ended_B | torch.isin(token_B, ends_E)
+        has_ended_B = has_ended_B | torch.isin(token_B, ends_E) | (rooms_B <= num_tokens)
         if has_ended_B.all():
             break
         mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], 1)
@@ -157,6 +162,7 @@ def decode_batch(
             cache.batch_select_indices(index)
             mask_BT, step_BT, position_BT = mask_BT[index], step_BT[index], position_BT[index]
             rows_B, has_ended_B = rows_B[index.cpu()], has_ended_B[index]
+            rooms_B = rooms_B[index]
     return answers
 
 
@@ -196,10 +202,10 @@ def answer_together(
 ) -> None:
     """All turns of one batch; it shrinks as its shorter dialogues are complete."""
     while dialogues:
-        prompts: dict[int, str] = {}
+        prompts: dict[int, tuple[str, int]] = {}
         for index, dialogue in enumerate(dialogues):
             try:
-                prompts[index] = target.render(dialogue.question())
+                prompts[index] = target.render(dialogue)
             except RowFailed as error:
                 settle(dialogue, str(error))
         if not prompts:
@@ -207,11 +213,12 @@ def answer_together(
         asked = [dialogues[index] for index in prompts]
         torch.manual_seed(target.sampling.seed_of(asked[0].row, asked[0].num_answers))
         try:
-            answers = target.answer_batch(list(prompts.values()), is_greedy=is_greedy)
+            texts, rooms = (list(x) for x in zip(*prompts.values(), strict=True))
+            answers = target.answer_batch(texts, rooms, is_greedy=is_greedy)
         except torch.OutOfMemoryError as error:
             raise ValueError("--batch: it does not fit into the GPU's memory; give less") from error
         dialogues = []
-        for dialogue, prompt, (text, is_cut) in zip(asked, prompts.values(), answers, strict=True):
+        for dialogue, prompt, (text, is_cut) in zip(asked, texts, answers, strict=True):
             if prompt.rstrip().endswith("<think>"):
                 text = "<think>\n" + text
             try:

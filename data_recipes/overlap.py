@@ -23,6 +23,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from pipedraft.data_recipes.config import CJK, Source
+from pipedraft.data_recipes.conversations import split_parts
 from pipedraft.data_recipes.sources import list_files, read_source
 from pipedraft.files import Values
 
@@ -182,7 +183,7 @@ def user_turns(row: Values) -> list[str]:
     """Texts of the users' turns, in the OpenAI or the ShareGPT form."""
     turns = row.get("messages") or row.get("conversations") or []
     return [
-        turn.get("content") or turn.get("value") or ""
+        split_parts(turn.get("content") or turn.get("value") or "")[0]
         for turn in turns
         if isinstance(turn, dict) and (turn.get("role") or turn.get("from")) in ("user", "human")
     ]

@@ -73,7 +73,8 @@ def check_turns(row: Any) -> Values:
     """The row itself; raises ValueError unless it is an object whose turns are texts."""
     turns = (row.get("messages") or row.get("conversations") or []) if type(row) is dict else None
     if not isinstance(turns, list) or not all(
-        type(turn) is dict and isinstance(turn.get("content") or turn.get("value") or "", str)
+        type(turn) is dict
+        and isinstance(turn.get("content") or turn.get("value") or "", str | list)
         for turn in turns
     ):
         raise ValueError("no object whose turns are texts")

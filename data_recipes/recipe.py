@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from pipedraft.data_recipes.card import EMPTY_MASK, DataReport, build_report
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.config import DataConfig, Source
+from pipedraft.data_recipes.conversations import explode
 from pipedraft.data_recipes.overlap import (
     EXACT_DUPLICATE,
     Benchmarks,
@@ -35,10 +36,17 @@ from pipedraft.data_recipes.rows import (
     table_features,
     tokenize_batch,
 )
-from pipedraft.data_recipes.sources import hub_stamp, list_files, read_source
+from pipedraft.data_recipes.sources import (
+    RawRow,
+    dump_row,
+    hub_stamp,
+    list_files,
+    parse_json,
+    read_source,
+)
 
 # Part of every cache fingerprint: raise it when the meaning of a cached column changes.
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 ROWS_PER_CALL = 512
 
 
@@ -116,7 +124,7 @@ def _tokenize_rows(
     identity = tokenizer_identity(tokenizer)
     tables = []
     for source in config.sources:
-        raw = _read_raw(source, config.cache_dir)
+        raw = _read_raw(source, config.cache_dir, explodes=config.explode_turns)
         settings = {"config": config, "source": source, "benchmarks": benchmarks}
         key = tuple(settings_key(config, source, benchmarks))
         tables.append(
@@ -145,7 +153,7 @@ def _mark_duplicates(config: DataConfig, rows: Dataset, errors: np.ndarray) -> n
     return repeated_N
 
 
-def _read_raw(source: Source, cache_dir: str | None) -> Dataset:
+def _read_raw(source: Source, cache_dir: str | None, *, explodes: bool) -> Dataset:
     files = list_files(source)
     stamp: object = None
     if files is None:
@@ -158,8 +166,8 @@ def _read_raw(source: Source, cache_dir: str | None) -> Dataset:
             _raw_columns,
             features=Features(RAW_FEATURES),
             cache_dir=cache_dir,
-            gen_kwargs={"source": source},
-            fingerprint=_fingerprint([source.reading_key, stamp]),
+            gen_kwargs={"source": source, "explodes": explodes},
+            fingerprint=_fingerprint([source.reading_key, stamp, explodes]),
         )
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
@@ -167,9 +175,12 @@ def _read_raw(source: Source, cache_dir: str | None) -> Dataset:
         raise
 
 
-def _raw_columns(source: Source) -> Iterator[dict[str, str]]:
+def _raw_columns(source: Source, explodes: bool) -> Iterator[dict[str, str]]:
     row = None
-    for row in read_source(source):
+    found = read_source(source)
+    if explodes and source.kind == "conversations":
+        found = (turn for row in found for turn in _one_per_turn(row))
+    for row in found:
         yield {
             "raw": row.text,
             "location": row.location,
@@ -181,6 +192,19 @@ def _raw_columns(source: Source) -> Iterator[dict[str, str]]:
             f"sources.path: {source.name!r} (kind {source.kind!r}) holds no rows; remove the "
             "source or fill the file"
         )
+
+
+def _one_per_turn(row: RawRow) -> Iterator[RawRow]:
+    """The conversation up to each turn of the assistant, as a row of its own."""
+    try:
+        turns = [] if row.error else explode(parse_json(row.text))
+    except ValueError:
+        turns = []
+    if len(turns) < 2:
+        yield row
+        return
+    for number, turn in enumerate(turns, 1):
+        yield RawRow(dump_row(turn), f"{row.location} turn {number}")
 
 
 def _fingerprint(parts: list[object]) -> str:

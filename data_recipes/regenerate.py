@@ -12,6 +12,9 @@ With --self-prompt the target writes users' turns, too (Magpie); rows that loop,
 question or contain a prompt of --decontaminate are left out.
 Turn by turn: an answer is given in view of the target's own earlier answers. A conversation that
 ends with the user's turn is answered there too, so {"prompt": text} rows are conversations as well.
+The target reads all that a row has: its system prompt, tools, chat_template_kwargs, and calls of
+tools that a result follows, which stay as they are and get weight 0. An answer may have
+--max-tokens, or what the prompt leaves of the target's positions.
 Rows are written in the order of the input. The same command goes on where a stopped or killed one
 was; OUT.errors.jsonl has the rows without answer and why, --retry-errors asks for those again.
 
@@ -191,6 +194,8 @@ class Run:
                 if raw.error:
                     raise RowFailed(raw.error)
                 dialogue = Dialogue.read(row, raw.text)
+                usual = self.sampling.chat_template_kwargs or {}
+                dialogue.variables = {**usual, **dialogue.variables}
             except RowFailed as error:
                 self._fail(row, str(error), raw.text)
                 continue

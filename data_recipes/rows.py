@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.chat import ChatRenderer, RenderedChat
 from pipedraft.data_recipes.config import DataConfig, Source
-from pipedraft.data_recipes.conversations import Message, normalize_conversation
+from pipedraft.data_recipes.conversations import Conversation, Message, read_conversation
 from pipedraft.data_recipes.overlap import (
     CONTAMINATED,
     Benchmarks,
@@ -52,6 +52,10 @@ class TableRow:
     identity: int = 0
     contamination: int = 0
     """Bit b is set if the row contains a prompt of benchmark b."""
+    left_out: str = ""
+    """Fields of the row that nobody reads, or that the template does not render, as JSON."""
+    thinking_back: int = 0
+    """1: the last turn's thinking, which the template strips, was put back."""
     num_missing: int = 0
     num_tokens: int = 0
     """Tokens of the whole row, before the cut."""
@@ -70,16 +74,18 @@ def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | No
     max_length = None if config.pack else config.max_length
     found = benchmarks.fingerprint if benchmarks else ""
     drops_long = config.too_long == "drop"
-    return [*fields, config.seed, max_length, drops_long, config.duplicates, found]
+    variables = json.dumps(config.chat_template_kwargs or {}, sort_keys=True)
+    shape = (variables, config.explode_turns)
+    return [*fields, *shape, config.seed, max_length, drops_long, config.duplicates, found]
 
 
 def table_features() -> Features:
     return Features(
         {
             **RAW_FEATURES,
-            **{name: Value("string") for name in ("detail", "license")},
+            **{name: Value("string") for name in ("detail", "license", "left_out")},
             **{name: Value("int64") for name in ("hash", "identity", "contamination")},
-            "num_missing": Value("int32"),
+            **{name: Value("int32") for name in ("thinking_back", "num_missing")},
             **{name: Value("int64") for name in ("num_tokens", "num_supervised")},
             **SEQUENCE_FEATURES,
         }
@@ -95,7 +101,10 @@ def tokenize_batch(
     benchmarks: Benchmarks | None,
 ) -> dict[str, list[object]]:
     """Table columns for a batch of raw rows; a bad row keeps its place, with the reason."""
-    renderer = ChatRenderer(tokenizer) if source.kind == "conversations" else None
+    renderer = None
+    if source.kind == "conversations":
+        variables = config.chat_template_kwargs
+        renderer = ChatRenderer(tokenizer, variables, keeps_thinking=True)
     rows = [TableRow(error) for error in batch["error"]]
     good: list[TableRow] = []
     chats: list[RenderedChat] = []
@@ -106,11 +115,13 @@ def tokenize_batch(
         try:
             if renderer is not None:
                 value = parse_json(text)
-                messages = read_messages(value, source)
-                chat = renderer.render(messages)
+                conversation = read_messages(value, source)
+                chat = renderer.render(conversation)
                 row.num_missing, row.license = chat.num_missing, license_of(value, source)
-                row.hash = content_hash(json.dumps(messages, ensure_ascii=False), config.seed)
-                _judge(row, messages, config, source, benchmarks)
+                row.left_out = json.dumps([*conversation.left_out, *chat.not_rendered])
+                row.thinking_back = int(chat.has_thinking_back)
+                row.hash = content_hash(identifying_text(conversation, config), config.seed)
+                _judge(row, conversation, config, source, benchmarks)
                 chats.append(chat)
             else:
                 row.license = license_of({}, source)
@@ -134,7 +145,7 @@ def tokenize_batch(
 
 def _judge(
     row: TableRow,
-    content: str | list[Message],
+    content: str | Conversation,
     config: DataConfig,
     source: Source,
     benchmarks: Benchmarks | None,
@@ -143,9 +154,10 @@ def _judge(
     if isinstance(content, str):
         texts, parts, num_turns = [content], [content], None
     else:
-        texts = [message["content"] for message in content]
-        parts = [part for message in content for part in message.values()]
-        num_turns = sum(message["role"] != "system" for message in content)
+        names = ("reasoning_content", "content")
+        texts = [turn[name] for turn in content.messages for name in names if turn.get(name)]
+        parts = [as_text(part) for turn in content.messages for part in turn.values()]
+        num_turns = sum(turn["role"] in ("user", "assistant") for turn in content.messages)
     if source.filters is not None:
         name, value = source.filters.refuse(texts, num_turns)
         if name:
@@ -176,28 +188,46 @@ def _store_tokens(
         row.num_supervised = sum(row.loss_mask)
 
 
-def read_messages(row: Any, source: Source) -> list[Message]:
+def read_messages(row: Any, source: Source) -> Conversation:
     """The conversation in a row of this source.
 
     Raises:
         ValueError: a short reason without data from the row, so that reasons can be counted.
     """
     if source.prompt_field is None or source.answer_field is None:
-        messages = normalize_conversation(row)
+        conversation = read_conversation(row)
     else:
         if not isinstance(row, dict):
             raise ValueError("row is not an object")
         fields = {"user": source.prompt_field, "assistant": source.answer_field}
-        messages = []
+        messages: list[Message] = []
         for role, field in fields.items():
             if not isinstance(row.get(field), str):
                 raise ValueError(f"{field} is not a string")
             if not row[field].strip():
                 raise ValueError(f"empty {field}")
             messages.append({"role": role, "content": row[field]})
-    for message in messages:
-        check_unicode(message["content"])
-    return messages
+        others = {name: x for name, x in row.items() if name not in fields.values()}
+        conversation = read_conversation(others | {"messages": messages})
+    check_unicode(json.dumps([conversation.messages, conversation.tools], ensure_ascii=False))
+    return conversation
+
+
+def as_text(part: Any) -> str:
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+
+
+def identifying_text(conversation: Conversation, config: DataConfig) -> str:
+    """The text whose hash decides split and draws; the turns of one row stay together."""
+    messages = conversation.messages
+    if config.explode_turns:
+        roles = [message["role"] for message in messages]
+        messages = [
+            {name: x for name, x in message.items() if name != "train"}
+            for message in messages[: roles.index("assistant") + 1]
+        ]
+    text = json.dumps(messages, ensure_ascii=False)
+    return text + json.dumps(conversation.tools) if conversation.tools else text
 
 
 def license_of(row: Values, source: Source) -> str:

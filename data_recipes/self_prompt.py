@@ -13,10 +13,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipedraft.chats import render_chat, set_template_variables, template_variables
 from pipedraft.data_recipes.answers import AnswerFile, AnswerSampling, Messages
 from pipedraft.data_recipes.bulk import Decoder, Opening, SampledRow, repeats_itself, sample_rows
 from pipedraft.data_recipes.overlap import Benchmarks, read_benchmarks
-from pipedraft.pretrained import render_chat
 
 CONTENT = "CONTENT"
 MIN_ANSWER = 8
@@ -71,6 +71,7 @@ class SelfPrompting:
             benchmarks: files whose prompts no row may contain.
         """
         self.tokenizer: Any = tokenizer
+        set_template_variables(tokenizer, sampling.chat_template_kwargs)
         self.markers, self.sampling = TurnMarkers.of(tokenizer), sampling
         self.decoder = Decoder(model)
         ends = model.generation_config.eos_token_id if model.generation_config else None
@@ -96,7 +97,10 @@ class SelfPrompting:
                     answers.fail(row, reason, "{}")
                 else:
                     is_greedy = self.sampling.is_greedy(row)
-                    answers.add(row, {"messages": messages, "greedy_answers": is_greedy})
+                    line = {"messages": messages, "greedy_answers": is_greedy}
+                    if variables := template_variables(self.tokenizer):
+                        line["chat_template_kwargs"] = variables
+                    answers.add(row, line)
             rate = f"{tokens / seconds:.0f}"
             bar.set_postfix({"left out": answers.num_failed, "tokens/s": rate}, refresh=False)
             bar.update(len(rows))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,16 +13,19 @@ from typing import Any, Self
 
 import httpx2
 
+from pipedraft.chats import with_arguments
 from pipedraft.cli import Options, option
 from pipedraft.data_recipes.answers import (
+    END_THINK,
+    THINK,
     AnswerSampling,
     Dialogue,
-    Messages,
     RowFailed,
     TargetAnswer,
     TargetLost,
     kept_text,
 )
+from pipedraft.data_recipes.conversations import read_calls
 from pipedraft.files import Values
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
@@ -29,6 +33,8 @@ LONGEST_RETRY_AFTER_S = 600.0  # a wrong clock or header must not stop a run for
 LARGEST_ANSWER_BYTES = 16 << 20
 TRY_AGAIN = {408, 409, 425, 429}  # and 5xx
 CUT_OFF = {"abort", "error"}  # finish reasons of a server that gave up
+NO_ROOM = re.compile(r"max_tokens|context|positions", re.IGNORECASE)
+"""In the refusal of a prompt and --max-tokens that are longer than the context together."""
 FAILURES_IN_A_ROW = 100
 """So many rows without one answer between them: the server is at fault and the run stops."""
 
@@ -137,7 +143,10 @@ class ChatServer:
                 try:
                     while not dialogue.is_complete:
                         turn = dialogue.num_answers
-                        dialogue.add(await self.answer(dialogue.question(), dialogue.row, turn))
+                        answer = await self.answer(dialogue, turn)
+                        if answer.tool_calls and turn + 1 < len(dialogue.prompts):
+                            raise RowFailed("a call of a tool where the row goes on otherwise")
+                        dialogue.add(answer)
                 except RowFailed as error:
                     reason = str(error)
                 settle(dialogue, reason)
@@ -152,7 +161,7 @@ class ChatServer:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    async def answer(self, question: Messages, row: int, turn: int) -> TargetAnswer:
+    async def answer(self, dialogue: Dialogue, turn: int) -> TargetAnswer:
         """One answer, asked for again after faults that may pass.
 
         Raises:
@@ -162,7 +171,7 @@ class ChatServer:
         last = self.options.attempts - 1
         for attempt in range(self.options.attempts):
             try:
-                return await self._ask(question, row, turn, attempt)
+                return await self._ask(dialogue, turn, attempt)
             except TryAgain as error:
                 fault = error
             if attempt < last:
@@ -174,8 +183,10 @@ class ChatServer:
             raise TargetLost(f"--server: {self.base}: {fault}") from fault
         raise RowFailed(f"{fault} ({self.options.attempts} attempts)") from fault
 
-    async def _ask(self, question: Messages, row: int, turn: int, attempt: int) -> TargetAnswer:
-        sampling = self.sampling
+    async def _ask(self, dialogue: Dialogue, turn: int, attempt: int) -> TargetAnswer:
+        sampling, row = self.sampling, dialogue.row
+        turns = [with_arguments(turn, as_text=True) for turn in dialogue.question()]
+        question = [{n: x for n, x in turn.items() if n != "train"} for turn in turns]
         body: Values = {
             "model": self.options.model,
             "messages": question,
@@ -185,10 +196,26 @@ class ChatServer:
         if not sampling.is_greedy(row):
             body["temperature"], body["top_p"] = sampling.temperature, sampling.top_p
             body["seed"] = sampling.seed_of(row, turn, attempt)
-        payload = await self._send("POST", "/chat/completions", body)
-        content, reasoning, finish_reason = read_choice(payload)
-        text = kept_text(content, reasoning, thinking=sampling.thinking)
-        return TargetAnswer(text, is_cut=finish_reason == "length")
+        if dialogue.tools:
+            body["tools"] = dialogue.tools
+        if dialogue.variables:
+            body["chat_template_kwargs"] = dialogue.variables
+        try:
+            payload = await self._send("POST", "/chat/completions", body)
+        except RowFailed as error:
+            if not NO_ROOM.search(str(error)):
+                raise
+            del body["max_tokens"]  # the server then gives what its context leaves
+            payload = await self._send("POST", "/chat/completions", body)
+        calls = read_answer_calls(payload)
+        content, reasoning, finish_reason = read_choice(payload, is_call=bool(calls))
+        is_cut = finish_reason == "length"
+        if calls and not content.strip():
+            thought = f"{THINK}\n{reasoning.strip()}\n{END_THINK}\n\n" if reasoning.strip() else ""
+            text = thought if sampling.thinking == "keep" else ""
+        else:
+            text = kept_text(content, reasoning, thinking=sampling.thinking)
+        return TargetAnswer(text, is_cut, calls)
 
     async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
         """The JSON value of one response; the deadline covers connecting, waiting and reading."""
@@ -241,7 +268,15 @@ async def read_body(response: httpx2.Response) -> bytes:
     return bytes(body)
 
 
-def read_choice(payload: Any) -> tuple[str, str, str]:
+def read_answer_calls(payload: Any) -> list[Values]:
+    """The calls of tools in a chat completion; TryAgain for what are none."""
+    try:
+        return read_calls(payload["choices"][0]["message"])
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise TryAgain("answer is not a chat completion") from error
+
+
+def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:
     """Read a chat completion: (content, reasoning, finish reason); TryAgain without any text.
 
     The thinking that a server separates is ``reasoning_content``, in later vLLM ``reasoning``.
@@ -258,7 +293,7 @@ def read_choice(payload: Any) -> tuple[str, str, str]:
         raise TryAgain("answer is not text")
     if finish_reason in CUT_OFF:
         raise TryAgain(f"answer ended with {finish_reason!r}")
-    if not content.strip() and not reasoning.strip():
+    if not content.strip() and not reasoning.strip() and not is_call:
         raise TryAgain("empty answer")
     return content, reasoning, finish_reason
 

@@ -21,6 +21,7 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 
 from pipedraft.data_recipes.config import Source
+from pipedraft.data_recipes.conversations import ROW_FIELDS
 from pipedraft.files import bounded_lines
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -114,7 +115,8 @@ def needed_columns(source: Source, names: list[str]) -> list[str] | None:
     content = {"messages", "conversations", source.prompt_field, source.text_field} & {*names}
     if not content:
         return None
-    return [n for n in names if n in content or n in ("id", "license", source.answer_field)]
+    also = {"id", "license", source.answer_field} | ROW_FIELDS
+    return [name for name in names if name in content or name in also]
 
 
 def parse_json(text: str) -> Any:

@@ -12,6 +12,7 @@ from pipedraft.inference.arguments import (
     PlaceOptions,
     Rule,
     ScheduleOptions,
+    TemplateOptions,
     read_temperature,
 )
 from pipedraft.inference.config import RuleName
@@ -79,7 +80,7 @@ def read_share(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(BackendOptions, FilterOptions, ScheduleOptions):
+class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOptions):
     """Decode benchmarks with drafts and compare them with autoregressive decoding."""
 
     PROG: ClassVar[str] = "pipedraft eval"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipedraft.chats import set_template_variables, warn_of_variables
 from pipedraft.cli import UsageError, flag_name, make_folder
 from pipedraft.eval.arguments import EvalOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
@@ -235,6 +236,9 @@ def evaluate_drafts(
     if options.fresh and not options.calibrate:
         remove_traces(options.out, options.shard)
     tokenizer = load_tokenizer(target_name, revision=revision)
+    set_template_variables(tokenizer, options.chat_template_kwargs)
+    for folder, description in drafts.items():
+        warn_of_variables(str(folder), description, options.chat_template_kwargs)
     target = _load_target(options, target_name, revision, drafts.values(), cluster)
     comparison = Evaluation(
         target=target.model,

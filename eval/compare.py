@@ -45,6 +45,7 @@ CONDITIONS = {
     "tokenizer": ("tokenizer", "sha256"),
     "dtype": ("dtype",),
     "--max-new-tokens": ("config", "max_new_tokens"),
+    "--chat-template-kwargs": ("config", "chat_template_kwargs"),
 }
 MACHINE = {
     "processor": ("hardware", "processor"),

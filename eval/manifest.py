@@ -22,6 +22,7 @@ from pipedraft.inference.engine import DraftNetwork
 from pipedraft.models.fingerprint import tokenizer_hash
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import target_fingerprint
+from pipedraft.pretrained import unapplied_settings
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
 
@@ -112,7 +113,7 @@ def build_manifest(
             **{name: version(name) for name in PACKAGES},
         },
         "git": git_state(),
-        "target": _model(target),
+        "target": _model(target) | {"unapplied": unapplied_settings(target)},
         "draft_model": _model(draft.model) if isinstance(draft, LanguageModelDraft) else None,
         "tokenizer": {
             "name": tokenizer.name_or_path,

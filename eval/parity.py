@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipedraft.chats import set_template_variables
 from pipedraft.cli import UsageError
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.eval.arguments import ParityOptions
@@ -341,6 +342,9 @@ def compare_all(options: ParityOptions) -> None:
                 f"--trained-tokenizer: {options.trained_tokenizer!r} has {len(source)} tokens, the "
                 f"target's {len(tokenizer)}; give the one that the training data was made with"
             )
+    trained = (description["training"].get("data") or {}).get("chat_template_kwargs")
+    for one in (tokenizer, source):
+        set_template_variables(one, trained)
     target = load_target(name, revision=revision, dtype=dtype, device=device)
     choose_decoding_threads(target)
     draft = load_head(folder, target)

@@ -57,6 +57,7 @@ from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.models.fingerprint import weights_hash
 from pipedraft.models.target import StagedTarget
+from pipedraft.pretrained import context_length
 
 WARM_UP_TOKENS = 8
 LOTS = 1 << 20
@@ -284,7 +285,7 @@ class Evaluation:
 
     @property
     def _num_positions(self) -> int:
-        return self.target.config.get_text_config().max_position_embeddings
+        return context_length(self.target.config)
 
     def _decode(
         self,

@@ -533,7 +533,7 @@ def encode_turn(
     earlier turns included. A tokenizer without a chat template (a base model) gets the texts
     joined by newlines; the manifest says so.
     """
-    from pipedraft.pretrained import ChatRefused, render_chat
+    from pipedraft.chats import ChatRefused, render_chat
 
     texts = [text for pair in zip(prompt.turns, answers, strict=False) for text in pair]
     texts.append(prompt.turns[len(answers)])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 
 from jsonargparse import ArgumentParser
 
+from pipedraft.chats import read_template_variables
 from pipedraft.cli import (
     Group,
     Options,
@@ -168,6 +169,16 @@ class PlaceOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TemplateOptions(Options):
+    """chat template"""
+
+    chat_template_kwargs: Values | None = option(
+        None, metavar="JSON", parse=read_template_variables
+    )
+    """variables of the target's chat template, as {"enable_thinking": false}"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendOptions(PlaceOptions):
     """stages as processes (--backend process)"""
 
@@ -225,7 +236,7 @@ SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(BackendOptions, ScheduleOptions):
+class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     """target, draft and schedule"""
 
     AT_MOST_ONE = (("checkpoint", "draft_model", "draft"),)

@@ -10,6 +10,7 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pipedraft.chats import encode_chat, set_template_variables, warn_of_variables
 from pipedraft.cli import one_line
 from pipedraft.files import Values, read_optional
 from pipedraft.inference.arguments import (
@@ -35,7 +36,13 @@ from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
-from pipedraft.pretrained import encode_chat, place_draft, quieten, resolve_device, resolve_dtype
+from pipedraft.pretrained import (
+    place_draft,
+    quieten,
+    resolve_device,
+    resolve_dtype,
+    unapplied_settings,
+)
 
 if TYPE_CHECKING:
     from pipedraft.inference.__main__ import DecodeOptions
@@ -127,6 +134,10 @@ def load_engine(
         **settings,
     )
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
+    set_template_variables(tokenizer, options.chat_template_kwargs)
+    if options.checkpoint is not None:
+        description = read_description(resolve_folder(options.checkpoint))
+        warn_of_variables(options.checkpoint, description, options.chat_template_kwargs)
     device = place_of(options, cluster)
     dtype = resolve_dtype(options.dtype, device, choice.target, choice.revision)
     if cluster is None:
@@ -141,6 +152,8 @@ def load_engine(
             dtype=dtype,
             traces=traces,
         )
+    for line in unapplied_settings(target):
+        print(f"note: {line}", file=sys.stderr)
     draft: DraftNetwork | None = None
     if options.checkpoint is not None:
         draft = place_draft(load_draft(options.checkpoint, target), target)
@@ -233,6 +246,7 @@ def decode_remotely(options: DecodeOptions) -> None:
         raise ValueError(f"--schedule: {name} drafts; give --checkpoint or --draft-model")
     quieten()
     draft, tokenizer = load_edge(options)
+    set_template_variables(tokenizer, options.chat_template_kwargs)
     if config.schedule.grows is not None and RULES[config.rule].caveat:
         print(f"warning: {RULES[config.rule].caveat}", file=sys.stderr)
     stream = PrintedText(tokenizer)

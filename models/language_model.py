@@ -30,21 +30,29 @@ class LanguageModelDraft(nn.Module):
     shift: ClassVar[int] = 0
     reads_rows: ClassVar[bool] = False
 
-    def __init__(self, model: PreTrainedModel, target: PreTrainedModel) -> None:
+    def __init__(
+        self, model: PreTrainedModel, target: PreTrainedModel, num_tokens: int | None = None
+    ) -> None:
         """
+        Args:
+            num_tokens: of the tokenizer of both; rows after them may differ in number.
+
         Raises:
             ValueError: the vocabularies differ in size.
         """
         super().__init__()
         size, target_size = (m.config.get_text_config().vocab_size for m in (model, target))
-        if size != target_size:
+        shared = min(size, target_size)
+        if size != target_size and (num_tokens is None or num_tokens > shared):
             raise ValueError(
                 f"draft_model: vocab_size {size}, but the target's is {target_size}; give a model "
                 "with the target's tokenizer and vocabulary"
             )
+        if size < target_size:
+            model.set_input_embeddings(padded(model.get_input_embeddings(), target_size))
         self.model = model
-        self.target_vocab_size = size
-        self.register_buffer("draft_ids", torch.arange(size, device=model.device))
+        self.target_vocab_size = target_size
+        self.register_buffer("draft_ids", torch.arange(shared, device=model.device))
 
     def staged(self) -> StagedTarget:
         """The model as one stage, with a cache of its own."""
@@ -52,7 +60,8 @@ class LanguageModelDraft(nn.Module):
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits of raw hidden states after the last layer, float32 [R, V]."""
-        return self.model.lm_head(self.model.get_decoder().norm(hidden_RH)).float()
+        logits_RV = self.model.lm_head(self.model.get_decoder().norm(hidden_RH))
+        return logits_RV[..., : len(self.draft_ids)].float()
 
     # -- as CUDA graphs call it -----------------------------------------------------------
 
@@ -110,6 +119,13 @@ class LanguageModelDraft(nn.Module):
         return own / others
 
 
+def padded(embedding: nn.Module, num_rows: int) -> nn.Embedding:
+    """An embedding with rows of zeros for the ids that only the target has, which no token is."""
+    weight = embedding.weight.detach()  # type: ignore[union-attr]
+    rows = torch.cat([weight, weight.new_zeros(num_rows - len(weight), weight.shape[1])])
+    return nn.Embedding.from_pretrained(rows, freeze=True)
+
+
 class _LayerCaches:
     """Stands where transformers expects a cache."""
 
@@ -155,7 +171,7 @@ def load_draft_model(
     except ValueError as error:  # its field is the target's or the tokenizer's
         raise ValueError(f"draft_model: {str(error).partition(': ')[2]}") from error
     _check_tokenizers(str(name_or_path), own_tokenizer, tokenizer)
-    return LanguageModelDraft(model, target)
+    return LanguageModelDraft(model, target, len(tokenizer))
 
 
 def _check_tokenizers(

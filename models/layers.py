@@ -28,6 +28,8 @@ ROPE_SETTINGS = (
     *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor"),
     *("low_freq_factor", "original_max_position_embeddings", "rope_theta", "rope_type"),
 )
+HEAD_ROPES = ("default", "linear", "llama3", "yarn", "dynamic")
+"""Kinds of rotary positions that a head's layers compute as transformers does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,12 @@ class LayerConfig:
         rope = config.rope_parameters
         if "rope_type" not in rope:  # one entry per layer type
             rope = next(iter(rope.values()))
+        if rope["rope_type"] not in HEAD_ROPES:
+            raise ValueError(
+                f"target: its rope_type {rope['rope_type']!r} changes with the length of a text, "
+                f"which no draft head does; heads have {', '.join(HEAD_ROPES)}; draft with "
+                "--draft-model or --draft ngram"
+            )
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=intermediate_size(config),

@@ -29,7 +29,7 @@ from pipedraft.models.stage_cache import (
     prune_segment,
 )
 from pipedraft.models.stage_calls import StageGraphs
-from pipedraft.pretrained import load_model, load_tokenizer, read_config
+from pipedraft.pretrained import context_length, load_model, load_tokenizer, read_config
 
 __all__ = [
     "KeepRows",
@@ -325,7 +325,7 @@ class StagedTarget:
         self.num_stages = len(self.boundaries) - 1
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = config.max_position_embeddings
+        self.max_positions: int = context_length(config)
         self.eos_token_ids = _eos_token_ids(model)
         self.stages = [
             Stage(model, start, end)
@@ -384,6 +384,11 @@ class StagedTarget:
             raise ValueError(
                 f"prompt: {num_rows} tokens do not fit the target's {self.max_positions} "
                 f"positions; give 1 to {self.max_positions} tokens"
+            )
+        if int(input_ids.max()) >= self.vocab_size or int(input_ids.min()) < 0:
+            raise ValueError(
+                f"prompt: token {int(input_ids.max())} is beyond the target's {self.vocab_size} "
+                "embeddings; its tokenizer has tokens that the model does not, give the model's own"
             )
         self.reset()
         parts: dict[int, list[Tensor]] = {index: [] for index in taps}

@@ -5,15 +5,18 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_runs import MASKS, make_batch, tiny_objective
 from conftest import tiny_llama, tiny_qwen3
 from tiny_drafts import decode_chain, make_head, seeded
 from train_runs import BY_HEART
 
+from pipedraft.data_recipes.batch import pack
 from pipedraft.models import load_draft
 from pipedraft.models.eagle import Eagle
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.eagle import (
     EVALUATED_DEPTH,
+    EagleObjective,
     EagleTrainConfig,
     chain_rows,
     feature_noise,
@@ -235,3 +238,21 @@ def test_a_checkpoint_holds_the_head_alone_and_needs_its_target(world, tmp_path)
     vocabulary = target.config.vocab_size
     with pytest.raises(ValueError, match="hash: .* != .*; give that target"):
         load_draft(str(tmp_path), tiny_llama(vocab=vocabulary, seed=9))
+
+
+@pytest.mark.parametrize("rows", ["turn", "official"])
+def test_alone_padded_and_packed_documents_have_one_loss(rows):
+    config = EagleTrainConfig(noise=0.0, rows=rows)
+    objective = tiny_objective(EagleObjective, config)
+    masks = [*MASKS, [0, 0, 1, 1, 1], [0, 1, 0, 1]]  # documents that end on an assistant token, too
+    batch, alone, documents = make_batch(masks), 0.0, []
+    for index, mask in enumerate(masks):
+        one = {name: x[index : index + 1] for name, x in batch.items()}
+        one = {name: x[:, : len(mask)] if x.ndim > 1 else x for name, x in one.items()}
+        alone = alone + objective(one, torch.Generator()).loss
+        documents.append({name: x[0] for name, x in one.items()})
+    for together in (batch, pack(documents)):
+        torch.testing.assert_close(
+            objective(together, torch.Generator()).loss, alone, rtol=1e-9, atol=0
+        )
+        assert objective.num_counted(together) > 0

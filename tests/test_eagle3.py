@@ -14,6 +14,7 @@ from attention_runs import (
 from conftest import tiny_llama, tiny_qwen3
 from tiny_drafts import decode_chain
 
+from pipedraft.data_recipes.batch import pack
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
@@ -89,7 +90,7 @@ def counts_at(mask, row, step, rows="turn") -> bool:
     first, label = row + 1, row + 2 + step
     if rows != "turn":
         fed = row + step + (rows == "speculators")
-        return label < len(mask) and bool(mask[fed])
+        return 0 < fed < len(mask) - 1 and bool(mask[fed])
     return label < len(mask) and all(mask[first : label + 1])
 
 
@@ -177,7 +178,8 @@ def plain_loss(objective, batch):
         q = draft.logits(state).softmax(-1)
         for text in range(B):
             for row in range(T):
-                if not counts_at(batch["loss_mask"][text].tolist(), row, step, config.rows):
+                mask = batch["loss_mask"][text, : batch["lengths"][text]].tolist()
+                if not counts_at(mask, row, step, config.rows):
                     continue
                 p_all, q_row = p_full[text, row + 1 + step], q[text, row]
                 p = p_all[draft.draft_ids]
@@ -225,17 +227,23 @@ def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_functio
     assert (objective(batch, torch.Generator()).loss - expected).abs() > 1e-4 * expected
 
 
-def test_padding_and_company_change_nothing():
-    objective = make_objective()
-    together = objective(make_batch(MASKS), torch.Generator()).loss
-    batch, alone = make_batch(MASKS), 0.0
-    for index, mask in enumerate(MASKS):
+@pytest.mark.parametrize("rows", ["turn", "speculators", "specforge"])
+def test_padding_and_company_change_nothing(rows):
+    objective = make_objective(rows=rows)
+    masks = [*MASKS, [0, 0, 1, 1, 1], [0, 1, 0, 1]]  # documents that end on an assistant token, too
+    batch, alone, documents = make_batch(masks), 0.0, []
+    together = objective(batch, torch.Generator())
+    for index, mask in enumerate(masks):
         one = {
             name: x[index : index + 1, ..., : len(mask)] if x.ndim > 1 else x[index : index + 1]
             for name, x in batch.items()
         }
         alone = alone + objective(one, torch.Generator()).loss
-    torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
+        documents.append({name: x[0] for name, x in one.items()})
+    torch.testing.assert_close(together.loss, alone, rtol=1e-10, atol=0)
+    packed = objective(pack(documents), torch.Generator())
+    torch.testing.assert_close(packed.loss, alone, rtol=1e-9, atol=0)
+    assert packed.counted == together.counted > 0
 
 
 def test_simulated_acceptance_length_multiplies_the_rates_of_the_draft_tokens():

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from conftest import byte_tokenizer
 
+from pipedraft.chats import ChatRefused, render_chat
 from pipedraft.cli import Options, UsageError, check_ranges
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.server import TryAgain, read_choice
@@ -33,7 +34,7 @@ from pipedraft.files import (
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import serve
-from pipedraft.pretrained import ChatRefused, render_chat, resolve_device
+from pipedraft.pretrained import resolve_device
 from pipedraft.train.__main__ import RESOLVED
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 

@@ -284,6 +284,21 @@ def test_local_rows_that_do_not_fit_are_told(chat_model, monkeypatch, tmp_path, 
     assert "--target: no folder 'nowhere'" in capsys.readouterr().err
 
 
+def test_answers_take_the_room_that_is_left_and_read_the_system_field(
+    chat_model, monkeypatch, tmp_path
+):
+    """1,024 tokens, the default, are more than the target's 512 positions."""
+    folder, *_ = chat_model
+    ask, system = {"role": "user", "content": "q"}, {"role": "system", "content": "Be brief."}
+    rows = [{"system": "Be brief.", "messages": [ask]}, {"messages": [system, ask]}]
+    rows.append({"messages": [system, ask, {"role": "assistant", "content": None}]})
+    data, out = write_rows(tmp_path / "chats.jsonl", rows), tmp_path / "own.jsonl"
+    given = ["--target", folder, "--data", data, "--out", out, "--dtype", "float32"]
+    assert call([*given, "--greedy-share", 1], monkeypatch) == 0
+    answered = [row["messages"] for row in read_rows(out)]
+    assert len(answered) == 3 and answered[0] == answered[1] == answered[2]
+
+
 def test_a_server_run_loads_no_torch():
     code = (
         "import sys, pipedraft.data_recipes.regenerate, pipedraft.data_recipes.server;"

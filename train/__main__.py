@@ -22,10 +22,11 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
 from pipedraft import pretrained
-from pipedraft.data_recipes.recipe import load_data
+from pipedraft.data_recipes.fitting import load_fitting
 from pipedraft.files import locked, make_place, write_atomically
 from pipedraft.models.exchange.hub import model_card
 from pipedraft.models.target import check_packable, load_tokenizer
+from pipedraft.pretrained import load_config
 from pipedraft.train.config import RunConfig, make_parser, parse_run
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
@@ -120,7 +121,8 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         objective_class.check(model, target)
         objective_class.check_start(model)
         side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
-        data = load_data(run.data, tokenizer, side_file=side_file)
+        config = load_config(str(run.target), run.target_revision).get_text_config()
+        data = load_fitting(run.data, tokenizer, config, side_file=side_file)
     objective = objective_class(
         model, target, target_name=run.target, revision=run.target_revision, data=data
     )

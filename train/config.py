@@ -156,12 +156,11 @@ def _refuse_nulls(kind: Any, values: Any, prefix: str = "") -> None:
 
 def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str | None) -> str:
     """The method named by ``--method`` or by the last ``--config`` file that names one."""
-    method = default
+    method, given = default, None
     words = [part for word in arguments for part in word.split("=", 1)]
     for flag, value in zip(words, words[1:], strict=False):
         if flag == "--method":
-            method = value
-            break
+            given = value  # of several, the last, as for every option
         if flag == "--config":
             if not Path(value).is_file():
                 raise UsageError(
@@ -175,6 +174,7 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
             for key in layer.keys() - {part.name for part in fields(RunConfig)} - {"model"}:
                 if not layer[key]:  # of what holds nothing jsonargparse says nothing
                     raise UsageError(f"{key}: unknown; see --help")
+    method = given or method
     if method is None:
         raise UsageError(
             f"method: missing; give --config FILE or --method, one of {', '.join(methods)}"

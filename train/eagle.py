@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.data_recipes.batch import document_lengths, inner_mask
 from pipedraft.files import Values
 from pipedraft.models.draft import Draft
 from pipedraft.models.eagle import Eagle, EagleConfig
@@ -48,11 +48,11 @@ def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
     return chain_lengths(loss_mask_BT, depth)[:, :-1] >= depth
 
 
-def counted_rows(loss_mask_BT: Tensor, rows: str) -> Tensor:
+def counted_rows(batch: dict[str, Tensor], rows: str) -> Tensor:
     """Rows in the loss: bool [B, T-1]; see ``EagleTrainConfig.rows``. The last has no label."""
     if rows == "turn":
-        return chain_rows(loss_mask_BT)
-    return loss_mask_BT[:, :-1].bool()
+        return chain_rows(batch["loss_mask"])
+    return inner_mask(batch)[:, :-1]
 
 
 def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
@@ -97,7 +97,7 @@ class EagleObjective(DraftObjective):
     draft: Eagle
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
-        return int(counted_rows(batch["loss_mask"], self.config.rows).sum())
+        return int(counted_rows(batch, self.config.rows).sum())
 
     def forward(
         self,
@@ -121,7 +121,7 @@ class EagleObjective(DraftObjective):
         predicted_BRH = draft.causal_rows(
             ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(document_lengths(batch))
         )
-        counted_BR = counted_rows(batch["loss_mask"], self.config.rows)
+        counted_BR = counted_rows(batch, self.config.rows)
         predicted_MH = predicted_BRH[counted_BR]
         wanted_MH = features_BTH[:, 1:][counted_BR]
         regression = F.smooth_l1_loss(predicted_MH, wanted_MH, reduction="sum")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.data_recipes.batch import document_lengths
+from pipedraft.data_recipes.batch import document_lengths, document_places, inner_mask
 from pipedraft.models import cpu
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
@@ -67,17 +67,22 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
     return (next_end_BT - positions_T - 2).clamp(0, num_steps)
 
 
-def counted_steps(loss_mask_BT: Tensor, num_steps: int, rows: str) -> Tensor:
-    """Whether step i counts at a row: bool [B, T, S]; see ``Eagle3TrainConfig.rows``."""
-    steps_S = torch.arange(num_steps, device=loss_mask_BT.device)
+def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor:
+    """Whether step i counts at a row: bool [B, T, S]; see ``Eagle3TrainConfig.rows``.
+
+    Alone, padded and packed a document has the same rows. As in the packages, the last token of a
+    document counts nowhere, so that a row reads the target's distribution inside its document.
+    """
     if rows == "turn":
-        return chain_lengths(loss_mask_BT, num_steps)[..., None] > steps_S
-    T, shift = loss_mask_BT.shape[1], int(rows == "speculators")
-    # Row t of step i predicts x_{t+2+i}, which has to be there.
-    padded_BT = F.pad(loss_mask_BT.bool(), (0, num_steps + shift))
-    fed = [padded_BT[:, shift + i : shift + i + T] for i in range(num_steps)]
-    last_T1 = torch.arange(T, device=steps_S.device)[:, None] + 2 + steps_S < T
-    return torch.stack(fed, -1) & last_T1
+        steps_S = torch.arange(num_steps, device=batch["loss_mask"].device)
+        return chain_lengths(batch["loss_mask"], num_steps)[..., None] > steps_S
+    place_BT, mask_BT = document_places(batch), inner_mask(batch)
+    T, shift = mask_BT.shape[1], int(rows == "speculators")
+    mask_BT = F.pad(mask_BT, (0, num_steps + shift))
+    fed_BT = F.pad(place_BT, (0, num_steps + shift), value=-1)
+    starts = [shift + step for step in range(num_steps)]
+    counted = [mask_BT[:, at : at + T] & (fed_BT[:, at : at + T] == place_BT) for at in starts]
+    return torch.stack(counted, -1)
 
 
 class UnrolledObjective(ChainObjective):
@@ -93,14 +98,14 @@ class UnrolledObjective(ChainObjective):
     draft: Eagle3 | MTP
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
-        return int(counted_steps(batch["loss_mask"], 1, self.config.rows).sum())
+        return int(counted_steps(batch, 1, self.config.rows).sum())
 
     def forward(
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
         """Loss of one batch; training and evaluation are the same."""
         draft, num_steps = self.draft, self.config.num_steps
-        counted_MS = counted_steps(batch["loss_mask"], num_steps, self.config.rows).flatten(0, 1)
+        counted_MS = counted_steps(batch, num_steps, self.config.rows).flatten(0, 1)
         steps_S = torch.arange(num_steps, device=counted_MS.device)
         # Longest chains first: the rows of a step are then a prefix of those of the step before.
         ends_M = (counted_MS * (steps_S + 1)).amax(1)

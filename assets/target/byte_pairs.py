@@ -34,7 +34,7 @@ def iterate_texts(config: DataConfig) -> Iterator[str]:
                 yield row.text
                 continue
             try:
-                messages = read_messages(parse_json(row.text), source)
+                messages = read_messages(parse_json(row.text), source).messages
             except ValueError:
                 continue
             yield from (message["content"] for message in messages)

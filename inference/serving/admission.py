@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pipedraft.chats import ChatRefused, check_template_variables, encode_chat
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.answers import Choice, Piece
 from pipedraft.inference.serving.decoder import SequenceDecoder
@@ -16,7 +17,6 @@ from pipedraft.inference.serving.requests import (
     CompletionRequest,
     RequestError,
 )
-from pipedraft.pretrained import ChatRefused, encode_chat
 
 MAX_RETRY_S = 120
 NOT_AGAIN = {"x-should-retry": "false"}
@@ -122,9 +122,14 @@ class Admissions:
                     "messages: this model has no chat template; use /v1/completions", param=param
                 )
             try:
-                prompts = [encode_chat(self.tokenizer, [turn.turn() for turn in asked.messages])]
+                variables = asked.chat_template_kwargs
+                check_template_variables(variables, "chat_template_kwargs")
+                turns = [turn.turn() for turn in asked.messages]
+                prompts = [encode_chat(self.tokenizer, turns, variables)]
             except ChatRefused as error:
                 raise RequestError(f"messages: {error}", param=param) from error
+            except ValueError as error:
+                raise RequestError(str(error), param="chat_template_kwargs") from error
         else:
             assert isinstance(asked, CompletionRequest)
             param, given = "prompt", asked.prompts()

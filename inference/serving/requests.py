@@ -173,6 +173,8 @@ class ChatRequest(ApiRequest, kw_only=True):
     PATH = "/v1/chat/completions"
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
     max_completion_tokens: Count | None = None
+    chat_template_kwargs: Json = {}
+    """Variables of the chat template, as vLLM has them."""
 
     def longest(self) -> int | None:
         asked = [x for x in (self.max_completion_tokens, self.max_tokens) if x is not None]

@@ -24,7 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipedraft.cli import make_folder
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
-from pipedraft.data_recipes.recipe import TokenizedData, load_data
+from pipedraft.data_recipes.fitting import load_fitting
+from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.files import publish, write_atomically
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.__main__ import load_tokenizer_of, registry
@@ -276,7 +277,7 @@ def dump_features(
     say = print if accelerator.is_main_process else lambda *_: None
     with accelerator.local_main_process_first():
         tokenizer = load_tokenizer_of(run)
-        data = load_data(run.data, tokenizer)
+        data = load_fitting(run.data, tokenizer, decoder_config(run))
     settings = DumpSettings(
         layers=list(layers),
         dtype=own.dtype,

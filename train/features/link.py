@@ -20,6 +20,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from pipedraft.inference.ranks.codec import Codec, FillBuffer, Message, check_tensor
+from pipedraft.pretrained import context_length
 from pipedraft.train.features.shards import DTYPES, bytes_per_token, difference, encode
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ class FeatureServer:
         """
         self.states, self.hello, self.max_tokens = states, hello, max_tokens
         self.vocab_size: int = states.config.vocab_size
-        self.max_positions: int = states.config.max_position_embeddings
+        self.max_positions: int = context_length(states.config)
         self._turn = threading.Lock()
 
     def listen(self, host: str, port: int, ready: Callable[[str, int], None]) -> None:

@@ -1,0 +1,170 @@
+"""Chat templates: the one place that renders a conversation as a model reads it."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from pipedraft.files import Values
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULTS = "pipedraft_template_variables"
+"""Attribute of a tokenizer: template variables of every conversation that has no other values."""
+RESERVED_VARIABLES = {
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
+    *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
+    *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+}
+"""Names that are no variables of a chat template, or not the user's to set."""
+
+
+def check_template_variables(variables: Mapping[str, object] | None, field: str) -> None:
+    """Refuse chat_template_kwargs that are options of the rendering.
+
+    Raises:
+        ValueError: names the variable.
+    """
+    for name in variables or {}:
+        if not name.isidentifier() or name in RESERVED_VARIABLES:
+            raise ValueError(
+                f"{field}: {name!r} is no variable of a chat template; leave it out (known to many "
+                "templates: enable_thinking)"
+            )
+
+
+def read_template_variables(text: str | Values) -> Values:
+    """The value of --chat-template-kwargs: a JSON object of template variables."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'{text!r} is no JSON; give {{"enable_thinking": false}}') from error
+    if not isinstance(found, dict):
+        raise ValueError(f'{text!r} is no JSON object; give {{"enable_thinking": false}}')
+    check_template_variables(found, "--chat-template-kwargs")
+    return found
+
+
+def set_template_variables(
+    tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, object] | None
+) -> None:
+    """Give a tokenizer's template variables that hold where a conversation sets no other."""
+    setattr(tokenizer, DEFAULTS, dict(variables or {}))
+
+
+def template_variables(tokenizer: "PreTrainedTokenizerBase") -> Values:
+    """What ``set_template_variables`` gave, or nothing."""
+    return dict(getattr(tokenizer, DEFAULTS, {}))
+
+
+class ChatRefused(ValueError):
+    """Refusal of a conversation by the chat template, or a fault in the template."""
+
+
+def warn_of_variables(name: str, description: Values, variables: Values | None) -> None:
+    """Say that a draft was trained with other template variables than it is to decode with.
+
+    Args:
+        description: of the checkpoint, whose data notes them.
+    """
+    data = (description.get("training") or {}).get("data") or {}
+    trained = data.get("chat_template_kwargs")
+    if trained is not None and trained != (variables or {}):
+        print(
+            f"warning: --chat-template-kwargs: {json.dumps(variables or {})}, but {name} was "
+            f"trained with {json.dumps(trained)}; acceptance may suffer",
+            file=sys.stderr,
+        )
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    prompt: bool = True,
+    tools: list[Values] | None = None,
+    variables: Mapping[str, object] | None = None,
+) -> str:
+    """Return a conversation as the model reads it; the template runs in jinja's sandbox.
+
+    Args:
+        messages: {"role", "content"} of every turn, and what else a template reads of one.
+        prompt: the beginning of the assistant's next turn follows.
+        tools: the functions that the model may call.
+        variables: of the template (``chat_template_kwargs``).
+    """
+
+    def render(turns: list[Values]) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                turns,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **(template_variables(tokenizer) | dict(variables or {})),
+            )
+        )
+
+    return render_turns(messages, render)
+
+
+def render_turns(
+    messages: Sequence[Mapping[str, Any]], render: Callable[[list[Values]], str]
+) -> str:
+    """Render turns whose calls have their arguments as an object, which most templates write as
+    JSON, or else as a text: for a template that fails on objects, or writes them as Python does.
+    """
+    turns = [dict(turn) for turn in messages]
+    if not any(turn.get("tool_calls") for turn in turns):
+        with rendering():
+            return render(turns)
+    objects = [with_arguments(turn, as_text=False) for turn in turns]
+    values = [
+        call["function"]["arguments"] for turn in objects for call in turn.get("tool_calls", ())
+    ]
+    try:
+        with rendering():
+            text = render(objects)
+        if not any(repr(x) in text and repr(x) != json.dumps(x) for x in values):
+            return text
+    except ChatRefused:
+        pass
+    with rendering():
+        return render([with_arguments(turn, as_text=True) for turn in turns])
+
+
+def with_arguments(turn: Values, *, as_text: bool) -> Values:
+    """A turn whose tool calls have arguments of one form; text that is no JSON stays text."""
+    if not turn.get("tool_calls"):
+        return turn
+    calls = []
+    for call in turn["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return turn | {"tool_calls": calls}
+
+
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, object] | None = None,
+) -> list[int]:
+    """Return the ids of a conversation up to the beginning of the assistant's next turn."""
+    text = render_chat(tokenizer, messages, variables=variables)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+@contextmanager
+def rendering() -> Iterator[None]:
+    """Raise whatever a chat template trips over as ChatRefused."""
+    try:
+        yield
+    except Exception as error:
+        raise ChatRefused(f"chat template refused: {error}") from error

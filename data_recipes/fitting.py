@@ -1,0 +1,52 @@
+"""Data that a target can read: no position and no token beyond its own."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from pipedraft.data_recipes.config import DataConfig
+from pipedraft.data_recipes.recipe import TokenizedData, load_data
+from pipedraft.pretrained import context_length
+
+
+def load_fitting(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedConfig,
+    *,
+    side_file: Path | None = None,
+) -> TokenizedData:
+    """Load data for a target; rows longer than its positions are cut there, which is said.
+
+    Blocks of packed text keep the length that was asked for, which is said, too.
+
+    Raises:
+        ValueError: as ``load_data``, or a token is beyond the target's embedding.
+    """
+    positions = context_length(target)
+    is_longer = config.max_length > positions
+    used = replace(config, max_length=positions) if is_longer and not config.pack else config
+    data = load_data(used, tokenizer, side_file=side_file)
+    if is_longer and data.report.length_max > positions:
+        fate = "longer blocks are trained on all the same" if config.pack else "longer rows are cut"
+        print(
+            f"data.max_length: {config.max_length} is above the target's {positions} positions; "
+            f"{fate} ({data.report.truncated_rows} rows)",
+            file=sys.stderr,
+        )
+    if len(tokenizer) > target.vocab_size:
+        check_ids(data, target.vocab_size)
+    return data
+
+
+def check_ids(data: TokenizedData, vocab_size: int) -> None:
+    """Raise ValueError for a token that has no row in the embedding."""
+    for part in (data.train, data.valid):
+        for ids in part["input_ids"]:
+            if (largest := max(ids)) >= vocab_size:
+                raise ValueError(
+                    f"target: a row has token {largest}, and its embedding {vocab_size} rows; the "
+                    "tokenizer has tokens that the model does not, give the model's own"
+                )
