@@ -1,6 +1,8 @@
 """pipedraft: train draft heads that keep a pipelined language model busy, and decode with them."""
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -9,3 +11,30 @@ if "OMP_WAIT_POLICY" not in os.environ:
     # torch is imported. With its own 300,000 looks a step of a small model lasts forty times as
     # long beside one busy program; with these three times, and alone as long as ever: docs/log.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+if TYPE_CHECKING:
+    from pipedraft.api import custom_generate as custom_generate
+    from pipedraft.api import evaluate as evaluate
+    from pipedraft.api import load as load
+    from pipedraft.inference.config import DecodeConfig as DecodeConfig
+
+PUBLIC = {
+    "load": "pipedraft.api",
+    "evaluate": "pipedraft.api",
+    "custom_generate": "pipedraft.api",
+    "DecodeConfig": "pipedraft.inference.config",
+}
+"""Public name -> the module that defines it. ``train`` is the package, which can be called."""
+
+
+def __getattr__(name: str) -> object:
+    """Import torch and transformers when something of the API is used, not before."""
+    if name == "train":
+        return import_module("pipedraft.train")
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'pipedraft' has no attribute {name!r}")
+    return getattr(import_module(PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*PUBLIC, "train", "__version__"])

@@ -282,6 +282,13 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
     return list(found.values())
 
 
+def format_comparison(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line]) -> str:
+    """Return the warnings, the table and the sentences of a comparison."""
+    parts = [f"{compared.folder} compared with {baseline.folder}"]
+    parts += [f"warning: {text}" for text in find_warnings(baseline, compared, lines)]
+    return "\n".join([*parts, align_columns(Table.of(COLUMNS, lines)), *verdicts(lines), ""])
+
+
 def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[str, object]:
     def side(run: Evaluated, entry: RunRecord) -> dict[str, object]:
         return {"run": str(run.folder)} | {field: getattr(entry, field) for field in LIKENESS[0]}
@@ -330,9 +337,7 @@ def run(argv: Sequence[str]) -> None:
     for other in others:
         lines = compare_runs(baseline, other, QUANTITIES + BY_ENTROPY * arguments.entropy)
         found = find_warnings(baseline, other, lines)
-        print(f"{other.folder} compared with {baseline.folder}")
-        print("".join(f"warning: {text}\n" for text in found), end="")
-        print("\n".join([align_columns(Table.of(COLUMNS, lines)), *verdicts(lines), ""]))
+        print(format_comparison(baseline, other, lines))
         records += [_line_record(line, baseline, other) for line in lines]
         warnings += [f"{other.folder}: {text}" for text in found]
     print(LEGEND)

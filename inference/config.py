@@ -79,6 +79,8 @@ class DecodeConfig(TokenFilters):
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
+        if isinstance(self.schedule, str):  # its name, with the default settings
+            object.__setattr__(self, "schedule", make_schedule(self.schedule, {}))
         check_temperature(self.temperature)
         super().__post_init__()
         self.check_at(self.temperature)

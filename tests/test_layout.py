@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "eval": {"models", "data_recipes", "inference"},
     "train": {"models", "data_recipes", "inference", "eval"},
 }
-ROOT_MAY_IMPORT = {"doctor.py": {"models"}}
+ROOT_MAY_IMPORT = {"doctor.py": {"models"}, "api.py": {*MAY_IMPORT}}
 VAGUE_NAMES = {"utils", "helpers", "common", "misc", "core", "manager"}
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 SOURCES = ROOT_FILES + [f for folder in MAY_IMPORT for f in sorted((ROOT / folder).rglob("*.py"))]

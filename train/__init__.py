@@ -1,0 +1,17 @@
+"""Training of draft heads; ``pipedraft.train("eagle3", ...)`` calls ``pipedraft.api.train``."""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class _CallableModule(ModuleType):
+    """Let one name be the package and the function: importing a part of it sets the name."""
+
+    def __call__(self, method: str, **settings: Any) -> Any:
+        """Train a draft head; see ``pipedraft.api.train`` for the arguments."""
+        return import_module("pipedraft.api").train(method, **settings)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -159,19 +159,29 @@ def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
     return [*arguments[:at], *(["--config"] if has_file else []), *arguments[at + 1 :]], True
 
 
-@needs_others()
 def main() -> None:
-
     arguments, wants_plan = take_plan(sys.argv[1:])
     run, model, resolved = parse_run(arguments, methods(), EXAMPLE)
     quieten()
     if wants_plan:
         print(Plan(run, model, registry()[run.method][1]).report())
         return
+    run_training(run, model, resolved)
+
+
+@needs_others()
+def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) -> "Trainer":
+    """Train while no other run writes into the output folder.
+
+    Args:
+        resolved: the configuration as YAML.
+    """
     make_place("output_dir", run.output_dir / "config.yaml", RESOLVED.encode())
     is_first = os.environ.get("RANK", "0") == "0"
     with locked(run.output_dir, "output_dir") if is_first else nullcontext():
-        train(build_trainer(run, model), resolved)
+        trainer = build_trainer(run, model)
+        train(trainer, resolved)
+    return trainer
 
 
 def train(trainer: "Trainer", resolved: str) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from diagram import Diagram
 from known_text import PROMPT, KnownText, draw_luck, greedy_text, make_target
 from picture_files import write_pictures
 
 from pipedraft.eval.edge_methods import TIMES
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.diagram import Diagram
 from pipedraft.inference.edge.channel import Channel, Link
 from pipedraft.inference.edge.link import LinkPipeline
 from pipedraft.inference.edge.linked import Estimates, RemoteTarget

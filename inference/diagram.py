@@ -1,4 +1,4 @@
-"""Shapes of the pictures in docs/methods.md: an SVG that reads on light and dark pages.
+"""Shapes of the pictures of decoding: an SVG that reads on light and dark pages.
 
 Colors are never alone: what is wrong is hatched, what is certain has a thick left edge.
 """

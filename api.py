@@ -1,0 +1,469 @@
+"""The Python API: ``pipedraft.load``, ``train``, ``evaluate`` and ``custom_generate``.
+
+Each is a thin layer over what the commands run, with the same names, checks and defaults.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from pipedraft.cli import UsageError, flag_name
+from pipedraft.data_recipes.config import DataConfig
+from pipedraft.eval.arguments import EvalOptions
+from pipedraft.eval.command import evaluate_drafts
+from pipedraft.eval.compare import Evaluated, compare_runs, format_comparison
+from pipedraft.eval.record import RunRecord, read_results
+from pipedraft.eval.report import format_table
+from pipedraft.files import Values, write_atomically
+from pipedraft.inference.command import encode
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.custom_generate import CustomGenerate, NoText
+from pipedraft.inference.engine import DraftNetwork, Engine
+from pipedraft.inference.generation import Connect, Generation, TextPieces, tokens_of
+from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.schedules.base import Schedule
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.sources import default_schedule
+from pipedraft.inference.sources.lookup import Lookup, make_lookup
+from pipedraft.models import load_draft
+from pipedraft.models.draft import Draft, resolve_folder
+from pipedraft.models.exchange.export import Layout, export
+from pipedraft.models.exchange.hub import Upload, check_repo_id, prepare_upload, push
+from pipedraft.models.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
+from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
+from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
+from pipedraft.pretrained import (
+    encode_chat,
+    place_draft,
+    quieten,
+    read_config,
+    resolve_device,
+    resolve_dtype,
+)
+from pipedraft.train.__main__ import EXAMPLE, methods, run_training
+from pipedraft.train.config import parse_run
+
+Place: TypeAlias = str | Path
+"""Folder or Hub id."""
+Prompt: TypeAlias = str | Sequence[Mapping[str, str]] | Sequence[int]
+LOOKUPS = ("ngram", "suffix")
+
+
+# -- decoding ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Load without transformers' bars and warnings, and leave its logging as it was."""
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    quieten()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()
+
+
+@dataclass(eq=False, repr=False)
+class Model:
+    """A target with its draft. ``load`` makes it."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft: DraftNetwork | None
+    target_name: str
+    """Folder or Hub id; of an object, the one that it was loaded from, or ""."""
+    draft_options: Values | None
+    """Option of ``pipedraft eval`` that names the draft; None for an object."""
+    _engine: Engine | None = field(default=None, init=False)
+
+    def __repr__(self) -> str:
+        draft = "no draft" if self.draft is None else f"draft {self.draft.draft_type}"
+        name = self.target_name or type(self.target).__name__
+        return f"Model({name}, {draft}, {self.target.device}, {self.target.dtype})"
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        schedule: str | Schedule | None = None,
+        stages: int | None = None,
+        tree: str | TreeShape | None = None,
+        temperature: float = 0.0,
+        max_new_tokens: int = 128,
+        seed: int = 0,
+        stream: Callable[[str], object] | bool = False,
+        **settings: Any,
+    ) -> Generation:
+        """Answer one prompt; greedy output is the target's own, token by token.
+
+        Args:
+            prompt: the user's message, a list of messages, or token ids, which no chat template
+                changes.
+            schedule: name of a schedule; None: the draft's own.
+            stages: pipeline stages; None: those the draft was trained for, else 1.
+            tree: shape of the draft tree, such as "chain:5" or "dynamic:7:10:59".
+            temperature: 0 is greedy.
+            stream: called with each piece of text once it is certain; True prints it.
+            settings: of the schedule and of ``DecodeConfig``, such as ``top_p=0.9``.
+
+        Raises:
+            ValueError: a setting that is unknown, out of range, or does not fit the draft.
+        """
+        settings |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+        config = self.configure(settings, schedule=schedule, stages=stages, tree=tree)
+        write = partial(print, end="", flush=True) if stream is True else stream or None
+        observer = TextPieces(self.tokenizer, write)
+        result = self.engine(config).decode(self.encode(prompt), observer=observer)
+        pieces = observer.finish(result.text)
+        if stream is True:
+            print()
+        return Generation(
+            result=result,
+            tokens=tokens_of(result, pieces),
+            schedule=config.schedule.name,
+            make_engine=partial(self._make_engine, config),
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            ValueError: the prompt is empty or of another kind.
+        """
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise ValueError(f"prompt: {prompt!r} is empty; give at least one word")
+            return encode(self.tokenizer, prompt, raw=False)
+        items = list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            return encode_chat(self.tokenizer, items)  # type: ignore[arg-type]
+        if not all(isinstance(item, int) for item in items):
+            raise ValueError(
+                f"prompt: a {type(prompt).__name__} of {type(items[0]).__name__}; give text, a "
+                "list of messages, or a list of token ids"
+            )
+        return items  # type: ignore[return-value]
+
+    def configure(
+        self,
+        settings: Values,
+        *,
+        schedule: str | Schedule | None = None,
+        stages: int | None = None,
+        tree: str | TreeShape | None = None,
+    ) -> DecodeConfig:
+        """Return the whole configuration of a decode: what is given, else the draft's own."""
+        if schedule is None:
+            draft = self.draft
+            schedule = "autoregressive" if draft is None else default_schedule(draft.draft_type)
+        own = None if self.draft is None else self.draft.num_stages
+        if tree is not None:
+            settings = settings | {"tree": TreeShape.parse(tree) if isinstance(tree, str) else tree}
+        return DecodeConfig.of(schedule, num_stages=stages or own or 1, **settings)
+
+    def engine(self, config: DecodeConfig) -> Engine:
+        """Return an engine for a configuration: the last one, where it was cut in the same way."""
+        last = self._engine
+        if last is None or _cut(last.config) != _cut(config):
+            self._engine = last = self._make_engine(config, LocalPipeline)
+        last.config = config
+        return last
+
+    def _make_engine(self, config: DecodeConfig, connect: Connect) -> Engine:
+        return Engine(self.target, self.tokenizer, config, self.draft, connect=connect)
+
+
+def _cut(config: DecodeConfig) -> tuple[object, ...]:
+    return config.schedule, config.num_stages, config.boundaries
+
+
+def load(
+    target: Place | PreTrainedModel,
+    draft: Place | PreTrainedModel | DraftNetwork | TrainedHead | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Model:
+    """Load a target and its draft.
+
+    Args:
+        target: folder, Hub id, or a model that transformers has loaded.
+        draft: folder or Hub id of a head or of a language model with the target's tokenizer, such a
+            model itself, "ngram", "suffix", or None to decode without a draft.
+        device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
+        dtype: float32, bfloat16, float16; auto: float32 on a CPU, on a GPU as the target is stored.
+        tokenizer: of a target object that was loaded from no folder.
+
+    Raises:
+        ValueError: nothing there, a family that is not supported, or another target's draft.
+    """
+    with _silent():
+        if isinstance(target, PreTrainedModel):
+            for option, value in (("device", device), ("dtype", dtype)):
+                if value != "auto":
+                    raise ValueError(f"{option}: {value!r}, but the target is loaded; leave it out")
+            name, model = target.name_or_path, target.eval()
+            tokenizer = tokenizer or load_tokenizer(name)
+        else:
+            name, place = str(target), resolve_device(device, "device")
+            tokenizer = tokenizer or load_tokenizer(name)
+            model = load_target(name, dtype=resolve_dtype(dtype, place, name), device=place)
+            choose_decoding_threads(model)
+        network, options = _load_network(draft, model, tokenizer)
+    return Model(model, tokenizer, network, name, options)
+
+
+def _load_network(
+    draft: Place | PreTrainedModel | DraftNetwork | TrainedHead | None,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> tuple[DraftNetwork | None, Values | None]:
+    """Return the draft, and the option of ``pipedraft eval`` that names it."""
+    if draft is None:
+        return None, {}
+    if isinstance(draft, PreTrainedModel):
+        return LanguageModelDraft(draft.eval(), target), None
+    if isinstance(draft, Draft | LanguageModelDraft | Lookup):
+        return draft, None
+    if isinstance(draft, str) and draft in LOOKUPS:
+        return make_lookup(draft, target), {"draft": draft}  # type: ignore[arg-type]
+    name = str(draft.folder if isinstance(draft, TrainedHead) else draft)
+    if "draft_type" in read_config(model_folder(name), None, field="draft"):
+        return place_draft(load_draft(name, target), target), {"checkpoint": name}
+    tokenizer = tokenizer or load_tokenizer(target.name_or_path)
+    return load_draft_model(name, target, tokenizer), {"draft_model": name}
+
+
+def custom_generate(
+    draft: Place | PreTrainedModel | DraftNetwork | TrainedHead,
+    *,
+    schedule: str | Schedule | None = None,
+    stages: int | None = None,
+    tree: str | TreeShape | None = None,
+    **settings: Any,
+) -> CustomGenerate:
+    """Return a decoding loop for transformers: ``target.generate(..., custom_generate=loop)``.
+
+    The ids are those of ``target.generate`` without it. Length, end tokens, temperature, top_k,
+    top_p, min_p and typical_p come from ``generate``; the other arguments are as in
+    ``Model.generate``.
+    """
+    made: list[Model] = []
+
+    def make_engine(target: PreTrainedModel, sampling: Values) -> Engine:
+        if not made or made[0].target is not target:
+            network, _ = _load_network(draft, target, None)
+            made[:] = [Model(target, NoText(), network, "", None)]  # type: ignore[arg-type]
+        shape = {"schedule": schedule, "stages": stages, "tree": tree}
+        return made[0].engine(made[0].configure(settings | sampling, **shape))  # type: ignore[arg-type]
+
+    return CustomGenerate(make_engine)
+
+
+# -- training ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedHead:
+    """A trained draft head on disk."""
+
+    folder: Path
+    """The best checkpoint."""
+    metrics: dict[str, float]
+    """Of the last evaluation."""
+
+    def push_to_hub(self, repo: str, **options: Any) -> str:
+        """Upload the head with a card, and return the address of the commit.
+
+        Args:
+            repo: user/name.
+            options: of ``Upload``: private, revision, message, results, target, is_half.
+        """
+        check_repo_id(repo)
+        upload = Upload(repo=repo, **options)
+        return push(prepare_upload(self.folder, upload), upload)
+
+    def export(self, format: Layout, out: Place, *, target: str | None = None) -> list[Path]:
+        """Write the head as a serving engine loads it, and return the files.
+
+        Args:
+            format: "sglang", the layout of the authors of EAGLE, or "speculators", vLLM's.
+            target: name of the target for the engine; None: the one of the training.
+        """
+        if format not in ("sglang", "speculators"):
+            raise ValueError(f"format: {format!r} is unknown; give sglang or speculators")
+        return export(resolve_folder(str(self.folder)), format, Path(out), target=target)
+
+
+def train(
+    method: str,
+    *,
+    target: Place | PreTrainedModel | Model,
+    dataset: Sequence[object] | Dataset | DataConfig | Place,
+    output_dir: Place,
+    **fields: Any,
+) -> TrainedHead:
+    """Train a draft head for a frozen target, as ``pipedraft train`` does.
+
+    The same call goes on from the newest checkpoint in ``output_dir``. In a script that
+    ``accelerate launch`` starts, every process makes the call.
+
+    Args:
+        method: "eagle3", "spd" or another name that ``pipedraft train --help`` lists.
+        target: folder or Hub id; an object stands for what it was loaded from.
+        dataset: conversations as lists of {"role", "content"}, a ``datasets.Dataset`` with a
+            column ``messages`` or ``conversations``, a file, or a ``DataConfig``.
+        fields: of ``RunConfig``, such as max_steps=500, optim={"lr": 3e-4}, model={...}; ``data``
+            has the fields of a ``DataConfig`` beside the sources.
+
+    Raises:
+        ValueError: a field that is unknown or out of range, or data that cannot be used.
+    """
+    folder = Path(output_dir)
+    data = {**fields.pop("data", {}), **_data_fields(dataset, folder)}
+    values = {"method": method, "target": _name_of(target), "output_dir": str(folder), "data": data}
+    plain = json.loads(json.dumps(values | fields, default=str))
+    with tempfile.TemporaryDirectory() as place:
+        config = Path(place, "config.yaml")
+        config.write_text(yaml.safe_dump(plain))
+        run, model, resolved = parse_run(["--config", str(config)], methods(), EXAMPLE)
+    with _silent():
+        trainer = run_training(run, model, resolved)
+    if trainer.accelerator.num_processes == 1:  # the next run may have another precision
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return TrainedHead(folder=folder / "best", metrics=dict(trainer.progress.metrics))
+
+
+def _data_fields(dataset: Sequence[object] | Dataset | DataConfig | Place, folder: Path) -> Values:
+    """Return the fields of a ``DataConfig``; conversations in memory are written to a file."""
+    if isinstance(dataset, DataConfig):
+        return asdict(dataset)
+    if isinstance(dataset, str | Path):
+        return {"sources": [{"path": str(dataset)}]}
+    rows = [row if isinstance(row, Mapping) else {"messages": row} for row in dataset]
+    if not rows:
+        raise UsageError("dataset: no conversation; give at least one list of messages")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    # Its name is its content: every process of a launch may write it, and a further call finds it.
+    path = folder / f"dataset-{sha256(text).hexdigest()[:12]}.jsonl"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    return {"sources": [{"path": str(path)}]}
+
+
+def _name_of(target: Place | PreTrainedModel | Model) -> str:
+    """Return the folder or Hub id of a target.
+
+    Raises:
+        ValueError: an object that was loaded from none, or whose weights have changed since.
+    """
+    if isinstance(target, Model):
+        target = target.target
+    if not isinstance(target, PreTrainedModel):
+        return str(target)
+    name = target.name_or_path
+    fix = "save it with save_pretrained, with its tokenizer, and give the folder"
+    if not name:
+        raise ValueError(f"target: this {type(target).__name__} was loaded from no folder; {fix}")
+    change = fingerprint_mismatch(read_target(name, None).fingerprint, target_fingerprint(target))
+    if change is not None:
+        raise ValueError(f"target: this object is no longer what {name!r} holds ({change}); {fix}")
+    return name
+
+
+# -- evaluation -------------------------------------------------------------------------------
+
+
+class ComparisonText(str):
+    """Table of a comparison, shown as it is where an expression is shown."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EvaluationReport:
+    """Results of an evaluation, and the folder that has report.html, plots and results.json."""
+
+    folder: Path
+    entries: list[RunRecord]
+    """Lines of the table: the baseline first."""
+
+    def __repr__(self) -> str:
+        return f"{format_table(self.entries)}\n{self.folder}/report.html"
+
+    def compare(self, other: EvaluationReport | Place) -> ComparisonText:
+        """Return this evaluation compared with another, the baseline, prompt by prompt."""
+        baseline = other.folder if isinstance(other, EvaluationReport) else Path(other)
+        runs = Evaluated.read(baseline), Evaluated.read(self.folder)
+        return ComparisonText(format_comparison(*runs, compare_runs(*runs)))
+
+
+def evaluate(
+    model: Model | TrainedHead | Place,
+    *,
+    benchmarks: Sequence[str],
+    limit: int | None = None,
+    out: Place = "out/eval",
+    **options: Any,
+) -> EvaluationReport:
+    """Decode benchmarks and compare with autoregressive decoding, as ``pipedraft eval`` does.
+
+    Args:
+        model: a model that ``load`` made of names, or a head.
+        benchmarks: names, or .jsonl files of prompts.
+        limit: the first prompts of each benchmark; None: all.
+        out: folder of the results.
+        options: of the command, such as stages=4, schedule=["eagle"], temperature=[0, 1].
+
+    Raises:
+        ValueError: an option that is unknown or out of range, or a model that has no name.
+    """
+    if isinstance(model, Model):
+        if model.draft_options in (None, {}):
+            raise ValueError("model: its draft has no name; load it by a folder or Hub id")
+        dtype = str(model.target.dtype).removeprefix("torch.")
+        given: Values = {"target": _name_of(model), "dtype": dtype}
+        given["device"] = str(model.target.device)
+        given |= model.draft_options or {}
+    else:
+        given = {"checkpoint": str(model.folder if isinstance(model, TrainedHead) else model)}
+    given |= {"benchmarks": list(benchmarks), "limit": limit, "out": str(out)} | options
+    words = [word for name, value in given.items() for word in _option_words(name, value)]
+    chosen = EvalOptions.read(words)
+    if chosen.backend != "local":
+        raise ValueError(f"backend: {chosen.backend!r} starts processes; use pipedraft eval")
+    with _silent(), ExitStack() as held, redirect_stdout(io.StringIO()):
+        evaluate_drafts(chosen, words, None, held)
+    return EvaluationReport(folder=Path(out), entries=read_results("out", Path(out)).entries)
+
+
+def _option_words(name: str, value: object) -> list[str]:
+    """Return an option as a command line has it."""
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag_name(name)]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [flag_name(name), ",".join(map(str, values))]

@@ -1,0 +1,142 @@
+"""The decoding loop that ``generate(custom_generate=...)`` of transformers calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from pipedraft.files import Values
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.result import DecodeResult, Observer
+
+WARPERS = (
+    *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"),
+    *("MinPLogitsWarper", "TypicalLogitsWarper"),
+)
+"""Logits processors of the settings that a ``DecodeConfig`` has as well."""
+LIMITS = ("MaxLengthCriteria", "EosTokenCriteria")
+"""Stopping criteria that the engine applies itself."""
+FILTERS = ("top_k", "top_p", "min_p", "typical_p")
+EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+class NoText:
+    """Tokenizer stand-in: transformers takes ids alone."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+class Stopper(Observer):
+    """End the sequence where one of transformers' further stopping criteria says so."""
+
+    def __init__(self, prompt_ids: list[int], criteria: Sequence[Any]) -> None:
+        self.ids, self.criteria = list(prompt_ids), criteria
+
+    def token(self, token: int, is_drafted: bool) -> bool:
+        if not self.criteria:
+            return False
+        self.ids.append(token)
+        ids_1T = torch.tensor([self.ids])
+        return any(bool(criterion(ids_1T, None).all()) for criterion in self.criteria)
+
+
+class CustomGenerate:
+    """Decoding loop with a draft; pass it to ``generate(custom_generate=...)``."""
+
+    def __init__(self, make_engine: Callable[[PreTrainedModel, Values], Engine]) -> None:
+        """``make_engine``: engine of a target for settings of a ``DecodeConfig``."""
+        self._make_engine = make_engine
+        self.results: list[DecodeResult] = []
+        """Counts of the last call, one entry per sequence."""
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any = (),
+        stopping_criteria: Any = (),
+        generation_config: GenerationConfig | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decode each prompt of a batch as transformers' own loop would.
+
+        Raises:
+            ValueError: a setting of ``generate`` that the engine does not have, by its name.
+        """
+        config = generation_config or GenerationConfig()
+        _refuse(config, logits_processor, model_kwargs)
+        max_new_tokens = int(config.max_length) - input_ids.shape[1]
+        settings = sampling_settings(config) | {"max_new_tokens": max_new_tokens}
+        engine = self._make_engine(model, settings)
+        engine.target.eos_token_ids = _end_ids(config)
+        further = [c for c in stopping_criteria if type(c).__name__ not in LIMITS]
+        mask_BT = model_kwargs.get("attention_mask")
+        self.results = []
+        for index, ids_T in enumerate(input_ids):
+            prompt = (ids_T if mask_BT is None else ids_T[mask_BT[index].bool()]).tolist()
+            stopper = Stopper(prompt, further)
+            self.results.append(engine.decode(prompt, prompt_index=index, observer=stopper))
+        sequences_BT = _joined(input_ids, [result.token_ids for result in self.results], config)
+        if config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences_BT)
+        return sequences_BT
+
+
+def sampling_settings(config: GenerationConfig) -> Values:
+    """Return the settings of a ``DecodeConfig`` that sample as transformers would.
+
+    The seed is drawn from torch's generator, so ``torch.manual_seed`` repeats an output.
+    """
+    if not config.do_sample:
+        return {"temperature": 0.0}
+    given = {name: getattr(config, name, None) for name in FILTERS}
+    filters = {name: value for name, value in given.items() if value is not None}
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    return {"temperature": temperature, "seed": int(torch.randint(2**31, ()))} | filters
+
+
+def _end_ids(config: GenerationConfig) -> tuple[int, ...]:
+    ends = config.eos_token_id
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def _refuse(config: GenerationConfig, processors: Any, model_kwargs: Values) -> None:
+    """Refuse what would change the output and is not done here."""
+    for name in ("num_beams", "num_return_sequences"):
+        if (getattr(config, name, None) or 1) != 1:
+            raise ValueError(f"{name}: {getattr(config, name)}; this decoding loop needs 1")
+    for name in EXTRA_OUTPUTS:
+        if getattr(config, name, None):
+            raise ValueError(f"{name}: True is not supported by this decoding loop; leave it out")
+    for processor in processors:
+        name = type(processor).__name__
+        if name not in WARPERS:
+            raise ValueError(
+                f"logits_processor: {name} changes logits in a way that this decoding loop does "
+                "not support; leave out the setting that adds it"
+            )
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds: embeddings are not supported; give input_ids")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        raise ValueError(
+            f"past_key_values: a cache of {cache.get_seq_length()} tokens; leave it out, the "
+            "prompt is computed here"
+        )
+
+
+def _joined(input_ids: Tensor, new_ids: list[list[int]], config: GenerationConfig) -> Tensor:
+    """Return prompts and outputs [B, T], shorter outputs padded at their ends."""
+    pad = config.pad_token_id
+    if pad is None:
+        pad = next(iter(_end_ids(config)), 0)
+    longest = max(map(len, new_ids))
+    padded = [ids + [pad] * (longest - len(ids)) for ids in new_ids]
+    new_BN = torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)
+    return torch.cat([input_ids, new_BN], dim=1)

@@ -1,0 +1,216 @@
+"""Answer to one prompt in Python: its text, the origin of each token, its figures and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from pipedraft.inference.arguments import TextStream
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines import Pipeline
+from pipedraft.inference.result import DecodeResult, Observer, shown
+from pipedraft.inference.step_picture import SHOWN_STEPS, RecordingPipeline, draw
+from pipedraft.models.target import StagedTarget
+
+Connect = Callable[[StagedTarget], Pipeline]
+COLORS = {"accepted": "#1f8f4e40", "rejected": "#c2570c40", "plain": "transparent"}
+"""Kind of a token -> CSS background, readable on light and dark pages."""
+MEANINGS = {
+    "accepted": "accepted draft token",
+    "rejected": "the target's token after a rejected draft token",
+    "plain": "no draft token was tested",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedToken:
+    """One new token and its place in the verification rounds."""
+
+    id: int
+    text: str
+    """Characters that this token completes; "" within a character of several tokens."""
+    drafted: bool
+    """A draft token was tested at this place."""
+    accepted: bool
+    """The tested draft token is this token."""
+    round: int
+    """Verification round, from 1; 0: the token drawn from the prompt's forward pass."""
+    position: int
+    """Place in its round, from 1: the depth in the draft of an accepted token."""
+
+    @property
+    def kind(self) -> str:
+        if self.accepted:
+            return "accepted"
+        return "rejected" if self.drafted else "plain"
+
+
+class Picture(str):
+    """SVG text, which a notebook draws."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the picture to a file."""
+        Path(path).write_text(self)
+
+
+class TextPieces(Observer):
+    """Collect the text that each token completes, and hand it to ``write``."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object] | None
+    ) -> None:
+        self._stream, self._write = TextStream(tokenizer), write
+        self.pieces: list[str] = []
+
+    def token(self, token: int, is_drafted: bool) -> bool:
+        self.pieces.append(self._stream.add(token))
+        self._say(self.pieces[-1])
+        return False
+
+    def _say(self, piece: str) -> None:
+        if piece and self._write is not None:
+            self._write(piece)
+
+    def finish(self, text: str) -> list[str]:
+        """Return the piece of each token; the last one gets an incomplete character."""
+        rest = self._stream.finish(text)
+        self.pieces[-1] += rest
+        self._say(rest)
+        return self.pieces
+
+
+def tokens_of(result: DecodeResult, pieces: list[str]) -> list[GeneratedToken]:
+    """Return the new tokens with their rounds.
+
+    All tokens of a round but the last are accepted draft tokens: a round ends where the next token
+    is not in the tree. ``DecodeResult.round_ends`` has the kind of the last token.
+    """
+    places = [(0, 0, "u")]
+    for index, (length, end) in enumerate(
+        zip(result.round_lengths, result.round_ends, strict=True), start=1
+    ):
+        places += [(index, position, "a") for position in range(1, length)]
+        places += [(index, length, end)] if length else []
+    return [
+        GeneratedToken(
+            id=token, text=piece, drafted=end != "u", accepted=end == "a", round=at, position=place
+        )
+        for token, piece, (at, place, end) in zip(result.token_ids, pieces, places, strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Generation:
+    """The answer to one prompt."""
+
+    result: DecodeResult
+    """All counts and times."""
+    tokens: list[GeneratedToken]
+    schedule: str
+    make_engine: Callable[[Connect], Engine] = field(compare=False)
+    """Engine that decodes the same prompt again, for ``timeline``."""
+
+    @property
+    def text(self) -> str:
+        return self.result.text
+
+    @property
+    def ids(self) -> list[int]:
+        return self.result.token_ids
+
+    @property
+    def tau(self) -> float:
+        """Tokens per verification round."""
+        return self.result.mean_acceptance_length
+
+    @property
+    def alpha(self) -> float:
+        """Accepted draft tokens per tested draft token; NaN without draft tokens."""
+        return self.result.draft_acceptance_rate
+
+    @property
+    def equivalent_acceptance_length(self) -> float:
+        """L': tokens per target pass, n N / K."""
+        return self.result.equivalent_acceptance_length
+
+    @property
+    def speedup(self) -> float:
+        """S: modeled speed-up over autoregressive decoding on the same pipeline."""
+        return self.result.theoretical_speedup
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first one per second of this process; NaN for a single token."""
+        elapsed_s = self.result.token_times_s[-1] - self.result.prefill_s
+        return self.result.num_tokens / elapsed_s if self.result.num_tokens else float("nan")
+
+    @property
+    def figures(self) -> str:
+        return (
+            f"{len(self.tokens)} tokens, L' {shown(self.equivalent_acceptance_length)}, tau "
+            f"{shown(self.tau)}, alpha {shown(self.alpha)}, S {shown(self.speedup)}, "
+            f"{self.tokens_per_second:.0f} tokens/s"
+        )
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
+        return f"Generation({text!r}, {self.schedule}, {self.figures})"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        """Return the text for a notebook, accepted draft tokens colored."""
+        spans = []
+        for token in self.tokens:
+            about = f"round {token.round}, position {token.position}: {MEANINGS[token.kind]}"
+            style = f"background:{COLORS[token.kind]};border-radius:3px"
+            spans.append(
+                f'<span style="{style}" title="{escape(about)}">{escape(token.text)}</span>'
+            )
+        legend = " &nbsp; ".join(
+            f'<span style="background:{COLORS[kind]};border-radius:3px">{escape(words)}</span>'
+            for kind, words in MEANINGS.items()
+            if kind != "plain"
+        )
+        return (
+            f'<div><div style="white-space:pre-wrap">{"".join(spans)}</div>'
+            f"<small>{legend}<br>{escape(self.schedule)}: {escape(self.figures)}</small></div>"
+        )
+
+    def timeline(self, num_steps: int = SHOWN_STEPS) -> Picture:
+        """Draw which tokens were at which stage at which step, as docs/methods.md does.
+
+        The prompt is decoded once more, with every row followed through the pipeline.
+
+        Args:
+            num_steps: pipeline steps to draw, from the first.
+        """
+        prompt_ids, text = self.result.prompt_ids, [*self.result.prompt_ids, *self.ids]
+        engine = self.make_engine(lambda staged: RecordingPipeline(staged, text, len(prompt_ids)))
+        pipeline, places = engine.pipeline, iter(range(len(text)))
+        assert isinstance(pipeline, RecordingPipeline)
+
+        def on_token(token: int) -> None:
+            place = next(places)
+            if pipeline.steps:
+                pipeline.steps[-1].certain.append(place)
+
+        again = engine.decode(prompt_ids, on_token=on_token)
+        if again.token_ids != self.ids:
+            raise RuntimeError("the same prompt gave other tokens when it was decoded again")
+        if engine.config.schedule.grows is None:
+            for step in pipeline.steps:
+                step.restarts = False
+        title = f"{self.schedule}, {again.num_stages} stages"
+        cost = engine.draft_cost
+        return Picture(draw(title, pipeline.steps, again, draft_pass=cost, num_shown=num_steps))

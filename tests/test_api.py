@@ -1,0 +1,310 @@
+"""What ``import pipedraft`` offers: decoding, transformers' own door, training, evaluation."""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+
+import datasets
+import pytest
+import torch
+from conftest import REPOSITORY
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+import pipedraft
+from pipedraft.inference.custom_generate import sampling_settings
+from pipedraft.models.target import load_target
+
+TARGET = str(REPOSITORY / "assets" / "target")
+HEADS = REPOSITORY / "assets" / "heads"
+QUESTION = "How many legs do 12 cats have?"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return pipedraft.load(TARGET, draft=HEADS / "eagle3")
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> list[int]:
+    """The target's own answer, by transformers."""
+    ids = torch.tensor([model.encode(QUESTION)])
+    return model.target.generate(ids, max_new_tokens=32, do_sample=False)[
+        0, ids.shape[1] :
+    ].tolist()
+
+
+def test_the_names_are_there_before_torch_is():
+    code = """if True:
+        import sys, pipedraft
+        names = {"load", "train", "evaluate", "custom_generate", "DecodeConfig"}
+        assert names <= {*dir(pipedraft)} and callable(pipedraft.train)
+        assert not {"torch", "transformers", "datasets", "yaml"} & {*sys.modules}"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'lod'"):
+        pipedraft.lod  # noqa: B018
+
+
+# -- decoding -------------------------------------------------------------------------------
+
+
+def test_an_answer_says_where_each_token_came_from(model, plain):
+    pieces: list[str] = []
+    out = model.generate(QUESTION, stages=4, max_new_tokens=32, stream=pieces.append)
+    assert out.ids == plain == [token.id for token in out.tokens]
+    assert "".join(pieces) == out.text == "".join(token.text for token in out.tokens)
+    assert sum(token.drafted for token in out.tokens) == out.result.num_tested
+    assert sum(token.accepted for token in out.tokens) == out.result.num_accepted > 4
+    first, second = out.tokens[:2]
+    assert (first.round, first.position, first.drafted) == (0, 0, False)
+    assert (second.round, second.position) == (1, 1)
+    assert out.tokens[-1].round == len(out.result.round_lengths)
+    assert out.tau > 1 and 0 < out.alpha <= 1 and out.speedup > 1 and out.tokens_per_second > 0
+    assert out.equivalent_acceptance_length == out.result.equivalent_acceptance_length
+    assert len(repr(out)) < 200 and "alpha" in repr(out) and str(out) == out.text
+    html = out._repr_html_()
+    assert html.count('title="round') == len(out.tokens) and "accepted draft token" in html
+
+
+def test_the_timeline_is_drawn_of_the_same_decode(model, plain, tmp_path):
+    out = model.generate(QUESTION, stages=4, max_new_tokens=16)
+    picture = out.timeline(num_steps=6)
+    assert "stage 4" in picture and "in these 6 steps" in picture
+    assert picture._repr_svg_().startswith("<svg")
+    picture.save(tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").read_text() == picture
+
+
+@pytest.mark.parametrize("draft", ["spd_n4", "ngram", "suffix", None, "object"])
+def test_every_draft_gives_the_targets_own_answer(model, plain, draft):
+    found = HEADS / draft if draft == "spd_n4" else model.draft if draft == "object" else draft
+    other = pipedraft.load(model.target, draft=found)
+    prompt = [{"role": "user", "content": QUESTION}]
+    out = other.generate(prompt, max_new_tokens=32)
+    assert out.ids == plain
+    assert out.schedule == {"spd_n4": "spd", None: "autoregressive"}.get(draft, "eagle")
+
+
+def test_sampling_takes_the_schedules_settings_and_ids(model):
+    prompt = model.encode(QUESTION)
+    settings = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 8, "tree": "chain:3"}
+    outs = [model.generate(prompt, seed=seed, **settings) for seed in (1, 1, 2)]
+    assert outs[0].ids == outs[1].ids != outs[2].ids
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"prompt": " "}, "prompt: ' ' is empty"),
+        ({"prompt": [1.5]}, "prompt: a list of float; give text"),
+        ({"schedule": "egle"}, "schedule: 'egle' is unknown; did you mean 'eagle'"),
+        ({"tree_width": 2}, "tree_width: schedule 'eagle' has no such setting"),
+        ({"tree": "bush"}, "tree: 'bush' is no tree"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(model, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.generate(**{"prompt": QUESTION} | arguments)
+
+
+def test_a_loaded_target_has_its_device(model):
+    with pytest.raises(ValueError, match="dtype: 'bfloat16', but the target is loaded"):
+        pipedraft.load(model.target, dtype="bfloat16")
+
+
+def test_a_schedule_may_be_named_in_a_configuration():
+    config = pipedraft.DecodeConfig(schedule="eagle", num_stages=2)
+    assert config == pipedraft.DecodeConfig.of("eagle", num_stages=2)
+    assert pipedraft.DecodeConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(ValueError, match="schedule: 'egle' is unknown"):
+        pipedraft.DecodeConfig(schedule="egle")
+
+
+# -- transformers' door ---------------------------------------------------------------------
+
+
+def test_generate_of_transformers_gives_the_same_ids(model):
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    inputs = tokenizer(["Once upon a time", "The cat"], return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    loop = pipedraft.custom_generate(HEADS / "spd_n4")
+    expected = model.target.generate(**inputs, max_new_tokens=20, do_sample=False)
+    found = model.target.generate(
+        **inputs, max_new_tokens=20, do_sample=False, custom_generate=loop
+    )
+    assert found.equal(expected)
+    assert [result.num_stages for result in loop.results] == [4, 4]
+
+
+def first_layers(target, num_layers: int):
+    """A language model of a target's first layers."""
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    assistant = type(target)(config)
+    assistant.load_state_dict(target.state_dict(), strict=False)
+    assistant.generation_config = copy.deepcopy(target.generation_config)
+    return assistant.eval().requires_grad_(False)
+
+
+def test_an_assistant_model_accepts_as_in_transformers(model, monkeypatch):
+    """transformers drafts before it knows a token: it is given the first one with the prompt."""
+    assistant = first_layers(model.target, 14)
+    settings = assistant.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 3, "constant"
+    settings.assistant_confidence_threshold = 0.0
+    accepted: list[int] = []
+    update = AssistedCandidateGenerator.update_candidate_strategy
+
+    def count(self, input_ids, scores, num_matches):
+        accepted.append(int(num_matches))
+        return update(self, input_ids, scores, num_matches)
+
+    prompt = torch.tensor([model.encode(QUESTION)])
+    loop = pipedraft.custom_generate(assistant, schedule="eagle", tree="chain:3")
+    greedy = {"do_sample": False}
+    found = model.target.generate(prompt, max_new_tokens=33, custom_generate=loop, **greedy)
+    monkeypatch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", count)
+    known = found[:, : prompt.shape[1] + 1]
+    expected = model.target.generate(known, max_new_tokens=32, assistant_model=assistant, **greedy)
+    assert found.equal(expected)
+    (result,) = loop.results
+    ours = [
+        length - (end != "a")
+        for length, end in zip(result.round_lengths, result.round_ends, strict=True)
+    ]
+    assert ours[:-1] == accepted[: len(ours) - 1] and sum(ours) > 0
+    assert len(accepted) - len(ours) in (0, 1)  # the last one may be cut by the length
+
+
+def test_settings_of_generate_are_mapped(model):
+    config = copy.deepcopy(model.target.generation_config)
+    config.update(do_sample=True, temperature=0.7, top_k=20, top_p=0.9, min_p=None)
+    torch.manual_seed(3)
+    settings = sampling_settings(config)
+    torch.manual_seed(3)
+    assert sampling_settings(config) == settings
+    settings.pop("seed")
+    typical = {"typical_p": 1.0} if config.typical_p is not None else {}
+    assert settings == {"temperature": 0.7, "top_k": 20, "top_p": 0.9} | typical
+
+
+class Nothing(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class AfterThree(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full(input_ids.shape[:1], input_ids.shape[1] >= self.length)
+
+
+def test_what_generate_asks_is_done_or_refused(model):
+    prompt = torch.tensor([model.encode(QUESTION)])
+    loop = pipedraft.custom_generate("ngram")
+
+    def generate(**settings):
+        return model.target.generate(prompt, max_new_tokens=12, custom_generate=loop, **settings)
+
+    stop = AfterThree(prompt.shape[1] + 3)
+    found = generate(stopping_criteria=[stop], return_dict_in_generate=True)
+    assert found.sequences.shape[1] == prompt.shape[1] + 3
+    with pytest.raises(ValueError, match="logits_processor: RepetitionPenaltyLogitsProcessor"):
+        generate(repetition_penalty=1.2)
+    with pytest.raises(ValueError, match="logits_processor: Nothing"):
+        generate(logits_processor=[Nothing()])
+    with pytest.raises(ValueError, match="num_beams: 2; this decoding loop needs 1"):
+        generate(num_beams=2)
+    with pytest.raises(ValueError, match="output_scores: True is not supported"):
+        generate(return_dict_in_generate=True, output_scores=True)
+
+
+# -- training and evaluation ----------------------------------------------------------------
+
+CHAT = [
+    [
+        {"role": "user", "content": f"What is {i} plus 1?"},
+        {"role": "assistant", "content": f"{i} plus 1 is {i + 1}."},
+    ]
+    for i in range(12)
+]
+
+
+@pytest.fixture
+def in_fp32(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_head_is_trained_on_what_is_in_memory(in_fp32, model, tmp_path):
+    settings = {"max_steps": 1, "batch_tokens": 256, "optim": {"lr": 1e-3}}
+    dataset = datasets.Dataset.from_list([{"messages": chat} for chat in CHAT])
+    metrics = []
+    for name, rows in (("list", CHAT), ("dataset", dataset)):
+        head = pipedraft.train(
+            "eagle3", target=model, dataset=rows, output_dir=tmp_path / name, **settings
+        )
+        assert head.folder == tmp_path / name / "best"
+        metrics.append(head.metrics["loss"])
+    assert metrics[0] == metrics[1]
+    names = [path.name for path in head.export("speculators", tmp_path / "exported")]
+    assert "config.json" in names
+    out = pipedraft.load(model.target, draft=head).generate(QUESTION, max_new_tokens=4)
+    assert len(out.tokens) == 4
+    with pytest.raises(ValueError, match="format: 'onnx' is unknown"):
+        head.export("onnx", tmp_path / "other")
+    with pytest.raises(ValueError, match="batch_token"):
+        pipedraft.train("eagle3", target=model, dataset=CHAT, output_dir=tmp_path, batch_token=1)
+
+
+def test_an_object_stands_for_its_folder_only_while_it_is_the_same(tmp_path):
+    target = load_target(TARGET)
+    target.get_decoder().norm.weight.data.mul_(2)
+    with pytest.raises(ValueError, match="this object is no longer what .* holds"):
+        pipedraft.train("eagle3", target=target, dataset=CHAT, output_dir=tmp_path / "out")
+
+
+def test_an_evaluation_is_compared_with_another(model, tmp_path, capsys):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": QUESTION}) + "\n")
+    settings = {"benchmarks": [tmp_path / "own.jsonl"], "max_new_tokens": 8, "limit": 1}
+    report = pipedraft.evaluate(model, out=tmp_path / "a", stages=4, **settings)
+    other = pipedraft.evaluate(model, out=tmp_path / "b", schedule=["naive_pp"], **settings)
+    assert capsys.readouterr().out == ""
+    assert report.entries[0].method == "autoregressive" and "eagle3" in repr(report)
+    assert (tmp_path / "a" / "report.html").is_file()
+    assert f"{tmp_path}/a compared with {tmp_path}/b" in report.compare(other)
+    with pytest.raises(ValueError, match="model: its draft has no name"):
+        pipedraft.evaluate(pipedraft.load(model.target), benchmarks=["gsm8k"])
+
+
+# -- documentation --------------------------------------------------------------------------
+
+
+def cells_of(name: str) -> list[str]:
+    """Code of a page or of a notebook."""
+    text = (REPOSITORY / "docs" / name).read_text()
+    if name.endswith(".md"):
+        return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    cells = json.loads(text)["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("name", ["python.md", "python.ipynb"])
+def test_the_documented_code_runs(name, in_fp32, monkeypatch, tmp_path):
+    (tmp_path / "assets").symlink_to(REPOSITORY / "assets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "chdir", lambda folder: None)
+    cells, names = cells_of(name), {"__name__": "notebook"}
+    assert len(cells) > 2
+    for cell in cells:
+        exec(compile(cell, name, "exec"), names)
+    assert names["out"].tokens and names["head"].metrics
