@@ -132,11 +132,26 @@ def run_command(main: Callable[[], None]) -> None:
         if found is None or os.environ.get("PIPEDRAFT_TRACEBACK"):
             raise
         status, text = found
-        line = f"error: {one_line(text)}"
+        line = f"error: {one_line(text + needed(text, sys.argv[1:]))}"
         print(line, file=sys.stderr)
         _tell_launcher(line)
         _forget_output()
         sys.exit(status)
+
+
+def needed(message: str, words: Sequence[str]) -> str:
+    """What makes a missing thing, from the head of a YAML file on the command line.
+
+    A line ``# Needs out/smollm2: make out/smollm2/config.json`` answers a message with 'out/smollm2'.
+    """
+    for word in words:
+        file = Path(word.rpartition("=")[2])
+        with suppress(OSError, UnicodeDecodeError):
+            lines = file.read_text().splitlines() if file.suffix == ".yaml" else []
+            for thing, command in re.findall(r"(?m)^# Needs (\S+): (.+)$", "\n".join(lines)):
+                if re.search(rf"(?<![\w/.-]){re.escape(thing)}(?![\w/-])", message):
+                    return f"; this makes it: {command}"
+    return ""
 
 
 def _tell_launcher(line: str) -> None:

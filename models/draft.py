@@ -25,7 +25,14 @@ from pipedraft.models.target import (
     stage_boundaries,
     target_fingerprint,
 )
-from pipedraft.pretrained import check_finite, first_line, hub_link, tensor_shapes
+from pipedraft.pretrained import (
+    check_finite,
+    did_you_mean,
+    first_line,
+    hub_link,
+    is_offline_and_unknown,
+    tensor_shapes,
+)
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 2**22
@@ -382,6 +389,11 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
         raise ValueError(
             f"checkpoint: no folder {path_or_repo}; give a folder written by pipedraft train, "
             "or user/name on the Hub"
+        )
+    if is_offline_and_unknown(path_or_repo):
+        raise ValueError(
+            f"checkpoint: no folder {path_or_repo!r} here{did_you_mean(path_or_repo)}; as a Hub "
+            "name: HF_HUB_OFFLINE is set and it is not in the cache; unset it, or give a folder"
         )
     files = ["*.json", "*.safetensors", "README.md"]
     with hub_link(f"checkpoint: {path_or_repo!r}"):
