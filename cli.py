@@ -142,7 +142,7 @@ def run_command(main: Callable[[], None]) -> None:
 def needed(message: str, words: Sequence[str]) -> str:
     """What makes a missing thing, from the head of a YAML file on the command line.
 
-    A line ``# Needs out/smollm2: make out/smollm2/config.json`` answers a message with 'out/smollm2'.
+    ``# Needs out/smollm2: make out/smollm2/config.json`` answers one with 'out/smollm2'.
     """
     for word in words:
         file = Path(word.rpartition("=")[2])

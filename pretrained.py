@@ -230,12 +230,13 @@ def check_exists(name_or_path: str, *, field: str = "target") -> None:
     hint = did_you_mean(text)
     if names_path:
         raise _Refused(
-            f"{field}: no folder {text!r}{hint}; give an existing folder or a Hub name (owner/model)"
+            f"{field}: no folder {text!r}{hint}; give an existing folder or a Hub name "
+            "(owner/model)"
         )
     if is_offline_and_unknown(text):
         raise _Refused(
-            f"{field}: no folder {text!r} here{hint}; as a Hub name: HF_HUB_OFFLINE is set and it is "
-            "not in the cache; unset it, or give a folder"
+            f"{field}: no folder {text!r} here{hint}; as a Hub name: HF_HUB_OFFLINE is set and it "
+            "is not in the cache; unset it, or give a folder"
         )
 
 
