@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.cli import (
+    HELP_FLAGS,
     Options,
     leave_at_interrupts,
     make_folder,
@@ -18,7 +19,7 @@ from pipedraft.cli import (
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 
 from pipedraft.files import locked, write_atomically
 
@@ -61,8 +62,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(argv: list[str] | None) -> None:
+    words = sys.argv[1:] if argv is None else argv
+    if any(word in HELP_FLAGS for word in words):  # reads the docstring under every field
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = build_parser()
-    cfg = parse(parser, sys.argv[1:] if argv is None else argv)
+    cfg = parse(parser, words)
     build(parser.instantiate(cfg).data, cfg.tokenizer, cfg.out)
     parser.save(cfg, cfg.out / "config.yaml", overwrite=True)
 
