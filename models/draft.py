@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipedraft.files import Values, read_bounded
+from pipedraft.files import Values, make_readable, read_bounded
 from pipedraft.models.cpu import lay_out
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from pipedraft.models.target import (
@@ -223,6 +223,7 @@ class Draft(nn.Module):
         weights = self.state_dict() if weights is None else weights
         weights = {n: x.cpu().contiguous() for n, x in weights.items() if self._is_saved(n)}
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        make_readable(folder / WEIGHTS_FILE)
 
     def _is_saved(self, name: str) -> bool:
         return not (self.shares_head and name == HEAD)
