@@ -73,10 +73,14 @@ def run(argv: list[str] | None) -> None:
 
 def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
     """Load the data, print the report, and write everything to ``out``."""
+    import datasets
+
     from pipedraft.data_recipes.card import dataset_card
     from pipedraft.data_recipes.recipe import load_data
     from pipedraft.pretrained import load_tokenizer
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     tokenizer = load_tokenizer(tokenizer_name, field="tokenizer")
     make_folder("out", out)
     if (out / "README.md").exists() and not (out / "report.json").exists():
@@ -93,6 +97,8 @@ def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
         card = dataset_card(config, tokenizer_name, data.report)
         write_atomically(out / "README.md", card.encode())
     print(data.report.summary())
+    if config.valid_fraction and not data.report.valid_rows:
+        print("warning: no row is held out; give more than one row", file=sys.stderr)
 
 
 if __name__ == "__main__":

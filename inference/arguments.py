@@ -143,6 +143,8 @@ def _add_setting(
         text = f"{', '.join(owners)}: {help_of(kind, name).partition('. ')[0].rstrip('.')}"
         if len(defaults) == 1 and shown is not None and hint is not bool:
             text += f" (default: {shown})"
+        if hint is bool and default:
+            text = f"{', '.join(owners)}: switch this off: {text.partition(': ')[2]}"
         text = text.replace("%", "%%")
     if hint is bool:
         flag = f"--no-{flag_name(name)[2:]}" if default else flag_name(name)
