@@ -354,7 +354,8 @@ def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse
         path = _benchmark_file(name, data_dir)
         rows = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
 
-    shown = PACKAGED.get(name, name) if data_dir is None else name
+    is_own = data_dir is None or Path(data_dir).resolve() == ASSETS.resolve()
+    shown = PACKAGED.get(name, name) if is_own else name
 
     def parse(row: Row, where: str) -> Prompt:
         prompt = benchmark.parse(row, where)
