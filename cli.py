@@ -132,11 +132,26 @@ def run_command(main: Callable[[], None]) -> None:
         if found is None or os.environ.get("PIPEDRAFT_TRACEBACK"):
             raise
         status, text = found
-        line = f"error: {one_line(text)}"
+        line = f"error: {one_line(text + needed(text, sys.argv[1:]))}"
         print(line, file=sys.stderr)
         _tell_launcher(line)
         _forget_output()
         sys.exit(status)
+
+
+def needed(message: str, words: Sequence[str]) -> str:
+    """What makes a missing thing, from the head of a YAML file on the command line.
+
+    ``# Needs out/smollm2: make out/smollm2/config.json`` answers one with 'out/smollm2'.
+    """
+    for word in words:
+        file = Path(word.rpartition("=")[2])
+        with suppress(OSError, UnicodeDecodeError):
+            lines = file.read_text().splitlines() if file.suffix == ".yaml" else []
+            for thing, command in re.findall(r"(?m)^# Needs (\S+): (.+)$", "\n".join(lines)):
+                if re.search(rf"(?<![\w/.-]){re.escape(thing)}(?![\w/-])", message):
+                    return f"; this makes it: {command}"
+    return ""
 
 
 def _tell_launcher(line: str) -> None:
@@ -226,6 +241,7 @@ Reader: TypeAlias = Callable[[Any], Any]
 OptionField: TypeAlias = Field[Any]
 Group: TypeAlias = Any
 """A parser, or a group of one: jsonargparse gives them no common type."""
+HELP_FLAGS = ("-h", "--help", "--help-all")
 MAX_YAML_BYTES = 2**20
 LOAD_YAML = get_loader("yaml")
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}
@@ -235,9 +251,10 @@ def option(default: Any = MISSING, **how: Any) -> Any:
     """A field with more than its type and docstring say.
 
     Args:
-        how: metavar; parse: text -> value (of each entry); least: smallest value; repeated: one
-            entry each time the flag is given; many: all words after it; positional: no flag; flag:
-            another one than the name; hidden: no argument.
+        how: metavar; parse: text -> value (of each entry); known: names that it may have, for the
+            help; least: smallest value; repeated: one entry each time the flag is given; many: all
+            words after it; positional: no flag; flag: another one than the name; hidden: no
+            argument.
     """
     if default is MISSING:
         return field(metadata=how)
@@ -255,6 +272,8 @@ class Options:
     ONE_OF: ClassVar[Sequence[Sequence[str]]] = ()
     """Of each of these groups of fields one is to be given."""
     AT_MOST_ONE: ClassVar[Sequence[Sequence[str]]] = ()
+    IN_SHORT_HELP: ClassVar[bool] = True
+    """Whether --help has the options of this class itself; --help-all always has."""
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -295,6 +314,32 @@ class Options:
         return parser
 
     @classmethod
+    def short_help(cls) -> str:
+        """Help without the options of classes that are not ``IN_SHORT_HELP``; these are counted."""
+        parser = ArgumentParser(
+            prog=cls.PROG,
+            usage=f"{cls.PROG} [options]",
+            description=cls.DESCRIPTION or cls.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--config", action="config", help="YAML file of options")
+        shown = [
+            (part, hint) for part, hint in typed_fields(cls) if not part.metadata.get("hidden")
+        ]
+        for part, hint in shown:
+            owner = next(c for c in reversed(cls.__mro__) if part.name in own_annotations(c))
+            if vars(owner).get("IN_SHORT_HELP", True):
+                _add(parser, part, hint, help_of(owner, part.name))
+        more = "--help-all lists every option, also those of single schedules, limits and filters"
+        parser.epilog = f"{more}\n\n{cls.EXAMPLE}" if cls.has_more() else cls.EXAMPLE
+        return str(parser.format_help())
+
+    @classmethod
+    def has_more(cls) -> bool:
+        """Whether --help leaves options out."""
+        return not all(vars(owner).get("IN_SHORT_HELP", True) for owner in cls.__mro__)
+
+    @classmethod
     def add_to(cls, parser: ArgumentParser, shows_help: bool) -> None:
         groups: dict[type, Group] = {cls: parser}
         for part, hint in typed_fields(cls):
@@ -314,8 +359,10 @@ class Options:
         Raises:
             UsageError: one line that names the option, the value and the fix.
         """
-        shows_help = any(word in ("-h", "--help") for word in words)
-        parser = cls.parser(shows_help=shows_help)
+        if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
+            print(cls.short_help())
+            sys.exit(0)
+        parser = cls.parser(shows_help="--help-all" in words)
         return cls(**cls.values(vars(parse(parser, words))))
 
     @classmethod
@@ -328,9 +375,7 @@ class Options:
         while at < len(words):
             flag, has_value, _ = words[at].partition("=")
             size = 1 + (takes.get(flag, False) and not has_value)
-            (own if flag in takes or flag in ("-h", "--help") else rest).extend(
-                words[at : at + size]
-            )
+            (own if flag in takes or flag in HELP_FLAGS else rest).extend(words[at : at + size])
             at += size
         return cls.read(own), rest
 
@@ -390,6 +435,8 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
     if text and default not in (MISSING, None, (), False, True):
         shown = default if isinstance(default, tuple) else (default,)
         text += f" (default: {','.join(map(str, shown))})"
+    if text and "known" in how:
+        text += f"; one of {', '.join(how['known'])}"
     settings: Values = {"help": text.replace("%", "%%")}
     if hint is bool:
         group.add_argument(
@@ -487,7 +534,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     Raises:
         UsageError: one line that names the option, the value and the fix.
     """
-    if any(word in ("-h", "--help") for word in words):
+    if any(word in HELP_FLAGS for word in words):
         print(parser.format_help())
         sys.exit(0)
     set_loader("yaml", load_bounded_yaml, (yaml.YAMLError,))

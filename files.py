@@ -167,11 +167,19 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
     temporary = partial(path)
     try:
         write(temporary)
+        make_readable(temporary)
         flush(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def make_readable(path: Path) -> None:
+    """Give a file the rights of every new one; safetensors lets its owner alone read its files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

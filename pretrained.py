@@ -4,6 +4,7 @@ Code of a model's folder never runs, pickled weights are never opened, and no we
 random initial value.
 """
 
+import difflib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -262,11 +263,43 @@ def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
 def check_exists(name_or_path: str, *, field: str = "target") -> None:
     """Refuse what can only be a path and is not there, before the Hub is asked for it."""
     text = str(name_or_path)
+    if Path(text).exists():
+        return
     names_path = text.startswith(("/", ".", "~")) or text.count("/") != 1
-    if names_path and not Path(text).exists():
+    hint = did_you_mean(text)
+    if names_path:
         raise _Refused(
-            f"{field}: no folder {text!r}; give an existing folder or a Hub name (owner/model)"
+            f"{field}: no folder {text!r}{hint}; give an existing folder or a Hub name "
+            "(owner/model)"
         )
+    if is_offline_and_unknown(text):
+        raise _Refused(
+            f"{field}: no folder {text!r} here{hint}; as a Hub name: HF_HUB_OFFLINE is set and it "
+            "is not in the cache; unset it, or give a folder"
+        )
+
+
+def did_you_mean(text: str) -> str:
+    """The existing path nearest to one that does not exist, as the end of a message."""
+    place = Path(text).parts[0] if text.startswith("/") else "."
+    parts = Path(text).parts[1:] if text.startswith("/") else Path(text).parts
+    for part in parts:
+        here = Path(place)
+        try:
+            names = sorted(entry.name for entry in here.iterdir())
+        except OSError:
+            return ""
+        near = [part] if part in names else difflib.get_close_matches(part, names, 1, 0.75)
+        if not near:
+            return ""
+        place = str(here / near[0])
+    return f", did you mean {place}?"
+
+
+def is_offline_and_unknown(name: str) -> bool:
+    """Whether a Hub model cannot be had: no network is wanted and the cache has nothing of it."""
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    return constants.HF_HUB_OFFLINE and not folder.is_dir()
 
 
 def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.cli import (
+    HELP_FLAGS,
     Options,
     leave_at_interrupts,
     make_folder,
@@ -18,7 +19,7 @@ from pipedraft.cli import (
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 
 from pipedraft.files import locked, write_atomically
 
@@ -61,18 +62,25 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(argv: list[str] | None) -> None:
+    words = sys.argv[1:] if argv is None else argv
+    if any(word in HELP_FLAGS for word in words):  # reads the docstring under every field
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = build_parser()
-    cfg = parse(parser, sys.argv[1:] if argv is None else argv)
+    cfg = parse(parser, words)
     build(parser.instantiate(cfg).data, cfg.tokenizer, cfg.out)
     parser.save(cfg, cfg.out / "config.yaml", overwrite=True)
 
 
 def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
     """Load the data, print the report, and write everything to ``out``."""
+    import datasets
+
     from pipedraft.data_recipes.card import dataset_card
     from pipedraft.data_recipes.recipe import load_data
     from pipedraft.pretrained import load_tokenizer
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     tokenizer = load_tokenizer(tokenizer_name, field="tokenizer")
     make_folder("out", out)
     if (out / "README.md").exists() and not (out / "report.json").exists():
@@ -89,6 +97,8 @@ def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
         card = dataset_card(config, tokenizer_name, data.report)
         write_atomically(out / "README.md", card.encode())
     print(data.report.summary())
+    if config.valid_fraction and not data.report.valid_rows:
+        print("warning: no row is held out; give more than one row", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,11 @@ import json
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
-
-import datasets
-import pyarrow
-import pyarrow.parquet
-from datasets.exceptions import DatasetsError
 
 from pipedraft.data_recipes.config import Source
 from pipedraft.data_recipes.conversations import ROW_FIELDS
@@ -241,6 +236,8 @@ def _read_lines(path: Path, most: int) -> Iterator[RawRow]:
 
 
 def _read_parquet(path: Path, source: Source) -> Iterator[RawRow]:
+    import pyarrow.parquet  # as datasets below, not for --help: they take a second to import
+
     number = 0
     try:
         file = pyarrow.parquet.ParquetFile(path)
@@ -268,20 +265,23 @@ def read_hub(source: Source) -> Iterator[RawRow]:
 
 def load_hub(source: Source) -> Any:
     """The split as a ``Dataset``, or as an ``IterableDataset`` if the source is streamed."""
-    return _load(datasets.load_dataset, source, split=source.split, streaming=source.streaming)
+    return _load("load_dataset", source, split=source.split, streaming=source.streaming)
 
 
 def hub_stamp(source: Source) -> str:
     """Changes when the data set does: its fingerprint, or its commit if it is streamed."""
     if source.streaming:
-        return str(_load(datasets.load_dataset_builder, source).hash)
+        return str(_load("load_dataset_builder", source).hash)
     return load_hub(source)._fingerprint
 
 
-def _load(loader: Callable[..., Any], source: Source, **options: object) -> Any:
+def _load(loader: str, source: Source, **options: object) -> Any:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
     place = {"name": source.subset, "data_files": source.files, "revision": source.revision}
     try:
-        return loader(source.path, **place, **options)
+        return getattr(datasets, loader)(source.path, **place, **options)
     # RuntimeError: the data set is a loading script, which no release since 4.0 runs.
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = str(error).strip().partition("\n")[0]

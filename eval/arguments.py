@@ -16,6 +16,7 @@ from pipedraft.inference.arguments import (
     read_temperature,
 )
 from pipedraft.inference.config import RuleName
+from pipedraft.inference.schedules import SCHEDULES
 
 EXAMPLE = """\
 example:
@@ -105,7 +106,7 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     """folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz],
     alpaca/alpaca_data.json[l], spec_bench/question.jsonl, or hub: or hub:owner/name; default: the
     repository's own prompts of the first three"""
-    schedule: tuple[str, ...] = option((), metavar="NAMES")
+    schedule: tuple[str, ...] = option((), metavar="NAMES", known=tuple(SCHEDULES))
     """comma list of schedules; default: each draft's own"""
     stages: int | None = option(None, least=1)
     """pipeline stages of the target; default: those the draft was trained for, else 4"""

@@ -14,9 +14,10 @@ from pipedraft.eval.arguments import EvalOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.replay import fit_cost
-from pipedraft.eval.report import format_table, write_report
+from pipedraft.eval.report import write_report
 from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.scores import check_scorable
+from pipedraft.eval.screen import check_folder, screen_table
 from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import Traces, remove_traces, traces_of
 from pipedraft.files import Values, locked, make_place, to_json, write_atomically
@@ -233,6 +234,9 @@ def evaluate_drafts(
         make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     make_folder("--out", options.out)
     held.enter_context(locked(options.out, "--out", shared=options.shard is not None))
+    config = options.to_dict() | {"target": target_name}
+    if not options.calibrate:
+        check_folder(options.out, config, is_fresh=options.fresh)
     if options.fresh and not options.calibrate:
         remove_traces(options.out, options.shard)
     tokenizer = load_tokenizer(target_name, revision=revision)
@@ -274,13 +278,13 @@ def evaluate_drafts(
         benchmarks=benchmarks,
         checkpoints=list(drafts),
         draft=loaded["draft model"][1] if options.draft_model else None,
-        config=options.to_dict() | {"target": target_name, "device": str(target.model.device)},
+        config=config | {"device": str(target.model.device)},
         argv=["python", "-m", "pipedraft.eval", *argv],
         seed=options.seed,
     )
     write_report(options.out, runs, manifest)
-    print(format_table(runs))
-    print(f"written: {options.out}/results.json, report.md, report.html, manifest.json and plots")
+    print(screen_table(runs))
+    print(f"everything else: {options.out}/report.html (report.md, results.json, manifest.json)")
     if options.calibrate is not None:
         measured = fit_cost(runs)
         write_atomically(options.calibrate, to_json(vars(measured)))

@@ -193,7 +193,7 @@ def _end_to_end(seconds: Mapping[str, float]) -> list[Span]:
 
 
 def seconds_by_process(pooled: Sequence[RunRecord]) -> Chart:
-    timed = [run for run in pooled if run.processes]
+    timed = [run for run in pooled if any(part.seconds for part in run.processes)]
     panels = {}
     for run in timed:
         label = ", ".join(filter(None, (run.method, f"n={run.stages}", run.folder)))

@@ -29,7 +29,7 @@ from pipedraft.eval.record import (
     parse,
     read_bytes,
 )
-from pipedraft.eval.tables import Table, align_columns, describe, fact, given_options, markdown
+from pipedraft.eval.tables import Table, describe, fact, given_options, markdown
 from pipedraft.files import Values, make_place, to_json, write_atomically
 
 EXAMPLE = """\
@@ -232,13 +232,6 @@ def build_page(
 
 
 # -- the files of one evaluation -------------------------------------------------------------------
-
-
-def format_table(runs: Sequence[RunRecord]) -> str:
-    """Aligned text for the terminal, one line per entry, benchmark by benchmark."""
-    benchmarks = list(dict.fromkeys(run.benchmark for run in runs))
-    runs = sorted(runs, key=lambda run: benchmarks.index(run.benchmark))
-    return align_columns(tables.results_table(runs, with_benchmark=True))
 
 
 def format_report(

@@ -262,6 +262,14 @@ class Evaluation:
             self._engine(method)
             tokens = method.config.max_new_tokens
             check_room(self.benchmarks, self.tokenizer, self._num_positions, tokens)
+        samplings = {method.config.sampling for method in methods}
+        drafted = [m for m in methods if m.config.schedule.name != AUTOREGRESSIVE]
+        turns = sum(len(p.turns) for prompts in self.benchmarks.values() for p in prompts)
+        total = turns * self.repeats * (len(samplings) + len(drafted))
+        with tqdm(total=total, unit="turn", disable=None) as bar:
+            return self._run(methods, bar)
+
+    def _run(self, methods: Sequence[EvalMethod], bar: tqdm) -> list[RunRecord]:
         references: dict[int, GreedyReference] = {}
         entries = []
         by_temperature = sorted(methods, key=lambda method: method.config.temperature)
@@ -276,7 +284,7 @@ class Evaluation:
             chosen = [m for m in chosen if m.config.schedule.name != AUTOREGRESSIVE]
             baseline_parts: dict[str, BenchmarkRun] = {}
             for method in (baseline, *chosen):
-                parts = self._decode(method, references, baseline_parts)
+                parts = self._decode(method, references, baseline_parts, bar)
                 baseline_parts = baseline_parts or parts
                 engine = self._engine(method)
                 for name, part in parts.items():
@@ -292,18 +300,18 @@ class Evaluation:
         method: EvalMethod,
         references: dict[int, GreedyReference],
         plain: Mapping[str, BenchmarkRun],
+        bar: tqdm,
     ) -> dict[str, BenchmarkRun]:
         """``plain``: plain decoding at this temperature; empty where this is it."""
         config = method.config
         self._warm_up(method, self._num_positions - config.max_new_tokens)
         engine = self._engine(method)
         # All benchmarks once, then again: a machine that slows down does so between repeats.
-        passes = [self._decode_once(method, engine, index) for index in range(self.repeats)]
+        passes = [self._decode_once(method, engine, index, bar) for index in range(self.repeats)]
         parts = {}
         for name, prompts in self.benchmarks.items():
             repeats, reports = zip(*(once[name] for once in passes), strict=True)
-            where = f"{_described(method)} {name}"
-            records = self._with_entropies(repeats[0], method, where)
+            records = self._with_entropies(repeats[0], method)
             if self.scores:
                 records = score_turns(records)
             if self.answers is not None:
@@ -329,7 +337,7 @@ class Evaluation:
         return parts
 
     def _decode_once(
-        self, method: EvalMethod, engine: Engine, repeat: int
+        self, method: EvalMethod, engine: Engine, repeat: int, bar: tqdm
     ) -> dict[str, tuple[list[DecodedTurn], list[ProcessRecord]]]:
         """Every benchmark: its turns, and what each process measured meanwhile."""
         traces = self._open_traces(method, engine, repeat)
@@ -346,23 +354,21 @@ class Evaluation:
                     max_prompt_tokens=self._num_positions - method.config.max_new_tokens,
                     description=f"{_described(method)} {name}{again}",
                     traces=traces,
+                    bar=bar,
                 )
             timed = engine.pipeline.reports() if self.sequences == 1 else []
             reports = [msgspec.convert(report, ProcessRecord) for report in timed]
             found[name] = records, reports
         return found
 
-    def _with_entropies(
-        self, records: list[DecodedTurn], method: EvalMethod, description: str
-    ) -> list[DecodedTurn]:
+    def _with_entropies(self, records: list[DecodedTurn], method: EvalMethod) -> list[DecodedTurn]:
         """Records with the target's entropies, for those that tested draft tokens."""
         if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
             return records
         traces = self.traces.open(entropies="nats, T = 1")
-        bar = tqdm(records, desc=f"{description} entropies", unit="turn")
         return [
             replace(record, entropies=output_entropies(self.reference, record.result, traces))
-            for record in bar
+            for record in records
         ]
 
     def _open_traces(self, method: EvalMethod, engine: Engine, repeat: int) -> TraceFile:

@@ -17,7 +17,7 @@ from pipedraft.eval.record import LatencyRecord, Results, RunRecord
 from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.spec import Column, Row, Spec, decode_config
 from pipedraft.eval.tables import lossless_share
-from pipedraft.eval.tasks import load_tasks
+from pipedraft.eval.tasks import FORMS, load_tasks
 from pipedraft.eval.traces import traces_of
 from pipedraft.files import Values
 from pipedraft.inference.config import RULE_NAMES
@@ -158,7 +158,9 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
         own[None] = own.pop(OVERALL, alone)
         outcomes[index].agreement = lossless_share(own[None])
         outcomes[index].values = {
-            benchmark: {q: get(run) for q, get in PIPELINE_QUANTITIES.items()}
+            FORMS.get(str(benchmark), benchmark): {
+                q: get(run) for q, get in PIPELINE_QUANTITIES.items()
+            }
             for benchmark, run in own.items()
         }
     return Finished(outcomes, Results(runs=runs))

@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import EntropyRecord, LatencyRecord, Manifest, RunRecord, is_known
+from pipedraft.eval.tasks import FORMS
 from pipedraft.inference.config import COST_PRESETS
 
 Cell = Callable[[RunRecord], str]
@@ -331,7 +332,11 @@ def details(runs: Sequence[RunRecord]) -> list[Detail]:
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Warnings: what a reader must know before believing the numbers."""
-    lines = []
+    own = dict.fromkeys(run.benchmark for run in runs if run.benchmark in FORMS)
+    lines = [
+        f"{', '.join(own)}: prompts written for pipedraft in the form of "
+        f"{', '.join(FORMS[name] for name in own)}, not these benchmarks; --data-dir reads theirs."
+    ] * bool(own)
     for run in (run for run in runs if run.benchmark != OVERALL):
         where = f"{run.benchmark}, {run.method}, T={run.sampling}"
         mismatches = run.lossless.mismatches

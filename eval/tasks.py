@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 ASSETS = Path(pipedraft.__file__).parent / "assets" / "eval"
 HUB_PREFIX = "hub:"
+PACKAGED = {"mt_bench": "pipedraft-chat", "gsm8k": "pipedraft-math", "humaneval": "pipedraft-code"}
+"""What results call the repository's own prompts in the form of a benchmark, which they are not."""
+FORMS = {name: form for form, name in PACKAGED.items()}
 MAX_ROW_BYTES = 2**22
 SPEC_BENCH_SOURCE = (
     "put Spec-Bench's question.jsonl (github.com/hemingkx/Spec-Bench, data/spec_bench) into "
@@ -51,6 +54,7 @@ class Prompt:
     """One conversation: what the user says in each turn. The answers are generated."""
 
     task: str
+    """What results call its benchmark."""
     id: str
     category: str
     turns: list[str]
@@ -59,6 +63,11 @@ class Prompt:
     system: str | None = None
     expected: Decimal | None = None
     """Number that a right answer ends on; None: no answer is right or wrong."""
+
+    @property
+    def form(self) -> str:
+        """The benchmark that it has the form of."""
+        return FORMS.get(self.task, self.task)
 
 
 def text_of(row: Row, field: str, where: str) -> str:
@@ -442,9 +451,12 @@ def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse
         path = _benchmark_file(name, data_dir)
         rows = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
 
+    is_own = data_dir is None or Path(data_dir).resolve() == ASSETS.resolve()
+    shown = PACKAGED.get(name, name) if is_own else name
+
     def parse(row: Row, where: str) -> Prompt:
         prompt = benchmark.parse(row, where)
-        return replace(prompt, task=name, category=benchmark.category or prompt.category)
+        return replace(prompt, task=shown, category=benchmark.category or prompt.category)
 
     if benchmark.is_part:
         rows = ((where, row) for where, row in rows if row.get("category") == benchmark.category)
@@ -511,7 +523,7 @@ def load_task(
 def load_tasks(
     names: Iterable[str], data_dir: str | Path | None = None, limit: int | None = None
 ) -> dict[str, list[Prompt]]:
-    """Several benchmarks by name, each as ``load_task`` reads it."""
+    """Several benchmarks by the names that results have, each as ``load_task`` reads it."""
     benchmarks: dict[str, list[Prompt]] = {}
     for name in names:
         prompts = load_task(name, data_dir, limit)

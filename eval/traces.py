@@ -65,7 +65,10 @@ class TraceFile:
             own = "" if shard == WHOLE else f"-{shard[0] + 1}-of-{shard[1]}"
             self.path = folder / f"{digest}{own}.jsonl"
             for path in sorted(folder.glob(f"{digest}*.jsonl")):
-                self._found |= dict(read_lines(path)[1])
+                turns = dict(read_lines(path)[1])
+                if "-of-" in path.name:  # decoded beside other processes: no times of a machine
+                    turns = {key: _untimed(value) for key, value in turns.items()}
+                self._found |= turns
 
     def get(self, key: Sequence[object]) -> Any:
         """The value of a key; None: there is none."""
@@ -93,6 +96,10 @@ class TraceFile:
             file.write(f"{line}\n".encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+def _untimed(value: object) -> object:
+    return value | {"token_times_s": []} if isinstance(value, dict) else value
 
 
 def read_lines(path: Path) -> tuple[str, list[tuple[str, object]]]:

@@ -3,6 +3,7 @@
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
@@ -37,7 +38,7 @@ def prompt_seed(prompt: Prompt, turn: int) -> int:
 
     So a prompt draws the same numbers whatever --limit, the benchmarks' order and the method are.
     """
-    name = f"{prompt.task}/{prompt.id}/{turn}".encode()
+    name = f"{prompt.form}/{prompt.id}/{turn}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
 
 
@@ -85,6 +86,7 @@ def evaluate(
     max_prompt_tokens: int | None = None,
     description: str = "",
     traces: TraceFile | None = None,
+    bar: tqdm | None = None,
 ) -> list[DecodedTurn]:
     """Decode every turn of every prompt; a later turn answers what was generated before it.
 
@@ -95,10 +97,13 @@ def evaluate(
             are fewer records than turns then, and ``compare`` reports how many.
         description: left of the progress bar.
         traces: turns in there are not decoded again, and decoded ones are added.
+        bar: that of a whole evaluation; None: one of its own.
     """
     traces = traces or TraceFile()
     num_turns = sum(len(prompt.turns) for prompt in prompts)
-    with tqdm(total=num_turns, desc=description, unit="turn") as bar:
+    own = tqdm(total=num_turns, unit="turn", disable=None) if bar is None else nullcontext(bar)
+    with own as bar:
+        bar.set_description(description)
         conversations = [
             _Conversation((prompt.task, index), prompt, tokenizer, max_prompt_tokens, traces, bar)
             for index, prompt in enumerate(prompts)

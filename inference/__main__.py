@@ -69,7 +69,7 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     EXAMPLE: ClassVar[str] = EXAMPLE
     ONE_OF = (("prompt", "status"),)
 
-    prompt: str | None = None
+    prompt: str | None = option(None, metavar="TEXT")
     """the user's message; - reads stdin"""
     raw: bool = False
     """do not apply the chat template"""
@@ -122,7 +122,10 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
     result = engine.decode(encode(engine.tokenizer, text, options.raw), on_token=stream)
     stream.finish_line(result.text)
     if not options.quiet:
-        where = "one process" if cluster is None else "these processes"
+        where = "these processes"
+        if cluster is None:
+            after = ", which runs the stages one after the other" * (result.num_stages > 1)
+            where = f"one process{after}"
         print_figures(engine.config, result, where)
     if cluster is not None:
         report_processes(engine.pipeline.reports(), options)

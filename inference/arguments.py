@@ -77,6 +77,8 @@ class FilterOptions(Options):
     At temperatures above 0, in this order and as transformers has them; of target and draft alike.
     """
 
+    IN_SHORT_HELP: ClassVar[bool] = False
+
     top_k: int = option(0, metavar="K")
     """only the K most likely tokens; 0: all"""
     top_p: float = option(1.0, metavar="P")
@@ -99,6 +101,8 @@ class FilterOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
     """settings of schedules, each with the schedules that have it; others refuse it"""
+
+    IN_SHORT_HELP: ClassVar[bool] = False
 
     SETTINGS_ARE_LISTS: ClassVar[bool] = False
     """Values are comma lists, of which a command makes every combination."""
@@ -138,6 +142,8 @@ def _add_setting(
         text = f"{', '.join(owners)}: {help_of(kind, name).partition('. ')[0].rstrip('.')}"
         if len(defaults) == 1 and shown is not None and hint is not bool:
             text += f" (default: {shown})"
+        if hint is bool and default:
+            text = f"{', '.join(owners)}: switch this off: {text.partition(': ')[2]}"
         text = text.replace("%", "%%")
     if hint is bool:
         flag = f"--no-{flag_name(name)[2:]}" if default else flag_name(name)
@@ -181,6 +187,8 @@ class TemplateOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions(PlaceOptions):
     """stages as processes (--backend process)"""
+
+    IN_SHORT_HELP: ClassVar[bool] = False
 
     ENDS_GENTLY: ClassVar[bool] = False
     """A signal lets the ranks end what they have begun."""
@@ -250,7 +258,7 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     """a draft without a network: what followed the same tokens before in the text"""
     target: str | None = None
     """folder or Hub id; default: the one the draft names"""
-    schedule: str | None = None
+    schedule: str | None = option(None, known=tuple(SCHEDULES))
     """name of a schedule; default: the draft's own"""
     stages: int | None = None
     """pipeline stages; default: the draft's"""
@@ -286,6 +294,8 @@ ELSEWHERE = (
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions(Options):
     """a target on a server (inference serve)"""
+
+    IN_SHORT_HELP: ClassVar[bool] = False
 
     server: str | None = option(None, metavar="HOST:PORT")
     """the target is there, the draft here"""

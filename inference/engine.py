@@ -22,7 +22,7 @@ from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPDSchedule
 from pipedraft.inference.shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
-from pipedraft.inference.sources import make_source
+from pipedraft.inference.sources import default_schedule, make_source
 from pipedraft.inference.sources.base import DraftSampling, DraftSource, Expansion
 from pipedraft.inference.sources.lookup import Lookup
 from pipedraft.inference.tree import TokenTree
@@ -99,7 +99,13 @@ class Engine:
         self._check_link(schedule, source)
         grows = schedule.grows
         if source is not None and grows is not None and grows not in source.grows:
-            known = [name for name, other in SCHEDULES.items() if other.grows in source.grows]
+            known = [
+                name
+                for name, other in SCHEDULES.items()
+                if other.grows in source.grows and other.needs_link == self.pipeline.is_link
+            ]
+            own = None if self.draft is None else default_schedule(self.draft.draft_type)
+            known.sort(key=lambda name: name != own)
             raise ValueError(
                 f"schedule: {schedule.name!r} grows {grows}, which this draft cannot; "
                 f"choose {' or '.join(known)}"

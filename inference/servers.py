@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 from pipedraft.cli import Options, flag_name, option
 from pipedraft.files import read_text
@@ -21,6 +22,8 @@ LARGEST = {"max_sequences": 2**20, "max_cache_mb": 2**42, "max_message_kb": 2**2
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits(Options):
     """limits"""
+
+    IN_SHORT_HELP: ClassVar[bool] = False
 
     max_sequences: int = option(16, metavar="N", least=1)
     """sequences at once"""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipedraft.files import Values, read_bounded
+from pipedraft.files import Values, make_readable, read_bounded
 from pipedraft.models.cpu import lay_out
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from pipedraft.models.target import (
@@ -25,7 +25,14 @@ from pipedraft.models.target import (
     stage_boundaries,
     target_fingerprint,
 )
-from pipedraft.pretrained import check_finite, first_line, hub_link, tensor_shapes
+from pipedraft.pretrained import (
+    check_finite,
+    did_you_mean,
+    first_line,
+    hub_link,
+    is_offline_and_unknown,
+    tensor_shapes,
+)
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 2**22
@@ -216,6 +223,7 @@ class Draft(nn.Module):
         weights = self.state_dict() if weights is None else weights
         weights = {n: x.cpu().contiguous() for n, x in weights.items() if self._is_saved(n)}
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        make_readable(folder / WEIGHTS_FILE)
 
     def _is_saved(self, name: str) -> bool:
         return not (self.shares_head and name == HEAD)
@@ -382,6 +390,11 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
         raise ValueError(
             f"checkpoint: no folder {path_or_repo}; give a folder written by pipedraft train, "
             "or user/name on the Hub"
+        )
+    if is_offline_and_unknown(path_or_repo):
+        raise ValueError(
+            f"checkpoint: no folder {path_or_repo!r} here{did_you_mean(path_or_repo)}; as a Hub "
+            "name: HF_HUB_OFFLINE is set and it is not in the cache; unset it, or give a folder"
         )
     files = ["*.json", "*.safetensors", "README.md"]
     with hub_link(f"checkpoint: {path_or_repo!r}"):

@@ -348,4 +348,4 @@ def test_the_shipped_configuration_parses(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--config", str(path), "--out", "unused", "--print_config"])
     assert stop.value.code == 0
-    assert "path: data/train.jsonl" in capsys.readouterr().out
+    assert "path: assets/train/conversations.jsonl.gz" in capsys.readouterr().out

@@ -9,10 +9,12 @@ import pytest
 from eval_runs import MANIFEST, make_runs
 from msgspec.structs import replace
 
+from pipedraft.cli import UsageError
 from pipedraft.eval.command import ways_of
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
-from pipedraft.eval.report import format_table, write_report
+from pipedraft.eval.report import write_report
+from pipedraft.eval.screen import check_folder, screen_table
 from pipedraft.files import to_json, write_atomically
 
 
@@ -116,13 +118,22 @@ def test_lists_of_numbers_take_one_line_and_texts_are_left_alone() -> None:
     assert '"counts": [1, 2, 3],' in text and "[0.5, null]" in text
 
 
-def test_terminal_table_is_aligned_and_has_the_baseline() -> None:
-    lines = format_table(make_runs()).splitlines()
-    assert lines[0].split()[:3] == ["benchmark", "method", "n"]
-    assert len(lines) == 2 + 16
-    column = lines[0].index("lossless")
-    assert all(len(line) == column + len("lossless") for line in lines)
-    assert any(AUTOREGRESSIVE in line for line in lines)
+def test_the_terminals_table_is_narrow_and_has_the_baseline() -> None:
+    lines = screen_table(make_runs()).splitlines()
+    table = lines[[line.startswith("benchmark") for line in lines].index(True) :]
+    column = table[0].index("lossless")
+    assert all(len(line) == column + len("lossless") for line in table[:18])
+    assert max(map(len, table[:18])) < 100
+    assert any(AUTOREGRESSIVE in line for line in table)
+
+
+def test_another_evaluations_folder_is_refused(tmp_path) -> None:
+    held = {"limit": 20, "temperature": [0.0], "shard": "1/2"}
+    (tmp_path / "manifest.json").write_text(json.dumps({"config": held}))
+    check_folder(tmp_path, held | {"temperature": (0.0,), "shard": None}, is_fresh=False)
+    check_folder(tmp_path, held | {"limit": 2}, is_fresh=True)
+    with pytest.raises(UsageError, match="--limit was 20, is 2.*--fresh"):
+        check_folder(tmp_path, held | {"limit": 2}, is_fresh=False)
 
 
 def test_failed_write_leaves_the_file_before_it(tmp_path, monkeypatch) -> None:

@@ -21,9 +21,10 @@ from scipy.stats import binomtest
 
 from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.metrics import OVERALL
-from pipedraft.eval.report import format_report, format_table
+from pipedraft.eval.report import format_report
 from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.scores import score_answer
+from pipedraft.eval.screen import screen_table
 from pipedraft.eval.tasks import load_task, load_tasks
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
@@ -126,14 +127,14 @@ def test_every_methods_own_texts_are_scored(target, tokenizer, benchmarks) -> No
     assert scores["spd", OVERALL] is UNSET
     rows = next(run for run in runs if run.benchmark == "gsm8k").per_prompt
     assert [(row.score, row.outcome) for row in rows] == [(1, "passed"), (0, "7 for 6")]
-    assert "score" in format_table(runs).splitlines()[0]
+    assert " score" in screen_table(runs)
 
 
 def test_without_asking_nothing_is_scored(target, tokenizer, benchmarks) -> None:
     runs = run_scored(target, tokenizer, benchmarks)
     assert not any(run.score is not UNSET for run in runs)
     assert not any(row.score is not UNSET for run in runs for row in run.per_prompt)
-    assert "score" not in format_table(runs)
+    assert " score" not in screen_table(runs)
 
 
 def test_benchmark_longer_than_the_context_is_named(target, tokenizer, benchmarks) -> None:

@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 from conftest import byte_tokenizer, write_rows
 
 from pipedraft.eval.tasks import ASSETS, Prompt, encode_turn, load_task
+from pipedraft.eval.turns import prompt_seed
 
 
 @pytest.mark.parametrize(("name", "num_turns"), [("mt_bench", 2), ("gsm8k", 1), ("humaneval", 1)])
@@ -187,3 +189,9 @@ def test_template_that_refuses_a_role_is_an_error_with_the_prompts_name() -> Non
     )
     with pytest.raises(ValueError, match=r"t 0: .*no system"):
         encode_turn(byte_tokenizer(template), make_prompt("hi", system="S"), [])
+
+
+def test_packaged_prompts_have_names_of_their_own_and_the_same_random_numbers() -> None:
+    prompt = load_task("gsm8k", limit=1)[0]
+    assert (prompt.task, prompt.form) == ("pipedraft-math", "gsm8k")
+    assert prompt_seed(prompt, 0) == prompt_seed(replace(prompt, task="gsm8k"), 0)

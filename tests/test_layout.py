@@ -144,7 +144,7 @@ EVAL = ["eval", *(f"eval {name}" for name in ("compare", "parity", "replay", "re
 
 @pytest.mark.parametrize(
     "commands",
-    [["doctor"], ["models"], ["data_recipes"], ["train.features"], DECODING, EVAL],
+    [["doctor"], ["models"], ["data_recipes"], ["train"], ["train.features"], DECODING, EVAL],
     ids=lambda commands: commands[0],
 )
 def test_help_comes_without_torch(commands: list[str]) -> None:

@@ -13,9 +13,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pipedraft.cli import leave_at_interrupts, make_folder, run_command
+from pipedraft.train.help import answer_early
 
 if __name__ == "__main__":
     leave_at_interrupts()
+    answer_early(sys.argv[1:])
 
 import datasets
 from accelerate.utils import set_seed
@@ -53,10 +55,11 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 EXAMPLE = (
-    "example: accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4 "
-    "-- SIGTERM and Ctrl-C finish the step, save and end (status 143 and 130); the same command "
-    "goes on from there. python -m pipedraft.train --plan configs/spd/tiny.yaml says what a run "
-    "will take: parameters, memory, speed."
+    "example:\n"
+    "  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4\n"
+    "  python -m pipedraft.train --plan configs/spd/tiny.yaml\n\n"
+    "SIGTERM and Ctrl-C finish the step, save and end (status 143 and 130); the same command\n"
+    "goes on from there. --plan says what a run will take: parameters, memory, speed."
 )
 
 

@@ -1,5 +1,6 @@
 """The configuration of one training run, and how YAML files and flags become it."""
 
+import argparse
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -10,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from pipedraft.cli import UsageError, check_ranges, explain, parse
+from pipedraft.cli import HELP_FLAGS, UsageError, check_ranges, explain, parse
 from pipedraft.data_recipes.recipe import DataConfig
 from pipedraft.files import read_yaml
 
@@ -196,8 +197,10 @@ def make_parser(method: str, methods: dict[str, type], example: str) -> Argument
         epilog=example,
         exit_on_error=False,
         allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", action="config", help="YAML file; later ones override earlier")
+    parser.description += " --plan FILE says what the run of a configuration takes, and ends."
     parser.add_class_arguments(RunConfig, as_group=False)
     parser.add_class_arguments(methods[method], "model")
     return parser
@@ -224,7 +227,7 @@ def parse_run(
     Raises:
         UsageError: one line that names the field, the value and the fix.
     """
-    wants_help = any(word in ("-h", "--help") for word in arguments)
+    wants_help = any(word in HELP_FLAGS for word in arguments)
     if wants_help:  # reads the docstring under every field, which takes a second
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
     default = next(iter(methods)) if wants_help else None

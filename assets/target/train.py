@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from pipedraft.cli import run_command
 from pipedraft.data_recipes.config import DataConfig
 from pipedraft.data_recipes.recipe import load_data
 from pipedraft.train.config import OptimConfig
@@ -201,4 +202,4 @@ def read(words: list[str] | None = None) -> TargetConfig:
 
 
 if __name__ == "__main__":
-    train(read())
+    run_command(lambda: train(read()))

@@ -38,6 +38,8 @@ message.
 class SecurityOptions(ListenOptions):
     """who may connect"""
 
+    IN_SHORT_HELP: ClassVar[bool] = False
+
     token_file: Path | None = option(None, metavar="FILE")
     """clients must send a line of it; default: $PIPEDRAFT_TOKEN, or none"""
 

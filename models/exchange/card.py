@@ -276,7 +276,8 @@ class Measured:
             shown += f", {run.tree}" if run.tree else ""
             # Prompts in the form of a benchmark are not the benchmark.
             folder, prompts = self.manifest.config.data_dir, self.manifest.prompts[run.benchmark]
-            kind = f"pipedraft-{run.benchmark}" if folder is None else run.benchmark
+            is_named = folder is not None or run.benchmark.startswith("pipedraft-")
+            kind = run.benchmark if is_named else f"pipedraft-{run.benchmark}"
             length = run.equivalent_acceptance_length
             values = {
                 "equivalent_acceptance_length": length.pooled,

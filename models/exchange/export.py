@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipedraft.files import file_sha256, to_json, write_folder
+from pipedraft.files import file_sha256, make_readable, to_json, write_folder
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.draft import (
     CONFIG_FILE,
@@ -135,6 +135,7 @@ def export(
     def fill(temporary: Path) -> None:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        make_readable(temporary / WEIGHTS_FILE)
         (temporary / ORIGIN_FILE).write_bytes(to_json(origin))
         (temporary / CARD).write_text(card)
         if simulators is not None:

@@ -1,0 +1,97 @@
+"""What an evaluation prints: a table of less than 100 columns, and whose folder it may write to."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipedraft.cli import UsageError, flag_name
+from pipedraft.eval.metrics import OVERALL
+from pipedraft.eval.record import RunRecord
+from pipedraft.eval.tables import (
+    SCORE_COLUMN,
+    Table,
+    align_columns,
+    lossless_share,
+    number,
+    results_table,
+)
+from pipedraft.eval.tables import warnings as warnings_of
+from pipedraft.files import Values, to_json
+
+WIDTH = 99
+LONGEST_NAME = 28
+LEAST_TOLD = ("S", "alpha", "tau", "speed-up")
+"""Columns that are left to the report, in this order, where a line is too long."""
+ANY_RUN = {"fresh", "shard", "calibrate", "save_answers", "out", "config", "no_lossless"}
+"""Options that the results of a folder may differ in."""
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
+
+
+def _interval(run: RunRecord) -> str:
+    low, high = run.equivalent_acceptance_length.ci95
+    return "-" if number(low) == "-" else f"{number(low, 2)}-{number(high, 2)}"
+
+
+COLUMNS: dict[str, Callable[[RunRecord], str]] = {
+    "benchmark": lambda run: run.benchmark,
+    "method": lambda run: _short(run.method),
+    "n": lambda run: str(run.stages),
+    "T": lambda run: run.sampling,
+    "shape": lambda run: run.tree or ("-" if run.tree_width < 2 else f"width {run.tree_width}"),
+    "alpha": lambda run: number(run.draft_acceptance_rate, 2),
+    "tau": lambda run: number(run.mean_acceptance_length, 2),
+    "L'": lambda run: number(run.equivalent_acceptance_length.pooled, 2),
+    "95 % CI": _interval,
+    "S": lambda run: number(run.theoretical_speedup, 2),
+    "tokens/s": lambda run: number(run.wallclock.tokens_per_s, 1) if run.wallclock else "-",
+    "speed-up": lambda run: number(run.wallclock.speedup, 2) if run.wallclock else "-",
+    "lossless": lossless_share,
+}
+
+
+def screen_table(runs: Sequence[RunRecord]) -> str:
+    """The results for a terminal, benchmark by benchmark; what all rows share stands above."""
+    benchmarks = list(dict.fromkeys(run.benchmark for run in runs))
+    runs = sorted(runs, key=lambda run: benchmarks.index(run.benchmark))
+    is_scored = "score" in results_table(runs).header
+    whole = Table.of(COLUMNS | (SCORE_COLUMN if is_scored else {}), runs)
+    cells = dict(zip(whole.header, zip(*whole.rows, strict=True), strict=True))
+    same = [name for name in ("n", "T", "shape") if len(set(cells[name])) == 1]
+    above = ", ".join(f"{name} = {cells[name][0]}" for name in same if cells[name][0] != "-")
+    empty = [name for name in ("tokens/s", "speed-up") if set(cells[name]) == {"-"}]
+    left_out = [*same, *empty]
+    for further in ("", *LEAST_TOLD):
+        left_out += [further] * (further in cells)
+        kept = {name: column for name, column in cells.items() if name not in left_out}
+        table = Table(list(kept), [list(row) for row in zip(*kept.values(), strict=True)])
+        text = align_columns(table)
+        if max(map(len, text.splitlines())) <= WIDTH:
+            break
+    notes = warnings_of([run for run in runs if run.benchmark != OVERALL])
+    if empty:
+        notes.append("No tokens/s: decoded beside other work, or several sequences at once.")
+    return "\n".join([*([above] if above else []), text, *notes])
+
+
+def check_folder(out: Path, config: Values, *, is_fresh: bool) -> None:
+    """Raise UsageError if ``out`` holds the results of other settings.
+
+    Args:
+        is_fresh: they are to be replaced.
+    """
+    try:
+        held = json.loads((out / "manifest.json").read_bytes())["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if is_fresh or not isinstance(held, dict):
+        return
+    now = json.loads(to_json(config))
+    for name in now.keys() & held.keys() - ANY_RUN:
+        if now[name] != held[name]:
+            raise UsageError(
+                f"--out: {str(out)!r} holds another evaluation ({flag_name(name)} was "
+                f"{held[name]}, is {now[name]}); give another folder, or --fresh, which replaces it"
+            )

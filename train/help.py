@@ -1,0 +1,51 @@
+"""What `pipedraft train` answers before it imports torch: --help, and that --config is no file."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+METHODS = ("spd", "ppsd", "eagle", "eagle3", "mtp", "dflash", "dspark", "flexspec")
+SHORT_HELP = f"""\
+usage: pipedraft train --config FILE [--config FILE ...] [--a.b VALUE ...]
+
+Train a draft head. More than one process: accelerate launch -m pipedraft.train --config FILE
+
+  --config FILE             YAML file; later ones override earlier, options override both
+  --plan FILE               say what the run of this configuration takes (parameters, memory, speed)
+  --method NAME             {", ".join(METHODS)}
+  --target NAME             folder or Hub id of the frozen target
+  --output_dir DIR          metrics.jsonl, best/ and checkpoints/; the same command resumes there
+  --data.sources LIST       [{{path: FILE}}, ...]: conversations, as files or Hub data sets
+  --data.max_length N       tokens per row
+  --max_steps N             optimizer steps; or --epochs X
+  --max_minutes X           end after so long; the same command goes on
+  --batch_tokens N          tokens of a step in each process
+  --optim.name NAME         adamw or muon
+  --optim.lr X              peak learning rate
+  --precision NAME          auto, bf16 or fp32
+  --evaluation.every_steps N    steps between validations
+  --save_every_steps N      steps between checkpoints
+  --trackers LIST           for example [wandb]
+  --help-all                every option, with --method NAME those of another method
+
+example:
+  pipedraft train --config configs/spd/tiny.yaml --optim.lr 3e-4
+  pipedraft train --plan configs/spd/tiny.yaml
+
+SIGTERM and Ctrl-C finish the step, save and end (status 143 and 130); the same command goes on from
+there."""
+
+
+def answer_early(words: Sequence[str]) -> None:
+    """Print the help, or name a --config that does not exist, and exit; else return."""
+    if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
+        print(SHORT_HELP)
+        sys.exit(0)
+    for flag, value in zip(words, words[1:], strict=False):
+        if flag == "--config" and not Path(value).is_file() and "=" not in value:
+            print(
+                f"error: --config: no file {value}; give a YAML file, for example "
+                "configs/spd/tiny.yaml",
+                file=sys.stderr,
+            )
+            sys.exit(2)
