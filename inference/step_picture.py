@@ -16,7 +16,7 @@ SHOWN_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Row:
+class PictureRow:
     """A token under way."""
 
     place: int
@@ -32,8 +32,8 @@ class Row:
 
 
 @dataclass
-class Step:
-    stages: list[list[Row]]
+class PictureStep:
+    stages: list[list[PictureRow]]
     certain: list[int] = field(default_factory=list)
     """Places of the tokens that became certain after it."""
     restarts: bool = False
@@ -50,10 +50,10 @@ class RecordingPipeline(LocalPipeline):
         """
         super().__init__(target)
         self.text, self.prompt_length = text, prompt_length
-        self.steps: list[Step] = []
-        self._tree: list[Row] = []
-        self._queue: list[list[Row]] = []
-        self._under_way: list[list[Row]] = [[] for _ in range(target.num_stages)]
+        self.steps: list[PictureStep] = []
+        self._tree: list[PictureRow] = []
+        self._queue: list[list[PictureRow]] = []
+        self._under_way: list[list[PictureRow]] = [[] for _ in range(target.num_stages)]
 
     def inject(self, segment: Segment) -> None:
         super().inject(segment)
@@ -65,7 +65,7 @@ class RecordingPipeline(LocalPipeline):
             ancestors = visible.nonzero()[:, 0].tolist()[:-1]
             is_right = position < len(self.text) and token == self.text[position]
             is_right = is_right and all(self._tree[row].is_right for row in ancestors)
-            row = Row(position - self.prompt_length, bool(ancestors), is_right)
+            row = PictureRow(position - self.prompt_length, bool(ancestors), is_right)
             self._tree.append(row)
             rows.append(row)
         self._queue.append(rows)
@@ -75,7 +75,7 @@ class RecordingPipeline(LocalPipeline):
         self._under_way = [entering, *self._under_way[:-1]]
         returned = super().tick(ahead)
         assert [len(rows) for rows in self._under_way] == self.last_rows
-        self.steps.append(Step([list(rows) for rows in self._under_way]))
+        self.steps.append(PictureStep([list(rows) for rows in self._under_way]))
         return returned
 
     def keep(self, keep: KeepRows) -> Any:
@@ -104,7 +104,7 @@ def places_text(places: list[int]) -> str:
 
 def draw(
     title: str,
-    steps: list[Step],
+    steps: list[PictureStep],
     result: DecodeResult,
     *,
     draft_pass: float,
@@ -155,7 +155,9 @@ def draw_passes(picture: Diagram, x: float, top: float, width: float, forwards: 
     picture.text(x + width / 2, top + CELL / 2, str(forwards), size=11)
 
 
-def draw_step(picture: Diagram, x: float, tops: list[float], step: Step, number: int) -> None:
+def draw_step(
+    picture: Diagram, x: float, tops: list[float], step: PictureStep, number: int
+) -> None:
     width = STEP_WIDTH - GAP
     picture.text(x + STEP_WIDTH / 2, TOP - 13, str(number), "faint", size=10)
     for rows, top in zip(step.stages, tops[1:-1], strict=True):
@@ -183,7 +185,7 @@ def draw_step(picture: Diagram, x: float, tops: list[float], step: Step, number:
         picture.text(x + width / 2, tops[-1] + 22, "again", "bad", size=9.5)
 
 
-def draw_words(picture: Diagram, steps: list[Step], num_stages: int, y: float) -> None:
+def draw_words(picture: Diagram, steps: list[PictureStep], num_stages: int, y: float) -> None:
     entries = [
         ("certain", "certain when it entered"),
         ("right", "draft token that is right"),
