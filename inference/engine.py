@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipedraft.inference.config import DecodeConfig, check_prompt
+from pipedraft.inference.demands import Demands, EndMask
 from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget, check_draft
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.local import LocalPipeline
@@ -187,6 +188,7 @@ class Session:
         config = engine.config
         self.engine, self.config = engine, config
         self.on_token, self.observer = on_token, observer
+        self.demands = Demands() if observer is None else observer.demands
         self.pipeline = engine.pipeline
         self.pipeline.open(config, prompt_index)
         self.started = self.pipeline.now()
@@ -215,6 +217,7 @@ class Session:
         """Draft tokens and draft forwards of the rounds that have ended."""
         self.pending_forwards = 0
         taps = self.source.taps if self.source else ()
+        self._demand(len(prompt_ids))
         if observer is not None:
             observer.start()
         token, features = self.pipeline.prefill(torch.tensor(prompt_ids), taps, self.verifier)
@@ -222,7 +225,7 @@ class Session:
             self.source.begin(features, [*prompt_ids, token])
         self.result.prefill_s = self.pipeline.now() - self.started
         self.tree = self._fresh_tree(token, len(prompt_ids))
-        self._emit(token)
+        self._emit(token, None, self.pipeline.first_logits)
 
     # -- verbs ------------------------------------------------------------------------------
 
@@ -349,7 +352,9 @@ class Session:
                 parts.append(returned)
         if len(parts) == 1:
             return parts[0]
-        return Returned(len(self.tree), torch.cat([part.verdicts for part in parts]))
+        verdicts = torch.cat([part.verdicts for part in parts])
+        kept = [part.logits for part in parts if part.logits is not None]
+        return Returned(len(self.tree), verdicts, torch.cat(kept) if kept else None)
 
     def step(self, *, overlap: bool = False, ahead: bool = False) -> Returned | None:
         """One pipeline step, with the drafting since the last one beside it or after it.
@@ -404,7 +409,8 @@ class Session:
             if accepted is not None:
                 self.result.count_test(self.round_length, accepted)
             self.round_length += 1
-            self._emit(token, accepted)
+            row = walk.path[index]
+            self._emit(token, accepted, None if returned.logits is None else returned.logits[row])
         if not hit or self.done:
             self._end_round(accepted)
         if self.source is not None and not self.done:
@@ -437,7 +443,7 @@ class Session:
         tree, target = self.tree, self.engine.target
         length = tree.position(len(tree) - 1) + 1
         longest = len(self.result.prompt_ids) + self.config.max_new_tokens
-        ends = set(target.eos_token_ids)
+        ends = set(self.ends)
         return length >= min(longest, target.max_positions) or any(
             token in ends for token in tree.tokens[1:]
         )
@@ -487,15 +493,31 @@ class Session:
         tree.num_injected = int(self.pipeline.knows_root)
         return tree
 
-    def _emit(self, token: int, accepted: bool | None = None) -> None:
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end the sequence; a target elsewhere tells its own with the first token."""
+        return self.demands.ends(self.engine.target.eos_token_ids)
+
+    def _demand(self, num_prompt: int) -> None:
+        """Pass on what the observer asks for."""
+        demands = self.demands
+        token_ids = self.ends if demands.min_tokens else ()
+        mask = EndMask(token_ids=token_ids, end=num_prompt + demands.min_tokens)
+        self.pipeline.demand(mask, keeps_logits=demands.wants_logits)
+
+    def _emit(
+        self, token: int, accepted: bool | None = None, logits_V: Tensor | None = None
+    ) -> None:
         self.result.emit(
             token,
             self.pipeline.now() - self.started,
-            eos_token_ids=self.engine.target.eos_token_ids,
+            eos_token_ids=self.ends,
             max_new_tokens=self.config.max_new_tokens,
             limit=self.engine.target.max_positions,
         )
         if self.on_token is not None:
             self.on_token(token)
+        if self.observer is not None and logits_V is not None:
+            self.observer.logits(token, logits_V)
         if self.observer is not None and self.observer.token(token, bool(accepted)):
             self.result.stop_reason = self.result.stop_reason or "stopped"

@@ -3,6 +3,12 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipedraft.inference.demands import Demands
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def stop_reason(
@@ -36,8 +42,13 @@ def shown(value: float) -> str:
 class Observer:
     """Told of a sequence on its way, by the thread that decodes it."""
 
+    demands: Demands = Demands()
+
     def start(self) -> None:
         """Start the clock: the prompt is computed next."""
+
+    def logits(self, token: int, logits_V: "Tensor") -> None:
+        """Take in the target's logits of the next token, if ``demands`` ask for them."""
 
     def token(self, token: int, is_drafted: bool) -> bool:
         """Take in a token that is certain.

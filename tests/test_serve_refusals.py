@@ -57,7 +57,6 @@ HOSTILE = [
     (body(max_tokens=True), 400, "max_tokens"),
     (body(max_tokens="9"), 400, "max_tokens"),
     (body(temperature=-1), 400, "temperature"),
-    (body(temperature=1e-9), 400, "temperature"),
     (body(temperature="hot"), 400, "temperature"),
     (body(top_p=0), 400, "top_p"),
     (body(top_p=2), 400, "top_p"),
@@ -90,14 +89,18 @@ HOSTILE = [
     (turn(role="user", content=[{"type": "image_url", "image_url": {}}]), 400, "content"),
     (turn(role="user", content="a b"), 400, "messages"),  # no token of this vocabulary
     (turn(role="user", content="a" * 3000), 400, "messages"),
-    (body(logprobs=True), 400, "logprobs"),
     (body(logprobs=0), 400, "logprobs"),
+    (body(logprobs=True, top_logprobs=21), 400, "top_logprobs"),
+    (body(min_tokens=3), 400, "min_tokens"),
+    (body(stop_token_ids=[94]), 400, "stop_token_ids"),
+    (body(seed=2**63), 400, "seed"),
+    (body(guided_json={}), 400, "guided_json"),
+    (body(max_new_tokens=4), 400, "max_new_tokens"),
     (body(tools=[{"type": "function"}]), 400, "tools"),
     (body(response_format={"type": "json_object"}), 400, "response_format"),
     (body(logit_bias={"1": 5}), 400, "logit_bias"),
     (body(frequency_penalty=0.5), 400, "frequency_penalty"),
     (body(temprature=1), 400, "did you mean temperature"),
-    (body(**{"x" * 5000: 1}), 400, "unknown"),
 ]
 
 
@@ -124,7 +127,6 @@ def test_other_requests_get_errors_of_the_same_shape(place):
         ("GET", "/v1/chat/completions", 405),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/docs", 404),
-        ("GET", "/openapi.json", 404),
         ("GET", "/../../etc/passwd", 404),
     ):
         told = place.ask(method, path)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.demands import EndMask
 from pipedraft.inference.rules.sampled import Verdict, Verifier
 from pipedraft.models.target import KeepRows, Segment
 
@@ -31,6 +32,8 @@ class Returned:
     num_rows: int
     verdicts: Tensor
     """[R, ...]: what the verifier's ``judge`` made of their logits."""
+    logits: Tensor | None = None
+    """[R, V], where the sequence wants them."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,20 @@ class Pipeline(ABC):
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:  # noqa: B027 (may stay empty)
         """Begin a sequence: its prompt follows."""
+
+    def demand(self, mask: EndMask, *, keeps_logits: bool) -> None:
+        """Mask the logits of the sequence that was opened, and keep them.
+
+        Raises:
+            ValueError: the logits are elsewhere.
+        """
+        if mask.token_ids or keeps_logits:
+            raise ValueError("min_tokens and logprobs: they need the stages in one process")
+
+    @property
+    def first_logits(self) -> Tensor | None:
+        """Logits [V] behind the prompt, if they are kept."""
+        return None
 
     @abstractmethod
     def prefill(

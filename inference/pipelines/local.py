@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.demands import EndMask
 from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned
 from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.timeline import Timeline
@@ -26,6 +27,9 @@ class LocalPipeline(Pipeline):
         self.error: Exception | None = None
         """Of a step in which this sequence's own rows failed."""
         self._num_expected = 0
+        self._mask = EndMask(token_ids=(), end=0)
+        self._keeps_logits = False
+        self._first_logits: Tensor | None = None
         self._restart((), None)
 
     def _restart(self, taps: tuple[int, ...], verifier: Verifier | None) -> None:
@@ -45,6 +49,19 @@ class LocalPipeline(Pipeline):
         self._num_expected = config.max_new_tokens
         self.target.set_bitwise(config.bitwise)
 
+    def demand(self, mask: EndMask, *, keeps_logits: bool) -> None:
+        self._mask, self._keeps_logits, self._first_logits = mask, keeps_logits, None
+
+    @property
+    def first_logits(self) -> Tensor | None:
+        return self._first_logits
+
+    def first_token(self, logits_V: Tensor, num_prompt: int, verifier: Verifier) -> int:
+        """Draw the token behind the prompt."""
+        self._first_logits = logits_V if self._keeps_logits else None
+        last = torch.tensor([num_prompt - 1])
+        return int(verifier.target_tokens(self._mask.apply(logits_V[None], last), last))
+
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
@@ -52,8 +69,7 @@ class LocalPipeline(Pipeline):
         self._restart(taps, verifier)
         self.target.reserve(len(input_ids) + self._num_expected)
         logits_V, features = self.target.prefill(input_ids, taps)
-        last = torch.tensor([len(input_ids) - 1])
-        return int(verifier.target_tokens(logits_V[None], last)), features
+        return self.first_token(logits_V, len(input_ids), verifier), features
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids)
@@ -140,8 +156,9 @@ class LocalPipeline(Pipeline):
             if self.is_prefilling:  # only the last row's are of use
                 return Returned(segment.num_rows, self.target.logits(segment.hidden[-1:]))
             logits_RV = self.target.logits(segment.hidden)
-            verdicts = self._verifier.judge(logits_RV, segment.positions)
-        return Returned(segment.num_rows, verdicts)
+            masked_RV = self._mask.apply(logits_RV, segment.positions)
+            verdicts = self._verifier.judge(masked_RV, segment.positions)
+        return Returned(segment.num_rows, verdicts, logits_RV if self._keeps_logits else None)
 
 
 def step_together(pipelines: Sequence[LocalPipeline]) -> None:

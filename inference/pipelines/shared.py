@@ -113,8 +113,7 @@ class SharedStages(SharedPipeline, LocalPipeline):
         assert returned is not None
         self.is_prefilling = False
         features, self._features = self._features.view(), FeatureStore()
-        last = torch.tensor([len(input_ids) - 1])
-        return int(verifier.target_tokens(returned.verdicts, last)), features
+        return self.first_token(returned.verdicts[0], len(input_ids), verifier), features
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
         self._wait()

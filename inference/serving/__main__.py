@@ -53,13 +53,33 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
     EXAMPLE: ClassVar[str] = EXAMPLE
     ENDS_GENTLY: ClassVar[bool] = True
 
+    AT_MOST_ONE = (*EngineOptions.AT_MOST_ONE, ("model_name", "served_model_name"))
+
     model_name: str | None = None
     """as clients call it; default: the last part of the checkpoint's name, or the target's"""
+    served_model_name: str | None = option(None, metavar="NAME,..")
+    """the same as vLLM has it, with several names; answers have the first"""
+    vllm_metrics: bool = False
+    """metrics have vLLM's names, too (vllm:num_requests_running)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(self.names):
+            raise ValueError(
+                f"--served-model-name: {self.served_model_name!r} has an empty name; give NAME,.."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As clients may call the model."""
+        if self.served_model_name:
+            return tuple(name.strip() for name in self.served_model_name.split(","))
+        parts = (self.checkpoint, self.draft_model, self.target)
+        return (self.model_name or Path(next(filter(None, parts), "")).resolve().name,)
 
     @property
     def name(self) -> str:
-        parts = (self.checkpoint, self.draft_model, self.target)
-        return self.model_name or Path(next(filter(None, parts), "")).resolve().name
+        return self.names[0]
 
 
 build_parser = ServeOptions.parser

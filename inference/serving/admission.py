@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipedraft.chats import ChatRefused, check_template_variables, encode_chat
+from pipedraft.files import Values
+from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.answers import Choice, Piece
 from pipedraft.inference.serving.decoder import SequenceDecoder
+from pipedraft.inference.serving.errors import RequestError
 from pipedraft.inference.serving.metrics import Metrics
 from pipedraft.inference.serving.requests import (
     ApiRequest,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
-    RequestError,
 )
 
 MAX_RETRY_S = 120
@@ -27,10 +30,15 @@ class Admissions:
     """Requests that are answered now, and the rules by which one more is."""
 
     def __init__(
-        self, decoder: SequenceDecoder, *, name: str, limits: HttpLimits, metrics: Metrics
+        self,
+        decoder: SequenceDecoder,
+        *,
+        names: Sequence[str],
+        limits: HttpLimits,
+        metrics: Metrics,
     ) -> None:
-        """``name``: of the model, as clients call it."""
-        self.decoder, self.name, self.limits, self.metrics = decoder, name, limits, metrics
+        """``names``: of the model, as clients may call it."""
+        self.decoder, self.names, self.limits, self.metrics = decoder, names, limits, metrics
         self.tokenizer, self.target = decoder.engine.tokenizer, decoder.engine.target
         self.is_draining = False
         self.num_open = self.num_answered = 0
@@ -50,6 +58,13 @@ class Admissions:
         count, new_tokens = self._check_size(asked)
         self._check_room(client, count)  # before tokenizing: a busy server has no time for it
         prompts = self._encode(asked)
+        demands, engine = asked.demands(), self.decoder.engine
+        if demands.needs_logits and not isinstance(engine.pipeline, LocalPipeline):
+            raise RequestError(
+                "min_tokens and logprobs: not with --backend process; leave them out",
+                param="min_tokens" if demands.min_tokens else "logprobs",
+                code="unsupported_parameter",
+            )
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         choices = [
             Choice(
@@ -57,8 +72,12 @@ class Admissions:
                 prompt_ids=prompts[index // asked.n],
                 # Each choice of a prompt has a seed of its own.
                 config=asked.config(
-                    self.decoder.base, seed=seed + index % asked.n, new_tokens=new_tokens
+                    self.decoder.base, seed=int64(seed + index % asked.n), new_tokens=new_tokens
                 ),
+                demands=demands,
+                end_ids=frozenset(demands.ends(self.target.eos_token_ids)),
+                skips_special=asked.skip_special_tokens,
+                num_logprobs=asked.num_logprobs,
                 stop_strings=asked.stop_strings,
                 tokenizer=self.tokenizer,
                 metrics=self.metrics,
@@ -68,19 +87,30 @@ class Admissions:
         ]
         return Admission(self, client, choices)
 
-    def _check_size(self, asked: ApiRequest) -> tuple[int, int]:
-        """Return the number of outputs, and the new tokens of each at most."""
-        limits = self.limits
-        if asked.model not in (None, self.name):
+    def check_model(self, model: str | None) -> None:
+        """Raise RequestError for another model than this one."""
+        if model not in (None, *self.names):
             raise RequestError(
-                f"model: {str(asked.model)[:128]!r} is not here; this is {self.name!r}",
+                f"model: {str(model)[:128]!r} is not here; this is {self.names[0]!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
+
+    def _check_size(self, asked: ApiRequest) -> tuple[int, int]:
+        """Return the number of outputs, and the new tokens of each at most."""
+        limits = self.limits
+        self.check_model(asked.model)
         most, wanted = limits.max_new_tokens, asked.longest()
         if wanted is not None and wanted > most:
             raise RequestError(f"max_tokens: {wanted}; give at most {most}", param="max_tokens")
+        if asked.min_tokens > (wanted or most):
+            said = f"min_tokens: {asked.min_tokens}; give at most {wanted or most}, max_tokens"
+            raise RequestError(said, param="min_tokens")
+        size = self.target.vocab_size
+        if any(token >= size for token in asked.stop_token_ids):
+            said = f"stop_token_ids: {max(asked.stop_token_ids)} is no token; give 0 to {size - 1}"
+            raise RequestError(said, param="stop_token_ids")
         count = asked.num_prompts * asked.n
         # More than may ever be open would be told to come again for ever.
         room = min(limits.max_client_sequences, self.decoder.capacity + limits.max_waiting)
@@ -113,27 +143,35 @@ class Admissions:
             headers={"retry-after": str(retry_s)},
         )
 
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], variables: Values | None = None
+    ) -> list[int]:
+        """Token ids of a conversation; RequestError where the template refuses it."""
+        if self.tokenizer.chat_template is None:
+            said = "messages: this model has no chat template; use /v1/completions"
+            raise RequestError(said, param="messages")
+        try:
+            check_template_variables(variables or {}, "chat_template_kwargs")
+            return encode_chat(self.tokenizer, [turn.turn() for turn in messages], variables or {})
+        except ChatRefused as error:
+            raise RequestError(f"messages: {error}", param="messages") from error
+        except ValueError as error:
+            raise RequestError(str(error), param="chat_template_kwargs") from error
+
     def _encode(self, asked: ApiRequest) -> list[list[int]]:
         """Token ids of each prompt."""
         if isinstance(asked, ChatRequest):
-            param = "messages"
-            if self.tokenizer.chat_template is None:
-                raise RequestError(
-                    "messages: this model has no chat template; use /v1/completions", param=param
-                )
-            try:
-                variables = asked.chat_template_kwargs
-                check_template_variables(variables, "chat_template_kwargs")
-                turns = [turn.turn() for turn in asked.messages]
-                prompts = [encode_chat(self.tokenizer, turns, variables)]
-            except ChatRefused as error:
-                raise RequestError(f"messages: {error}", param=param) from error
-            except ValueError as error:
-                raise RequestError(str(error), param="chat_template_kwargs") from error
+            variables = asked.chat_template_kwargs
+            param, prompts = "messages", [self.encode_messages(asked.messages, variables)]
         else:
             assert isinstance(asked, CompletionRequest)
             param, given = "prompt", asked.prompts()
-            prompts = [self.tokenizer(p).input_ids if isinstance(p, str) else p for p in given]
+            special = asked.add_special_tokens
+            prompts = [self.encode(p, special) if isinstance(p, str) else p for p in given]
         most = min(self.limits.max_prompt_tokens, self.target.max_positions - 1)
         size = self.target.vocab_size
         for prompt in prompts:
@@ -179,6 +217,11 @@ class Admission:
         desk.num_answered += 1
         desk.of_client[self.client] -= len(self.choices)
         desk.of_client += Counter()  # forgets clients without one
+
+
+def int64(seed: int) -> int:
+    """Return a seed, wrapped around behind the largest one."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def pipeline_failed() -> RequestError:

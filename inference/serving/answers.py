@@ -8,12 +8,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipedraft.inference.arguments import TextStream
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.demands import Demands
 from pipedraft.inference.result import DecodeResult, Observer
-from pipedraft.inference.serving.requests import ApiRequest, ChatRequest, Json, RequestError
+from pipedraft.inference.serving.errors import Json, RequestError
+from pipedraft.inference.serving.logprobs import TokenLogprob, as_chat, as_completion, measure
+from pipedraft.inference.serving.requests import ApiRequest, ChatRequest
+from pipedraft.inference.text_stream import TextStream
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from pipedraft.inference.batch import Handle
@@ -30,6 +34,10 @@ class Piece:
     """The last token was a draft token that the target accepted."""
     steps: Sequence[Sequence[int]] = ()
     """Rows of every stage in each step since the piece before."""
+    logprobs: Sequence[TokenLogprob] = ()
+    """Of the tokens since the piece before, if they are asked for."""
+    num_tokens: int = 0
+    """Of the choice so far."""
     is_last: bool = False
 
 
@@ -48,7 +56,12 @@ class Choice(Observer):
     metrics: "Metrics"
     tell: Callable[[Piece], None]
     """Called by the thread that decodes."""
-    text: str = ""
+    demands: Demands = Demands()
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    skips_special: bool = True
+    num_logprobs: int | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     result: DecodeResult | None = None
     error: BaseException | None = None
     is_cancelled: bool = False
@@ -58,12 +71,15 @@ class Choice(Observer):
     has_ended: bool = False
     handle: "Handle | None" = None
     """The sequence in the batch engine; None: it has ended."""
-    _shown: int = 0
-    """Characters of ``text`` that were told."""
+    _told: list[str] = field(default_factory=list)
+    _rest: str = ""
+    """Text that was not told."""
+    _num_new: int = 0
+    _num_logprobs_told: int = 0
     _steps: list[Sequence[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.stream = TextStream(self.tokenizer)
+        self.stream = TextStream(self.tokenizer, skip_special_tokens=self.skips_special)
         self.submitted_s = time.monotonic()
         self.started_s = self.first_s = self.last_s = self.step_s = math.nan
 
@@ -87,40 +103,59 @@ class Choice(Observer):
         else:
             self.metrics.next_token(now_s - self.last_s)
         self.last_s = now_s
-        self.text += self.stream.add(token)
+        self._num_new += 1
+        if not self._is_silent_end(token):
+            self._rest += self.stream.add(token)
         self._cut()
-        shown = len(self.text) if self.is_stopped else len(self.text) - self._held()
-        self._tell(shown, is_drafted=is_drafted)
+        size = len(self._rest) - (0 if self.is_stopped else self._held())
+        self._tell(size, is_drafted=is_drafted)
         return self.is_stopped or self.is_cancelled
+
+    def logits(self, token: int, logits_V: "Tensor") -> None:
+        if self.num_logprobs is not None:
+            self.logprobs.append(measure(self.tokenizer, token, logits_V, self.num_logprobs))
+
+    def _is_silent_end(self, token: int) -> bool:
+        """Return whether a token ends the sequence without a text of its own, as in vLLM."""
+        is_end = token in self.end_ids
+        return is_end and (token in self.demands.stop_token_ids or not self.skips_special)
+
+    @property
+    def text(self) -> str:
+        return "".join((*self._told, self._rest))
 
     def end(self, result: DecodeResult | None, error: BaseException | None = None) -> None:
         """Nothing follows; without a result it was cancelled before its time, or has failed."""
         self.result, self.error = result, error
         if result is not None and not self.is_stopped:
-            self.text += self.stream.finish(result.text)
+            self._rest += self.stream.rest()
             self._cut()
         self.has_ended = True
         self.metrics.ended(self)
-        self._tell(len(self.text), is_last=True)
+        self._tell(len(self._rest), is_last=True)
 
-    def _tell(self, shown: int, **how: Any) -> None:
-        piece = self.text[self._shown : shown]
-        self._shown = max(shown, self._shown)
+    def _tell(self, size: int, **how: Any) -> None:
+        piece, self._rest = self._rest[:size], self._rest[size:]
+        if piece:
+            self._told.append(piece)
         steps, self._steps = self._steps, []
-        self.tell(Piece(self, piece, steps=steps, **how))
+        logprobs = self.logprobs[self._num_logprobs_told :]
+        self._num_logprobs_told = len(self.logprobs)
+        how |= {"steps": steps, "logprobs": logprobs, "num_tokens": self._num_new}
+        self.tell(Piece(self, piece, **how))
 
     def _cut(self) -> None:
         """End the text before the first stop string in it."""
-        places = [self.text.find(stop, self._shown) for stop in self.stop_strings]
+        places = [self._rest.find(stop) for stop in self.stop_strings]
         found = [place for place in places if place >= 0]
         if found:
-            self.text, self.is_stopped = self.text[: min(found)], True
+            self._rest, self.is_stopped = self._rest[: min(found)], True
 
     def _held(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
         longest = max(map(len, self.stop_strings), default=1) - 1
-        for size in range(min(longest, len(self.text) - self._shown), 0, -1):
-            if any(stop.startswith(self.text[-size:]) for stop in self.stop_strings):
+        for size in range(min(longest, len(self._rest)), 0, -1):
+            if any(stop.startswith(self._rest[-size:]) for stop in self.stop_strings):
                 return size
         return 0
 
@@ -234,17 +269,23 @@ class HttpAnswer:
         }
 
     def _choice(self, choice: Choice, text: str) -> Json:
-        said: Json = {"index": choice.index, "logprobs": None}
+        said: Json = {"index": choice.index, "logprobs": self._logprobs(choice.logprobs)}
         if self._is_chat:
             said["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             said["text"] = text
         return said | {"finish_reason": choice.finish_reason}
 
-    def _usage(self) -> Json:
+    def _logprobs(self, found: Sequence[TokenLogprob], first: int = 0) -> Json | None:
+        if self.asked.num_logprobs is None:
+            return None
+        return as_chat(found) if self._is_chat else as_completion(found, first)
+
+    def _usage(self, new: int | None = None) -> Json:
         first = {choice.index // self.asked.n: choice for choice in self.choices}
         prompt = sum(len(choice.prompt_ids) for choice in first.values())
-        new = sum(choice.num_tokens for choice in self.choices)
+        if new is None:
+            new = sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _end(self) -> Json:
@@ -255,27 +296,44 @@ class HttpAnswer:
     async def chunks(self) -> AsyncIterator[Json]:
         options = self.asked.stream_options
         rest: Json = {"usage": None} if options.include_usage else {}
+        is_told = options.include_usage and options.continuous_usage_stats
         if self._is_chat:
+            if is_told:
+                rest = {"usage": self._usage(0)}
             for choice in self.choices:
                 yield self._chunk(choice.index, {"role": "assistant", "content": ""}) | rest
         left = len(self.choices)
+        counts, sizes = dict[int, int](), dict[int, int]()
+        waiting = dict[int, list[TokenLogprob]]()
         async for piece in self._read():
             index = piece.choice.index
+            counts[index] = piece.num_tokens
+            if is_told:
+                rest = {"usage": self._usage(sum(counts.values()))}
+            found = waiting.setdefault(index, [])
+            found += piece.logprobs
+            logprobs: Json = {}
+            if found and (piece.text or self.asked.pipedraft_events or piece.is_last):
+                logprobs = {"logprobs": self._logprobs(found, sizes.get(index, 0))}
+                sizes[index] = sizes.get(index, 0) + sum(len(one.text) for one in found)
+                waiting[index] = []
             events: Json = {}
             if self.asked.pipedraft_events:
                 origin = "draft" if piece.is_drafted else "target"
                 events = {"pipedraft": {"origin": origin, "steps": piece.steps}}
             if piece.text or (events and not piece.is_last):
-                yield self._chunk(index, {"content": piece.text}) | events | rest
+                yield self._chunk(index, {"content": piece.text}, **logprobs) | events | rest
+                logprobs = {}
             if piece.is_last:
                 left -= 1
                 is_end = not left and not options.include_usage
                 end = {"seed": self._seed, "metrics": self._end()["metrics"]} if is_end else {}
-                yield self._chunk(index, {}, piece.choice.finish_reason) | rest | end
+                reason = piece.choice.finish_reason
+                yield self._chunk(index, {}, finish_reason=reason, **logprobs) | rest | end
         if options.include_usage:
             yield self._head | {"choices": []} | self._end()
 
-    def _chunk(self, index: int, delta: Json, finish_reason: str | None = None) -> Json:
-        said: Json = {"index": index, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(self, index: int, delta: Json, **fields: object) -> Json:
+        said: Json = {"index": index, "logprobs": None, "finish_reason": None} | fields
         said |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         return self._head | {"choices": [said]}

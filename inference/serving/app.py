@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from importlib.metadata import version
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,19 +23,26 @@ from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.admission import NOT_AGAIN, Admission, Admissions
 from pipedraft.inference.serving.answers import HttpAnswer, Piece
 from pipedraft.inference.serving.decoder import SequenceDecoder
+from pipedraft.inference.serving.errors import Json, RequestError
 from pipedraft.inference.serving.metrics import Metrics
+from pipedraft.inference.serving.openapi import openapi_document
 from pipedraft.inference.serving.requests import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
-    Json,
-    RequestError,
+    DetokenizeRequest,
+    Kind,
+    TokenizeRequest,
     parse,
+    parse_with_ignored,
 )
 
 log = getLogger(__name__)
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
 PAGE = Path(__file__).with_name("page.html").read_text()
+IGNORED = "x-pipedraft-ignored"
+MAX_IGNORED = 16
+"""Names in that header."""
 BODY_S = 20.0
 """For a request's body to arrive."""
 
@@ -63,17 +71,27 @@ class Service:
     """What the paths share: the decoder, the limits, and who is served."""
 
     def __init__(
-        self, decoder: SequenceDecoder, *, name: str, limits: HttpLimits, keys: Sequence[str] = ()
+        self,
+        decoder: SequenceDecoder,
+        *,
+        name: str,
+        limits: HttpLimits,
+        keys: Sequence[str] = (),
+        more_names: Sequence[str] = (),
+        vllm_metrics: bool = False,
     ) -> None:
         """
         Args:
             name: of the model, as clients call it.
+            more_names: that clients may call it, too.
+            vllm_metrics: metrics have vLLM's names beside their own.
             keys: one of which clients send; (): none is asked for.
         """
         self.decoder, self.name, self.limits, self.keys = decoder, name, limits, keys
         self.engine = decoder.engine
-        self.metrics = Metrics(name)
-        self.admissions = Admissions(decoder, name=name, limits=limits, metrics=self.metrics)
+        self.metrics = Metrics(name, has_vllm_names=vllm_metrics)
+        self.names = (name, *more_names)
+        self.admissions = Admissions(decoder, names=self.names, limits=limits, metrics=self.metrics)
         self.created = int(time.time())
         self.ending = asyncio.Event()
         """Answers end now, as far as they are."""
@@ -139,7 +157,8 @@ class Service:
 
     async def answer(self, request: HttpRequest, kind: type[ApiRequest]) -> Response:
         client = self.client_of(request)
-        asked = parse(await self.read_body(request), kind)
+        asked, ignored = parse_with_ignored(await self.read_body(request), kind)
+        headers = ignored_header(ignored)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
 
@@ -151,10 +170,10 @@ class Service:
         answer = HttpAnswer(asked, self.name, admission.choices, pieces)
         if asked.stream:
             admission.__enter__()
-            return EventStream(self, request, answer, admission)
+            return EventStream(self, request, answer, admission, headers)
         with admission:
             if await self.until_gone(request.receive, answer.whole()):
-                return JsonResponse(answer.body())
+                return JsonResponse(answer.body(), headers=headers)
         return Response(status_code=499)  # nobody is there to read it
 
     async def until_gone(
@@ -188,6 +207,13 @@ class Service:
         said = f"no answer within {self.limits.request_s:g} s; ask for fewer tokens"
         raise RequestError(said, status=504, code="timeout", headers=NOT_AGAIN)
 
+    async def read_tool(self, request: HttpRequest, kind: type[Kind]) -> Kind:
+        """A request that needs the tokenizer alone."""
+        self.client_of(request)
+        asked = parse(await self.read_body(request), kind)
+        self.admissions.check_model(getattr(asked, "model", None))
+        return asked
+
     # -- its end ----------------------------------------------------------------------------
 
     async def drain(self, hurry: asyncio.Event) -> None:
@@ -201,6 +227,12 @@ class Service:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(hurry.wait(), 0.05)
         self.ending.set()
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Header that names the fields of a request that were ignored; {}: none was."""
+    plain = sorted({re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in names})
+    return {IGNORED: ", ".join(plain[:MAX_IGNORED])} if plain else {}
 
 
 class JsonResponse(Response):
@@ -217,9 +249,15 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, service: Service, request: HttpRequest, answer: HttpAnswer, admission: Admission
+        self,
+        service: Service,
+        request: HttpRequest,
+        answer: HttpAnswer,
+        admission: Admission,
+        headers: Mapping[str, str],
     ):
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={**own, **headers})
         del self.headers["content-length"]
         self.service, self.request = service, request
         self.answer, self.admission = answer, admission
@@ -279,10 +317,10 @@ def make_app(service: Service) -> FastAPI:
     async def complete(request: HttpRequest) -> Response:
         return await service.answer(request, CompletionRequest)
 
-    def about() -> Json:
+    def about(name: str = "") -> Json:
         config = service.decoder.base
         return {
-            "id": service.name,
+            "id": name or service.name,
             "object": "model",
             "created": service.created,
             "owned_by": "pipedraft",
@@ -294,15 +332,44 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: HttpRequest) -> Response:
         service.client_of(request)
-        return JsonResponse({"object": "list", "data": [about()]})
+        return JsonResponse({"object": "list", "data": [*map(about, service.names)]})
 
     @app.get("/v1/models/{name:path}")
     async def model(request: HttpRequest, name: str) -> Response:
         service.client_of(request)
-        if name != service.name:
-            said = f"model: {name[:128]!r} is not here; this is {service.name!r}"
-            raise RequestError(said, status=404, param="model", code="model_not_found")
-        return JsonResponse(about())
+        service.admissions.check_model(name)
+        return JsonResponse(about(name))
+
+    @app.post("/tokenize")
+    async def tokenize(request: HttpRequest) -> Response:
+        asked = await service.read_tool(request, TokenizeRequest)
+        desk = service.admissions
+        if asked.messages is not None:
+            ids = desk.encode_messages(asked.messages)
+        else:
+            ids = desk.encode(asked.prompt or "", asked.add_special_tokens)
+        texts = desk.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        most = service.engine.target.max_positions
+        return JsonResponse(
+            {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts}
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(request: HttpRequest) -> Response:
+        asked = await service.read_tool(request, DetokenizeRequest)
+        size = service.engine.target.vocab_size
+        if max(asked.tokens, default=0) >= size:
+            said = f"tokens: {max(asked.tokens)} is no token; give 0 to {size - 1}"
+            raise RequestError(said, param="tokens")
+        return JsonResponse({"prompt": service.admissions.tokenizer.decode(asked.tokens)})
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return JsonResponse({"version": version("pipedraft")})
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JsonResponse(openapi_document())
 
     @app.get("/health")
     async def health() -> Response:

@@ -91,7 +91,14 @@ def run(
 ) -> None:
     """Serve until a signal or a lost rank; ``cluster``: of the engine's pipeline."""
     decoder = SequenceDecoder(engine, options)
-    service = Service(decoder, name=options.name, limits=options, keys=keys)
+    service = Service(
+        decoder,
+        name=options.name,
+        limits=options,
+        keys=keys,
+        more_names=options.names[1:],
+        vllm_metrics=options.vllm_metrics,
+    )
     if cluster is not None:
         cluster.watch.on_signal = lambda: service.end()
     files = {}

@@ -1,9 +1,12 @@
 """Counters of the server, named as vLLM names its own, under ``pipedraft:``."""
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from pipedraft.inference.serving.answers import Choice
@@ -12,13 +15,20 @@ if TYPE_CHECKING:
 STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
 REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+OWN, VLLM = "pipedraft:", "vllm:"
+NOT_VLLM = (
+    *("request_refused", "pipeline_steps", "step_time_seconds"),
+    "equivalent_acceptance_length",
+)
+"""Metrics that vLLM lacks."""
 LENGTHS = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 
 
 class Metrics:
     """Counters of one server; threads may tell it things at the same time."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, has_vllm_names: bool = False) -> None:
+        self._has_vllm_names = has_vllm_names
         self._registry = CollectorRegistry()
         self._model = model
         self._waiting = self._make(Gauge, "num_requests_waiting", "Sequences in the queue.")
@@ -110,4 +120,30 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         self._waiting.set(decoder.num_waiting)
         self._running.set(decoder.num_running)
-        return generate_latest(self._registry)
+        page = generate_latest(self._registry)
+        if not self._has_vllm_names:
+            return page
+        return page + generate_latest(self._vllm())
+
+    def _vllm(self) -> CollectorRegistry:
+        """Those metrics that vLLM has, under its names."""
+        registry = CollectorRegistry()
+        registry.register(_Renamed(self._registry))
+        return registry
+
+
+class _Renamed(Collector):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            name = metric.name.removeprefix(OWN)
+            if name in NOT_VLLM:
+                continue
+            renamed = Metric(VLLM + name, metric.documentation, metric.type)
+            renamed.samples = [
+                sample._replace(name=VLLM + sample.name.removeprefix(OWN))
+                for sample in metric.samples
+            ]
+            yield renamed

@@ -1,92 +1,34 @@
 """What clients ask for: the one parser of requests into typed, bounded structures."""
 
-import difflib
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from pipedraft.cli import one_line
-from pipedraft.inference.config import DecodeConfig
+from pipedraft.files import Values
+from pipedraft.inference.config import MIN_TEMPERATURE, DecodeConfig
+from pipedraft.inference.demands import Demands
 from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.serving.errors import RequestError
+from pipedraft.inference.serving.fields import plain_message, split_fields
 
-MAX_SEED = int(9e18)
+MAX_SEED = 2**63 - 1
 MAX_DEPTH = 16
 """Of arrays and objects in a request; its own structures have four levels."""
-Json: TypeAlias = dict[str, object]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 
-HARMLESS = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-    *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
-}
-"""Fields of OpenAI's that do not change the answer."""
-WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-}
-"""Fields that would change the answer, each with the values by which it does not."""
-
-
-class RequestError(Exception):
-    """A request that is not answered; said in the shape of OpenAI's errors."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.param, self.code, self.status = param, code, status
-        self.headers = dict(headers or {})
-
-    def to_dict(self) -> Json:
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error")
-        return {
-            "error": {
-                "message": one_line(str(self)),
-                "type": "server_error" if self.status >= 500 else kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-
 OF_STREAMS = ("stream_options", "pipedraft_events")
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Every chunk has the usage so far, if the last one has."""
     include_obfuscation: bool = False
 
 
@@ -96,14 +38,28 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Meta(max_length=1024)]
+    content: str | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
     name: Annotated[str, Meta(max_length=256)] = ""
+    reasoning_content: str = ""
+    reasoning: str = ""
+    """Newer name of ``reasoning_content``; clients send back what an answer had."""
+
+    def __post_init__(self) -> None:
+        if self.content is None:
+            if self.role != "assistant" or not (self.reasoning_content or self.reasoning):
+                raise ValueError("Object missing required field `content`")
+            self.content = ""
 
     def turn(self) -> dict[str, str]:
         """The message as chat templates read it."""
-        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
+        content = self.content or ""
+        parts = [content] if isinstance(content, str) else [part.text for part in content]
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(parts)}
+        turn = {"role": role, "content": "".join(parts)}
+        thought = self.reasoning_content or self.reasoning
+        if thought:  # the template decides of which turns the model sees it
+            turn["reasoning_content"] = thought
+        return turn
 
 
 class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -118,8 +74,13 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     typical_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     n: Annotated[int, Meta(ge=1, le=128)] = 1
-    seed: Annotated[int, Meta(ge=-MAX_SEED, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] = []
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    """No output ends by a token before it has so many."""
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
+    skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     pipedraft_events: bool = False
@@ -137,6 +98,20 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def num_prompts(self) -> int:
         return 1
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens that are told of beside each token; None: no log-probabilities."""
+        return None
+
+    def demands(self) -> Demands:
+        """What the request asks of logits and ends."""
+        return Demands(
+            ignores_eos=self.ignore_eos,
+            stop_token_ids=tuple(self.stop_token_ids),
+            min_tokens=self.min_tokens,
+            wants_logits=self.num_logprobs is not None,
+        )
+
     def config(self, base: DecodeConfig, *, seed: int, new_tokens: int) -> DecodeConfig:
         """How one sequence is decoded.
 
@@ -146,12 +121,13 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Raises:
             RequestError: a value that the engine does not take.
         """
-        is_sampled = self.temperature > 0
+        # Clients that take 0 for forbidden send 1e-6 or 1e-8 instead.
+        is_sampled = self.temperature >= MIN_TEMPERATURE
         filters = TokenFilters() if not is_sampled else self._filters()
         try:
             return replace(
                 base,
-                temperature=self.temperature,
+                temperature=self.temperature if is_sampled else 0.0,
                 verifier=base.verifier if is_sampled else "auto",
                 seed=seed,
                 max_new_tokens=new_tokens,
@@ -173,8 +149,14 @@ class ChatRequest(ApiRequest, kw_only=True):
     PATH = "/v1/chat/completions"
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
     max_completion_tokens: Count | None = None
-    chat_template_kwargs: Json = {}
+    chat_template_kwargs: Values = {}
     """Variables of the chat template, as vLLM has them."""
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     def longest(self) -> int | None:
         asked = [x for x in (self.max_completion_tokens, self.max_tokens) if x is not None]
@@ -185,6 +167,12 @@ class CompletionRequest(ApiRequest, kw_only=True):
     PATH = "/v1/completions"
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     """A text, its token ids, or several of one of these."""
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str) and len(set(map(type, self.prompt))) > 1:
@@ -201,11 +189,37 @@ class CompletionRequest(ApiRequest, kw_only=True):
         return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
 
 
-Kind = TypeVar("Kind", bound=ApiRequest)
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """vLLM's /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages")
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """vLLM's /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 def parse(body: bytes, kind: type[Kind]) -> Kind:
-    """A request's body.
+    """Read a request's body; see ``parse_with_ignored``."""
+    return parse_with_ignored(body, kind)[0]
+
+
+def parse_with_ignored(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
+    """Read a request's body, and name the unknown fields in it, which are ignored.
 
     Raises:
         RequestError: not JSON, or not such a request; the field is named.
@@ -218,38 +232,22 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
         raise RequestError("the body is not a JSON object", code="invalid_json")
     if is_deeper(content, MAX_DEPTH):
         raise RequestError(f"the body has more than {MAX_DEPTH} levels", code="invalid_json")
-    fields = {name: value for name, value in content.items() if value is not None}
-    known = kind.__struct_fields__
-    for name in fields.keys() - set(known) - HARMLESS:
-        if name not in WITHOUT_EFFECT:
-            near = difflib.get_close_matches(name[:64], known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise RequestError(
-                f"{name[:64]}: unknown field{hint}", param=name[:64], code="unknown_parameter"
-            )
-        given = fields[name], isinstance(fields[name], bool)  # 0 logprobs are the chosen token's
-        if given not in [(value, isinstance(value, bool)) for value in WITHOUT_EFFECT[name]]:
-            raise RequestError(
-                f"{name}: not supported; leave it out", param=name, code="unsupported_parameter"
-            )
-    fields = {name: fields[name] for name in known if name in fields}
+    fields, ignored = split_fields(content, kind.__struct_fields__)
     for name in OF_STREAMS:
         if fields.get(name) and not fields.get("stream"):
             raise RequestError(f"{name}: of an answer with stream: true alone", param=name)
+    options = fields.get("stream_options")
+    if isinstance(options, dict):
+        fields["stream_options"] = {name: x for name, x in options.items() if x is not None}
+        unknown = options.keys() - set(StreamOptions.__struct_fields__)
+        ignored += [f"stream_options.{name}" for name in unknown]
     messages = fields.get("messages")
     if isinstance(messages, list):
-        fields["messages"] = [without_nulls(turn) for turn in messages]
+        fields["messages"] = [plain_message(turn, ignored) for turn in messages]
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind), ignored
     except (msgspec.ValidationError, RecursionError) as error:
         raise wrong(str(error)) from error
-
-
-def without_nulls(turn: object) -> object:
-    """A message without the fields that clients send back as null, or as no calls."""
-    if not isinstance(turn, dict):
-        return turn
-    return {name: value for name, value in turn.items() if value not in (None, [])}
 
 
 def is_deeper(value: object, levels: int) -> bool:

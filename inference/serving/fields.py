@@ -1,0 +1,125 @@
+"""Fields of requests that are not parsed: harmless ones, those without effect, unknown ones."""
+
+import difflib
+from collections.abc import Collection, Mapping
+
+from pipedraft.inference.serving.errors import Json, RequestError
+
+HARMLESS = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "request_id"),
+    *("priority", "cache_salt", "include_reasoning", "separate_reasoning"),
+    *("guided_decoding_backend", "spaces_between_special_tokens"),
+}
+"""Fields of OpenAI's, vLLM's and SGLang's that do not change the answer."""
+WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "structured_outputs": ({},),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "lora_path", "mirostat"), ()),
+    "prompt_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "max_new_tokens": (),
+    "stop_sequences": ([],),
+}
+"""Fields that would change the answer, each with the values by which it does not."""
+OF_MESSAGES = {"role", "content", "name", "reasoning_content", "reasoning"}
+CHANGES_MESSAGES = {"tool_calls", "function_call", "tool_call_id", "prefix", "images", "audio"}
+"""Fields of a message that the model would see."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+TYPO = 0.8
+"""Likeness to a known field from which an unknown one is a slip, which would change the answer."""
+
+
+def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]]:
+    """Return the fields that are parsed, and the names of unknown ones, which are ignored.
+
+    Raises:
+        RequestError: a field that would change the answer and is not supported.
+    """
+    kept, ignored = dict[str, object](), list[str]()
+    for name, value in content.items():
+        if value is None or name in HARMLESS:
+            continue
+        if name in known:
+            kept[name] = value
+        elif name in WITHOUT_EFFECT:
+            given = value, isinstance(value, bool)
+            if given not in [(one, isinstance(one, bool)) for one in WITHOUT_EFFECT[name]]:
+                raise _unsupported(name)
+        elif near := difflib.get_close_matches(name[:64], known, 1, TYPO):
+            said = f"{name[:64]}: unknown field; did you mean {near[0]}?"
+            raise RequestError(said, param=name[:64], code="unknown_parameter")
+        else:
+            ignored.append(name)
+    return kept, ignored
+
+
+def _unsupported(name: str) -> RequestError:
+    said = f"{name}: not supported; leave it out"
+    return RequestError(said, param=name, code="unsupported_parameter")
+
+
+def plain_message(turn: object, ignored: list[str]) -> object:
+    """Return a message with the fields that are parsed; text parts of every client are alike.
+
+    Args:
+        ignored: names of unknown fields are added.
+
+    Raises:
+        RequestError: a field that the model would see and that is not supported.
+    """
+    if not isinstance(turn, dict):
+        return turn
+    # Clients send back what answers had: null, or no calls.
+    fields = {name: value for name, value in turn.items() if value not in (None, [])}
+    for name in fields.keys() & CHANGES_MESSAGES:
+        raise _unsupported(f"messages.{name}")
+    ignored += [f"messages.{x}" for x in fields.keys() - OF_MESSAGES - {"cache_control"}]
+    content = fields.get("content")
+    if isinstance(content, list):
+        fields["content"] = [_plain_part(part, ignored) for part in content]
+    return {name: value for name, value in fields.items() if name in OF_MESSAGES}
+
+
+def _plain_part(part: object, ignored: list[str]) -> object:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        return part
+    fields = {name: value for name, value in part.items() if value is not None}
+    if fields.get("type", "text") not in TEXT_PARTS:
+        return {"type": fields["type"]}  # refused by its type
+    unknown = fields.keys() - {"type", "text", "cache_control", "annotations"}
+    ignored += [f"messages.content.{name}" for name in unknown]
+    return {"type": "text"} | ({"text": fields["text"]} if "text" in fields else {})

@@ -1,0 +1,72 @@
+"""Log-probabilities of emitted tokens, in OpenAI's shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipedraft.inference.serving.errors import Json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's text and log-probability before temperature and filters, as vLLM has it."""
+
+    text: str
+    logprob: float
+    top: tuple["TokenLogprob", ...] = ()
+    """The most likely tokens there, the likeliest first."""
+
+
+def measure(
+    tokenizer: "PreTrainedTokenizerBase", token: int, logits_V: "Tensor", num_top: int
+) -> TokenLogprob:
+    """Return the log-probability of a token and of the most likely ones."""
+    logp_V = logits_V.float().log_softmax(-1)
+    best = logp_V.topk(min(num_top, len(logp_V)))
+    top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return TokenLogprob(
+        token_text(tokenizer, token),
+        float(logp_V[token]),
+        tuple(TokenLogprob(token_text(tokenizer, one), value) for one, value in top),
+    )
+
+
+def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
+    """Return the text of one token; SentencePiece's first space stays."""
+    text = str(tokenizer.decode([token]))
+    piece = tokenizer.convert_ids_to_tokens(token)
+    return f" {text}" if str(piece).startswith("\u2581") and text[:1] != " " else text
+
+
+def as_chat(found: Sequence[TokenLogprob]) -> Json:
+    """Return ``logprobs`` of a choice of a conversation."""
+    return {
+        "content": [_entry(one) | {"top_logprobs": [*map(_entry, one.top)]} for one in found],
+        "refusal": None,
+    }
+
+
+def _entry(one: TokenLogprob) -> Json:
+    return {"token": one.text, "logprob": one.logprob, "bytes": [*one.text.encode()]}
+
+
+def as_completion(found: Sequence[TokenLogprob], first: int) -> Json:
+    """Return ``logprobs`` of a choice of a plain completion.
+
+    Args:
+        first: characters of the tokens before these.
+    """
+    offsets = [first]
+    for one in found:
+        offsets.append(offsets[-1] + len(one.text))
+    return {
+        "tokens": [one.text for one in found],
+        "token_logprobs": [one.logprob for one in found],
+        # The emitted token is told of, too, as in OpenAI's answers.
+        "top_logprobs": [{other.text: other.logprob for other in (*one.top, one)} for one in found],
+        "text_offset": offsets[:-1],
+    }
