@@ -340,6 +340,31 @@ def make_app(service: Service) -> FastAPI:
         service.admissions.check_model(name)
         return JsonResponse(about(name))
 
+    @app.get("/health")
+    async def health() -> Response:
+        states = {
+            "draining": service.admissions.is_draining,
+            "failed": service.decoder.failure is not None,
+        }
+        bad = [name for name, holds in states.items() if holds]
+        return JsonResponse({"status": bad[-1] if bad else "ok"}, 503 if bad else 200)
+
+    @app.get("/metrics")
+    async def metrics(request: HttpRequest) -> Response:
+        service.client_of(request)
+        return Response(service.metrics.page(service.decoder), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def page() -> Response:
+        return Response(PAGE, media_type="text/html", headers=PAGE_HEADERS)
+
+    add_tools(app, service)
+    return app
+
+
+def add_tools(app: FastAPI, service: Service) -> None:
+    """Add the paths that need no decoding: the tokenizer, the version, the schema."""
+
     @app.post("/tokenize")
     async def tokenize(request: HttpRequest) -> Response:
         asked = await service.read_tool(request, TokenizeRequest)
@@ -370,23 +395,3 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/openapi.json")
     async def openapi() -> Response:
         return JsonResponse(openapi_document())
-
-    @app.get("/health")
-    async def health() -> Response:
-        states = {
-            "draining": service.admissions.is_draining,
-            "failed": service.decoder.failure is not None,
-        }
-        bad = [name for name, holds in states.items() if holds]
-        return JsonResponse({"status": bad[-1] if bad else "ok"}, 503 if bad else 200)
-
-    @app.get("/metrics")
-    async def metrics(request: HttpRequest) -> Response:
-        service.client_of(request)
-        return Response(service.metrics.page(service.decoder), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/")
-    async def page() -> Response:
-        return Response(PAGE, media_type="text/html", headers=PAGE_HEADERS)
-
-    return app
