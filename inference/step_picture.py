@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from torch import Tensor
 
 from pipedraft.inference.diagram import Diagram
 from pipedraft.inference.pipelines import Ahead, Returned
@@ -16,7 +17,7 @@ SHOWN_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Row:
+class FollowedRow:
     """A token under way."""
 
     place: int
@@ -32,8 +33,10 @@ class Row:
 
 
 @dataclass
-class Step:
-    stages: list[list[Row]]
+class PictureStep:
+    """Rows of every stage in one pipeline step, and what it made certain."""
+
+    stages: list[list[FollowedRow]]
     certain: list[int] = field(default_factory=list)
     """Places of the tokens that became certain after it."""
     restarts: bool = False
@@ -50,10 +53,10 @@ class RecordingPipeline(LocalPipeline):
         """
         super().__init__(target)
         self.text, self.prompt_length = text, prompt_length
-        self.steps: list[Step] = []
-        self._tree: list[Row] = []
-        self._queue: list[list[Row]] = []
-        self._under_way: list[list[Row]] = [[] for _ in range(target.num_stages)]
+        self.steps: list[PictureStep] = []
+        self._tree: list[FollowedRow] = []
+        self._queue: list[list[FollowedRow]] = []
+        self._under_way: list[list[FollowedRow]] = [[] for _ in range(target.num_stages)]
 
     def inject(self, segment: Segment) -> None:
         super().inject(segment)
@@ -65,7 +68,7 @@ class RecordingPipeline(LocalPipeline):
             ancestors = visible.nonzero()[:, 0].tolist()[:-1]
             is_right = position < len(self.text) and token == self.text[position]
             is_right = is_right and all(self._tree[row].is_right for row in ancestors)
-            row = Row(position - self.prompt_length, bool(ancestors), is_right)
+            row = FollowedRow(position - self.prompt_length, bool(ancestors), is_right)
             self._tree.append(row)
             rows.append(row)
         self._queue.append(rows)
@@ -75,10 +78,10 @@ class RecordingPipeline(LocalPipeline):
         self._under_way = [entering, *self._under_way[:-1]]
         returned = super().tick(ahead)
         assert [len(rows) for rows in self._under_way] == self.last_rows
-        self.steps.append(Step([list(rows) for rows in self._under_way]))
+        self.steps.append(PictureStep([list(rows) for rows in self._under_way]))
         return returned
 
-    def keep(self, keep: KeepRows) -> Any:
+    def keep(self, keep: KeepRows) -> dict[int, Tensor]:
         kept = [self._tree[row] for row in keep.rows if row < len(self._tree)]
         is_hit = len(keep.rows) > keep.num_committed
         self.steps[-1].restarts = not is_hit
@@ -104,7 +107,7 @@ def places_text(places: list[int]) -> str:
 
 def draw(
     title: str,
-    steps: list[Step],
+    steps: list[PictureStep],
     result: DecodeResult,
     *,
     draft_pass: float,
@@ -155,7 +158,9 @@ def draw_passes(picture: Diagram, x: float, top: float, width: float, forwards: 
     picture.text(x + width / 2, top + CELL / 2, str(forwards), size=11)
 
 
-def draw_step(picture: Diagram, x: float, tops: list[float], step: Step, number: int) -> None:
+def draw_step(
+    picture: Diagram, x: float, tops: list[float], step: PictureStep, number: int
+) -> None:
     width = STEP_WIDTH - GAP
     picture.text(x + STEP_WIDTH / 2, TOP - 13, str(number), "faint", size=10)
     for rows, top in zip(step.stages, tops[1:-1], strict=True):
@@ -183,7 +188,7 @@ def draw_step(picture: Diagram, x: float, tops: list[float], step: Step, number:
         picture.text(x + width / 2, tops[-1] + 22, "again", "bad", size=9.5)
 
 
-def draw_words(picture: Diagram, steps: list[Step], num_stages: int, y: float) -> None:
+def draw_words(picture: Diagram, steps: list[PictureStep], num_stages: int, y: float) -> None:
     entries = [
         ("certain", "certain when it entered"),
         ("right", "draft token that is right"),
