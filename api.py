@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import yaml
 from accelerate.state import AcceleratorState
@@ -109,7 +109,7 @@ class Model:
         max_new_tokens: int = 128,
         seed: int = 0,
         stream: Callable[[str], object] | bool = False,
-        **settings: Any,
+        **settings: object,
     ) -> Generation:
         """Answer one prompt; greedy output is the target's own, token by token.
 
@@ -258,7 +258,7 @@ def custom_generate(
     schedule: str | Schedule | None = None,
     stages: int | None = None,
     tree: str | TreeShape | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> CustomGenerate:
     """Return a decoding loop for transformers: ``target.generate(..., custom_generate=loop)``.
 
@@ -290,15 +290,34 @@ class TrainedHead:
     metrics: dict[str, float]
     """Of the last evaluation."""
 
-    def push_to_hub(self, repo: str, **options: Any) -> str:
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        private: bool = False,
+        revision: str | None = None,
+        message: str | None = None,
+        report: EvaluationReport | None = None,
+        target: str | None = None,
+    ) -> str:
         """Upload the head with a card, and return the address of the commit.
 
         Args:
             repo: user/name.
-            options: of ``Upload``: private, revision, message, results, target, is_half.
+            revision: branch; None: the main one.
+            report: evaluation of this head, for the card's table.
+            target: Hub id of the target, where the training knew it as a folder.
         """
         check_repo_id(repo)
-        upload = Upload(repo=repo, **options)
+        results = None if report is None else report.folder / "results.json"
+        upload = Upload(
+            repo=repo,
+            private=private,
+            revision=revision,
+            message=message,
+            results=results,
+            target=target,
+        )
         return push(prepare_upload(self.folder, upload), upload)
 
     def export(self, format: Layout, out: Place, *, target: str | None = None) -> list[Path]:
@@ -319,7 +338,8 @@ def train(
     target: Place | PreTrainedModel | Model,
     dataset: Sequence[object] | Dataset | DataConfig | Place,
     output_dir: Place,
-    **fields: Any,
+    data: Mapping[str, object] | None = None,
+    **fields: object,
 ) -> TrainedHead:
     """Train a draft head for a frozen target, as ``pipedraft train`` does.
 
@@ -331,15 +351,15 @@ def train(
         target: folder or Hub id; an object stands for what it was loaded from.
         dataset: conversations as lists of {"role", "content"}, a ``datasets.Dataset`` with a
             column ``messages`` or ``conversations``, a file, or a ``DataConfig``.
-        fields: of ``RunConfig``, such as max_steps=500, optim={"lr": 3e-4}, model={...}; ``data``
-            has the fields of a ``DataConfig`` beside the sources.
+        data: fields of a ``DataConfig`` beside the sources, such as {"max_length": 512}.
+        fields: of ``RunConfig``, such as max_steps=500, optim={"lr": 3e-4}, model={...}.
 
     Raises:
         ValueError: a field that is unknown or out of range, or data that cannot be used.
     """
     folder = Path(output_dir)
-    data = {**fields.pop("data", {}), **_data_fields(dataset, folder)}
-    values = {"method": method, "target": _name_of(target), "output_dir": str(folder), "data": data}
+    values: Values = {"method": method, "target": _name_of(target), "output_dir": str(folder)}
+    values["data"] = {**(data or {}), **_data_fields(dataset, folder)}
     plain = json.loads(json.dumps(values | fields, default=str))
     with tempfile.TemporaryDirectory() as place:
         config = Path(place, "config.yaml")
@@ -426,7 +446,7 @@ def evaluate(
     benchmarks: Sequence[str],
     limit: int | None = None,
     out: Place = "out/eval",
-    **options: Any,
+    **options: object,
 ) -> EvaluationReport:
     """Decode benchmarks and compare with autoregressive decoding, as ``pipedraft eval`` does.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor, StoppingCriteria
 
 from pipedraft.files import Values
 from pipedraft.inference.engine import Engine
@@ -35,15 +34,15 @@ class NoText:
 class Stopper(Observer):
     """End the sequence where one of transformers' further stopping criteria says so."""
 
-    def __init__(self, prompt_ids: list[int], criteria: Sequence[Any]) -> None:
+    def __init__(self, prompt_ids: list[int], criteria: Sequence[StoppingCriteria]) -> None:
         self.ids, self.criteria = list(prompt_ids), criteria
 
     def token(self, token: int, is_drafted: bool) -> bool:
         if not self.criteria:
             return False
         self.ids.append(token)
-        ids_1T = torch.tensor([self.ids])
-        return any(bool(criterion(ids_1T, None).all()) for criterion in self.criteria)
+        ids_1T, scores = torch.tensor([self.ids]), torch.empty(0)  # the engine has no scores here
+        return any(bool(criterion(ids_1T, scores).all()) for criterion in self.criteria)
 
 
 class CustomGenerate:
@@ -59,16 +58,17 @@ class CustomGenerate:
         self,
         model: PreTrainedModel,
         input_ids: Tensor,
-        logits_processor: Any = (),
-        stopping_criteria: Any = (),
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
         generation_config: GenerationConfig | None = None,
-        **model_kwargs: Any,
+        **kwargs: object,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Decode each prompt of a batch as transformers' own loop would.
 
         Raises:
             ValueError: a setting of ``generate`` that the engine does not have, by its name.
         """
+        model_kwargs: Values = kwargs
         config = generation_config or GenerationConfig()
         _refuse(config, logits_processor, model_kwargs)
         max_new_tokens = int(config.max_length) - input_ids.shape[1]
@@ -106,7 +106,9 @@ def _end_ids(config: GenerationConfig) -> tuple[int, ...]:
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
-def _refuse(config: GenerationConfig, processors: Any, model_kwargs: Values) -> None:
+def _refuse(
+    config: GenerationConfig, processors: Sequence[LogitsProcessor], model_kwargs: Values
+) -> None:
     """Refuse what would change the output and is not done here."""
     for name in ("num_beams", "num_return_sequences"):
         if (getattr(config, name, None) or 1) != 1:

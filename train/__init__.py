@@ -3,13 +3,16 @@
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipedraft.api import TrainedHead
 
 
 class _CallableModule(ModuleType):
     """Let one name be the package and the function: importing a part of it sets the name."""
 
-    def __call__(self, method: str, **settings: Any) -> Any:
+    def __call__(self, method: str, **settings: object) -> "TrainedHead":
         """Train a draft head; see ``pipedraft.api.train`` for the arguments."""
         return import_module("pipedraft.api").train(method, **settings)
 
