@@ -28,7 +28,7 @@ from pipedraft.eval.arguments import EvalOptions
 from pipedraft.eval.command import evaluate_drafts
 from pipedraft.eval.compare import Evaluated, compare_runs, format_comparison
 from pipedraft.eval.record import RunRecord, read_results
-from pipedraft.eval.report import format_table
+from pipedraft.eval.screen import screen_table
 from pipedraft.files import Values, write_atomically
 from pipedraft.inference.command import encode
 from pipedraft.inference.config import DecodeConfig
@@ -431,7 +431,7 @@ class EvaluationReport:
     """Lines of the table: the baseline first."""
 
     def __repr__(self) -> str:
-        return f"{format_table(self.entries)}\n{self.folder}/report.html"
+        return f"{screen_table(self.entries)}\n{self.folder}/report.html"
 
     def compare(self, other: EvaluationReport | Place) -> ComparisonText:
         """Return this evaluation compared with another, the baseline, prompt by prompt."""

@@ -17,11 +17,7 @@ SHOWN_STEPS = 20
 
 
 @dataclass(frozen=True)
-<<<<<<< HEAD
-class PictureRow:
-=======
 class FollowedRow:
->>>>>>> feat-api
     """A token under way."""
 
     place: int
@@ -38,13 +34,9 @@ class FollowedRow:
 
 @dataclass
 class PictureStep:
-<<<<<<< HEAD
-    stages: list[list[PictureRow]]
-=======
     """Rows of every stage in one pipeline step, and what it made certain."""
 
     stages: list[list[FollowedRow]]
->>>>>>> feat-api
     certain: list[int] = field(default_factory=list)
     """Places of the tokens that became certain after it."""
     restarts: bool = False
@@ -62,15 +54,9 @@ class RecordingPipeline(LocalPipeline):
         super().__init__(target)
         self.text, self.prompt_length = text, prompt_length
         self.steps: list[PictureStep] = []
-<<<<<<< HEAD
-        self._tree: list[PictureRow] = []
-        self._queue: list[list[PictureRow]] = []
-        self._under_way: list[list[PictureRow]] = [[] for _ in range(target.num_stages)]
-=======
         self._tree: list[FollowedRow] = []
         self._queue: list[list[FollowedRow]] = []
         self._under_way: list[list[FollowedRow]] = [[] for _ in range(target.num_stages)]
->>>>>>> feat-api
 
     def inject(self, segment: Segment) -> None:
         super().inject(segment)
@@ -82,11 +68,7 @@ class RecordingPipeline(LocalPipeline):
             ancestors = visible.nonzero()[:, 0].tolist()[:-1]
             is_right = position < len(self.text) and token == self.text[position]
             is_right = is_right and all(self._tree[row].is_right for row in ancestors)
-<<<<<<< HEAD
-            row = PictureRow(position - self.prompt_length, bool(ancestors), is_right)
-=======
             row = FollowedRow(position - self.prompt_length, bool(ancestors), is_right)
->>>>>>> feat-api
             self._tree.append(row)
             rows.append(row)
         self._queue.append(rows)
