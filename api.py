@@ -22,6 +22,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from pipedraft.chats import encode_chat
 from pipedraft.cli import UsageError, flag_name
 from pipedraft.data_recipes.config import DataConfig
 from pipedraft.eval.arguments import EvalOptions
@@ -48,7 +49,6 @@ from pipedraft.models.fingerprint import fingerprint_mismatch, read_target, targ
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 from pipedraft.pretrained import (
-    encode_chat,
     place_draft,
     quieten,
     read_config,
@@ -220,7 +220,7 @@ def load(
             for option, value in (("device", device), ("dtype", dtype)):
                 if value != "auto":
                     raise ValueError(f"{option}: {value!r}, but the target is loaded; leave it out")
-            name, model = target.name_or_path, target.eval()
+            name, model = str(target.name_or_path), target.eval()
             tokenizer = tokenizer or load_tokenizer(name)
         else:
             name, place = str(target), resolve_device(device, "device")
@@ -248,7 +248,7 @@ def _load_network(
     name = str(draft.folder if isinstance(draft, TrainedHead) else draft)
     if "draft_type" in read_config(model_folder(name), None, field="draft"):
         return place_draft(load_draft(name, target), target), {"checkpoint": name}
-    tokenizer = tokenizer or load_tokenizer(target.name_or_path)
+    tokenizer = tokenizer or load_tokenizer(str(target.name_or_path))
     return load_draft_model(name, target, tokenizer), {"draft_model": name}
 
 

@@ -100,7 +100,7 @@ def render_chat(
         return str(
             tokenizer.apply_chat_template(
                 turns,
-                tools=tools,
+                tools=tools,  # type: ignore[arg-type]
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **(template_variables(tokenizer) | dict(variables or {})),

@@ -220,7 +220,7 @@ class TurnFinder:
             # Annotated as str, returns (texts, generation marks of each text).
             rendered: Any = render_jinja_template(
                 [turns],
-                tools=self.chat.tools,
+                tools=self.chat.tools,  # type: ignore[arg-type]
                 chat_template=self.renderer.template,
                 return_assistant_tokens_mask=True,
                 **variables,

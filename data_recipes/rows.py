@@ -166,8 +166,8 @@ def _judge(
     if benchmarks is not None:
         row.contamination, shared = benchmarks.find("\n".join(texts))
         if row.contamination:
-            names = ", ".join(benchmarks.names_of(row.contamination))
-            raise RowRefused(CONTAMINATED, f"{names}: {shared}")
+            found = ", ".join(benchmarks.names_of(row.contamination))
+            raise RowRefused(CONTAMINATED, f"{found}: {shared}")
     if config.duplicates != "keep":
         row.identity = content_identity(parts)
 

@@ -120,7 +120,7 @@ class ScheduleOptions(Options):
     @classmethod
     def values(cls, parsed: Mapping[str, Any]) -> Values:
         given = {name: parsed[name] for name in setting_owners() if parsed[name] is not None}
-        return super().values(parsed) | {"settings": given}
+        return super().values(dict(parsed)) | {"settings": given}
 
     def to_dict(self) -> Values:
         found = super().to_dict()
@@ -247,7 +247,7 @@ SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise")
 class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     """target, draft and schedule"""
 
-    AT_MOST_ONE = (("checkpoint", "draft_model", "draft"),)
+    AT_MOST_ONE: ClassVar[Sequence[Sequence[str]]] = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: str | None = None
     """folder or Hub id of a trained draft"""

@@ -84,7 +84,7 @@ class CustomGenerate:
             self.results.append(engine.decode(prompt, prompt_index=index, observer=stopper))
         sequences_BT = _joined(input_ids, [result.token_ids for result in self.results], config)
         if config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences_BT)
+            return GenerateDecoderOnlyOutput(sequences=sequences_BT)  # type: ignore[arg-type]
         return sequences_BT
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.inference.arguments import TextStream
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.result import DecodeResult, Observer, shown
 from pipedraft.inference.step_picture import SHOWN_STEPS, RecordingPipeline, draw
+from pipedraft.inference.text_stream import TextStream
 from pipedraft.models.target import StagedTarget
 
 Connect = Callable[[StagedTarget], Pipeline]

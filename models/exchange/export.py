@@ -177,7 +177,7 @@ def _parts(
         return eagle_config(head), eagle_weights(head)
     if layout == "sglang" and isinstance(head, Eagle3):
         return sglang_config(head), sglang_weights(head)
-    if layout == "sglang" and not isinstance(head, DSpark):
+    if layout == "sglang" and isinstance(head, DFlash) and not isinstance(head, DSpark):
         return dflash_config(head), head.state_dict()
     found = read_target(name, revision)
     head.reference.check_fingerprint(found.fingerprint)

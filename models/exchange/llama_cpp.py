@@ -102,6 +102,7 @@ def load_head(folder: Path) -> tuple[Eagle3 | DFlash, list[float]]:
             f"{' and '.join(KINDS)} heads, give a checkpoint of one"
         )
     head = KINDS[kind].load(folder, description)
+    assert isinstance(head, Eagle3 | DFlash)
     if head.shares_head:
         found = read_target(head.reference.name, head.reference.revision)
         head.reference.check_fingerprint(found.fingerprint)
