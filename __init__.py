@@ -13,10 +13,10 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
+    from pipedraft.api import DecodeConfig as DecodeConfig
     from pipedraft.api import custom_generate as custom_generate
     from pipedraft.api import evaluate as evaluate
     from pipedraft.api import load as load
-    from pipedraft.inference.config import DecodeConfig as DecodeConfig
 
 PUBLIC = {
     "load": "pipedraft.api",

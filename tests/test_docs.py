@@ -58,7 +58,7 @@ def test_most_commands_are_found():
         "python -m pipedraft.eval compare out/a out/b --bogus",
         "python -m pipedraft.train --config configs/spd/none.yaml",
         "python -m pipedraft.train --config configs/spd/tiny.yaml --optim.momentum 1",
-        "python -m pipedraft.models export --checkpoint out/a --format gguf --out out/b",
+        "python -m pipedraft.models export --checkpoint out/a --format ggml --out out/b",
         "accelerate launch --config_file configs/accelerate/none.yaml -m pipedraft.train --config "
         "configs/spd/tiny.yaml",
         "accelerate launch --num_procs 2 -m pipedraft.train --config configs/spd/tiny.yaml",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from command_runs import assert_one_line, call
 from conftest import tiny_llama
-from test_gguf import write_gguf
+from gguf_runs import write_gguf
 from tiny_drafts import make_head, seeded
 
 from pipedraft.models import load_draft
