@@ -90,7 +90,8 @@ def check_folder(out: Path, config: Values, *, is_fresh: bool) -> None:
         return
     now = json.loads(to_json(config))
     for name in now.keys() & held.keys() - ANY_RUN:
-        if now[name] != held[name]:
+        is_same_device = name == "device" and "auto" in (now[name], held[name])
+        if now[name] != held[name] and not is_same_device:
             raise UsageError(
                 f"--out: {str(out)!r} holds another evaluation ({flag_name(name)} was "
                 f"{held[name]}, is {now[name]}); give another folder, or --fresh, which replaces it"

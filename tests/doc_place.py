@@ -117,7 +117,7 @@ SMALLER = {
     "pipedraft.train.features": SMALL_TRAINING,
     TARGETS: SMALL_TARGETS,
     "pipedraft.inference": ["--max-new-tokens=4"],
-    "pipedraft.eval": ["--benchmarks=gsm8k", *SMALL_EVALUATION],
+    "pipedraft.eval": ["--benchmarks=gsm8k", *SMALL_EVALUATION, "--fresh"],
     "pipedraft.data_recipes": [SOURCES, "--tokenizer=assets/target", "--data.decontaminate=[]"],
     "pipedraft.data_recipes.prompts": ["--functions=0"],  # looks through all of the library
     "pipedraft.data_recipes.regenerate": ["--max-tokens=4", "--batch=4"],

@@ -347,7 +347,9 @@ def test_what_a_draft_or_target_cannot_do_is_refused_by_name():
     head = make_head(target)
     engine_for(target, draft=head, schedule="spd", num_stages=2)  # EAGLE heads grow layers, too
     module = make_module(target, num_stages=2, num_layers=1).float()
-    with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*ppsd or spd"):
+    with pytest.raises(
+        ValueError, match=r"schedule: 'flowspec' grows trees.*spd or pipedec or ppsd"
+    ):
         engine_for(target, draft=module, schedule="flowspec", num_stages=2)
     with pytest.raises(ValueError, match=r"tree\.paths: \[0, 3\] has no parent"):
         TreeShape(kind="static", paths=((1,), (0, 3)))

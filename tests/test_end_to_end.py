@@ -114,14 +114,14 @@ def evaluated(trained, parent, tmp_path_factory) -> Path:
 def results_of(folder: Path) -> list[dict[str, Any]]:
     """Of every benchmark, then of all together."""
     results = json.loads((folder / "results.json").read_text())
-    assert {run["benchmark"] for run in results["runs"]} == {"gsm8k", "questions"}
+    assert {run["benchmark"] for run in results["runs"]} == {"pipedraft-math", "questions"}
     return [*results["runs"], *results["overall"]]
 
 
 def test_results_have_the_keys_of_the_contract_and_obey_its_definitions(evaluated):
     runs = results_of(evaluated)
     kinds = {(r["schedule"], r["benchmark"], r["temperature"], r["tree_width"]) for r in runs}
-    benchmarks = ("gsm8k", "questions", "overall")
+    benchmarks = ("pipedraft-math", "questions", "overall")
     assert kinds == {
         (schedule, benchmark, temperature, width)
         for schedule, widths in (("autoregressive", (1,)), ("spd", (1, 2)))
@@ -153,7 +153,7 @@ def test_every_greedy_text_was_compared_with_transformers_and_none_differs(evalu
     assert len(greedy) == 9
     for run in greedy:
         assert run["lossless"]["mismatches"] == 0
-        turns = {"gsm8k": 4, "questions": 5, "overall": 9}[run["benchmark"]]
+        turns = {"pipedraft-math": 4, "questions": 5, "overall": 9}[run["benchmark"]]
         assert run["lossless"]["checked"] == turns
     for run in runs:
         if run["temperature"] == 1:  # trees share plain decoding's noise, a chain does not
