@@ -99,7 +99,10 @@ class TraceFile:
 
 
 def _untimed(value: object) -> object:
-    return value | {"token_times_s": []} if isinstance(value, dict) else value
+    """Empty the times of a decoded turn; other values have none."""
+    if isinstance(value, dict) and "token_times_s" in value:
+        return value | {"token_times_s": []}
+    return value
 
 
 def read_lines(path: Path) -> tuple[str, list[tuple[str, object]]]:

@@ -11,7 +11,7 @@ import pytest
 from fork_server import forked, status_of
 
 import pipedraft
-from pipedraft.cli import run_command
+from pipedraft.cli import UsageError, run_command
 from pipedraft.eval import traces
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.traces import TraceFile
@@ -130,6 +130,9 @@ def test_other_settings_and_fresh_runs_do_not_read_old_traces(arguments, tmp_pat
     short = ["--benchmarks", "gsm8k", "--limit", "1", "--max-new-tokens", "4"]
     run(arguments(tmp_path, *short))
     first = len(lines(tmp_path))
+    with pytest.raises(UsageError, match="--seed was 0, is 7"):
+        run(arguments(tmp_path, *short, "--seed", "7"))
+    (tmp_path / "manifest.json").unlink()  # as an evaluation that did not end
     run(arguments(tmp_path, *short, "--seed", "7"))
     assert len(lines(tmp_path)) > first
     run(arguments(tmp_path, *short, "--fresh"))

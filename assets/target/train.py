@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipedraft.cli import leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 import torch
 from byte_pairs import train_tokenizer
 from jsonargparse import ArgumentParser
@@ -28,7 +33,6 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from pipedraft.cli import run_command
 from pipedraft.data_recipes.config import DataConfig
 from pipedraft.data_recipes.recipe import load_data
 from pipedraft.train.config import OptimConfig
