@@ -329,7 +329,7 @@ def test_a_saved_head_loads_and_refuses_another_target_or_cut(tmp_path):
         load_draft(str(tmp_path), tiny_llama(layers=6))
     with pytest.raises(ValueError, match="num_stages: 2, but this draft was trained for 4"):
         engine_for(target, draft=loaded, schedule="ppsd", num_stages=2)
-    with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*or ppsd"):
+    with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*choose ppsd or"):
         engine_for(target, draft=loaded, schedule="flowspec", num_stages=4)
 
 

@@ -42,8 +42,7 @@ def arguments(server: FakeServer, data: Path, out: Path, *more: object) -> list[
 def start(given: list[str]) -> subprocess.Popen:
     """In a process that has time to leave in order, however busy the machine is."""
     program = (
-        f"import runpy; from pipedraft import errors; errors.INTERRUPT_S = {LIMIT_S}; "
-        "runpy.run_module('pipedraft.data_recipes.regenerate', run_name='__main__')"
+        "import runpy; runpy.run_module('pipedraft.data_recipes.regenerate', run_name='__main__')"
     )
     command = [sys.executable, "-c", program, *given]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
