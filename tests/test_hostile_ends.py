@@ -201,7 +201,8 @@ def test_every_command_can_be_interrupted_while_it_loads():
             before = text.partition("    leave_at_interrupts()\n")[0]
             imported = re.findall(r"^(?:from|import) ([\w.]+)", before, re.M)
             slow = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
-            assert slow == {"pipedraft.cli"}, path
+            # The help of training is a text without any library.
+            assert slow - {"pipedraft.train.help"} == {"pipedraft.cli"}, path
             commands.add(path.parent.name)
     assert {"train", "eval", "inference", "models", "data_recipes"} <= commands
 
