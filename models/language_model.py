@@ -123,7 +123,7 @@ def padded(embedding: nn.Module, num_rows: int) -> nn.Embedding:
     """An embedding with rows of zeros for the ids that only the target has, which no token is."""
     weight = embedding.weight.detach()  # type: ignore[union-attr]
     rows = torch.cat([weight, weight.new_zeros(num_rows - len(weight), weight.shape[1])])
-    return nn.Embedding(*rows.shape, _weight=rows).requires_grad_(False)
+    return nn.Embedding(len(rows), rows.shape[1], _weight=rows).requires_grad_(False)
 
 
 class _LayerCaches:
