@@ -4,9 +4,7 @@ A benchmark is read from files in its own published format, from Spec-Bench's fi
 from any .jsonl file.
 """
 
-import gzip
 import json
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipedraft
+from pipedraft.data_recipes.config import Source
+from pipedraft.data_recipes.sources import read_source
 from pipedraft.eval.scores import find_number
-from pipedraft.files import Values, bounded_lines, read_text
+from pipedraft.files import Values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,6 @@ HUB_PREFIX = "hub:"
 PACKAGED = {"mt_bench": "pipedraft-chat", "gsm8k": "pipedraft-math", "humaneval": "pipedraft-code"}
 """What results call the repository's own prompts in the form of a benchmark, which they are not."""
 FORMS = {name: form for form, name in PACKAGED.items()}
-MAX_ROW_BYTES = 2**22
 SPEC_BENCH_SOURCE = (
     "put Spec-Bench's question.jsonl (github.com/hemingkx/Spec-Bench, data/spec_bench) into "
     "DIR/spec_bench and give --data-dir DIR"
@@ -274,17 +273,10 @@ Parse = Callable[[Row, str], Prompt]
 
 
 @dataclass(frozen=True)
-class HubSet:
-    repository: str
-    configuration: str | None
-    split: str
-
-
-@dataclass(frozen=True)
 class Benchmark:
     files: tuple[str, ...]
     """Paths below the data folder; the first that exists is read."""
-    hub: HubSet | None
+    hub: Source | None
     parse: Parse
     """One row of its own format."""
     category: str | None = None
@@ -310,20 +302,23 @@ def _part(category: str) -> Benchmark:
 
 BENCHMARKS = {
     "mt_bench": Benchmark(
-        ("mt_bench/question.jsonl",), HubSet("philschmid/mt-bench", None, "train"), _questions
+        ("mt_bench/question.jsonl",), Source(path="philschmid/mt-bench"), _questions
     ),
     "gsm8k": Benchmark(
-        ("gsm8k/test.jsonl",), HubSet("openai/gsm8k", "main", "test"), _gsm8k, "math"
+        ("gsm8k/test.jsonl",),
+        Source(path="openai/gsm8k", subset="main", split="test"),
+        _gsm8k,
+        "math",
     ),
     "humaneval": Benchmark(
         ("humaneval/HumanEval.jsonl", "humaneval/HumanEval.jsonl.gz"),
-        HubSet("openai/openai_humaneval", None, "test"),
+        Source(path="openai/openai_humaneval", split="test"),
         _humaneval,
         "code",
     ),
     "alpaca": Benchmark(
         ("alpaca/alpaca_data.json", "alpaca/alpaca_data.jsonl", "alpaca/question.jsonl"),
-        HubSet("tatsu-lab/alpaca", None, "train"),
+        Source(path="tatsu-lab/alpaca"),
         _alpaca,
         "instruction",
     ),
@@ -349,63 +344,29 @@ ALIASES = {"nq": "natural_questions", "math-500": "math500", "arena-hard": "aren
 FILE_ENDINGS = (".jsonl", ".jsonl.gz")
 
 
-def _read_json(path: Path) -> Rows:
-    """Every entry of a file that is one JSON list."""
+def _read_rows(source: Source, option: str) -> Rows:
+    """Yield the rows of a JSON file or a Hub data set, as recipes read them."""
     try:
-        rows = json.loads(read_text(path, "--data-dir"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}:{error.lineno}: not JSON ({error.msg}); write one list of objects"
-        ) from error
-    except RecursionError as error:
-        raise ValueError(f"{path}: nested too deeply; write one list of objects") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path}: {str(rows)[:40]!r} is no list of objects; write [{{...}}, ...]")
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}:{number}", row
+        for row in read_source(source):
+            if row.error:
+                raise ValueError(f"{row.location}: {row.error}; fix the row")
+            yield row.location, _parse_row(row.text, row.location)
+    except ValueError as error:
+        message = str(error)
+        if not message.startswith("sources."):
+            raise
+        raise ValueError(f"{option}: {message.partition(': ')[2]}") from error
 
 
-def _read_jsonl(path: Path) -> Rows:
-    """Every line that is not blank."""
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+def _parse_row(text: str, where: str) -> Row:
     try:
-        with opener(path, "rb") as file:
-            for number, line in enumerate(bounded_lines(file, MAX_ROW_BYTES), start=1):
-                where = f"{path}:{number}"
-                if line is None:
-                    raise ValueError(f"{where}: more than {MAX_ROW_BYTES} bytes; shorten the row")
-                if line.strip():
-                    yield where, _parse_row(line, where)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: no whole gzip file ({error}); fetch it again") from error
-
-
-def _parse_row(line: bytes, where: str) -> Values:
-    try:
-        row = json.loads(line)
+        row = json.loads(text)
         json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg}); write one object per line") from error
-    except (UnicodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error}); write one object per line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {str(row)[:40]!r} is not an object; write {{...}}")
     return row
-
-
-def _read_hub(source: HubSet) -> Rows:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(source.repository, source.configuration, split=source.split)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"--data-dir: {source.repository} (split {source.split}) cannot be read from the Hub "
-            f"({reason}); give --data-dir DIR with the benchmark files"
-        ) from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{source.repository}:{number}", row
 
 
 def _hub_rows(name: str, repository: str) -> Rows:
@@ -416,12 +377,12 @@ def _hub_rows(name: str, repository: str) -> Rows:
     """
     hub = BENCHMARKS[name].hub
     if repository:
-        hub = replace(hub, repository=repository) if hub else HubSet(repository, None, "train")
+        hub = replace(hub or Source(path=repository), path=repository)
     if hub is None:
         is_part = SPEC_BENCH_FILE in BENCHMARKS[name].files
         fix = SPEC_BENCH_SOURCE if is_part else f"put {BENCHMARKS[name].files[0]} into DIR"
         raise ValueError(f"--data-dir: the Hub has no {name} of its authors; {fix}")
-    return _read_hub(hub)
+    return _read_rows(hub, "--data-dir")
 
 
 def _benchmark_file(name: str, data_dir: str | Path | None) -> Path:
@@ -449,7 +410,7 @@ def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse
         rows = _hub_rows(name, data_dir.removeprefix(HUB_PREFIX))
     else:
         path = _benchmark_file(name, data_dir)
-        rows = _read_json(path) if path.suffix == ".json" else _read_jsonl(path)
+        rows = _read_rows(Source(path=str(path)), "--data-dir")
 
     is_own = data_dir is None or Path(data_dir).resolve() == ASSETS.resolve()
     shown = PACKAGED.get(name, name) if is_own else name
@@ -476,7 +437,9 @@ def _rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse]:
         path = Path(name)
         if not path.is_file():
             raise ValueError(f"--benchmarks: there is no file {name!r}; check the path")
-        return _read_jsonl(path), lambda row, where: _own_prompt(task, row, where)
+        return _read_rows(Source(path=name), "--benchmarks"), lambda row, where: _own_prompt(
+            task, row, where
+        )
     if task in BENCHMARKS:
         return _benchmark_rows(task, data_dir)
     near = get_close_matches(name, BENCHMARKS, n=1, cutoff=0.4)

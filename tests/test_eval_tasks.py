@@ -53,7 +53,7 @@ def test_a_damaged_gzip_file_is_an_error_that_names_it(tmp_path, fault) -> None:
     whole, path = gzip.compress(rows), tmp_path / "mine.jsonl.gz"
     damaged = whole[:10] + b"\xff" + whole[11:]
     path.write_bytes({"short": whole[:-40], "damaged": damaged, "plain": rows}[fault])
-    with pytest.raises(ValueError, match="mine.jsonl.gz: no whole gzip file .*; fetch it again"):
+    with pytest.raises(ValueError, match="mine.jsonl.gz. is not a whole gzip file .*; compress"):
         load_task(str(path))
 
 
@@ -160,7 +160,7 @@ def test_unreachable_hub_is_an_error_with_a_fix(monkeypatch) -> None:
         raise ConnectionError("no network")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"no network.*--data-dir DIR"):
+    with pytest.raises(ValueError, match=r"--data-dir: .*no network"):
         load_task("gsm8k", "hub:")
 
 
