@@ -19,8 +19,8 @@ from serve_runs import Raw, RawConnection, in_loop, opening
 from pipedraft.inference.__main__ import main
 from pipedraft.inference.edge import serve as serve_command
 from pipedraft.inference.edge.session_messages import REPLIES, Close
-from pipedraft.inference.edge.stream import Access
-from pipedraft.inference.edge.wire import HEALTH, NOT_SERVING, SERVING
+from pipedraft.inference.edge.stream import Access, read_description
+from pipedraft.inference.edge.wire import SERVICE
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.layers import LayerConfig
@@ -140,15 +140,18 @@ async def test_sigterm_lets_the_open_session_end_and_refuses_new_ones(plain_serv
     """The last test with this server."""
     process, address = plain_server
     async with RawConnection(Access(server=address)) as connection:
-        check = connection.channel.unary_unary(f"/{HEALTH}/Check")
-        assert await check(b"") == SERVING
+        describe = connection.channel.unary_unary(f"/{SERVICE}/Describe")
+
+        async def is_serving() -> bool:
+            return read_description(await describe(b"")).is_serving
+
+        assert await is_serving()
         raw, late = Raw(connection), Raw(connection)
         await raw.send(opening([1, 2, 3]))
         (first,) = await raw.read(1)
         process.send(signal.SIGTERM)
-        while await check(b"") == SERVING:
+        while await is_serving():
             await asyncio.sleep(0.05)
-        assert await check(b"") == NOT_SERVING
         await late.send(opening([1]))
         refused = await late.end()
         replies = [first, *await raw.read(23)]

@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from logging import INFO, Formatter, StreamHandler, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -53,8 +52,6 @@ class SessionServerOptions(SecurityOptions, SessionLimits, PlaceOptions):
 
     target: str
     """folder or Hub id"""
-    access_log: bool = False
-    """a line on stderr for each session, refusal and end, with the client's address"""
 
 
 build_parser = SessionServerOptions.parser
@@ -75,12 +72,6 @@ def run(argv: Sequence[str]) -> None:
     from pipedraft.pretrained import quieten, resolve_device, resolve_dtype
 
     quieten()
-    if options.access_log:
-        lines = StreamHandler()
-        lines.setFormatter(Formatter("%(asctime)s %(message)s"))
-        access = getLogger("pipedraft.inference.edge.server.access")
-        access.addHandler(lines)
-        access.setLevel(INFO)
     tokenizer = load_tokenizer(options.target)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device, options.target)

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-access = logging.getLogger(f"{__name__}.access")
-"""Sessions, refusals and ends, with clients."""
 
 SWEEP_S = 0.25
 
@@ -57,7 +55,7 @@ class Security:
     """PEM chain; None: plain text."""
     key: bytes | None = None
     tokens: tuple[str, ...] = ()
-    """One of which every client must send; (): none. With several, the access log numbers them."""
+    """One of which every client must send; (): none."""
 
 
 class Server:
@@ -113,7 +111,7 @@ class Server:
         """
         grpc = self._grpc
         message_bytes = self.limits.max_message_kb * 2**10
-        # Streams beyond the sessions: Describe, Health, and the refusals.
+        # Streams beyond the sessions: Describe, and the refusals.
         options = wire.server_options(message_bytes, 2 * self.limits.max_sequences + 16)
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers(self._handlers())
@@ -175,17 +173,11 @@ class Server:
 
     def _handlers(self) -> tuple[wire.Untyped, ...]:
         grpc = self._grpc
-        services = {
-            wire.SERVICE: {
-                "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
-                "Session": grpc.stream_stream_rpc_method_handler(self._session),
-            },
-            wire.HEALTH: {"Check": grpc.unary_unary_rpc_method_handler(self._check)},
+        methods = {
+            "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
+            "Session": grpc.stream_stream_rpc_method_handler(self._session),
         }
-        return tuple(
-            grpc.method_handlers_generic_handler(name, methods)
-            for name, methods in services.items()
-        )
+        return (grpc.method_handlers_generic_handler(wire.SERVICE, methods),)
 
     # -- computing --------------------------------------------------------------------------
 
@@ -250,20 +242,10 @@ class Server:
         stream = session.stream
         stream.put(replies)
         if session.core.is_closed:
-            access.info(
-                "%s closed session %d: %d passes", stream.client, session.number, session.num_passes
-            )
             self.table.drop(session)
             stream.finish(SessionRefused("OK", ""))
 
     # -- calls ------------------------------------------------------------------------------
-
-    async def _check(self, request: bytes, context: wire.Untyped) -> bytes:
-        """Alive for "", ready for the service's name: there is room for a session."""
-        if request not in (wire.LIVENESS, wire.READINESS):
-            await self._refuse(context, SessionRefused("NOT_FOUND", "health: no such service here"))
-        is_well = self.table.has_room if request else not self.table.is_draining
-        return wire.SERVING if is_well else wire.NOT_SERVING
 
     async def _describe(self, request: bytes, context: wire.Untyped) -> bytes:
         await self._authenticate(context)
@@ -279,8 +261,8 @@ class Server:
     async def _session(
         self, requests: AsyncIterator[bytes], context: wire.Untyped
     ) -> AsyncIterator[bytes]:
-        client = await self._authenticate(context)
-        stream = ReplyStream(client)
+        await self._authenticate(context)
+        stream = ReplyStream()
         self._streams.add(stream)
         reading = asyncio.create_task(self._read(requests, stream))
         try:
@@ -327,11 +309,6 @@ class Server:
         if not isinstance(opening, Open):
             raise SessionRefused("INVALID_ARGUMENT", "session: not open; send Open first")
         session = self.table.open(opening, time.monotonic(), stream)
-        access.info(
-            "%s opened session %d: %d prompt tokens, %d new at most, %d sessions",
-            *(stream.client, session.number, len(opening.prompt_ids)),
-            *(opening.settings.max_new_tokens, len(self.table.held)),
-        )
         self._receive(session, opening)
         return session
 
@@ -345,26 +322,16 @@ class Server:
 
     # -- refusals ---------------------------------------------------------------------------
 
-    async def _authenticate(self, context: wire.Untyped) -> str:
-        """Who calls: the number of its token where there are several, else its address."""
-        address = str(context.peer()).rpartition(":")[0]
+    async def _authenticate(self, context: wire.Untyped) -> None:
+        """Refuse a caller without one of the tokens, where there are some."""
         if not self.security.tokens:
-            return address
+            return
         given = str(dict(context.invocation_metadata()).get("authorization", "")).encode()
-        number = find_token(given, self.security.tokens)
-        if number is None:
-            access.warning("%s refused: token missing or wrong", address)
-            await self._refuse(
-                context,
-                SessionRefused(
-                    "UNAUTHENTICATED",
-                    "token: missing or wrong; set PIPEDRAFT_TOKEN to the server's",
-                ),
-            )
-        return f"token {number + 1}" if len(self.security.tokens) > 1 else address
+        if find_token(given, self.security.tokens) is None:
+            text = "token: missing or wrong; set PIPEDRAFT_TOKEN to the server's"
+            await self._refuse(context, SessionRefused("UNAUTHENTICATED", text))
 
     async def _refuse(self, context: wire.Untyped, refusal: SessionRefused) -> NoReturn:
-        access.info("%s ended: %s, %s", context.peer(), refusal.code, refusal)
         await context.abort(self._grpc.StatusCode[refusal.code], str(refusal))
         raise AssertionError("abort ends the call")
 

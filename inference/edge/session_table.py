@@ -46,8 +46,7 @@ class MessageRate:
 class ReplyStream:
     """Replies on their way to one connected edge."""
 
-    def __init__(self, client: str = "") -> None:
-        self.client = client
+    def __init__(self) -> None:
         self.session: HeldSession | None = None
         self.end: SessionRefused | None = None
         """Why the stream is to end; code OK: the sequence is complete."""
@@ -86,7 +85,6 @@ class HeldSession:
     """An open session and its memory."""
 
     number: int
-    """Name in the access log."""
     core: TargetSession
     stream: ReplyStream
     reserved_bytes: int
@@ -111,10 +109,6 @@ class SessionTable:
         """Open sessions by number."""
         self.num_opened = self.num_expired = 0
         self.is_draining = False
-
-    @property
-    def has_room(self) -> bool:
-        return not self.is_draining and len(self.held) < self.limits.max_sequences
 
     @property
     def reserved_bytes(self) -> int:

@@ -15,13 +15,6 @@ from typing import Any, TypeAlias
 Untyped: TypeAlias = Any
 """An object of grpc, which has no types."""
 SERVICE = "pipedraft.EdgeCloud"
-HEALTH = "grpc.health.v1.Health"
-"""The service that load balancers and ``grpc_health_probe`` ask."""
-SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
-"""HealthCheckResponse, its field 1 being 1 or 2."""
-LIVENESS = b""
-READINESS = b"\x0a\x12" + SERVICE.encode()
-"""HealthCheckRequest, its field 1 naming no service, or this one."""
 NUM_PASSES = "passes"
 """Trailing metadata of a session that ended: passes over the target after the prompt's."""
 FRAME_BYTES = 2**16
