@@ -336,6 +336,4 @@ def test_policies_are_parsed() -> None:
             parse_policy(text)
     with pytest.raises(ValueError, match="draft_length.max_length: 0 is below 1"):
         Geometric(0)
-    with pytest.raises(ValueError, match="draft_length.memory: 1 rounds; give more than 1"):
-        Geometric(8, memory=1)
     assert Alg2.caveat and Eq11.caveat and not Geometric.caveat

@@ -13,10 +13,8 @@ times, and a policy asks ``Link.state`` or a ``LinkEstimate`` what a round would
 """
 
 import csv
-import io
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -25,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 
+from pipedraft.cli import check_ranges
 from pipedraft.files import read_text
 
 Direction = Literal["up", "down"]
@@ -119,17 +118,15 @@ class Link:
                 f"link.delay_s: from {min(self.delay_s.values)} to {max(self.delay_s.values)}; "
                 "give finite numbers of 0 or more"
             )
-        if not 0 <= self.loss < 1:
-            raise ValueError(f"link.loss: {self.loss} is no share of lost packets; give 0 to 0.99")
+        ranges = {"loss": "[0, 1)"}
+        ranges |= dict.fromkeys(("retransmit_round_trips", "header_bytes"), "[0, inf)")
+        check_ranges(self, ranges, "link.")
         longest_s = max(self.delay_s.values)
         if not 0 <= self.jitter_s <= longest_s:
             raise ValueError(
                 f"link.jitter_s: {self.jitter_s} either way on a delay of {longest_s}; give 0 up "
                 "to the delay"
             )
-        for name in ("retransmit_round_trips", "header_bytes"):
-            if vars(self)[name] < 0:
-                raise ValueError(f"link.{name}: {vars(self)[name]} is negative; give 0 or more")
 
     @classmethod
     def constant(
@@ -305,9 +302,7 @@ class EnergyModel:
     """Once at the end, before the radio sleeps again."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"energy.{name}: {value} is no energy; give 0 or more, finite")
+        check_ranges(self, dict.fromkeys(vars(self), "[0, inf)"), "energy.")
 
     def joules(self, channel: Channel, *, num_drafted: int, elapsed_s: float) -> dict[str, float]:
         """Energy by cause: draft, up, down, idle, tail."""
@@ -352,7 +347,7 @@ def read_trace(path: Path, *, base: Link | None = None) -> Link:
     Args:
         base: has what the file has no column for.
     """
-    rows = list(_trace_rows(path))
+    rows = _trace_rows(path)
     starts_s = tuple(row["t_ms"] / 1e3 for row in rows)
     period_s = (2 * rows[-1]["t_ms"] - rows[-2]["t_ms"]) / 1e3
     columns = {
@@ -385,39 +380,24 @@ def _scaled(steps: Steps, factor: float) -> Steps:
     return replace(steps, values=tuple(value * factor for value in steps.values))
 
 
-def _trace_rows(path: Path) -> Iterator[dict[str, float]]:
-    """Rows of a trace as numbers.
+def _trace_rows(path: Path) -> list[dict[str, float]]:
+    """Read the rows of a trace as numbers.
 
     Raises:
-        ValueError: names the file, the line and the column.
+        ValueError: names the file, and the line where one is wrong.
     """
-    previous_ms, count = -math.inf, 0
-    reader = csv.DictReader(io.StringIO(read_text(path, "link"), newline=""))
+    rows: list[dict[str, float]] = []
+    reader = csv.DictReader(read_text(path, "link").splitlines())
     try:
-        if reader.fieldnames is None or "t_ms" not in reader.fieldnames:
-            raise ValueError(f"{path}: has no column t_ms; the first line names the columns")
-        wanted = [name for name in ("t_ms", *TRACE_COLUMNS) if name in reader.fieldnames]
-        for count, row in enumerate(reader, start=1):
-            line = f"{path}, line {reader.line_num}"
-            numbers = {name: _number(row[name], f"{line}: {name}") for name in wanted}
-            time_ms = numbers["t_ms"]
-            if count == 1 and time_ms:
-                raise ValueError(f"{line}: t_ms is {time_ms:g}; traces begin at 0")
-            if time_ms <= previous_ms:
-                raise ValueError(f"{line}: t_ms is {time_ms:g} after {previous_ms:g}; sort by time")
-            previous_ms = time_ms
-            yield numbers
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num + 1}: {error}; mend it") from error
-    if count < 2:
-        raise ValueError(f"{path}: has {count} rows; a trace needs two, to know when it repeats")
-
-
-def _number(text: str | None, place: str) -> float:
-    try:
-        value = float(text or "")
-    except ValueError:
-        raise ValueError(f"{place} is {text!r}; give a number") from None
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{place} is {text!r}; give 0 or more, finite")
-    return value
+        wanted = {"t_ms", *TRACE_COLUMNS} & {*(reader.fieldnames or ())}
+        for row in reader:
+            rows.append({name: float(row[name] or "") for name in wanted})
+            if not all(0 <= value < math.inf for value in rows[-1].values()):
+                raise ValueError(f"{rows[-1]}")
+    except (csv.Error, ValueError) as error:
+        where = f"{path}, line {reader.line_num}"
+        raise ValueError(f"{where}: {error}; give finite numbers of 0 or more") from error
+    times_ms = [row.get("t_ms", math.nan) for row in rows]
+    if len(rows) < 2 or times_ms[0] or any(a >= b for a, b in pairwise(times_ms)):
+        raise ValueError(f"{path}: t_ms must rise from 0 over two rows or more")
+    return rows

@@ -198,20 +198,6 @@ class Estimates:
         return replace(cost, early_s_K=np.where(time_s_K >= self.verify_s, self.verify_s, 0.0))
 
 
-def check_estimate(memory: float, acceptance: float, weight: float) -> None:
-    """Refuse settings of the acceptance estimate that are out of range.
-
-    Raises:
-        ValueError: names the field.
-    """
-    if not memory > 1:
-        raise ValueError(f"draft_length.memory: {memory} rounds; give more than 1")
-    if not 0 <= acceptance <= 1:
-        raise ValueError(f"draft_length.acceptance: {acceptance} is no probability; give 0 to 1")
-    if not weight > 0:
-        raise ValueError(f"draft_length.weight: {weight} tests; give more than 0")
-
-
 class DraftLengthPolicy(ABC):
     """Chooses a draft length from 1 to ``max_length``, round by round.
 
@@ -311,7 +297,6 @@ class Geometric(DraftLengthPolicy):
             weight: of that belief, in tests; it does not fade.
         """
         super().__init__(max_length)
-        check_estimate(memory, acceptance, weight)
         self.keep, self.prior, self.weight = 1 - 1 / memory, acceptance, weight
         self.accepted = self.tested = 0.0
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from pipedraft.cli import check_ranges
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.channel import Channel, Direction, Link, LinkEstimate, LinkState
 from pipedraft.inference.edge.draft_length import Estimates
@@ -45,9 +46,7 @@ class Times:
     """One layer of the target over one row on the edge."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"times.{name}: {value} is no duration; give 0 or more, finite")
+        check_ranges(self, dict.fromkeys(vars(self), "[0, inf)"), "times.")
 
     def forward_s(self, num_rows: int, *, alone: bool = False) -> float:
         if alone and num_rows == 1 and self.alone_s is not None:
