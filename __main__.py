@@ -49,7 +49,6 @@ COMMANDS = {
 SUBCOMMANDS = {
     ("train", "features"): "train/features",
     ("data", "regenerate"): "data_recipes/regenerate",
-    ("data", "prompts"): "data_recipes/prompts",
 }
 """Commands of two words; the other ones of two are options of their first."""
 DOTTED = {folder.replace("/", "."): " ".join(names) for names, folder in SUBCOMMANDS.items()}

@@ -119,7 +119,7 @@ SMALLER = {
     "pipedraft.inference": ["--max-new-tokens=4"],
     "pipedraft.eval": ["--benchmarks=gsm8k", *SMALL_EVALUATION, "--fresh"],
     "pipedraft.data_recipes": [SOURCES, "--tokenizer=assets/target", "--data.decontaminate=[]"],
-    "pipedraft.data_recipes.prompts": ["--functions=0"],  # looks through all of the library
+    "assets/train/prompts.py": ["--functions=0"],  # looks through all of the library
     "pipedraft.data_recipes.regenerate": ["--max-tokens=4", "--batch=4"],
     "benchmarks/spd_step.py": f"{SMALL_STEP} --n=2 --num-layers=1".split(),
     "benchmarks/eagle3_step.py": f"{SMALL_STEP} --steps=2".split(),

@@ -2,13 +2,17 @@
 
 import email
 import hashlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from pipedraft.data_recipes import prompts
+SCRIPT = Path(__file__).parents[1] / "assets" / "train" / "prompts.py"
+SPEC = importlib.util.spec_from_file_location("training_prompts", SCRIPT)
+prompts = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(prompts)
 
 CHAT = [
     {"role": "user", "content": "How many legs do two cats have?"},
@@ -71,24 +75,6 @@ def test_prompts_with_known_answers_become_conversations(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--functions", "-1"], "--functions: -1; give at least 0"),
-        (["--take", "all=1"], "--take: without --conversations"),
-        (["--conversations", "o.jsonl"], "--conversations: 'o.jsonl' is --out, too"),
-        (["--answers", "o.jsonl"], "--answers: 'o.jsonl' is --out, too"),
-        (["--answers", "a.jsonl", "--unanswered", "./o.jsonl"], "--unanswered: 'o.jsonl' is --out"),
-    ],
-)
-def test_options_that_would_lose_or_ignore_something_are_refused(
-    words, said, monkeypatch, tmp_path
-):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=said):
-        run(prompts, monkeypatch, *words, "--out", "o.jsonl")
-
-
-@pytest.mark.parametrize(
     ("takes", "words"),
     [
         (["--take", "c=1"], "--take: .*'c'; it has a"),
@@ -101,11 +87,3 @@ def test_an_unknown_source_is_bad_input(takes, words, monkeypatch, tmp_path):
     chats.write_text(json.dumps({"messages": CHAT, "source": "a"}) + "\n")
     with pytest.raises(ValueError, match=words):
         run(prompts, monkeypatch, "--conversations", chats, *takes, "--out", tmp_path / "o.jsonl")
-
-
-@pytest.mark.parametrize("row", [[1], {"messages": [1]}])
-def test_a_row_that_is_no_conversation_of_texts_is_named(row, monkeypatch, tmp_path):
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match="--conversations: .*chats.jsonl:2 is no conversation"):
-        run(prompts, monkeypatch, "--conversations", chats, "--out", tmp_path / "o.jsonl")

@@ -1,6 +1,6 @@
 """Prompts for a target to answer: users' turns of conversations, and Python functions to complete.
 
-    python -m pipedraft.data_recipes.prompts --conversations data/chat.jsonl --take all=2000 \\
+    python assets/train/prompts.py --conversations data/chat.jsonl --take all=2000 \\
         --functions 1000 --out prompts.jsonl
 
 A draft learns to say what its target says, so the prompts should be of the kinds that it
@@ -40,7 +40,7 @@ MIN_PROMPT, MAX_PROMPT = 10, 1200
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(Options):
-    PROG: ClassVar[str] = "python -m pipedraft.data_recipes.prompts"
+    PROG: ClassVar[str] = "python assets/train/prompts.py"
     DESCRIPTION: ClassVar[str] = __doc__ or ""
 
     conversations: Path | None = None
