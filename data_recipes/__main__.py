@@ -32,8 +32,7 @@ EXAMPLE = """example:
       --data.max_length 1024 --data.num_proc 8
 
 writes OUT/train and OUT/valid (datasets.load_from_disk reads them), OUT/report.json,
-OUT/bad_rows.jsonl (every row left out, with the reason), OUT/README.md (a card with licenses,
-sources, filters and benchmark overlap) and OUT/config.yaml (as resolved)."""
+OUT/bad_rows.jsonl (every row left out, with the reason) and OUT/config.yaml (as resolved)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,6 @@ def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
     """Load the data, print the report, and write everything to ``out``."""
     import datasets
 
-    from pipedraft.data_recipes.card import dataset_card
     from pipedraft.data_recipes.recipe import load_data
     from pipedraft.pretrained import load_tokenizer
 
@@ -83,19 +81,12 @@ def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
         datasets.disable_progress_bars()
     tokenizer = load_tokenizer(tokenizer_name, field="tokenizer")
     make_folder("out", out)
-    if (out / "README.md").exists() and not (out / "report.json").exists():
-        raise ValueError(
-            f"out: {str(out / 'README.md')!r} is of no recipe and would be replaced; give another "
-            "folder"
-        )
     with locked(out, "out"):
         data = load_data(config, tokenizer, side_file=out / "bad_rows.jsonl")
         data.train.save_to_disk(out / "train")
         data.valid.save_to_disk(out / "valid")
         report = json.dumps(data.report.to_dict(), indent=2) + "\n"
         write_atomically(out / "report.json", report.encode())
-        card = dataset_card(config, tokenizer_name, data.report)
-        write_atomically(out / "README.md", card.encode())
     print(data.report.summary())
     if config.valid_fraction and not data.report.valid_rows:
         print("warning: no row is held out; give more than one row", file=sys.stderr)

@@ -1,14 +1,12 @@
-"""Counts of all rows and their fates, and the card that tells them as the Hub reads it."""
+"""Counts of all rows and their fates."""
 
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
-import yaml
 from datasets import Dataset
 
-from pipedraft.cli import one_line
 from pipedraft.data_recipes.config import DataConfig
 from pipedraft.data_recipes.overlap import (
     CONTAMINATED,
@@ -223,39 +221,3 @@ def _count_benchmarks(rows: Dataset, benchmarks: Benchmarks | None) -> dict[str,
         }
         for bit, (name, prompts, short) in enumerate(sizes)
     }
-
-
-def dataset_card(config: DataConfig, tokenizer_name: str, report: DataReport) -> str:
-    """Return a README.md: what the Hub reads, how to make the data again, and the counts."""
-    form = f"blocks of {config.max_length} tokens" if config.pack else "one row per conversation"
-    files = [{"split": "train", "path": "train/*.arrow"}]
-    if report.valid_rows:
-        files.append({"split": "validation", "path": "valid/*.arrow"})
-    metadata = {
-        "license": sorted(report.licenses),
-        "task_categories": ["text-generation"],
-        "tags": ["speculative-decoding", "pipedraft"],
-        "source_datasets": report.hub_datasets,
-        "configs": [{"config_name": "default", "data_files": files}],
-    }
-    licenses = [f"license {name}: {count} rows" for name, count in report.licenses.items()]
-    # In an indented block no Markdown or HTML of a source's name acts.
-    counts = [f"    {one_line(line)}" for line in [*report.summary().splitlines(), *licenses]]
-    sections = [
-        f"# Token sequences for training drafts of {plain(tokenizer_name)}",
-        f"{report.train_rows} training and {report.valid_rows} held-out rows ({form}). Columns: "
-        "`input_ids`, `loss_mask` (1 on what the assistant writes, or on all of a text), `source`. "
-        f"Tokenizer and chat template: {plain(tokenizer_name)}; at most {config.max_length} tokens "
-        f"a row, longer ones are {'cut' if config.too_long == 'cut' else 'left out'}; seed "
-        f"{config.seed}. Sources, weights, filters and benchmarks are in `config.yaml`.",
-        "    python -m pipedraft.data_recipes --config config.yaml --out OUT    # makes it again\n"
-        '    datasets.load_from_disk("OUT/train")',
-        "\n".join(counts),
-        "Rows left out, but for those not drawn, are in `bad_rows.jsonl`, with the reason and the "
-        "place in the source.",
-    ]
-    return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n" + "\n\n".join(sections) + "\n"
-
-
-def plain(text: str) -> str:
-    return one_line(text).replace("<", "&lt;").replace("](", "] (")

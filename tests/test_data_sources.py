@@ -1,4 +1,4 @@
-"""Data recipes at scale: streams, damaged rows, the card, the command."""
+"""Data recipes at scale: streams, damaged rows, the command."""
 
 import gzip
 import json
@@ -188,15 +188,10 @@ def recipe(tokenizer, tmp_path):
     return ["--config", str(path), "--out", str(tmp_path / "out")]
 
 
-def test_the_card_has_what_the_hub_reads_and_every_count(recipe, tmp_path, capsys):
-    from datasets import load_dataset
-
+def test_the_report_has_every_count(recipe, tmp_path, capsys):
     main(recipe)
-    assert "1 rows with one of 2 prompts, 1 prompts too short" in capsys.readouterr().out
-    out = tmp_path / "out"
-    _, front, body = (out / "README.md").read_text().split("---\n", 2)
-    metadata = yaml.safe_load(front)
-    assert metadata["license"] == ["cc-by-4.0", "mit"]
+    said, out = capsys.readouterr().out, tmp_path / "out"
+    assert "1 rows with one of 2 prompts, 1 prompts too short" in said
     report = json.loads((out / "report.json").read_text())
     assert report["licenses"] == {"cc-by-4.0": 10, "mit": 10} and report["rows_kept"] == 20
     for words in (
@@ -205,14 +200,10 @@ def test_the_card_has_what_the_hub_reads_and_every_count(recipe, tmp_path, capsy
         "left out: 1 duplicate: exact",
         "left out: 1 contaminated",
         f"benchmark {tmp_path.name}/bench.jsonl: 1 rows with one of 2 prompts",
-        "license mit: 10 rows",
-        f"Tokenizer and chat template: {tmp_path}/tokenizer",
     ):
-        assert words in body
+        assert words in said
     records = [json.loads(line) for line in (out / "bad_rows.jsonl").open()]
     assert len(records) == 3 == report["rows_read"] - report["rows_kept"]
-    loaded = load_dataset(str(out), cache_dir=str(tmp_path / "hub"))
-    assert len(loaded["train"]) == report["train_rows"] and len(loaded["validation"]) > 0
     # The written configuration makes the same data again.
     main(["--config", str(out / "config.yaml"), "--out", str(tmp_path / "again")])
     assert json.loads((tmp_path / "again" / "report.json").read_text()) == report
