@@ -263,6 +263,16 @@ class RunRecord(Entry, frozen=True, kw_only=True):
         return sampling_label(self.temperature, self.filters)
 
     @property
+    def benchmark_mean(self) -> float:
+        """Plain mean of L' over the benchmarks, each one pooled, whatever their lengths."""
+        sums: dict[str, tuple[int, int]] = {}
+        for prompt in self.per_prompt:
+            tokens, steps = sums.get(prompt.benchmark, (0, 0))
+            sums[prompt.benchmark] = tokens + prompt.tokens, steps + prompt.steps
+        lengths = [self.stages * tokens / steps for tokens, steps in sums.values() if steps]
+        return sum(lengths) / len(lengths) if lengths else math.nan
+
+    @property
     def shape(self) -> str:
         """Label of what is drafted at once."""
         return self.tree or f"W={self.tree_width}"

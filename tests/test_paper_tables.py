@@ -22,7 +22,7 @@ from pipedraft.eval import __main__ as command
 from pipedraft.eval import published
 from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import CheckpointSearch, Drafts
-from pipedraft.eval.published import NOT_AVAILABLE, measured, paper_table
+from pipedraft.eval.published import NOT_PUBLISHED, measured, paper_table
 from pipedraft.eval.runner import KINDS, check, load_context
 from pipedraft.eval.spec import (
     FOLDER,
@@ -301,7 +301,7 @@ def test_a_table_runs_and_says_why_a_row_does_not(make, name):
             if column in row.published:
                 assert cell == str(row.published[column]) or float(cell) == row.published[column]
             else:
-                assert cell == ("-" if row.is_ours else NOT_AVAILABLE)
+                assert cell == ("-" if row.is_ours else NOT_PUBLISHED)
 
 
 def test_drafts_are_found_by_their_folders_name_and_belong_to_the_target(place):
