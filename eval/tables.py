@@ -23,8 +23,8 @@ LEGEND = """\
 - **alpha** accepted over tested draft tokens; **tau** tokens per round.
 - **L'** = n N / K, the equivalent acceptance length: *pooled* is n sum(N) / sum(K) with its 95 %
   bootstrap interval over conversations, *mean* the average over conversations, *benchmark mean* the
-  average over benchmarks, each pooled. Autoregressive decoding has L' = 1 by construction for every n, so it is decoded once per temperature, on the
-  smallest n of the table.
+  average over benchmarks, each pooled. Autoregressive decoding has L' = 1 by construction for
+  every n, so it is decoded once per temperature, on the smallest n of the table.
 - **S** modeled speed-up under the engine's cost model. **tokens/s** and **speed-up** are measured
   in this process (prefill excluded), the latter against the autoregressive row. The three
   measures are different things and must not be compared with each other.

@@ -1,4 +1,4 @@
-"""Published numbers: one copy beside the tables, and what the papers' own tables say of each other."""
+"""Published numbers: one copy beside the tables, and what SPD's tables say of each other."""
 
 import runpy
 

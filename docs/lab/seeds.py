@@ -1,13 +1,15 @@
 """Compare the tables in configs/papers with published.csv beside this file.
 
-    python docs/lab/seeds.py                          counts, and every cell that differs
-    python docs/lab/seeds.py NUMBERS.yaml             also against a file of the papers' numbers
-    python docs/lab/seeds.py --fill table.json ..     write our figures of `eval table` into the file
+    python docs/lab/seeds.py                         counts, and every cell that differs
+    python docs/lab/seeds.py NUMBERS.yaml            also against a file of the papers' numbers
+    python docs/lab/seeds.py --fill table.json ..    write our figures of `eval table` in, too
 
-A line of published.csv is one published cell: the table, row and column that hold it, its number, and
-where one compares with it the measure of ours and its value. ``cell`` is the number's path in NUMBERS.yaml.
+A line of published.csv is one published cell: the table, row and column that hold it, its number,
+and where one compares with it the measure of ours and its value. ``cell`` is the number's path in
+NUMBERS.yaml.
 """
 
+import argparse
 import csv
 import json
 import sys
@@ -87,26 +89,30 @@ def fill(tables: list[Path]) -> None:
                 value = own.get(line["measure"])
                 line["ours"] = "" if value is None else f"{value:.4g}"
     with FILE.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["cell", *KEY, "published", "measure", "ours"], lineterminator="\n")
+        names = ["cell", *KEY, "published", "measure", "ours"]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines.values())
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--fill"]:
-        fill([Path(word) for word in sys.argv[2:]])
-    found = differences(Path(sys.argv[1]) if len(sys.argv) == 2 else None)
-    lines = read_lines().values()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("numbers", type=Path, nargs="?", help="file of the papers' numbers")
+    parser.add_argument("--fill", type=Path, nargs="+", default=[], help="table.json files")
+    arguments = parser.parse_args()
+    if arguments.fill:
+        fill(arguments.fill)
+    found, lines = differences(arguments.numbers), read_lines().values()
     for name in dict.fromkeys(line["table"] for line in lines):
         own = [line for line in lines if line["table"] == name]
-        beside = sum(bool(line["ours"]) for line in own)
-        comparable = sum(bool(line["measure"]) for line in own)
+        comparable, beside = (sum(bool(line[n]) for line in own) for n in ("measure", "ours"))
         print(f"{name:<20}{len(own):>5} published{comparable:>5} comparable{beside:>5} beside ours")
     print(*found, sep="\n", end="\n" * bool(found))
     numbers = len({line["cell"] for line in lines} - {""})
     total = f"{len(lines)} published cells ({numbers} numbers of the papers' own tables)"
     print(f"{total}, {sum(bool(line['ours']) for line in lines)} beside ours; {len(found)} differ")
-    sys.exit(bool(found))
+    if found:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
