@@ -345,6 +345,8 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: Count
     benchmark: Name
     stages: Count
+    boundaries: Counts = []
+    """Where the target is cut: (0, b1, .., L)."""
     cost_name: Name
     cost: Values
     prompts: Count

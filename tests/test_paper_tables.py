@@ -103,7 +103,8 @@ PINNED = {
 
 def test_published_numbers_stand_on_their_rows():
     for (name, row_name, column), number in PINNED.items():
-        rows = [row for row in read_spec(name).rows if row.name == row_name and row.published]
+        named = [row for row in read_spec(name).rows if row.name == row_name and row.published]
+        rows = [row for row in named if not row.run.get("temperature")]
         assert [row.published[column] for row in rows] == [number], (name, row_name)
     for spec in ("picospec1", "picospec2", "picospec3", "picospec4"):
         run = [row for row in read_spec(spec).rows if "PicoSpec" in row.name or row.name == "full"]
