@@ -9,6 +9,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import REPOSITORY
 
+from pipedraft.cli import UsageError
+from pipedraft.eval.record import ProcessRecord
+from pipedraft.eval.replay import fit_cost
 from pipedraft.inference.clock import CostModel, StageCost, VirtualClock
 from pipedraft.inference.command import resolve_cut
 from pipedraft.inference.config import DecodeConfig, read_cost
