@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from pipedraft.eval.tasks import load_tasks
 from pipedraft.eval.traces import Traces, remove_traces, traces_of
 from pipedraft.files import Values, locked, make_place, to_json, write_atomically
 from pipedraft.inference.clock import CostModel
-from pipedraft.inference.command import place_of
+from pipedraft.inference.command import place_of, resolve_cut
 from pipedraft.inference.config import DecodeConfig, make_schedule, read_cost, setting_owners
 from pipedraft.inference.engine import DraftNetwork
 from pipedraft.inference.pipelines import Pipeline
@@ -230,6 +230,9 @@ def evaluate_drafts(
     )
     _check_stages(options.stages, drafts)
     cost = CostModel() if options.cost is None else read_cost(options.cost)
+    num_stages = options.stages or len(cost.stages) or DecodeConfig().num_stages
+    cut = resolve_cut(options.boundaries, cost, target_name, revision, num_stages)
+    options = replace(options, boundaries=cut)
     if options.calibrate is not None:
         make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     make_folder("--out", options.out)
@@ -286,6 +289,6 @@ def evaluate_drafts(
     print(screen_table(runs))
     print(f"everything else: {options.out}/report.html (report.md, results.json, manifest.json)")
     if options.calibrate is not None:
-        measured = fit_cost(runs)
-        write_atomically(options.calibrate, to_json(vars(measured)))
-        print(f"written: {options.calibrate}: {vars(measured)}")
+        measured = asdict(fit_cost(runs, target.boundaries))
+        write_atomically(options.calibrate, to_json(measured))
+        print(f"written: {options.calibrate}: {measured}")

@@ -34,13 +34,13 @@ from pipedraft.eval.traces import remove_traces
 from pipedraft.files import to_json, write_atomically
 from pipedraft.pretrained import quieten
 
-NOT_AVAILABLE = "not available here"
+NOT_PUBLISHED = "not published"
 LEGEND = """\
 - **ours** measured with the command above: L' equivalent acceptance length (95 % interval over
   prompts), S modeled speed-up over plain decoding, tau tokens per round, alpha accepted over
   tested draft tokens; outputs equal to the target's own, of those compared. **published** as its
   source has it, on its own target, prompts and hardware.
-- "not available here": the paper may have the number; no source of it was at hand."""
+- "not published": the source prints no such number, or draws it as a curve."""
 
 
 def measured(table: Spec, outcomes: Sequence[RowOutcome], index: int, measure: Column) -> Value:
@@ -69,7 +69,7 @@ def _cell(value: Value) -> str:
 def _published(row: Row, column: str) -> str:
     if row.is_ours:
         return "-"
-    value = row.published.get(column, NOT_AVAILABLE)
+    value = row.published.get(column, NOT_PUBLISHED)
     return value if isinstance(value, str) else f"{value:g}"
 
 

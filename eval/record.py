@@ -261,6 +261,16 @@ class RunRecord(Entry, frozen=True, kw_only=True):
         return sampling_label(self.temperature, self.filters)
 
     @property
+    def benchmark_mean(self) -> float:
+        """Plain mean of L' over the benchmarks, each one pooled, whatever their lengths."""
+        sums: dict[str, tuple[int, int]] = {}
+        for prompt in self.per_prompt:
+            tokens, steps = sums.get(prompt.benchmark, (0, 0))
+            sums[prompt.benchmark] = tokens + prompt.tokens, steps + prompt.steps
+        lengths = [self.stages * tokens / steps for tokens, steps in sums.values() if steps]
+        return sum(lengths) / len(lengths) if lengths else math.nan
+
+    @property
     def shape(self) -> str:
         """Label of what is drafted at once."""
         return self.tree or f"W={self.tree_width}"
@@ -333,6 +343,8 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: Count
     benchmark: Name
     stages: Count
+    boundaries: Counts = []
+    """Where the target is cut: (0, b1, .., L)."""
     cost_name: Name
     cost: Values
     prompts: Count

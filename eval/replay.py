@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -20,8 +20,9 @@ from pipedraft.eval.record import (
 from pipedraft.eval.tables import Table, align_columns, bounds, number
 from pipedraft.eval.traces import Recording, read_recordings
 from pipedraft.files import to_json, write_atomically
-from pipedraft.inference.clock import CostModel, VirtualClock
+from pipedraft.inference.clock import CostModel, StageCost, VirtualClock
 from pipedraft.inference.config import ROW_COSTS, read_cost
+from pipedraft.inference.cut import cut_layers
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.rules.filters import sampling_label
 from pipedraft.inference.schedules.base import Schedule
@@ -42,6 +43,10 @@ LEGEND = """\
 N tokens, K steps, L' = n N / K, S modeled speed-up over plain decoding on the same pipeline, both
 with 95 % bootstrap intervals over conversations; one device: the same over plain decoding with all
 layers on one. link: one hop, in times of a target pass over one token."""
+UNEQUAL = 1.1
+"""Ratio of two ranks' speeds from which a calibrated cost model tells them apart."""
+STAGED_DRAFTS = ("spd", "ppsd")
+"""Drafts that read the stages' outputs, so that another cut makes other draft tokens."""
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -54,13 +59,28 @@ class Hardware:
     """None: the recorded one."""
     link: float | None
     """Time of a hop in place of the model's."""
+    cuts: bool = False
+    """The target is cut anew, by memory and speed."""
 
     def cost_for(self, recording: Recording) -> CostModel:
         """The cost model with the draft's cost filled in."""
         cost = self.cost or recording.config.cost
         if self.link is not None:
-            cost = replace(cost, link=self.link)
+            stages = tuple(replace(stage, link=None) for stage in cost.stages)
+            cost = replace(cost, link=self.link, stages=stages)
         return recording.with_draft(cost)
+
+    def boundaries_for(self, recording: Recording, cost: CostModel) -> tuple[int, ...]:
+        """Where the target is cut on this hardware."""
+        num_stages, own = recording.config.num_stages, recording.boundaries
+        if cost.stages and len(cost.stages) != num_stages:
+            raise NotReplayable(f"the cost model has {len(cost.stages)} devices")
+        if not self.cuts:
+            return own
+        cut = cut_layers(cost, own[-1], num_stages)
+        if recording.draft_type in STAGED_DRAFTS and cut != own:
+            raise NotReplayable(f"{recording.draft_type} was trained for the cut {[*own]}")
+        return cut
 
 
 class NotReplayable(Exception):
@@ -100,9 +120,12 @@ def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
     config, cost = recording.config, hardware.cost_for(recording)
     if conflict := cost_conflict(config.schedule, recording.with_draft(config.cost), cost):
         raise NotReplayable(conflict)
-    rows = _replayed_prompts(recording, cost)
-    alone = VirtualClock(replace(cost, link=0.0, link_row=0.0), (0, recording.boundaries[-1]), 0.0)
-    piped = VirtualClock(cost, recording.boundaries, 0.0)
+    cut = hardware.boundaries_for(recording, cost)
+    rows = _replayed_prompts(recording, cost, cut)
+    fastest = max(cost.stages, key=lambda stage: stage.speed, default=None)
+    one = () if fastest is None else (replace(fastest, link=0.0, link_row=0.0, replicas=1),)
+    alone = VirtualClock(replace(cost, link=0.0, link_row=0.0, stages=one), (0, cut[-1]), 0.0)
+    piped = VirtualClock(cost, cut, 0.0)
     # Plain decoding's time of a token on one device, over that on the pipeline.
     one_device_share = alone.autoregressive_time(1) / piped.autoregressive_time(1)
     benchmarks = dict.fromkeys(row.benchmark for row in rows)
@@ -129,6 +152,7 @@ def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
                 max_new_tokens=config.max_new_tokens,
                 benchmark=benchmark,
                 stages=config.num_stages,
+                boundaries=list(cut),
                 cost_name=hardware.name,
                 cost=asdict(cost),
                 prompts=len(own),
@@ -144,11 +168,13 @@ def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
     return found
 
 
-def _replayed_prompts(recording: Recording, cost: CostModel) -> list[ReplayedPrompt]:
+def _replayed_prompts(
+    recording: Recording, cost: CostModel, cut: Sequence[int]
+) -> list[ReplayedPrompt]:
     """The turns of each conversation on the clock of another cost model, added up."""
     clocks: dict[tuple[str, str], list[tuple[int, VirtualClock, float]]] = {}
     for (benchmark, name, _), result in recording.turns.items():
-        clock = VirtualClock(cost, recording.boundaries, cost.draft_forward or 0.0)
+        clock = VirtualClock(cost, cut, cost.draft_forward or 0.0)
         replay_log(result, clock)
         plain = clock.autoregressive_time(result.num_tokens)
         clocks.setdefault((benchmark, name), []).append((result.num_tokens, clock, plain))
@@ -233,13 +259,15 @@ VARYING: dict[str, Callable[[ReplayRecord], str]] = {
 
 def _table(found: Sequence[ReplayRecord]) -> Table:
     varying = {name: of for name, of in VARYING.items() if len(set(map(of, found))) > 1}
+    if any(record.cost.get("stages") for record in found):
+        varying["cut"] = lambda record: ",".join(map(str, record.boundaries))
     return Table.of(COLUMNS | varying, found)
 
 
 # -- cost models from measured times ---------------------------------------------------------------
 
 
-def fit_cost(runs: Sequence[RunRecord]) -> CostModel:
+def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostModel:
     """Fit the cost model to what a comparison measured.
 
     - A target pass is the stages' mean time for one row, added up, in plain decoding.
@@ -249,10 +277,13 @@ def fit_cost(runs: Sequence[RunRecord]) -> CostModel:
     - ``link``: what plain decoding takes beyond stages and verification, over its n + 1 hops.
       In one process: nothing.
     - ``draft_forward``: drafting time over forward passes, of all methods.
+    - ``stages``: where a rank's layers take at least ``UNEQUAL`` times as long as another's, the
+      speed of each, by plain decoding.
 
     Args:
         runs: entries of results.json with "processes", one number of stages, plain decoding among
             them.
+        boundaries: where the target was cut, if each stage had a process.
 
     Raises:
         ValueError: plain decoding emitted nothing to measure.
@@ -283,7 +314,21 @@ def fit_cost(runs: Sequence[RunRecord]) -> CostModel:
         draft_forward=drafting / forwards / one_row if forwards else None,
         is_asynchronous=is_asynchronous,
         draft_on_first_stage=is_asynchronous and len(names) == num_stages,
+        stages=_stage_speeds(plain, boundaries),
     )
+
+
+def _stage_speeds(plain: RunRecord, boundaries: Sequence[int]) -> tuple[StageCost, ...]:
+    """Speed of each rank's device, where they differ; 1: a pass over all layers is the unit."""
+    seconds = [process.seconds.get("stage", 0.0) for process in plain.processes]
+    seconds = [each for each in seconds if each]
+    if len(seconds) == 1 or len(seconds) != len(boundaries) - 1:
+        return ()
+    layers = np.diff(boundaries) / boundaries[-1]
+    speeds = layers / (np.array(seconds) / sum(seconds))
+    if speeds.max() < UNEQUAL * speeds.min():
+        return ()
+    return tuple(StageCost(speed=speed) for speed in speeds.tolist())
 
 
 def _total(run: RunRecord, quantity: str, kind: str) -> float:
@@ -365,6 +410,8 @@ class ReplayOptions(Options):
     link: tuple[str, ...] = option((), metavar="T,..", parse=read_link)
     """time of a hop in place of the cost model's: in target passes over one token, or with a unit
     (200us, 20ms) and --pass-ms"""
+    boundaries: Literal["recorded", "auto"] = "recorded"
+    """auto: cut the target anew by the memory and speed of each stage in --cost"""
     pass_ms: float | None = option(None, metavar="MS")
     """milliseconds of a target pass over one token"""
     best: bool = False
@@ -383,7 +430,12 @@ def _hardware(arguments: ReplayOptions) -> list[Hardware]:
     costs: list[tuple[str, CostModel | None]]
     costs = [(Path(text).stem, read_cost(text)) for text in arguments.cost]
     return [
-        Hardware(name, cost, None if link is None else _in_passes(link, arguments.pass_ms))
+        Hardware(
+            name,
+            cost,
+            None if link is None else _in_passes(link, arguments.pass_ms),
+            arguments.boundaries == "auto",
+        )
         for name, cost in costs or [("recorded", None)]
         for link in arguments.link or (None,)
     ]

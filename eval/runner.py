@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipedraft.chats import set_template_variables
 from pipedraft.cli import make_folder
 from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import CheckpointSearch, Drafts, TableContext
@@ -63,6 +64,7 @@ def load_context(spec: Spec, options: TableOptions) -> TableContext:
     dtype = resolve_dtype(spec.dtype, place, spec.target)
     target = load_target(spec.target, dtype=dtype, device=place)
     tokenizer = load_tokenizer(spec.target)
+    set_template_variables(tokenizer, spec.chat_template_kwargs)
     return TableContext(
         target=target,
         tokenizer=tokenizer,
@@ -82,6 +84,7 @@ PIPELINE_QUANTITIES: dict[str, Callable[[RunRecord], Value]] = {
         run.equivalent_acceptance_length.ci95,
     ),
     "L' mean": lambda run: (run.equivalent_acceptance_length.mean or None, None),
+    "L' benchmark mean": lambda run: (run.benchmark_mean, None),
     "tau": lambda run: (run.mean_acceptance_length, None),
     "alpha": lambda run: (run.draft_acceptance_rate, None),
     "S": lambda run: (run.theoretical_speedup, None),

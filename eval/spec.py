@@ -92,6 +92,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_new_tokens: Positive = 128
     seed: Annotated[int, Meta(ge=0)] = 0
     dtype: Dtype = "float32"
+    chat_template_kwargs: Values = {}
+    """Variables of the target's chat template."""
     paper: str = ""
     measures: Names = []
     sources: dict[Name, str] = {}

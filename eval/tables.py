@@ -22,9 +22,9 @@ LEGEND = """\
   token, **K** pipeline steps (idle and rejecting ones counted).
 - **alpha** accepted over tested draft tokens; **tau** tokens per round.
 - **L'** = n N / K, the equivalent acceptance length: *pooled* is n sum(N) / sum(K) with its 95 %
-  bootstrap interval over conversations, *mean* the average over conversations. Autoregressive
-  decoding has L' = 1 by construction for every n, so it is decoded once per temperature, on the
-  smallest n of the table.
+  bootstrap interval over conversations, *mean* the average over conversations, *benchmark mean* the
+  average over benchmarks, each pooled. Autoregressive decoding has L' = 1 by construction for
+  every n, so it is decoded once per temperature, on the smallest n of the table.
 - **S** modeled speed-up under the engine's cost model. **tokens/s** and **speed-up** are measured
   in this process (prefill excluded), the latter against the autoregressive row. The three
   measures are different things and must not be compared with each other.
@@ -150,6 +150,7 @@ COLUMNS: dict[str, Cell] = {
     "lossless": lossless_share,
 }
 SCORE_COLUMN: dict[str, Cell] = {"score": _score}
+MEAN_COLUMN: dict[str, Cell] = {"L' benchmark mean": lambda run: number(run.benchmark_mean)}
 TEXT_COLUMNS = {"benchmark", "method", "category", "of", "run", "network", "process"}
 TEXT_COLUMNS |= {"domain", "target", "scope"}
 """The other columns hold numbers."""
@@ -180,6 +181,8 @@ def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) ->
         with_benchmark: for entries of several benchmarks.
     """
     columns = COLUMNS | (SCORE_COLUMN if _is_scored(runs) else {})
+    if any(run.benchmark == OVERALL for run in runs):
+        columns |= MEAN_COLUMN
     if with_benchmark:
         columns = {"benchmark": lambda run: run.benchmark, **columns}
     return Table.of(_named(runs, columns), runs)

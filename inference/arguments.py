@@ -23,6 +23,7 @@ from pipedraft.cli import (
 )
 from pipedraft.files import Values
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
+from pipedraft.inference.cut import read_boundary
 from pipedraft.inference.ranks import is_launched
 from pipedraft.inference.ranks.launch import run_ranks
 from pipedraft.inference.rules.filters import TokenFilters
@@ -198,8 +199,9 @@ class BackendOptions(PlaceOptions):
     beside the first stage, or alone if there is one rank more"""
     processes: int | None = option(None, metavar="N", least=1)
     """ranks to start on this machine; without it torchrun starts them, on one or several"""
-    boundaries: tuple[int, ...] = option((), metavar="0,B,..,L")
-    """first layer of each stage, then the number of layers; default: near-even"""
+    boundaries: tuple[int, ...] = option((), metavar="0,B,..,L|auto", parse=read_boundary)
+    """first layer of each stage, then the number of layers; auto: by memory and speed of the stages
+    in --cost; default: near-even"""
     links: Literal["auto", "device", "host"] = "auto"
     """way of hidden states between ranks; device: NCCL between GPUs, host: through host memory;
     auto: device where every rank has a GPU of its own"""

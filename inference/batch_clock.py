@@ -174,7 +174,7 @@ class BatchClock:
         stages, n = self._stages, self.num_stages
         num_plain = len(self.live) - num_drafting
         rows = max(1.0, (num_drafting * self._per_step + num_plain / n))
-        busy = max(stages.shares) * (1 + stages.cost.row * (rows - 1))
+        busy = max(stages.busy([rows] * n))
         forwards = self._passes([1] * num_drafting)
         between = stages.between([rows] * n)
         time = max(busy, forwards * stages.draft_forward) + between

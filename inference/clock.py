@@ -19,6 +19,43 @@ MAX_COST = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """Device of one stage, where stages differ. None: the value of the whole cost model."""
+
+    speed: float = 1.0
+    """Relative to the device on which a full target pass is the unit."""
+    row: float | None = None
+    """Extra stage time for each row after the first."""
+    link: float | None = None
+    """Hop to the next stage, from the last one back to the controller."""
+    link_row: float | None = None
+    """That hop for each row after a segment's first."""
+    memory_gb: float | None = None
+    """Room for weights; None: enough."""
+    replicas: int = 1
+    """Devices like this one that take segments in turn. An upper bound: a sequence's next segment
+    needs the keys and values of the one before, and sending them is not priced."""
+
+    def __post_init__(self) -> None:
+        if not 1 / MAX_COST <= self.speed <= MAX_COST or not 1 <= self.replicas <= MAX_COST:
+            raise ValueError(
+                f"cost.stages: speed {self.speed}, replicas {self.replicas}; give a positive speed "
+                "and at least 1"
+            )
+        check_durations(self, "cost.stages")
+
+
+def check_durations(cost: CostModel | StageCost, where: str) -> None:
+    """Refuse numbers that are no durations or sizes."""
+    for part in fields(cost):
+        value = getattr(cost, part.name)
+        if isinstance(value, int | float) and not 0 <= value <= MAX_COST:
+            raise ValueError(
+                f"{where}.{part.name}: {value} is not a duration; give 0 to {MAX_COST:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Durations in units of one full target pass over one token."""
 
@@ -45,14 +82,50 @@ class CostModel:
     sharing: float = 0.0
     """What each further process that computes at the same time adds to the time of all of them, as
     part of it: processes that share cores, caches or memory. 0: each has its own."""
+    layer_times: tuple[float, ...] = ()
+    """Time of each layer relative to the others', where they differ; empty: all the same."""
+    stages: tuple[StageCost, ...] = ()
+    """Device of each stage; empty: all the same."""
+    layer_gb: float = 0.0
+    """Weights of a layer and its keys and values, which ``StageCost.memory_gb`` must hold."""
+    first_gb: float = 0.0
+    """The embedding, on the first stage."""
+    last_gb: float = 0.0
+    """Final norm and LM head, on the last stage."""
+    draft_gb: float = 0.0
+    """The draft, on the first stage if it shares that device."""
 
     def __post_init__(self) -> None:
-        for part in fields(self):
-            value = getattr(self, part.name)
-            if value is not None and not 0 <= value <= MAX_COST:
-                raise ValueError(
-                    f"cost.{part.name}: {value} is not a duration; give 0 to {MAX_COST:g}"
-                )
+        check_durations(self, "cost")
+        if self.layer_times and not (min(self.layer_times) >= 0 < sum(self.layer_times)):
+            raise ValueError(f"cost.layer_times: {[*self.layer_times]}; give positive times")
+
+    def share(self, stage: int, start: int, end: int, num_layers: int) -> float:
+        """Time of a row in the layers from ``start`` to ``end``, as part of a full pass."""
+        if not self.layer_times:
+            share = (end - start) / num_layers
+        elif len(self.layer_times) == num_layers:
+            share = sum(self.layer_times[start:end]) / sum(self.layer_times)
+        else:
+            raise ValueError(
+                f"cost.layer_times: {len(self.layer_times)} of a target of {num_layers} layers; "
+                "give one for each layer, or none"
+            )
+        device = self.stages[stage] if self.stages else None
+        return share if device is None else share / (device.speed * device.replicas)
+
+    def growth(self, stage: int, num_rows: float) -> float:
+        """Stage time relative to that of one row; 0 for an idle stage."""
+        row = self.stages[stage].row if self.stages else None
+        row = self.row if row is None else row
+        return 1.0 + row * (num_rows - 1) if num_rows else 0.0
+
+    def hop(self, stage: int, further_rows: float) -> float:
+        """Time of the hop that leaves a stage, where stages differ."""
+        device = self.stages[stage]
+        link = self.link if device.link is None else device.link
+        link_row = self.link_row if device.link_row is None else device.link_row
+        return link + link_row * further_rows
 
 
 class VirtualClock:
@@ -62,9 +135,14 @@ class VirtualClock:
         """``boundaries``: layers (0, b1, .., L) at which the target is cut."""
         self.cost, self.draft_forward = cost, draft_forward
         self.num_stages = len(boundaries) - 1
+        if cost.stages and len(cost.stages) != self.num_stages:
+            raise ValueError(
+                f"cost.stages: {len(cost.stages)} for a pipeline of {self.num_stages} stages; give "
+                "one for each"
+            )
         self.shares = [
-            (end - start) / boundaries[-1]
-            for start, end in zip(boundaries, boundaries[1:], strict=False)
+            cost.share(stage, start, end, boundaries[-1])
+            for stage, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
         ]
         """Of a target pass, for each stage."""
         self.num_steps = 0
@@ -73,15 +151,22 @@ class VirtualClock:
         """Everything that took time, in order: [times, draft forwards, overlap, rows of every
         stage] for equal steps, [times, draft forwards] for drafting while the stages wait."""
 
-    def _growth(self, num_rows: int) -> float:
-        """Stage time relative to that of one row; 0 for an idle stage."""
-        return 1.0 + self.cost.row * (num_rows - 1) if num_rows else 0.0
+    def busy(self, rows: Sequence[float]) -> list[float]:
+        """Computing time of each stage for so many rows."""
+        pairs = enumerate(zip(self.shares, rows, strict=True))
+        return [share * self.cost.growth(stage, r) for stage, (share, r) in pairs]
 
     def between(self, rows: Sequence[float]) -> float:
         """Part of a step in which no stage computes: hops and the verification."""
         cost, n = self.cost, self.num_stages
         further = [max(r - 1, 0) for r in rows]
         verify = cost.verify + (cost.head_row + cost.verify_row) * further[-1]
+        if cost.stages:
+            hops = [cost.hop(stage, more) for stage, more in enumerate(further) if rows[stage]]
+            if not cost.is_asynchronous:
+                return max(hops, default=cost.link) + verify
+            hops = [cost.hop(stage, more) for stage, more in enumerate(further)]
+            return (cost.link + cost.link_row * further[-1] + sum(hops) + verify) / n
         if cost.is_asynchronous:
             hops = cost.link * (n + 1) + cost.link_row * (sum(further) + further[-1])
             return (hops + verify) / n
@@ -148,7 +233,7 @@ class VirtualClock:
             rows: rows that each stage processes (0: idle).
             overlap: whether the draft runs beside the stages or after them.
         """
-        stages = [s * self._growth(r) for s, r in zip(self.shares, rows, strict=True)]
+        stages = self.busy(rows)
         draft = draft_forwards * self.draft_forward
         shared = 1.0 + self.cost.sharing * max(sum(map(bool, rows)) - 1, 0)
         if not overlap:
@@ -189,7 +274,12 @@ class VirtualClock:
 
     def autoregressive_time(self, num_tokens: int) -> float:
         """Modeled time of plain decoding of as many tokens on the same pipeline."""
-        return num_tokens * (1.0 + self.num_stages * self.between([1]))
+        if not self.cost.stages:
+            return num_tokens * (1.0 + self.num_stages * self.between([1]))
+        n = self.num_stages
+        alone = ([int(other == stage) for other in range(n)] for stage in range(n))
+        steps = (self.duration(rows, draft_forwards=0, overlap=True) for rows in alone)
+        return num_tokens * sum(steps)
 
 
 def continuous_acceptance_length(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pipedraft.chats import encode_chat, set_template_variables, warn_of_variables
-from pipedraft.cli import one_line
+from pipedraft.cli import UsageError, one_line
 from pipedraft.files import Values, read_optional
 from pipedraft.inference.arguments import (
     EngineOptions,
     PlaceOptions,
     RemoteOptions,
 )
+from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.cut import AUTO, cut_layers
 from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.edge.stream import Access, Connection
 from pipedraft.inference.engine import DraftNetwork, Engine
@@ -35,7 +38,12 @@ from pipedraft.models.draft import read_description, resolve_folder
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
-from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
+from pipedraft.models.target import (
+    choose_decoding_threads,
+    load_target,
+    load_tokenizer,
+    read_config,
+)
 from pipedraft.pretrained import (
     place_draft,
     quieten,
@@ -109,6 +117,26 @@ def describe(options: EngineOptions) -> EngineChoice:
     )
 
 
+def resolve_cut(
+    boundaries: Sequence[int], cost: CostModel, target: str, revision: str | None, num_stages: int
+) -> tuple[int, ...]:
+    """The boundaries as they were given, or for auto those that the cost model asks for.
+
+    Raises:
+        UsageError: auto beside layer numbers, or a cost model that allows no cut.
+    """
+    if AUTO not in boundaries:
+        return tuple(boundaries)
+    if len(boundaries) > 1:
+        raise UsageError("--boundaries: auto stands alone; leave the layer numbers out")
+    config = read_config(target, revision)
+    try:
+        num_layers = config.get("text_config", config)["num_hidden_layers"]
+        return cut_layers(cost, num_layers, num_stages)
+    except ValueError as error:
+        raise UsageError(f"--boundaries: auto: {error}") from error
+
+
 def load_engine(
     options: EngineOptions, cluster: Cluster | None, settings: Values, *, traces: bool = False
 ) -> Engine:
@@ -126,11 +154,13 @@ def load_engine(
     num_stages = 1 if choice.num_stages is None else choice.num_stages
     if cluster is not None:
         num_stages = cluster.num_stages(choice.num_stages)
+    cost = settings.get("cost", CostModel())
+    cut = resolve_cut(choice.boundaries, cost, choice.target, choice.revision, num_stages)
     # Before anything is loaded, so that bad values are refused at once.
     config = DecodeConfig.of(
         choice.schedule,
         num_stages=num_stages,
-        boundaries=choice.boundaries,
+        boundaries=cut,
         **settings,
     )
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
@@ -148,7 +178,7 @@ def load_engine(
             choice.target,
             revision=choice.revision,
             num_stages=num_stages,
-            boundaries=choice.boundaries,
+            boundaries=cut,
             dtype=dtype,
             traces=traces,
         )

@@ -17,7 +17,7 @@ import msgspec
 
 from pipedraft.cli import UsageError, check_ranges
 from pipedraft.files import Values, read_text
-from pipedraft.inference.clock import CostModel
+from pipedraft.inference.clock import CostModel, StageCost
 from pipedraft.inference.rules.filters import TokenFilters, sampling_label
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule, check_at_least
@@ -94,6 +94,11 @@ class DecodeConfig(TokenFilters):
             raise ValueError(
                 f"boundaries: {list(self.boundaries)} do not make {self.num_stages} stages; give "
                 f"{self.num_stages + 1} ascending layer numbers, 0 first"
+            )
+        if self.cost.stages and len(self.cost.stages) != self.num_stages:
+            raise ValueError(
+                f"cost.stages: {len(self.cost.stages)} devices for {self.num_stages} stages; give "
+                "a cost model (--cost) with one for each stage"
             )
         samples = self.verifier in SAMPLING_RULES
         if samples and not (self.temperature and self.schedule.can_sample):
@@ -346,6 +351,8 @@ def read_cost(text: str) -> CostModel:
         values = json.loads(read_text(Path(text), "--cost"))
         if isinstance(values, dict):
             check_names(values, [part.name for part in fields(CostModel)], "cost")
+            for stage in (s for s in values.get("stages", []) if isinstance(s, dict)):
+                check_names(stage, [part.name for part in fields(StageCost)], "cost.stages")
         return convert(values, CostModel, "cost")
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(

@@ -18,7 +18,7 @@ from pipedraft.eval.run import EvalMethod, Evaluation, recorded_draft
 from pipedraft.eval.tables import row_cost_table
 from pipedraft.eval.traces import Recording, Traces, read_recordings
 from pipedraft.files import to_json
-from pipedraft.inference.clock import CostModel
+from pipedraft.inference.clock import CostModel, StageCost
 from pipedraft.inference.config import ROW_COSTS, DecodeConfig
 from pipedraft.inference.engine import Engine
 
@@ -68,6 +68,25 @@ def test_another_cost_model_gives_the_time_of_a_run_under_it(kind) -> None:
     (slower,) = replay(free, Hardware("costly", COST, 3.0))
     assert slower.per_prompt[0].virtual_time > found.per_prompt[0].virtual_time
     assert slower.cost == vars(replace(COST, link=3.0))
+
+
+def test_a_cluster_of_unequal_stages_is_priced_and_cut_anew() -> None:
+    way, stages = {"schedule": "spd", "tree_width": 3}, (StageCost(speed=0.25), StageCost(row=0.5))
+    cluster = replace(COST, stages=stages)
+    free = record("language_model", 2, **way)
+    (kept,), (found,) = (replay(free, Hardware("c", cluster, None, cuts)) for cuts in (False, True))
+    assert (kept.boundaries, found.boundaries) == ([0, 4, 8], [0, 2, 8])
+    real = record("language_model", 2, cost=cluster, boundaries=(0, 2, 8), **way)
+    for row, result in zip(found.per_prompt, real.turns.values(), strict=True):
+        assert row.virtual_time == pytest.approx(result.virtual_time)
+        plain = result.virtual_time_autoregressive
+        assert row.virtual_time_autoregressive == pytest.approx(plain)
+    assert found.per_prompt[0].virtual_time < kept.per_prompt[0].virtual_time
+    with pytest.raises(NotReplayable, match="has 2 devices"):
+        replay(record("language_model", 4, **way), Hardware("c", cluster, None))
+    trained = replace(free, draft_type="spd")
+    with pytest.raises(NotReplayable, match="spd was trained for the cut"):
+        replay(trained, Hardware("c", cluster, None, cuts=True))
 
 
 @pytest.mark.parametrize(

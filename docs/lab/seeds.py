@@ -1,0 +1,119 @@
+"""Compare the tables in configs/papers with published.csv beside this file.
+
+    python docs/lab/seeds.py                         counts, and every cell that differs
+    python docs/lab/seeds.py NUMBERS.yaml            also against a file of the papers' numbers
+    python docs/lab/seeds.py --fill table.json ..    write our figures of `eval table` in, too
+
+A line of published.csv is one published cell: the table, row and column that hold it, its number,
+and where one compares with it the measure of ours and its value. ``cell`` is the number's path in
+NUMBERS.yaml.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from pipedraft.eval.spec import read_spec, table_names
+
+FILE = Path(__file__).with_name("published.csv")
+KEY = ("table", "row", "T", "network", "column")
+Line = dict[str, str]
+Key = tuple[str, ...]
+
+
+def read_lines() -> dict[Key, Line]:
+    with FILE.open(newline="") as file:
+        return {tuple(line[name] for name in KEY): line for line in csv.DictReader(file)}
+
+
+def in_tables() -> dict[Key, float | str]:
+    """Every published cell of every table that ships."""
+    found = {}
+    for name in table_names():
+        spec = read_spec(name)
+        for row in spec.rows:
+            temperature, network = spec.place(row)
+            for column, value in row.published.items():
+                found[name, row.name, f"{temperature:g}", network or "", column] = value
+    return found
+
+
+def in_numbers(values: object, path: str = "") -> Iterator[tuple[str, float]]:
+    """Paths and numbers of a file; "2.70 / 2.47" holds two."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from in_numbers(value, f"{path}/{name}" if path else str(name))
+    elif isinstance(values, list):
+        for index, value in enumerate(values):
+            yield from in_numbers(value, f"{path}/{index}")
+    elif isinstance(values, str) and " / " in values:
+        yield from in_numbers([float(part) for part in values.split(" / ")], path)
+    elif isinstance(values, int | float):
+        yield path, float(values)
+
+
+def differences(numbers: Path | None = None) -> list[str]:
+    """A line for each cell that is missing somewhere or has two values."""
+    lines, cells = read_lines(), in_tables()
+    found = [f"{key}: only in one of the two" for key in lines.keys() ^ cells.keys()]
+    for key in lines.keys() & cells.keys():
+        own, value = lines[key]["published"], cells[key]
+        if own != value and (isinstance(value, str) or float(own) != value):
+            found.append(f"{key}: {own} in published.csv, {value} in configs/papers")
+    if numbers is not None:
+        values = yaml.safe_load(numbers.read_text())
+        theirs = dict(in_numbers({n: v for n, v in values.items() if "settings" not in n}))
+        for line in lines.values():
+            if line["cell"] and theirs.get(line["cell"]) != float(line["published"]):
+                found.append(f"{line['cell']}: {line['published']}, {numbers} has another")
+        missing = theirs.keys() - {line["cell"] for line in lines.values()}
+        found += [f"{cell}: only in {numbers}" for cell in missing]
+    return found
+
+
+def fill(tables: list[Path]) -> None:
+    """Write our figures beside the published ones."""
+    lines = read_lines()
+    for path in tables:
+        content = json.loads(path.read_text())
+        for row in content["rows"]:
+            own = {name: measured["value"] for name, measured in row["ours"].items()}
+            place = f"{row['temperature']:g}", row["network"] or ""
+            for column in row["published"]:
+                line = lines[content["name"], row["name"], *place, column]
+                value = own.get(line["measure"])
+                line["ours"] = "" if value is None else f"{value:.4g}"
+    with FILE.open("w", newline="") as file:
+        names = ["cell", *KEY, "published", "measure", "ours"]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("numbers", type=Path, nargs="?", help="file of the papers' numbers")
+    parser.add_argument("--fill", type=Path, nargs="+", default=[], help="table.json files")
+    arguments = parser.parse_args()
+    if arguments.fill:
+        fill(arguments.fill)
+    found, lines = differences(arguments.numbers), read_lines().values()
+    for name in dict.fromkeys(line["table"] for line in lines):
+        own = [line for line in lines if line["table"] == name]
+        comparable, beside = (sum(bool(line[n]) for line in own) for n in ("measure", "ours"))
+        print(f"{name:<20}{len(own):>5} published{comparable:>5} comparable{beside:>5} beside ours")
+    print(*found, sep="\n", end="\n" * bool(found))
+    numbers = len({line["cell"] for line in lines} - {""})
+    total = f"{len(lines)} published cells ({numbers} numbers of the papers' own tables)"
+    print(f"{total}, {sum(bool(line['ours']) for line in lines)} beside ours; {len(found)} differ")
+    if found:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Published numbers: one copy beside the tables, and what SPD's tables say of each other."""
+
+import runpy
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+
+SCRIPT = runpy.run_path(str(REPOSITORY / "docs" / "lab" / "seeds.py"))
+BENCHMARKS = (" on MT-Bench", " on GSM8K", " on HumanEval")
+PLACES = [("4B", "0"), ("4B", "1"), ("9B", "0"), ("9B", "1")]
+
+
+def test_every_published_cell_of_the_tables_is_in_the_file():
+    assert SCRIPT["differences"]() == []
+    lines = SCRIPT["read_lines"]()
+    assert len({line["cell"] for line in lines.values()} - {""}) > 1_200
+    measures = {spec: SCRIPT["read_spec"](spec).measures for spec in SCRIPT["table_names"]()}
+    for line in lines.values():
+        assert not line["measure"] or line["measure"] in measures[line["table"]], line
+
+
+def test_a_number_that_differs_is_found(tmp_path):
+    numbers = tmp_path / "numbers.yaml"
+    numbers.write_text("spd_table1_mean: {Qwen3.5-4B: {'EAGLE-3 (m=3)': ['2.71 / 2.47']}}\nx: [1]")
+    found = SCRIPT["differences"](numbers)
+    assert "spd_table1_mean/Qwen3.5-4B/EAGLE-3 (m=3)/0/0: 2.7, " in "\n".join(found)
+    assert f"x/0: only in {numbers}" in found
+
+
+def lengths(size: str, temperature: str, methods: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """L' of SPD's table 1 [M], and by benchmark of its tables 3 to 5 [M, 3]."""
+    cells = {
+        (line["row"], line["column"]): float(line["published"])
+        for line in SCRIPT["read_lines"]().values()
+        if (line["table"], line["T"]) == ("spd1", temperature)
+    }
+    name = f"{size} L'"
+    rows = [row for row, column in cells if column == name and row.startswith(methods)]
+    table_M = np.array([cells[row, name] for row in rows])
+    return table_M, np.array([[cells[row, name + on] for on in BENCHMARKS] for row in rows])
+
+
+@pytest.mark.parametrize(("size", "temperature"), PLACES)
+def test_spds_table_1_averages_benchmarks_for_eagle_and_pools_them_for_itself(size, temperature):
+    table_M, lengths_MB = lengths(size, temperature, ("EAGLE-3",))
+    assert np.abs(table_M - lengths_MB.mean(1)).max() < 0.0075
+    # L' = n sum(N) / sum(K) of benchmarks pooled has 1 / L' = sum(share of N / L' of each).
+    table_M, lengths_MB = lengths(size, temperature, ("SPD", "PPSD"))
+    share_B, *_ = np.linalg.lstsq(1 / lengths_MB, 1 / table_M, rcond=None)
+    assert abs(share_B.sum() - 1) < 0.02 and (share_B > 0.2).all()
+    off_M = np.abs(table_M - 1 / (1 / lengths_MB @ share_B))
+    assert off_M.mean() < 0.01 and off_M.max() < 0.03
+    assert (lengths_MB.mean(1) - table_M).min() > 0.01, "the plain mean is above every cell"
+
+
+def test_what_spds_cells_are_by_the_mean_that_eagle_has():
+    def mean(size: str, row: str) -> float:
+        lines = SCRIPT["read_lines"]()
+        on = [float(lines["spd1", row, "0", "", f"{size} L'{b}"]["published"]) for b in BENCHMARKS]
+        return round(float(np.mean(on)), 2)
+
+    assert mean("4B", "SPD, n = 8, Ls = 4") == 3.06  # printed: 2.82
+    assert mean("9B", "SPD, n = 16, Ls = 2") == 3.67  # printed: 3.21
+    assert mean("4B", "SPD, n = 8, Ls = 4, W = 4") == 3.15  # printed: 2.91
