@@ -20,6 +20,7 @@ import torch
 from accelerate.state import AcceleratorState
 from fork_server import ForkServer
 from hypothesis import HealthCheck, settings
+from quick_sample import mark_the_rest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -34,7 +35,13 @@ from transformers import (
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PYTESTS_OWN = "PYTEST_CURRENT_TEST"
-LONG_FILES = {"test_parallel", "test_device_decode", "test_process", "test_sampling"}
+LONG_FILES = {
+    "test_parallel",
+    "test_lossless",
+    "test_process",
+    "test_shipped_heads",
+    "test_sampling",
+}
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -56,8 +63,10 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for the marks that -m names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no worker is left with one at the end."""
+    mark_the_rest(items)
     items.sort(key=lambda item: item.path.stem not in LONG_FILES)
 
 

@@ -14,6 +14,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from quick_sample import KEPT
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -247,3 +248,11 @@ def test_accelerate_reads_the_launch_configuration(name: str) -> None:
         assert config.fsdp_config["fsdp_version"] == 2
     if kind == "DEEPSPEED":
         assert config.deepspeed_config["zero_stage"] == int(name[-1])
+
+
+def test_sampled_tests_exist() -> None:
+    """A renamed test would otherwise run in full without anybody noticing."""
+    for file, names in KEPT.items():
+        source = (ROOT / "tests" / f"{file}.py").read_text()
+        missing = [name for name in names if f"def {name}(" not in source]
+        assert not missing, f"tests/quick_sample.py: {file} has no {missing}"

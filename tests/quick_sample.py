@@ -1,0 +1,320 @@
+"""How many parameter sets of an expensive test `make test` runs; `make test-all` runs all.
+
+The kept sets are spread evenly over a test's list, so that they meet its schedules, heads and
+temperatures; 0 leaves the test to `make test-all`, where others find the same faults sooner. A test
+is listed when its list takes more than about four seconds of a core.
+"""
+
+import pytest
+
+KEPT = {
+    "test_api": {
+        "test_the_documented_code_runs": 1,
+    },
+    "test_bitwise": {
+        "test_text_in_bfloat16_is_that_of_plain_decoding": 5,
+    },
+    "test_block_heads": {
+        "test_sampled_text_is_the_targets": 0,
+        "test_greedy_text_is_the_targets_and_every_draft_token_is_of_the_newest_block": 6,
+    },
+    "test_budget": {
+        "test_fewer_rows_enter_where_they_cost_more": 2,
+        "test_outputs_are_the_targets_whatever_rows_cost": 3,
+    },
+    "test_cli": {
+        "test_a_training_process_that_has_read_its_data_still_prints_one_line": 0,
+    },
+    "test_cpu": {
+        "test_laid_out_layers_decode_what_transformers_generates": 1,
+    },
+    "test_device_decode": {
+        "test_no_operation_sees_two_devices": 6,
+        "test_a_step_launches_and_waits_a_few_times_only": 2,
+        "test_keys_are_not_repeated_for_the_heads_that_share_them": 2,
+        "test_a_controller_launches_and_waits_a_few_times_only": 1,
+        "test_a_draft_and_a_target_across_a_link_have_devices_of_their_own": 2,
+    },
+    "test_device_training": {
+        "test_no_operation_of_training_sees_two_devices": 4,
+        "test_a_layer_of_a_draft_is_one_graph_to_the_compiler": 1,
+    },
+    "test_doc_runs": {
+        "test_commands_run": 2,
+    },
+    "test_docs": {
+        "test_the_pictures_are_what_the_engine_draws": 0,
+        "test_drafts_of_the_papers_models_are_made_by_the_commands_above_them": 4,
+    },
+    "test_draft_calls": {
+        "test_drafts_that_share_a_pass_are_those_of_each_alone": 1,
+        "test_drafts_that_mix_are_noticed_and_cost_no_output": 1,
+        "test_bitwise_outputs_have_drafts_of_their_own": 0,
+    },
+    "test_draft_length_links": {
+        "test_geometric_keeps_97_percent_of_the_oracle_on_links_of_constants": 1,
+        "test_the_default_keeps_95_percent_of_the_oracle_where_batches_are_away": 1,
+        "test_rounds_that_are_away_take_the_time_that_policies_are_told": 1,
+        "test_geometric_keeps_97_percent_of_the_oracle_on_the_shipped_traces": 1,
+    },
+    "test_eagle_schedules": {
+        "test_greedy_text_equals_transformers_greedy": 6,
+        "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 6,
+        "test_sampled_text_has_the_targets_distribution": 1,
+        "test_segments_pruned_to_one_row_and_to_none_change_nothing": 1,
+        "test_expansion_depth_stays_within_the_time_of_one_row": 1,
+        "test_no_segment_has_more_draft_tokens_than_the_setting_says": 4,
+        "test_naive_micro_batches_cost_n_plus_m_minus_1_steps_a_round": 2,
+    },
+    "test_edge_rules": {
+        "test_sampled_text_has_the_targets_distribution": 1,
+        "test_top_k_misses_the_distribution_by_what_is_predicted": 0,
+        "test_the_distribution_test_catches_known_mistakes": 1,
+    },
+    "test_end_to_end": {
+        "test_an_eagle_head_is_trained_decoded_and_evaluated": 1,
+    },
+    "test_eval_entropy": {
+        "test_a_certain_target_is_drafted_for_better_and_entries_say_so": 0,
+    },
+    "test_eval_margin": {
+        "test_half_precision_differs_by_ties_alone": 1,
+    },
+    "test_eval_sequences": {
+        "test_counts_and_texts_are_those_of_one_after_the_other": 1,
+    },
+    "test_evolution": {
+        "test_every_configuration_makes_a_model_that_loads_as_a_target": 0,
+        "test_the_merged_model_computes_what_the_adapters_do": 1,
+    },
+    "test_export": {
+        "test_layers_in_another_order_are_sorted_with_the_columns_that_read_them": 4,
+    },
+    "test_features": {
+        "test_training_from_a_dump_in_fp32_is_online_training_bit_for_bit": 1,
+        "test_over_several_epochs_the_losses_are_those_of_online_training": 0,
+    },
+    "test_features_served": {
+        "test_training_from_a_server_is_online_training": 1,
+    },
+    "test_flexspec": {
+        "test_greedy_text_equals_transformers_greedy": 1,
+        "test_draft_tokens_are_those_of_their_paths_read_from_scratch": 5,
+        "test_sampled_text_has_the_targets_distribution": 0,
+        "test_both_backends_agree": 1,
+    },
+    "test_flexspec_training": {
+        "test_it_learns_a_handful_of_conversations_by_heart": 1,
+    },
+    "test_gpu_check": {
+        "test_every_section_runs_and_every_output_is_right": 0,
+    },
+    "test_hostile_checkpoints": {
+        "test_no_value_in_a_checkpoints_description_is_believed": 1,
+    },
+    "test_hostile_faults": {
+        "test_a_kill_at_any_moment_leaves_the_old_or_the_new": 1,
+    },
+    "test_hostile_inputs": {
+        "test_yaml_that_could_grow_is_refused": 1,
+    },
+    "test_hub": {
+        "test_a_process_of_its_own_goes_by_hf_endpoint_and_xet_sends_chunks_once": 0,
+        "test_every_failure_is_one_line": 8,
+    },
+    "test_link_schedules": {
+        "test_greedy_text_equals_transformers_greedy": 5,
+        "test_greedy_text_is_the_targets_whatever_is_accepted": 5,
+        "test_picospecs_time_equals_the_closed_form": 3,
+        "test_text_stops_at_any_eos_token_and_counts_it": 4,
+    },
+    "test_long_runs": {
+        "test_a_run_killed_at_any_moment_resumes_bit_for_bit": 0,
+        "test_a_signal_ends_the_run_after_its_step": 1,
+        "test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room": 0,
+    },
+    "test_lookup": {
+        "test_the_output_is_the_targets_under_every_schedule": 8,
+        "test_sampled_output_is_plain_decodings_with_shared_noise": 3,
+    },
+    "test_lossless": {
+        "test_greedy_text_equals_transformers_greedy": 2,
+        "test_sampled_text_has_the_targets_distribution": 1,
+        "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 1,
+        "test_steps_equal_the_closed_form_on_a_bernoulli_draft": 0,
+        "test_both_tests_of_sampled_text_catch_the_published_tree_rule": 0,
+        "test_shared_noise_makes_draft_and_target_agree_more_often": 0,
+    },
+    "test_mtp": {
+        "test_sampled_text_is_the_targets": 0,
+        "test_greedy_text_is_the_targets": 2,
+    },
+    "test_packing": {
+        "test_positions_restart_in_every_document_and_a_mutant_is_caught": 3,
+        "test_losses_sums_and_gradients_of_a_packed_row_are_those_of_its_documents": 4,
+        "test_checkpointed_layers_run_twice_and_give_the_same_bits": 6,
+        "test_attention_across_documents_is_caught_in_the_draft": 3,
+        "test_an_evaluation_of_a_packed_row_sums_over_its_documents": 3,
+    },
+    "test_paper_tables": {
+        "test_a_table_runs_and_says_why_a_row_does_not": 3,
+        "test_shares_of_conversations_at_once_make_the_same_table": 0,
+        "test_the_command_writes_the_table_and_what_it_rests_on": 1,
+    },
+    "test_parallel": {
+        "test_two_processes_train_the_run_of_one": 2,
+        "test_two_processes_in_bfloat16_train_the_run_of_one": 0,
+        "test_sharded_runs_resume_where_they_were_stopped": 1,
+        "test_a_real_launch_sets_what_the_other_runs_are_given": 1,
+        "test_a_target_in_parts_is_the_same_target": 1,
+        "test_processes_wait_for_one_that_is_longer_than_the_usual_timeout": 0,
+        "test_a_group_that_the_processes_cannot_share_goes_on_and_says_so": 0,
+    },
+    "test_parity": {
+        "test_what_is_decoded_is_what_is_trained": 3,
+        "test_hidden_states_of_other_layers_are_named": 2,
+        "test_files_are_compared_in_every_layout_that_the_draft_has": 3,
+    },
+    "test_peers": {
+        "test_an_imported_head_computes_what_its_files_say": 6,
+    },
+    "test_pipeinfer": {
+        "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 3,
+        "test_a_language_model_drafts_in_every_schedule": 2,
+        "test_steps_follow_the_closed_form": 1,
+        "test_expensive_rows_make_small_micro_batches": 0,
+        "test_starting_again_at_the_root_costs_steps": 0,
+        "test_sampled_text_has_the_targets_distribution": 0,
+        "test_a_recurrent_language_model_drafts_branches": 0,
+        "test_steps_with_a_perfect_and_with_a_useless_draft": 3,
+    },
+    "test_plan": {
+        "test_parameters_bytes_and_flops_are_those_of_the_real_networks": 1,
+        "test_a_plan_is_near_the_peaks_of_whole_steps": 0,
+    },
+    "test_ppsd": {
+        "test_greedy_text_equals_transformers_greedy": 2,
+        "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 2,
+        "test_a_hit_takes_one_step_and_a_miss_n": 1,
+        "test_the_distribution_test_catches_the_published_tree_rule": 0,
+        "test_sampled_text_has_the_targets_distribution": 0,
+        "test_speedup_is_the_papers_closed_form": 2,
+    },
+    "test_process": {
+        "test_both_backends_agree_with_an_eagle_head": 3,
+        "test_both_backends_agree_with_a_speculation_module": 1,
+        "test_both_backends_agree_with_an_early_exit_head": 0,
+        "test_both_backends_agree_when_segments_are_pruned_on_their_way": 2,
+        "test_ranks_decode_what_one_process_decodes": 1,
+        "test_two_ranks_decode_in_bfloat16_what_plain_decoding_does": 0,
+        "test_the_text_is_the_same_where_waiting_verdicts_cut_drafting_short": 1,
+    },
+    "test_process_ahead": {
+        "test_a_trained_module_runs_ahead_with_either_verifier": 0,
+        "test_the_first_stage_runs_ahead_with_the_same_text_and_steps": 1,
+    },
+    "test_process_capture": {
+        "test_every_schedule_ends_with_plain_decodings_text": 0,
+    },
+    "test_process_failures": {
+        "test_a_lost_stage_ends_every_rank_with_a_line": 2,
+        "test_a_rank_that_was_suspended_goes_on": 0,
+    },
+    "test_recurrent_trees": {
+        "test_sampled_text_is_plain_decodings": 2,
+        "test_greedy_text_is_transformers": 6,
+        "test_stages_of_a_cluster_keep_the_states_of_branches": 1,
+    },
+    "test_sampling": {
+        "test_chains_have_the_targets_law": 2,
+        "test_chains_have_the_law_of_the_filtered_target": 1,
+        "test_rules_of_whole_rounds_have_the_targets_law": 2,
+        "test_rules_of_whole_rounds_have_the_law_of_the_filtered_target": 1,
+        "test_plain_decoding_has_the_targets_law": 1,
+        "test_the_law_catches_a_mistake_of_the_rejection_rule": 1,
+        "test_the_law_catches_a_mistake_of_a_rule_of_whole_rounds": 2,
+        "test_the_law_catches_a_mistake_of_plain_draws": 2,
+        "test_every_schedule_gives_plain_decodings_text": 17,
+        "test_a_rejected_draft_token_that_is_drawn_again_ends_the_round": 10,
+    },
+    "test_serve": {
+        "test_greedy_text_is_plain_decodings": 3,
+        "test_a_restarted_server_gets_the_text_so_far": 1,
+    },
+    "test_serve_batch": {
+        "test_rows_of_several_texts_are_what_each_gives_alone": 2,
+    },
+    "test_serve_failures": {
+        "test_a_pass_that_one_session_breaks_is_made_again_without_it": 1,
+    },
+    "test_serve_hostile": {
+        "test_what_is_wrong_ends_its_own_stream_alone": 4,
+        "test_duplicated_reordered_and_stale_messages_change_nothing": 1,
+    },
+    "test_serve_http": {
+        "test_an_answer_is_what_the_engine_decodes_alone_with_its_figures": 1,
+        "test_a_stream_has_the_same_text_and_says_who_made_each_token": 1,
+    },
+    "test_serve_many": {
+        "test_fifty_edges_at_once": 0,
+    },
+    "test_several": {
+        "test_sequences_that_mix_are_noticed": 1,
+        "test_sequences_that_come_and_go_decode_what_each_does_alone": 1,
+        "test_a_sequence_that_fails_ends_alone": 2,
+        "test_as_many_sequences_draft_as_pay": 1,
+    },
+    "test_several_ranks": {
+        "test_ranks_make_the_steps_that_one_process_makes": 1,
+        "test_a_sequence_that_fails_ends_alone": 1,
+    },
+    "test_shipped_heads": {
+        "test_a_head_accepts_as_much_as_it_did": 1,
+        "test_the_floor_finds_perturbed_weights": 1,
+    },
+    "test_spd": {
+        "test_training_logits_equal_decoding_logits_at_every_occupancy": 4,
+        "test_output_and_gradients_equal_a_dense_mask_reference": 10,
+    },
+    "test_spd_steps": {
+        "test_a_module_decodes_the_rows_it_was_trained_on": 1,
+        "test_text_is_the_targets_at_every_acceptance": 3,
+    },
+    "test_spd_timing": {
+        "test_a_module_for_output_states_decodes_the_rows_it_was_trained_on": 1,
+        "test_rows_in_flight_are_read_one_stage_deeper": 1,
+    },
+    "test_ssd": {
+        "test_the_output_is_the_targets": 8,
+    },
+    "test_stage_graph": {
+        "test_fixed_shapes_equal_recomputing_each_path_from_scratch": 3,
+    },
+    "test_streaming": {
+        "test_processes_read_parts_that_make_up_the_layers": 3,
+    },
+    "test_target": {
+        "test_random_segments_and_keeps_equal_recomputing_each_path_from_scratch": 8,
+        "test_chained_stages_equal_the_models_forward_in_full_and_row_by_row": 16,
+        "test_greedy_decoding_in_one_row_segments_equals_generate": 6,
+    },
+    "test_train": {
+        "test_spd_learns_a_handful_of_conversations_by_heart": 1,
+        "test_a_run_starts_with_the_weights_of_a_trained_draft": 3,
+    },
+}
+
+
+def mark_the_rest(items: list[pytest.Item]) -> None:
+    """Mark every parameter set beyond the kept ones as `all`."""
+    sets: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        name = item.name.split("[")[0]
+        if name in KEPT.get(item.path.stem, {}) and not item.get_closest_marker("all"):
+            sets.setdefault((item.path.stem, name), []).append(item)
+    for (file, name), members in sets.items():
+        kept = KEPT[file][name]
+        chosen = {round(i * (len(members) - 1) / max(kept - 1, 1)) for i in range(kept)}
+        for i, item in enumerate(members):
+            if i not in chosen:
+                item.add_marker(pytest.mark.all)
