@@ -4,13 +4,15 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipedraft.files import Values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Message: TypeAlias = Mapping[str, Any]
+"""One turn: role, content, and what else a template reads."""
 DEFAULTS = "pipedraft_template_variables"
 """Attribute of a tokenizer: template variables of every conversation that has no other values."""
 RESERVED_VARIABLES = {
@@ -81,7 +83,7 @@ def warn_of_variables(name: str, description: Values, variables: Values | None) 
 
 def render_chat(
     tokenizer: "PreTrainedTokenizerBase",
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Message],
     *,
     prompt: bool = True,
     tools: list[Values] | None = None,
@@ -110,9 +112,7 @@ def render_chat(
     return render_turns(messages, render)
 
 
-def render_turns(
-    messages: Sequence[Mapping[str, Any]], render: Callable[[list[Values]], str]
-) -> str:
+def render_turns(messages: Sequence[Message], render: Callable[[list[Values]], str]) -> str:
     """Render turns whose calls have their arguments as an object, which most templates write as
     JSON, or else as a text: for a template that fails on objects, or writes them as Python does.
     """
@@ -153,7 +153,7 @@ def with_arguments(turn: Values, *, as_text: bool) -> Values:
 
 def encode_chat(
     tokenizer: "PreTrainedTokenizerBase",
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Message],
     variables: Mapping[str, object] | None = None,
 ) -> list[int]:
     """Return the ids of a conversation up to the beginning of the assistant's next turn."""

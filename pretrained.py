@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import httpx2
 import msgspec
@@ -88,7 +88,7 @@ def load_model(
         )
     weight_files(name_or_path, revision, field=field)  # they are safetensors
     with explained(field, name_or_path), _quiet():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             revision=revision,
             dtype=dtype,
@@ -100,7 +100,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # they are in `found`, and refused
             output_loading_info=True,
         )
-    model, found = loaded
+    model, found = cast(tuple[PreTrainedModel, Values], loaded)
     is_quantized = hasattr(model.config, "quantization_config")
     wrong = {
         "missing": set(found["missing_keys"]),
@@ -472,7 +472,7 @@ def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
     names = {"gguf_file": file.name, "trust_remote_code": False}
     try:
         # Without `dtype` a quantized file would load as half precision.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             file.parent, **names, dtype=torch.float32, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **names)
@@ -481,7 +481,7 @@ def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
             f"{field}: {str(file)!r} cannot be read as GGUF ({first_line(error)[:200]}); download "
             "it again, convert the model with its authors' script, or pip install gguf"
         ) from error
-    model, found = loaded
+    model, found = cast(tuple[PreTrainedModel, Values], loaded)
     kind = model.config.model_type
     if kind not in GGUF_FAMILIES:
         raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 # B rows, T positions, V vocabulary, J key heads, D head size
 
@@ -84,7 +84,7 @@ class PreallocatedLayer(DynamicLayer):
             self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
 
 
-def preallocated(layers: Iterable[Any], max_length: int) -> list[Any]:
+def preallocated(layers: Iterable[CacheLayerMixin], max_length: int) -> list[CacheLayerMixin]:
     """Replace growing cache layers by preallocated ones; windows and recurrent states stay."""
     return [PreallocatedLayer(max_length) if type(x) is DynamicLayer else x for x in layers]
 

@@ -16,7 +16,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -189,12 +188,12 @@ def user_turns(row: Values) -> list[str]:
     ]
 
 
-def prompts_of(row: Any) -> list[str]:
+def prompts_of(row: object) -> list[str]:
     """The user's turns in one row of a benchmark."""
     if not isinstance(row, dict):
         raise ValueError("row is not an object")
     if isinstance(row.get("messages") or row.get("conversations"), list):
-        texts: Any = [text or None for text in user_turns(row)]
+        texts: object = [text or None for text in user_turns(row)]
     elif row.get("turns"):
         texts = row["turns"]
     else:

@@ -7,7 +7,6 @@ Magpie (arXiv:2406.08464): the prompt is the chat template's opening of a user t
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -70,7 +69,7 @@ class SelfPrompting:
         Args:
             benchmarks: files whose prompts no row may contain.
         """
-        self.tokenizer: Any = tokenizer
+        self.tokenizer = tokenizer
         set_template_variables(tokenizer, sampling.chat_template_kwargs)
         self.markers, self.sampling = TurnMarkers.of(tokenizer), sampling
         self.decoder = Decoder(model)

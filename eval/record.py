@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeGuard, TypeVar
+from typing import Annotated, Any, TypeGuard, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -117,7 +117,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 def add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
     """Add up the reports of one process on several benchmarks."""
 
-    def total(counts: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    def total(counts: Iterable[Mapping[str, Any]]) -> Values:
         return dict(sum(map(Counter, counts), Counter()))
 
     return ProcessRecord(

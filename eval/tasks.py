@@ -12,7 +12,7 @@ from decimal import Decimal
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pipedraft
 from pipedraft.data_recipes.config import Source
@@ -87,9 +87,14 @@ def turns_of(value: object, field: str, where: str) -> list[str]:
 # -- one prompt of each published format -----------------------------------------------------------
 
 
-def _single(turn: str, where: str, **more: Any) -> Prompt:
+def _single(
+    turn: str, where: str, *, reference: str | None = None, expected: Decimal | None = None
+) -> Prompt:
     """A prompt of one turn; its id is its line, its task and category are the benchmark's."""
-    return Prompt(task="", id=where.rpartition(":")[2], category="", turns=[turn], **more)
+    number = where.rpartition(":")[2]
+    return Prompt(
+        task="", id=number, category="", turns=[turn], reference=reference, expected=expected
+    )
 
 
 def _questions(row: Row, where: str) -> Prompt:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ from pipedraft.inference.result import DecodeResult
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
 WHOLE = (0, 1)
 TurnKey = tuple[str, str, int]
 """Benchmark, id of the prompt, turn."""
@@ -70,11 +71,11 @@ class TraceFile:
                     turns = {key: _untimed(value) for key, value in turns.items()}
                 self._found |= turns
 
-    def get(self, key: Sequence[object]) -> Any:
+    def get(self, key: Sequence[object]) -> Values | None:
         """The value of a key; None: there is none."""
         return self._found.get(json.dumps(key))
 
-    def find(self, key: Sequence[object], compute: Callable[[], Any]) -> Any:
+    def find(self, key: Sequence[object], compute: Callable[[], T]) -> T:
         """The value of a key; if there is none, what ``compute`` returns, which is added."""
         name = json.dumps(key)
         if name not in self._found:

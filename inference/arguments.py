@@ -2,11 +2,11 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
@@ -119,9 +119,9 @@ class ScheduleOptions(Options):
             _add_setting(group, name, owners, cls.SETTINGS_ARE_LISTS, shows_help)
 
     @classmethod
-    def values(cls, parsed: Mapping[str, Any]) -> Values:
+    def values(cls, parsed: Values) -> Values:
         given = {name: parsed[name] for name in setting_owners() if parsed[name] is not None}
-        return super().values(dict(parsed)) | {"settings": given}
+        return super().values(parsed) | {"settings": given}
 
     def to_dict(self) -> Values:
         found = super().to_dict()

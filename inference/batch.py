@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipedraft.inference.batch_clock import BatchClock
 from pipedraft.inference.config import DecodeConfig, check_prompt
-from pipedraft.inference.engine import Engine
+from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline, step_together
 from pipedraft.inference.pipelines.process import ProcessPipeline
@@ -40,6 +40,10 @@ from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.sources.base import DraftSource
 from pipedraft.inference.timeline import WAIT
 from pipedraft.models.draft_calls import DraftCall, asking, make_first
+from pipedraft.models.target import StagedTarget
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class QueueFull(RuntimeError):
@@ -140,7 +144,7 @@ class _Sequence:
         if self._ends_with is not None:
             raise self._ends_with
 
-    def _ask(self, call: DraftCall) -> Any:
+    def _ask(self, call: DraftCall) -> object:
         """``call``'s outcome, once it was made with those of other sequences."""
         self.asked = call
         try:
@@ -194,15 +198,15 @@ class BatchEngine:
 
     def __init__(
         self,
-        target: Any,
-        tokenizer: Any,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         config: DecodeConfig,
-        draft: Any | None = None,
+        draft: DraftNetwork | None = None,
         *,
         limits: BatchLimits | None = None,
         drafts_together: bool = True,
         counts_alone: bool = False,
-        connect: Callable[[Any], Pipeline] = LocalPipeline,
+        connect: Callable[[StagedTarget], Pipeline] = LocalPipeline,
     ) -> None:
         """
         Args:
@@ -322,8 +326,8 @@ class BatchEngine:
                 handle.future.cancel()
             self._changed.notify_all()
 
-    def engine_for(self, handle: Handle, wait: Any) -> Engine:
-        def connect(staged: Any) -> SharedPipeline:
+    def engine_for(self, handle: Handle, wait: Callable[[], None]) -> Engine:
+        def connect(staged: StagedTarget) -> SharedPipeline:
             rows = min(self.limits.prompt_rows, self.limits.rows)
             sharing = Sharing(
                 clock=self.clock, wait=wait, counts_alone=self._counts_alone, prompt_rows=rows
@@ -494,6 +498,6 @@ class BatchEngine:
             sequence.tell()
 
 
-def _joins_rows(draft: Any) -> bool:
+def _joins_rows(draft: DraftNetwork) -> bool:
     """On a GPU a draft's forwards are recorded for one sequence."""
     return getattr(draft, "joins_rows", False) and next(draft.parameters()).device.type == "cpu"

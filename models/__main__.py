@@ -1,5 +1,5 @@
-"""Work on checkpoints: import a published head, push one to the Hub, export it for an engine, say
-whether a fine-tuned target keeps its FlexSpec draft, make a target of a GGUF file."""
+"""Work on checkpoints: import a published head, push one to the Hub, export it for an engine, make
+a target of a GGUF file."""
 
 import shlex
 import sys
@@ -30,7 +30,6 @@ EXAMPLE = """example:
       --results out/eval/results.json --dry-run
   python -m pipedraft.models push --checkpoint out/sglang --repo user/name-sglang --private
   python -m pipedraft.models export --checkpoint out/eagle3 --format sglang --out out/sglang
-  python -m pipedraft.models scope --base assets/target --target out/tuned/best
   python -m pipedraft.models from-gguf SmolLM2-135M-Instruct.Q4_1.gguf --out out/smollm2
 """
 
@@ -169,28 +168,6 @@ class ExportOptions(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScopeOptions(Command):
-    """list what a fine-tuned target changed of embedding, last block, final norm and LM head, which
-    a FlexSpec draft has copied; exit status 1 if it changed any"""
-
-    PROG: ClassVar[str] = "pipedraft models scope"
-
-    base: str
-    """folder or Hub id of the target before"""
-    target: str
-    """folder or Hub id of the one after, or an adapter's folder"""
-
-    def run(self) -> None:
-        from pipedraft.models.target_part import out_of_scope
-
-        names = out_of_scope(self.base, self.target)
-        if names:
-            print("\n".join(names))
-            sys.exit(1)
-        print(f"in scope: {self.target} differs from {self.base} in layers 1 .. L-1 at most")
-
-
-@dataclass(frozen=True, kw_only=True)
 class FromGgufOptions(Command):
     """write a GGUF file as a model folder, float32; --target FILE.gguf does it on first use"""
 
@@ -218,7 +195,6 @@ SUBCOMMANDS: dict[str, type[Command]] = {
     "import": ImportOptions,
     "push": PushOptions,
     "export": ExportOptions,
-    "scope": ScopeOptions,
     "from-gguf": FromGgufOptions,
 }
 

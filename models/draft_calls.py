@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, cast
+from types import MethodType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from pipedraft.files import Values
 from pipedraft.models.layers import KeyValues
 
+R = TypeVar("R")
 ORDER = ("extend_rows", "rows", "step", "propose_rows", "logits")
 """Of the networks' methods: a sequence that is further waits until the others ask the same."""
 VISIBLE = "visible_RC"
@@ -31,11 +33,11 @@ VISIBLE = "visible_RC"
 class DraftCall:
     """A request of one sequence to its draft."""
 
-    function: Any
+    function: MethodType
     """A method of ``ORDER``."""
-    rows: tuple[Any, ...]
+    rows: tuple[Tensor, ...]
     options: Values
-    _result: Any = None
+    _result: object = None
     _error: Exception | None = field(default=None, repr=False)
 
     @property
@@ -49,12 +51,12 @@ class DraftCall:
         except Exception as error:
             self._error = error
 
-    def outcome(self) -> Any:
+    def outcome(self) -> object:
         if self._error is not None:
             raise self._error
         return self._result
 
-    def settle(self, result: Any) -> None:
+    def settle(self, result: object) -> None:
         self._result = result
 
     def caches(self) -> Sequence[KeyValues]:
@@ -66,7 +68,7 @@ _thread = threading.local()
 
 
 @contextmanager
-def asking(ask: Callable[[DraftCall], Any] | None) -> Iterator[None]:
+def asking(ask: Callable[[DraftCall], object] | None) -> Iterator[None]:
     """``ask`` makes this thread's calls and returns their outcomes; None: each is made at once."""
     _thread.ask = ask
     try:
@@ -75,7 +77,7 @@ def asking(ask: Callable[[DraftCall], Any] | None) -> Iterator[None]:
         _thread.ask = None
 
 
-def call(function: Any, *rows: Any, **options: Any) -> Any:
+def call(function: Callable[..., R], *rows: Tensor, **options: object) -> R:
     """DraftCall ``function(*rows, **options)``, perhaps with the rows of other sequences.
 
     Args:
@@ -86,7 +88,9 @@ def call(function: Any, *rows: Any, **options: Any) -> Any:
             ``caches``; ``visible_RC``, which the function hands to these.
     """
     ask = getattr(_thread, "ask", None)
-    return function(*rows, **options) if ask is None else ask(DraftCall(function, rows, options))
+    if ask is None:
+        return function(*rows, **options)
+    return cast(R, ask(DraftCall(cast(MethodType, function), rows, options)))
 
 
 def make_first(calls: Sequence[DraftCall]) -> list[DraftCall]:
@@ -113,7 +117,7 @@ def _are_made_together(calls: Sequence[DraftCall]) -> bool:
     return True
 
 
-def _make_joined(calls: Sequence[DraftCall]) -> Sequence[Any]:
+def _make_joined(calls: Sequence[DraftCall]) -> Sequence[Tensor | None]:
     """Rows of all sequences in their order."""
     sizes = [len(one.rows[0] if one.rows else one.options["positions_R"]) for one in calls]
     ends = list(accumulate(sizes))

@@ -145,8 +145,6 @@ HUB_TARGETS = {
     "meta-llama/Llama-3.1-8B-Instruct": "random_target",
 }
 """Folders of these names: the embedded target, or 32 layers of random weights."""
-REFUSED = r".*models scope .*lora_all"
-"""Its verdict is no, by exit status 1."""
 
 
 def after(words: list[str], option: str, default: str = "") -> str:
@@ -361,7 +359,7 @@ class Reader:
                 run_module(command.module, words)
         except SystemExit as stop:
             code = stop.code or 0
-        assert code == int(bool(re.match(REFUSED, command.text))), code
+        assert code == 0, code
         if command.module.startswith("benchmarks/"):
             assert json.loads(said.getvalue().splitlines()[-1]), said.getvalue()[-300:]
         self._done.add(key)

@@ -91,7 +91,6 @@ def test_a_case_is_measured_in_a_process_of_its_own(monkeypatch, tmp_path):
     "text",
     [
         "python -m pipedraft.eval table none --out out/none",
-        "python -m pipedraft.models scope --base assets/target --target out/none",
         "python benchmarks/draft_length.py --protocols none",
     ],
 )

@@ -249,54 +249,6 @@ def test_algorithm_2_as_published_takes_an_end_where_the_best_is_between() -> No
     assert differs > 100
 
 
-def test_algorithm_2_as_published_jumps_between_both_ends_for_ever() -> None:
-    """Its average is right after rounds of 1 and low after rounds of 8."""
-    random = np.random.default_rng(7)
-    policy, cost = Alg2(MAX_LENGTH), linear_cost(0.2, 0.1)
-    policy.observe(4, 1)
-    assert policy.acceptance == pytest.approx(0.8 + 0.1 * (1 / 4 - 0.8))
-    lengths = []
-    for _ in range(2000):
-        length = policy.choose(cost)
-        policy.observe(length, play(np.full(MAX_LENGTH, 0.7), length, random)[0])
-        lengths.append(length)
-    jumps = np.flatnonzero(np.diff(lengths))
-    assert set(lengths) == {1, MAX_LENGTH}
-    assert len(jumps) > 50 and jumps[-1] > 1900
-
-
-class Eq11Tokens(RoundCost):
-    """Known bad: Eq. 11's tokens, with the true rate."""
-
-    def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
-        return survival_K[0] * np.arange(1, self.max_length + 1)
-
-
-class Alg2Tokens(RoundCost):
-    """Known bad: Algorithm 2's tokens, with the true rate."""
-
-    def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
-        return 1 + survival_K[0] * np.arange(1, self.max_length + 1)
-
-
-@pytest.mark.parametrize(
-    "rate, fixed_s, marginal_s, best, kept",
-    [(0.7, 0.2, 0.03, 3, 0.8324), (0.7, 0.2, 0.05, 2, 0.7303), (0.5, 0.1, 0.025, 1, 0.5545)],
-)
-def test_the_published_rules_are_told_from_the_right_one_without_any_estimate(
-    rate: float, fixed_s: float, marginal_s: float, best: int, kept: float
-) -> None:
-    """kept: of the best rate, by the longest draft, which both take here."""
-    survival_K = rate**POSITION_K
-    right = linear_cost(fixed_s, marginal_s)
-    assert right.best_length(survival_K) == best
-    for published in (Eq11Tokens, Alg2Tokens):
-        length = published(right.hit_s_K, right.miss_s_K).best_length(survival_K)
-        assert length == MAX_LENGTH
-        rate_K = right.expected_tokens(survival_K) / right.expected_s(survival_K)
-        assert rate_K[length - 1] / rate_K.max() == pytest.approx(kept, abs=1e-4)
-
-
 def rate_of(policy: DraftLengthPolicy, acceptance_K: np.ndarray, cost: RoundCost) -> float:
     random = np.random.default_rng(8)
     tokens = seconds = 0.0

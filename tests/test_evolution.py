@@ -1,7 +1,6 @@
 """Targets that were fine-tuned: what FlexSpec's copies allow, and the script that trains them."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny_drafts import evolved, make_draft
 from train_runs import World, assert_equal_weights, weights
 
-from pipedraft.models import __main__ as command
+from pipedraft.benchmarks.retention import out_of_scope
 from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.target import load_target, load_tokenizer
-from pipedraft.models.target_part import out_of_scope
 
 LAST = 3
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -117,24 +115,6 @@ def test_an_adapter_that_cannot_be_judged_is_refused(base, tmp_path):
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match="no loadable adapter_model.safetensors"):
         out_of_scope(str(base), str(tmp_path))
-
-
-def test_the_command_says_it_by_its_status(base, tmp_path, monkeypatch, capsys):
-    evolved(tiny_llama(), "model.layers.1").save_pretrained(tmp_path / "in")
-    evolved(tiny_llama(), "model.norm", "lm_head").save_pretrained(tmp_path / "out")
-    for name, status in (("in", None), ("out", 1)):
-        words = ["models", "scope", "--base", str(base), "--target", str(tmp_path / name)]
-        monkeypatch.setattr(sys, "argv", words)
-        if status is None:
-            command.main()
-            assert capsys.readouterr().out.startswith("in scope: ")
-        else:
-            with pytest.raises(SystemExit) as stop:
-                command.main()
-            assert stop.value.code == status
-            assert capsys.readouterr().out == "model.norm\nlm_head\n"
-    with pytest.raises(ValueError, match="--base: no folder"):
-        out_of_scope(str(tmp_path / "absent"), str(base))
 
 
 # -- training -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedraft.benchmarks import fuzz, identity
+from pipedraft.benchmarks import fuzz
 
 
 def arguments(out: Path | None = None, **given) -> argparse.Namespace:
@@ -32,18 +32,6 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path):
     assert run(inputs=5)["next"] == 5 and run(inputs=7)["next"] == 12
     assert run(inputs=0, seed=2)["next"] == 0
     assert json.loads((tmp_path / "out" / "state.json").read_text())["seed"] == 2
-
-
-def test_an_unknown_area_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="error: --only: 'result' is no area; give"):
-        fuzz.fuzz(arguments(only="results,result"), tmp_path)
-
-
-def test_no_run_is_not_an_equal_one(tmp_path):
-    options = argparse.Namespace(write=None, compare=tmp_path / "stored.json", only="spdd")
-    options.compare.write_text("{}")
-    with pytest.raises(SystemExit, match="error: --only: no run's name has 'spdd'"):
-        identity.write_or_compare({}, options)
 
 
 def raises(_: random.Random) -> None:

@@ -72,18 +72,3 @@ def test_prompts_with_known_answers_become_conversations(monkeypatch, tmp_path):
     known.unlink()
     with pytest.raises(ValueError, match="--answers: no file"):
         prompts.read_answers(known)
-
-
-@pytest.mark.parametrize(
-    ("takes", "words"),
-    [
-        (["--take", "c=1"], "--take: .*'c'; it has a"),
-        (["--take", "a"], "SOURCE=ROWS"),
-        (["--take", "a=x"], "--take: 'a=x' is not SOURCE=ROWS"),
-    ],
-)
-def test_an_unknown_source_is_bad_input(takes, words, monkeypatch, tmp_path):
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": CHAT, "source": "a"}) + "\n")
-    with pytest.raises(ValueError, match=words):
-        run(prompts, monkeypatch, "--conversations", chats, *takes, "--out", tmp_path / "o.jsonl")

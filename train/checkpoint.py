@@ -314,7 +314,7 @@ class TrainingState:
         class TensorsAndValues(TorchCheckpointEngine):
             """DeepSpeed's own reader would run whatever code a file names."""
 
-            def load(self, path: str, map_location: Any = None) -> Any:
+            def load(self, path: str, map_location: Any = None) -> object:
                 try:
                     with torch.serialization.safe_globals(plain):
                         return torch.load(path, map_location=map_location, weights_only=True)

@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: tuple[type, ...],
         args: tuple[Any, ...] = (),
         kwargs: Values | None = None,

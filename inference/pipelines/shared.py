@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.stage_cache import MIN_CAPACITY
 from pipedraft.models.stage_calls import MAX_ROWS
 from pipedraft.models.target import Segment, StagedTarget
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Sharing(TypedDict):
@@ -186,7 +189,7 @@ def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:
     return max(min(num_prompt + num_new, max_positions) + MAX_ROWS, MIN_CAPACITY)
 
 
-def row_bytes(target: Any) -> int:
+def row_bytes(target: PreTrainedModel) -> int:
     """Keys and values of one token in all layers."""
     config = target.get_decoder().config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

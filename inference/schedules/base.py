@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pipedraft.inference.shapes import MOST_ROWS, Budget, TreeShape
 
@@ -137,7 +137,7 @@ class SegmentSchedule(TreeSchedule):
         return self.micro_batches or num_stages + 1
 
 
-def check_at_least(settings: Any, least: float, *names: str) -> None:
+def check_at_least(settings: object, least: float, *names: str) -> None:
     """Refuse settings below a number, or not finite; None is left alone."""
     for name in names:
         value = getattr(settings, name)
@@ -147,7 +147,7 @@ def check_at_least(settings: Any, least: float, *names: str) -> None:
             raise ValueError(f"{name}: {value} is {problem}; give at least {least:g}")
 
 
-def check_probability(settings: Any, *names: str) -> None:
+def check_probability(settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         if not 0 <= value <= 1:

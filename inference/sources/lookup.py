@@ -11,7 +11,7 @@ So there is a draft token wherever one is asked for, and a distribution for ever
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +159,7 @@ class Lookup(nn.Module):
         """Log-probabilities that the source has looked up, unchanged."""
         return log_probability_V
 
-    def relative_cost(self, target: Any) -> float:
+    def relative_cost(self, target: object) -> float:
         return 0.0
 
 
