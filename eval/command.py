@@ -122,6 +122,7 @@ def make_methods(
     shared = {
         "verifier": options.verifier,
         "bitwise": options.bitwise,
+        "never_slower": options.never_slower,
         "boundaries": target.boundaries,
         "cost": cost,
         "seed": options.seed,
