@@ -132,6 +132,8 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     bitwise: bool = False
     """the target computes each row as plain decoding would, to the last bit, and outputs are
     compared with plain decoding's instead of those of transformers; slower"""
+    never_slower: bool = False
+    """time the rounds with and without the draft, and shrink or pause it where it loses"""
     no_lossless: bool = False
     """leave out the comparison of greedy outputs with transformers, and the acceptance by entropy:
     what takes the whole target once more"""

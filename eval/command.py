@@ -122,6 +122,7 @@ def make_methods(
     shared = {
         "verifier": options.verifier,
         "bitwise": options.bitwise,
+        "never_slower": options.never_slower,
         "boundaries": target.boundaries,
         "cost": cost,
         "seed": options.seed,
@@ -201,6 +202,15 @@ def _load_target(
     return _Target(model, reference, trusts_plain, cluster.connect, cut, num_stages)
 
 
+def _with_cut(
+    options: EvalOptions, cost: CostModel, target: str, revision: str | None
+) -> EvalOptions:
+    """The options with layer numbers in place of --boundaries auto."""
+    num_stages = options.stages or len(cost.stages) or DecodeConfig().num_stages
+    cut = resolve_cut(options.boundaries, cost, target, revision, num_stages)
+    return replace(options, boundaries=cut)
+
+
 def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
     for folder, description in drafts.items():
         trained_for = description["architecture"].get("num_stages")
@@ -230,9 +240,7 @@ def evaluate_drafts(
     )
     _check_stages(options.stages, drafts)
     cost = CostModel() if options.cost is None else read_cost(options.cost)
-    num_stages = options.stages or len(cost.stages) or DecodeConfig().num_stages
-    cut = resolve_cut(options.boundaries, cost, target_name, revision, num_stages)
-    options = replace(options, boundaries=cut)
+    options = _with_cut(options, cost, target_name, revision)
     if options.calibrate is not None:
         make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     make_folder("--out", options.out)

@@ -242,7 +242,7 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
         yield cluster
 
 
-SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise")
+SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise", "never_slower")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +273,8 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     bitwise: bool = False
     """the target computes each row as plain decoding would, to the last bit: in bfloat16, too, the
     text is then plain decoding's; slower"""
+    never_slower: bool = False
+    """time the rounds with and without the draft, and shrink or pause it where it loses"""
     cost: str | None = option(None, metavar="PRESET|FILE")
     """cost model by which automatic budgets are chosen: h100, a100, rtx4090, jetson_orin, this_cpu,
     or a file of eval --calibrate; default: rows, links and verification free"""
@@ -288,7 +290,7 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
 
 ELSEWHERE = (
     *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
-    *("draft", "bitwise", "cost"),
+    *("draft", "bitwise", "never_slower", "cost"),
 )
 """Options of a target on this machine, and of drafts that only such a one has."""
 

@@ -23,6 +23,7 @@ import torch
 from pipedraft.inference.batch_clock import BatchClock
 from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.engine import DraftNetwork, Engine
+from pipedraft.inference.meter import DraftMeter
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline, step_together
 from pipedraft.inference.pipelines.process import ProcessPipeline
@@ -238,6 +239,7 @@ class BatchEngine:
             drafts_together=drafts_together and _joins_rows(draft),
         )
         self._root, self.timeline = engine.pipeline, engine.pipeline.timeline
+        self._meter = DraftMeter()
         self.last_rows: list[list[int]] = []
         """Of each sequence that took part in the last step, rows in each stage."""
         self._row_bytes = row_bytes(target)
@@ -336,7 +338,7 @@ class BatchEngine:
                 return SharedRanks(self._root, staged, sharing)
             return SharedStages(staged, self.timeline, sharing)
 
-        return Engine(
+        engine = Engine(
             self.target,
             self.tokenizer,
             handle.config,
@@ -344,6 +346,9 @@ class BatchEngine:
             source=handle.source,
             connect=connect,
         )
+        if engine.meter is not None:  # one for all: they share the time
+            engine.meter = self._meter
+        return engine
 
     # -- steps ------------------------------------------------------------------------------
 

@@ -76,6 +76,9 @@ class DecodeConfig(TokenFilters):
     """New tokens at most, the one drawn from the prefill included."""
     bitwise: bool = False
     """Compute each row of the target as plain decoding would, to the last bit."""
+    never_slower: bool = False
+    """Time the rounds with and without the draft while decoding, and shrink or pause it where it
+    loses. Which tokens are drafted then depends on the machine; the law of the output does not."""
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
@@ -108,6 +111,11 @@ class DecodeConfig(TokenFilters):
                 "tree"
             )
 
+        if self.never_slower and self.schedule.needs_link:
+            raise ValueError(
+                f"never_slower: True with schedule {self.schedule.name!r}, whose client compares "
+                "itself with the target alone; leave it out"
+            )
         self._check_round_rule()
 
     def _check_round_rule(self) -> None:

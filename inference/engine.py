@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.demands import Demands, EndMask
 from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget, check_draft
+from pipedraft.inference.meter import DraftMeter
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult, Observer
@@ -70,6 +71,7 @@ class Engine:
         self._source = source
         self.target = self._stage(target)
         self.pipeline = connect(self.target)
+        self.meter = DraftMeter() if config.never_slower else None
         self._check_growth()
 
     def _stage(self, target: PreTrainedModel | RemoteTarget) -> StagedTarget | RemoteTarget:
@@ -225,6 +227,11 @@ class Session:
             self.source.begin(features, [*prompt_ids, token])
         self.result.prefill_s = self.pipeline.now() - self.started
         self.tree = self._fresh_tree(token, len(prompt_ids))
+        self.part = 1.0
+        """Part of the draft that is in use."""
+        if engine.meter is not None:
+            engine.meter.begin(self.pipeline.now())
+            self.part = engine.meter.choose()
         self._emit(token, None, self.pipeline.first_logits)
 
     # -- verbs ------------------------------------------------------------------------------
@@ -265,7 +272,7 @@ class Session:
         """Let the draft add up to ``width`` tokens below the deepest rows, from what is known."""
         if not self.drafts_pay(width):
             return
-        most = MOST_ROWS if width == "auto" else width
+        most = self._part_of(MOST_ROWS if width == "auto" else width)
         with self.drafting():
             self.drafter.grow_layer(
                 self.tree, self.features, width=most, sampling=self.step_sampling(width)
@@ -283,11 +290,17 @@ class Session:
         if not self.drafts_pay("auto" if shape.is_auto else 1):
             return
         sampling = self._round_sampling(costs if shape.is_auto else None)
+        if self.part < 1 and shape.kind != "static":
+            tokens = shape.num_tokens
+            tokens = tokens if tokens == "auto" else self._part_of(tokens)
+            shape = replace(shape, depth=self._part_of(shape.depth), num_tokens=tokens)
         with self.drafting():
             self.drafter.grow_tree(self.tree, shape, by_score=by_score, sampling=sampling)
 
     def deepen_tree(self, levels: int, num_tokens: int) -> None:
         """Let the draft extend its last fresh tree."""
+        if not self.part:
+            return
         with self.drafting():
             self.drafter.deepen_tree(self.tree, levels, num_tokens)
 
@@ -303,7 +316,7 @@ class Session:
         """
         if not self.drafts_pay(num_tokens):
             return
-        sampling = self.step_sampling(num_tokens)
+        sampling, num_forwards = self.step_sampling(num_tokens), self._part_of(num_forwards)
         width = math.ceil(max_rows / num_forwards) if num_tokens == "auto" else num_tokens
         expansion = Expansion(
             num_forwards=num_forwards, width=width, max_rows=max_rows, by_score=by_score
@@ -312,7 +325,10 @@ class Session:
             self.drafter.expand_tree(self.tree, expansion, sampling)
 
     def drafts_pay(self, budget: Budget) -> bool:
-        return budget != "auto" or self.clock.drafts_pay()
+        return bool(self.part) and (budget != "auto" or self.clock.drafts_pay())
+
+    def _part_of(self, number: int) -> int:
+        return number if self.part == 1 else max(1, round(number * self.part))
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -411,8 +427,12 @@ class Session:
             self.round_length += 1
             row = walk.path[index]
             self._emit(token, accepted, None if returned.logits is None else returned.logits[row])
+        meter = self.engine.meter
+        if meter is not None:
+            meter.count(len(emitted), self.pipeline.now())
         if not hit or self.done:
             self._end_round(accepted)
+            self.part = 1.0 if meter is None else meter.choose()
         if self.source is not None and not self.done:
             with self.pipeline.timeline.span("draft"):
                 self.source.keep(keep)

@@ -1,5 +1,6 @@
 """Published numbers: one copy beside the tables, and what SPD's tables say of each other."""
 
+import re
 import runpy
 
 import numpy as np
@@ -63,3 +64,16 @@ def test_what_spds_cells_are_by_the_mean_that_eagle_has():
     assert mean("4B", "SPD, n = 8, Ls = 4") == 3.06  # printed: 2.82
     assert mean("9B", "SPD, n = 16, Ls = 2") == 3.67  # printed: 3.21
     assert mean("4B", "SPD, n = 8, Ls = 4, W = 4") == 3.15  # printed: 2.91
+
+
+def test_the_table_of_mechanisms_names_what_exists_and_why_a_part_is_missing():
+    text = (REPOSITORY / "docs" / "lab" / "seeds.md").read_text()
+    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    rows = [row for row in rows if row[0] != "mechanism" and not row[0].startswith("---")]
+    assert len(rows) > 60
+    folders = ("", "tests", "configs/papers", "inference/schedules")
+    for mechanism, _, file, test, state in rows:
+        assert re.match(r"there\b|(partial|missing): \w", state), mechanism
+        for name in re.findall(r"`([\w/]+\.(?:py|yaml)|[\w/]+/)`", f"{file} {test}"):
+            assert any((REPOSITORY / folder / name).exists() for folder in folders), name
+        assert test != "-" or state.startswith("missing"), mechanism

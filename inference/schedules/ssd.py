@@ -54,7 +54,8 @@ class SSD(Schedule):
 
     def run(self, session: Session) -> None:
         while not session.done:
-            if len(session.tree) == 1:
+            drafts = session.drafts_pay(self.draft_tokens)
+            if len(session.tree) == 1 and drafts:
                 with session.drafting():
                     left, leaves = self.fallback_tokens or self.draft_tokens, [0]
                     while left:
@@ -64,7 +65,7 @@ class SSD(Schedule):
             session.inject()
             _flatten(session.tree.scores)
             # Rows of the batch, whose further children are the outcomes, then the newest rows.
-            left, leaves = self.draft_tokens + 1, list(range(len(session.tree)))
+            left, leaves = self.draft_tokens + 1 if drafts else 0, list(range(len(session.tree)))
             returned = None
             while returned is None:
                 most = session.clock.hidden_forwards()

@@ -1,0 +1,113 @@
+"""Never slower: what the meter's trials cost, and exact texts whatever it chooses."""
+
+import random
+
+import pytest
+from conftest import tiny_qwen3
+from decode_runs import (
+    NEW_TOKENS,
+    PROMPTS,
+    SMALL,
+    WAYS,
+    attentive_llama,
+    decode_exactly,
+    engine_for,
+    simulate,
+    way_name,
+)
+from several_runs import decode_several
+from tiny_drafts import make_head
+
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.meter import PARTS, DraftMeter
+
+OTHERS = [{"schedule": "spd"}, {"schedule": "pipeinfer"}]
+
+
+def run_rounds(rounds, total, hiccup=0.0):
+    """Time over that of the best part alone; ``rounds``: part -> (tokens, time)."""
+    rng, meter, now, tokens = random.Random(0), DraftMeter(), 0.0, 0
+    meter.begin(0.0)
+    used = dict.fromkeys(PARTS, 0)
+    while tokens < total:
+        count, time = rounds[meter.part]
+        now += time * (20 if rng.random() < hiccup else 1)
+        tokens, used[meter.part] = tokens + count, used[meter.part] + count
+        meter.count(count, now)
+        meter.choose()
+    best = min(rounds, key=lambda part: rounds[part][1] / rounds[part][0])
+    assert used[best] > 0.9 * tokens
+    return now / (tokens * rounds[best][1] / rounds[best][0])
+
+
+@pytest.mark.parametrize(
+    ("full", "half", "most"),
+    [
+        ((1, 1.5), (1, 1.3), 1.03),  # always wrong
+        ((1, 3.0), (1, 2.0), 1.03),
+        ((2, 1.9), (2, 1.4), 1.03),  # half right: a shorter draft makes as many tokens
+        ((4, 1.5), (3, 1.4), 1.02),  # good
+        ((8, 1.2), (4, 1.1), 1.02),
+    ],
+)
+def test_trials_of_other_parts_cost_what_was_budgeted(full, half, most):
+    rounds = {1.0: full, 0.5: half, 0.0: (1, 1.0)}
+    assert run_rounds(rounds, 3_000) < most
+
+
+def test_a_hiccup_while_drafting_is_no_verdict():
+    rounds = {1.0: (4, 1.5), 0.5: (3, 1.4), 0.0: (1, 1.0)}
+    assert run_rounds(rounds, 8_000, hiccup=0.01) > 1, "a good draft was in use nearly always"
+
+
+class Shuffled(DraftMeter):
+    """Chooses another part after every round."""
+
+    chosen: list[float] = []
+
+    def choose(self) -> float:
+        self.part = (0.0, 1.0, 0.5)[len(self.chosen) % 3]
+        self.chosen.append(self.part)
+        return self.part
+
+
+@pytest.fixture
+def shuffled(monkeypatch):
+    monkeypatch.setattr(Shuffled, "chosen", [])
+    for module in ("engine", "batch"):
+        monkeypatch.setattr(f"pipedraft.inference.{module}.DraftMeter", Shuffled)
+
+
+@pytest.mark.parametrize("way", [*WAYS, *OTHERS], ids=way_name)
+def test_text_is_the_targets_whatever_part_is_drafted(shuffled, way):
+    simulate(attentive_llama(8, vocab=16), PROMPTS[2], 0.6, never_slower=True, **way)
+    assert Shuffled.chosen[:1] == [0]
+
+
+@pytest.mark.parametrize("schedule", ["flowspec", "pipedec", "eagle", "ssd"])
+def test_a_head_that_was_paused_catches_up(shuffled, schedule):
+    target = tiny_qwen3(vocab=16)
+    tree = {} if schedule in ("pipedec", "ssd") else {"tree": SMALL}
+    way = {"schedule": schedule, "num_stages": 3, "max_new_tokens": NEW_TOKENS, **tree}
+    draft = make_head(target, "eagle3")
+    result = decode_exactly(engine_for(target, draft=draft, never_slower=True, **way), PROMPTS[1])
+    assert 0 in Shuffled.chosen and result.num_drafted > 0
+
+
+def test_several_sequences_share_the_meter_and_keep_their_texts(shuffled):
+    target = tiny_qwen3(vocab=64)
+    draft, texts = make_head(target, "eagle"), []
+    for is_on in (True, False):
+        way = {"num_stages": 2, "max_new_tokens": 6, "tree": SMALL, "never_slower": is_on}
+        asked = [(prompt, DecodeConfig.of("eagle", **way), 0) for prompt in PROMPTS[:3]]
+        _, handles = decode_several(target, draft, 2, asked)
+        texts.append([handle.token_ids for handle in handles])
+    assert texts[0] == texts[1] and Shuffled.chosen
+
+
+def test_off_means_no_meter():
+    target = tiny_qwen3(vocab=16)
+    engine = engine_for(target, draft=make_head(target, "eagle"), schedule="eagle", num_stages=2)
+    assert engine.meter is None
+    with pytest.raises(ValueError, match="never_slower: True with schedule 'flexspec'"):
+        DecodeConfig.of("flexspec", never_slower=True)
