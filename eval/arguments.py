@@ -66,6 +66,7 @@ example:
   python -m pipedraft.eval parity --checkpoint out/eagle3
   python -m pipedraft.eval parity --checkpoint out/eagle3 --exported out/sglang --limit 8
   python -m pipedraft.eval parity --checkpoint out/spd --benchmarks own.jsonl --json out/p.json
+  python -m pipedraft.eval parity --checkpoint out/eagle3 --engine vllm --depth 3
 
 A draft that trained well and accepts nothing: the same prompts go through the training's forward
 pass, greedy decoding with chains, and the files that serving engines load. What differs is named at
@@ -275,7 +276,8 @@ class ParityOptions(PlaceOptions):
     EXAMPLE: ClassVar[str] = PARITY_EXAMPLE
 
     checkpoint: str = option(metavar="DIR")
-    """checkpoint folder or Hub repository of a draft"""
+    """checkpoint folder or Hub repository of a draft, or of a head in the layouts of SafeAILab,
+    SpecForge or speculators, which needs --target"""
     target: str | None = None
     """folder or Hub name of the target; default: the one the draft names"""
     trained_tokenizer: str | None = option(None, metavar="DIR")
@@ -296,5 +298,11 @@ class ParityOptions(PlaceOptions):
     """of each answer"""
     dtype: Dtype = "float32"
     """of target and draft; in others rounding hides small differences"""
+    engine: Literal["vllm"] | None = None
+    """decode the prompts in this engine, too, and compare its draft tokens"""
+    engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
+    """python of the environment that has the engine"""
+    engine_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """of the engine; default: --dtype"""
     json: Path | None = option(None, metavar="FILE")
     """write counts and findings there, too"""
