@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.cli import option
+from pipedraft.cli import Options, option
 from pipedraft.inference.arguments import (
     BackendOptions,
     Dtype,
@@ -71,6 +71,15 @@ example:
 A draft that trained well and accepts nothing: the same prompts go through the training's forward
 pass, greedy decoding with chains, and the files that serving engines load. What differs is named at
 the first place where it does, with status 1; 0: nothing does. The first turn of each prompt counts.
+"""
+
+
+ENGINES_EXAMPLE = """\
+example:
+  make engines                       vLLM's environment, heads of 60 steps, and all of this
+  python -m pipedraft.eval engines --only whole,D1
+
+Status 1: a head does not agree with ours, or a planted fault is not named.
 """
 
 
@@ -266,6 +275,31 @@ class TableOptions(PlaceOptions):
     """decode again what OUT/traces has; as of eval --help"""
     out: Path = option(Path(), metavar="OUT")
     """folder of the results"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginesOptions(Options):
+    """Decode with every exported head in vLLM and here, with old exports, and planted faults."""
+
+    PROG: ClassVar[str] = "pipedraft eval engines"
+    EXAMPLE: ClassVar[str] = ENGINES_EXAMPLE
+
+    engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
+    """python of the environment that has vLLM"""
+    only: tuple[str, ...] = option((), metavar="NAMES")
+    """comma list: the cases with one of these words in their names; default: all"""
+    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
+    """as of an evaluation"""
+    data_dir: str | None = option(None, metavar="D")
+    """see eval --help"""
+    limit: int = option(2, metavar="P", least=1)
+    """the first P prompts of each"""
+    depth: int = option(3, metavar="K", least=1)
+    """draft tokens of a chain, for heads that have no number of their own"""
+    max_new_tokens: int = option(64, metavar="M", least=2)
+    """of each answer"""
+    out: Path = option(Path("out/engines"), metavar="OUT")
+    """folder of engines.json"""
 
 
 @dataclass(frozen=True, kw_only=True)

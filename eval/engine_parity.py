@@ -9,6 +9,7 @@ the engine's draft tokens is the cause. So nothing of the engine is read but tok
 # R compared draft tokens, U draft vocabulary
 
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 MALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
+ROTARY_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+"""That targets have, 10,000 first, which readers of an unknown name take."""
 EXPLAINED = 0.97
 """Share of the engine's draft tokens that a fault has to yield, to be named."""
 REDUCED = 0.25
@@ -78,10 +81,6 @@ class EngineAnswer(msgspec.Struct):
     num_drafts: int
     accepted: list[int]
     """By draft position, by the engine's own counters."""
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        return 1 + sum(self.accepted) / max(self.num_drafts, 1)
 
 
 def engine_environment(python: Path) -> dict[str, str]:
@@ -185,7 +184,7 @@ def known_faults(draft: Draft) -> Iterator[EngineFault]:
     yield from _norm_faults(draft)
     for name, bias in draft.named_parameters():
         if name.endswith("bias") and bool(bias.any()):
-            change = _filled(bias, 0.0)
+            change = _filled([bias], 0.0)
             yield EngineFault(what="bias", detail=f"{name} is left out", change=change)
     yield from _position_faults(draft)
     ids_U = vocabulary(draft)
@@ -236,10 +235,14 @@ def _norm_faults(draft: Draft) -> Iterator[EngineFault]:
             return patch.object(draft, "config", config)
 
         yield EngineFault(what="norm", detail=f"{name} is {not is_on}", change=change)
-    for name, module in draft.named_modules():
-        if isinstance(module, RMSNorm):
-            change = _filled(module.weight, 1.0)
-            yield EngineFault(what="norm", detail=f"the weights of {name} are 1", change=change)
+    norms = {name: x.weight for name, x in draft.named_modules() if isinstance(x, RMSNorm)}
+    names = dict.fromkeys(
+        re.sub(r"\.\d+$", "", name) for name in norms
+    )  # fc_norm.0, .1, .. together
+    for name in names:
+        weights = [x for other, x in norms.items() if other == name or other.startswith(f"{name}.")]
+        change = _filled(weights, 1.0)
+        yield EngineFault(what="norm", detail=f"the weights of {name} are 1", change=change)
 
 
 def _position_faults(draft: Draft) -> Iterator[EngineFault]:
@@ -247,8 +250,8 @@ def _position_faults(draft: Draft) -> Iterator[EngineFault]:
     if rotary is None:
         return
     rope = draft.layer_config.rope_parameters
-    usual = {"rope_type": "default", "rope_theta": 10000.0}
-    for other in (usual, {**usual, "rope_theta": rope["rope_theta"]}):
+    for base in (rope["rope_theta"], *ROTARY_BASES):
+        other = {"rope_type": "default", "rope_theta": base}
         if other != dict(rope):
             layer = replace(draft.layer_config, rope_parameters=other)
             turned = RotaryEmbedding(layer).to(vocabulary(draft).device)
@@ -275,15 +278,17 @@ def _position_faults(draft: Draft) -> Iterator[EngineFault]:
     )
 
 
-def _filled(value: Tensor, number: float) -> Callable[[], object]:
+def _filled(values: Sequence[Tensor], number: float) -> Callable[[], object]:
     @contextmanager
     def change() -> Iterator[None]:
-        kept = value.detach().clone()
-        value.fill_(number)
+        kept = [value.detach().clone() for value in values]
+        for value in values:
+            value.fill_(number)
         try:
             yield
         finally:
-            value.copy_(kept)
+            for value, old in zip(values, kept, strict=True):
+                value.copy_(old)
 
     return change
 
@@ -402,16 +407,31 @@ class EngineComparison:
             return Parting(what="dtype", detail=f"{said}, the others within bfloat16's rounding")
         return Parting(what="unexplained", detail=f"{said}, and no known fault yields the others")
 
+    @property
+    def shares(self) -> tuple[list[float], list[float]]:
+        """Draft tokens accepted in a round by position: here, there."""
+        ours = [number / max(self.num_rounds, 1) for number in self.ours]
+        theirs = [number / max(self.answer.num_drafts, 1) for number in self.answer.accepted]
+        return ours, theirs
+
+    @property
+    def mean_acceptance_lengths(self) -> tuple[float, float]:
+        """Tokens of a round, as engines count them: here, there."""
+        ours, theirs = self.shares
+        return 1 + sum(ours), 1 + sum(theirs)
+
+    @property
+    def is_equal(self) -> bool:
+        return self.num_equal == len(self.texts)
+
     def lines(self) -> list[str]:
         """What the engine's counters say beside ours."""
-        theirs = [number / max(self.answer.num_drafts, 1) for number in self.answer.accepted]
-        ours = [number / max(self.num_rounds, 1) for number in self.ours]
-        tau = self.answer.mean_acceptance_length, 1 + sum(ours)
+        ours, theirs = (", ".join(f"{x:.3f}" for x in side) for side in self.shares)
+        tau = self.mean_acceptance_lengths
         return [
             f"{self.answer.engine} in {self.answer.dtype}: {self.num_equal} of {len(self.texts)} "
-            f"outputs are the ones decoded here",
-            f"accepted in a round by position there {', '.join(f'{x:.3f}' for x in theirs)}; "
-            f"here {', '.join(f'{x:.3f}' for x in ours)}",
-            f"tau {tau[0]:.3f} in {self.answer.num_drafts} rounds there, {tau[1]:.3f} in "
+            "outputs are the ones decoded here",
+            f"accepted in a round by position there {theirs}; here {ours}",
+            f"tau {tau[1]:.3f} in {self.answer.num_drafts} rounds there, {tau[0]:.3f} in "
             f"{self.num_rounds} here",
         ]

@@ -58,7 +58,9 @@ def place(tmp_path_factory):
             head.fc.bias.normal_(0, 3)
         elif name == "eagle3":
             head.fc.weight.add_(torch.randn_like(head.fc.weight) * 0.1)
-            head.draft_ids.copy_(torch.randperm(len(tokenizer))[:200].sort().values)
+            head.draft_ids.copy_(torch.arange(5, 205))
+            head.lm_head.weight.copy_(target.lm_head.weight[5:205])
+            head.midlayer.self_attn.o_proj.weight.mul_(4)
         else:
             for norm in head.fc_norm:
                 norm.weight.normal_(1, 2)
@@ -122,8 +124,9 @@ def changed(place, head, layout, weights=None, config=None):
     save_file(held | (weights or dict)(held), files / "model.safetensors", {"format": "pt"})
     settings = json.loads((files / "config.json").read_text()) | (config or {})
     (files / "config.json").write_text(json.dumps(settings))
-    import_head(str(files), str(place / "target"), files / "checkpoint")
-    return files / "checkpoint"
+    out = files.with_name(f"{files.name}-checkpoint")
+    import_head(str(files), str(place / "target"), out)
+    return out
 
 
 def test_a_faithful_engine_agrees(parity, place):
@@ -173,7 +176,7 @@ def test_faults_of_positions_maps_dtype_and_prompts_are_named(parity, place, mon
     other = place / "usual"
     other.mkdir()
     (other / "model.safetensors").write_bytes((place / "eagle3/model.safetensors").read_bytes())
-    layer["architecture"]["layer"]["rope_parameters"] = usual
+    layer["layer"]["rope_parameters"] = usual
     (other / "config.json").write_text(json.dumps(layer))
     answer_of(place, other)
     named("position")
