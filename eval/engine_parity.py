@@ -92,22 +92,26 @@ def engine_environment(python: Path) -> dict[str, str]:
     return own
 
 
+def check_python(python: Path) -> None:
+    if not os.access(python, os.X_OK):
+        raise UsageError(
+            f"--engine-python: {str(python)!r} is no program; give the python of an environment "
+            "with vLLM (make engines makes out/engines/vllm)"
+        )
+
+
 def ask_engine(python: Path, request: Values) -> EngineAnswer:
     """Run the engine's process on a request.
 
     Raises:
         Failure: it ends without an answer; the message has the last line that it said.
     """
-    if not os.access(python, os.X_OK):
-        raise UsageError(
-            f"--engine-python: {str(python)!r} is no program; give the python of an environment "
-            "with vLLM (make engines makes out/engines/vllm)"
-        )
+    check_python(python)
     with tempfile.TemporaryDirectory() as place:
         question, answer = Path(place) / "request.json", Path(place) / "answer.json"
         question.write_bytes(to_json(request))
         done = subprocess.run(
-            [python, SCRIPT, question, answer],
+            [python, SCRIPT, "decode", question, answer],
             env=engine_environment(python),
             capture_output=True,
             text=True,

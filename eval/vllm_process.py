@@ -1,13 +1,12 @@
-"""Decode prompts in vLLM and write what it drafted: run by vLLM's own Python, without pipedraft.
+"""Run vLLM for pipedraft, by vLLM's own Python: nothing of the package is imported.
 
-    python vllm_process.py REQUEST.json ANSWER.json
-
-vLLM lives in an environment of its own, so this file imports nothing of the package. The request
-and the answer are those of engine_parity.py.
+python vllm_process.py decode REQUEST.json ANSWER.json     draft tokens: eval/engine_parity.py
+python vllm_process.py states REQUEST.json FOLDER          hidden states: train/features/vllm.py
 """
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -79,6 +78,73 @@ def decode(request):
     }
 
 
+class NoStream:
+    """CUDA's streams and events where there is no CUDA: everything is done when it is asked for."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def nothing(self, *_, **__):
+        pass
+
+    record = wait_event = wait_stream = synchronize = nothing
+    __enter__ = __exit__ = nothing
+
+    def query(self):
+        return True
+
+
+def without_cuda(torch):
+    """Let vLLM's connector of hidden states, which is written for CUDA alone, run on a CPU."""
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        setattr(torch.cuda, name, NoStream)
+    empty_like = torch.empty_like
+    torch.empty_like = lambda *a, pin_memory=False, **more: empty_like(*a, **more)
+
+
+def states(request, folder):
+    """Answer each line of rows on stdin by a line of files, until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM itself prints is no reply
+    torch, vllm = importlib.import_module("torch"), importlib.import_module("vllm")
+    if not torch.cuda.is_available():
+        without_cuda(torch)
+    connector = importlib.import_module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
+    )
+    layers = {"eagle_aux_hidden_state_layer_ids": request["layers"]}
+    llm = vllm.LLM(
+        request["target"],
+        dtype=request["dtype"],
+        max_model_len=request["max_model_len"],
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": layers},
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        },
+        **request["settings"],
+    )
+    one = vllm.SamplingParams(temperature=0.0, max_tokens=1)
+    for line in sys.stdin:
+        prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
+        outputs = llm.generate(prompts, one, use_tqdm=False)
+        paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
+        for path in paths:  # waits for the writer
+            connector.load_hidden_states(path)
+        print(json.dumps(paths), file=replies, flush=True)
+
+
 if __name__ == "__main__":
-    place, out = map(Path, sys.argv[1:])
-    out.write_text(json.dumps(decode(json.loads(place.read_text()))))
+    task, place, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if task == "states":
+        states(json.loads(place.read_text()), out)
+    else:
+        out.write_text(json.dumps(decode(json.loads(place.read_text()))))

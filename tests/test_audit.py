@@ -107,7 +107,7 @@ def test_a_lossless_server_passes_and_the_power_is_stated(audit):
     ("fault", "words"),
     [
         ("q forgotten", ["first tokens do not follow the model's distribution"]),
-        ("residual forgotten", ["following tokens do not follow", "residual distribution"]),
+        ("residual forgotten", ["tokens do not follow the model", "residual distribution"]),
         ("stale row", ["Greedy: ", "look for wrong cached rows"]),
         ("temperature", ["first tokens do not follow", "look at temperature"]),
         ("eos ignored", ["stop reasons do not follow", "0% of the answers end by themselves"]),

@@ -26,7 +26,7 @@ LAYERS, DEPTH, TOKENS = 8, 3, 24
 FAKE = """#!{python}
 import pathlib, sys
 answer = pathlib.Path({answer!r})
-request, out = map(pathlib.Path, sys.argv[2:])
+request, out = map(pathlib.Path, sys.argv[3:])
 pathlib.Path({asked!r}).write_text(request.read_text())
 if not answer.exists():
     sys.exit("AssertionError: Tried to load weights of size (1, 2)")
