@@ -401,5 +401,9 @@ def run(argv: Sequence[str]) -> None:
     sys.exit(1 if done.faults else 0)
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_command(lambda: run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ MAINS: dict[str, Callable[[], None]] = {
     "inference": inference_main,
     "serve": serve_main,
     "eval": eval_main,
-    "audit": lambda: audit_run(sys.argv[1:]),
+    "audit": lambda: audit_run(sys.argv[1:]),  # `call` ends as a command does
     "models": models_main,
     "data_recipes": data_main,
 }
