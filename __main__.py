@@ -28,6 +28,11 @@ COMMANDS = {
         "an OpenAI-compatible HTTP server with metrics and a page to chat on",
         "pipedraft serve --checkpoint assets/heads/spd_n4 --port 8000",
     ),
+    "audit": (
+        "eval/audit",
+        "hold a server with speculation against the same model without it",
+        "pipedraft audit --endpoint URL --baseline URL --model NAME",
+    ),
     "data": (
         "data_recipes",
         "conversations or texts to token ids and loss masks, with a report",

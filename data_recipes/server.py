@@ -6,10 +6,10 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx2
 
@@ -27,6 +27,8 @@ from pipedraft.data_recipes.answers import (
 )
 from pipedraft.data_recipes.conversations import read_calls
 from pipedraft.files import Values
+
+T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 LONGEST_RETRY_AFTER_S = 600.0  # a wrong clock or header must not stop a run for a day
@@ -162,7 +164,18 @@ class ChatServer:
             raise errors.exceptions[0] from errors
 
     async def answer(self, dialogue: Dialogue, turn: int) -> TargetAnswer:
-        """One answer, asked for again after faults that may pass.
+        """One answer, asked for again after faults that may pass; see ``retried``."""
+        return await self.retried(lambda attempt: self._ask(dialogue, turn, attempt))
+
+    async def complete(self, body: Values) -> Values:
+        """Send one chat completion; see ``retried``."""
+        return await self.retried(lambda _: self._send("POST", "/chat/completions", body))
+
+    async def retried(self, ask: Callable[[int], Awaitable[T]]) -> T:
+        """Ask until an attempt succeeds.
+
+        Args:
+            ask: makes attempt 0, 1, ..
 
         Raises:
             RowFailed: the server refuses this question, or no attempt succeeded.
@@ -171,7 +184,7 @@ class ChatServer:
         last = self.options.attempts - 1
         for attempt in range(self.options.attempts):
             try:
-                return await self._ask(dialogue, turn, attempt)
+                return await ask(attempt)
             except TryAgain as error:
                 fault = error
             if attempt < last:

@@ -15,12 +15,19 @@ from pipedraft.cli import (
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.eval.arguments import EdgeOptions, EvalOptions, ParityOptions, TableOptions
+from pipedraft.eval.arguments import (
+    EdgeOptions,
+    EnginesOptions,
+    EvalOptions,
+    ParityOptions,
+    TableOptions,
+)
 from pipedraft.inference.arguments import backend_of
 
 SUBCOMMANDS: dict[str, str | type[Options]] = {
     "compare": "pipedraft.eval.compare",
     "edge": EdgeOptions,
+    "engines": EnginesOptions,
     "parity": ParityOptions,
     "replay": "pipedraft.eval.replay",
     "report": "pipedraft.eval.report",
@@ -60,6 +67,11 @@ def run_subcommand(name: str, argv: Sequence[str]) -> None:
         from pipedraft.eval.edge import decode_links
 
         print(decode_links(edge_options, argv))
+    elif name == "engines":
+        engines_options = EnginesOptions.read(argv)
+        from pipedraft.eval.engines import run_engines
+
+        run_engines(engines_options)
     elif name == "parity":
         parity_options = ParityOptions.read(argv)
         from pipedraft.eval.parity import compare_all

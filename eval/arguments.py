@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.cli import option
+from pipedraft.cli import Options, option
 from pipedraft.inference.arguments import (
     BackendOptions,
     Dtype,
@@ -66,10 +66,20 @@ example:
   python -m pipedraft.eval parity --checkpoint out/eagle3
   python -m pipedraft.eval parity --checkpoint out/eagle3 --exported out/sglang --limit 8
   python -m pipedraft.eval parity --checkpoint out/spd --benchmarks own.jsonl --json out/p.json
+  python -m pipedraft.eval parity --checkpoint out/eagle3 --engine vllm --depth 3
 
 A draft that trained well and accepts nothing: the same prompts go through the training's forward
 pass, greedy decoding with chains, and the files that serving engines load. What differs is named at
 the first place where it does, with status 1; 0: nothing does. The first turn of each prompt counts.
+"""
+
+
+ENGINES_EXAMPLE = """\
+example:
+  make engines                       vLLM's environment, heads of 60 steps, and all of this
+  python -m pipedraft.eval engines --only whole,D1
+
+Status 1: a head does not agree with ours, or a planted fault is not named.
 """
 
 
@@ -270,6 +280,31 @@ class TableOptions(PlaceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnginesOptions(Options):
+    """Decode with every exported head in vLLM and here, with old exports, and planted faults."""
+
+    PROG: ClassVar[str] = "pipedraft eval engines"
+    EXAMPLE: ClassVar[str] = ENGINES_EXAMPLE
+
+    engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
+    """python of the environment that has vLLM"""
+    only: tuple[str, ...] = option((), metavar="NAMES")
+    """comma list: the cases with one of these words in their names; default: all"""
+    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
+    """as of an evaluation"""
+    data_dir: str | None = option(None, metavar="D")
+    """see eval --help"""
+    limit: int = option(2, metavar="P", least=1)
+    """the first P prompts of each"""
+    depth: int = option(3, metavar="K", least=1)
+    """draft tokens of a chain, for heads that have no number of their own"""
+    max_new_tokens: int = option(64, metavar="M", least=2)
+    """of each answer"""
+    out: Path = option(Path("out/engines"), metavar="OUT")
+    """folder of engines.json"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParityOptions(PlaceOptions):
     """Find the first place where a draft's training, its decoding and its exported files part."""
 
@@ -277,7 +312,8 @@ class ParityOptions(PlaceOptions):
     EXAMPLE: ClassVar[str] = PARITY_EXAMPLE
 
     checkpoint: str = option(metavar="DIR")
-    """checkpoint folder or Hub repository of a draft"""
+    """checkpoint folder or Hub repository of a draft, or of a head in the layouts of SafeAILab,
+    SpecForge or speculators, which needs --target"""
     target: str | None = None
     """folder or Hub name of the target; default: the one the draft names"""
     trained_tokenizer: str | None = option(None, metavar="DIR")
@@ -298,5 +334,11 @@ class ParityOptions(PlaceOptions):
     """of each answer"""
     dtype: Dtype = "float32"
     """of target and draft; in others rounding hides small differences"""
+    engine: Literal["vllm"] | None = None
+    """decode the prompts in this engine, too, and compare its draft tokens"""
+    engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
+    """python of the environment that has the engine"""
+    engine_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """of the engine; default: --dtype"""
     json: Path | None = option(None, metavar="FILE")
     """write counts and findings there, too"""

@@ -7,10 +7,12 @@ be the one of the training's forward pass, up to ties within rounding.
 
 # R rows (roots), U draft vocabulary, V vocabulary
 
+import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,9 +25,13 @@ from pipedraft.cli import UsageError
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.eval.arguments import ParityOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
+from pipedraft.eval.engine_parity import METHODS, EngineComparison, ask_engine, engine_request
 from pipedraft.eval.parity_rows import (
+    ROUNDING,
+    Check,
     Decoding,
     Drafted,
+    Parting,
     Text,
     difference,
     over_vocabulary,
@@ -38,15 +44,13 @@ from pipedraft.eval.parity_rows import (
 from pipedraft.eval.tables import Table, align_columns, number
 from pipedraft.eval.tasks import Prompt, encode_turn, load_tasks
 from pipedraft.files import make_place, to_json, write_atomically
-from pipedraft.models.draft import Draft
+from pipedraft.models.draft import CONFIG_FILE, Draft, resolve_folder
 from pipedraft.models.exchange.card import LAYOUTS
 from pipedraft.models.exchange.export import export
 from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 from pipedraft.pretrained import place_draft, quieten, resolve_device, resolve_dtype
 
-ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Differences that are no fault, in parts of the largest value that is compared."""
 NOTED = ("agreement_1", "agreement_filling", "agreement")
 """Metrics of a checkpoint: how often a first draft token was the target's, of validation rows."""
 LEGEND = """\
@@ -54,46 +58,6 @@ Shares of rows whose draft token is the target's own. training, and files: the t
 pass at every row of the answers. there, decoding: at the rows that decoding reached by right draft
 tokens alone, by the training's forward pass and as decoded, which have to be equal.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parting:
-    """The first place, and what it most likely is."""
-
-    what: str
-    detail: str
-    prompt: str | None = None
-    """None: at every one."""
-    root: int | None = None
-    """Token of the text that the round starts from."""
-    draft_position: int | None = None
-
-    def __str__(self) -> str:
-        row = f", row {self.root}, draft position {self.draft_position}" if self.root else ""
-        place = "at every prompt" if self.prompt is None else f"first at prompt {self.prompt}{row}"
-        return f"part {place}: {self.what}: {self.detail}"
-
-
-@dataclass(kw_only=True)
-class Check:
-    """One thing held against the training's forward pass."""
-
-    name: str
-    unit: str = "rows"
-    rows: int = 0
-    ties: int = 0
-    largest_difference: float = 0.0
-    """Of logits."""
-    first: Parting | None = None
-    remark: str = ""
-    """In place of a comparison."""
-
-    def __str__(self) -> str:
-        if self.first or self.remark:
-            return f"{self.name}: {self.first or self.remark}"
-        within = f", logits within {self.largest_difference:.1e}" if self.unit == "rows" else ""
-        ties = f", {self.ties} ties" if self.ties else ""
-        return f"{self.name}: equal at every one of {self.rows} {self.unit}{within}{ties}"
 
 
 # -- prompts, files, and the whole -----------------------------------------------------------
@@ -168,6 +132,7 @@ class Parity:
     renderer: ChatRenderer | None
     """Of the training; None: its tokenizer has no chat template."""
     depth: int
+    engine: EngineComparison | None = None
     checks: dict[str, Check] = field(default_factory=dict)
     counts: list[Counter[str]] = field(default_factory=list)
     """By draft position: rows, and how many of them are right."""
@@ -190,6 +155,8 @@ class Parity:
         name = f"{prompt.task}/{prompt.id}"
         prompt_ids = encode_turn(self.decoding.tokenizer, prompt, [])
         answer, drafted = self.decoding.run(prompt_ids)
+        if self.engine is not None:
+            self.engine.add(name, self.decoding.result)
         own = self._compare_prompt(name, prompt, prompt_ids, answer)
         taps = {layer for draft in (self.draft, *self.heads.values()) for layer in draft.taps}
         text = Text(self.target, prompt_ids + answer, taps)
@@ -323,11 +290,73 @@ class Parity:
         return Table.of(columns, enumerate(self.counts, 1))
 
 
+@contextmanager
+def own_checkpoint(options: ParityOptions) -> Iterator[str]:
+    """Yield a checkpoint of this project: the one given, or one made of a peer's files."""
+    folder = resolve_folder(options.checkpoint)
+    try:
+        is_peer = "draft_type" not in json.loads((folder / CONFIG_FILE).read_text())
+    except (OSError, ValueError):
+        is_peer = False  # reading it as a checkpoint says what is wrong
+    if not is_peer:
+        yield options.checkpoint
+        return
+    if options.target is None:
+        raise UsageError(
+            f"--target: missing; {options.checkpoint!r} is no checkpoint of pipedraft, so name the "
+            "target that this head was trained for"
+        )
+    with tempfile.TemporaryDirectory() as place:
+        import_head(str(folder), options.target, Path(place) / "imported")
+        yield f"{place}/imported"
+
+
+def in_engine(
+    options: ParityOptions, parity: Parity, kind: str, folder: str, prompts: Sequence[Prompt]
+) -> EngineComparison:
+    """Decode the prompts in the engine, with the files that it is to read."""
+    if kind not in METHODS:
+        known = ", ".join(METHODS)
+        raise UsageError(
+            f"--engine: {options.engine} runs {known} heads, {options.checkpoint!r} is of type "
+            f"{kind!r}; leave out --engine"
+        )
+    target = parity.target
+    name = options.target or parity.draft.reference.name
+    encoded = [(encode_turn(parity.decoding.tokenizer, one, []), one) for one in prompts]
+    with tempfile.TemporaryDirectory() as place:
+        if options.exported:
+            files = options.exported[0]
+        elif folder != options.checkpoint:  # a peer's files, as they are
+            files = str(resolve_folder(options.checkpoint))
+        else:
+            files = f"{place}/exported"
+            layout = METHODS[kind]
+            export(resolve_folder(folder), layout, Path(files), target=name)  # type: ignore[arg-type]
+        request = engine_request(
+            encoded,
+            target=name,
+            files=str(Path(files).resolve()),
+            kind=kind,
+            depth=parity.depth,
+            max_new_tokens=options.max_new_tokens,
+            dtype=options.engine_dtype or str(target.dtype).removeprefix("torch."),
+        )
+        answer = ask_engine(options.engine_python, request)
+    return EngineComparison(draft=parity.draft, target=target, depth=parity.depth, answer=answer)
+
+
 def compare_all(options: ParityOptions) -> None:
     """The whole subcommand; bad input raises ValueError, and a difference ends with status 1."""
     quieten()
-    prompts = load_tasks(options.benchmarks, options.data_dir, options.limit)
-    name, revision, drafts = read_drafts([options.checkpoint], options.target, None)
+    with own_checkpoint(options) as folder:
+        compare(options, folder)
+
+
+def compare(options: ParityOptions, checkpoint: str) -> None:
+    tasks = load_tasks(options.benchmarks, options.data_dir, options.limit)
+    prompts = [prompt for task in tasks.values() for prompt in task]
+    name, revision, drafts = read_drafts([checkpoint], options.target, None)
     ((folder, description),) = drafts.items()
     if options.json is not None:
         make_place("--json", options.json, b'{\n  "parity": ')
@@ -358,14 +387,21 @@ def compare_all(options: ParityOptions) -> None:
         files=exported_drafts(folder, description["draft_type"], target, name, options.exported),
         renderer=ChatRenderer(source) if source.chat_template else None,
     )
+    lines: list[str] = []
     with torch.inference_mode():
-        for prompt in (prompt for task in prompts.values() for prompt in task):
+        if options.engine is not None:
+            kind = description["draft_type"]
+            parity.engine = in_engine(options, parity, kind, checkpoint, prompts)
+        for prompt in prompts:
             parity.add(prompt)
+        if parity.engine is not None:
+            parity.checks["engine"] = parity.engine.finish()
+            lines = parity.engine.lines()
     parity.compare_with_note(description["training"].get("metrics", {}))
-    print(align_columns(parity.table()), LEGEND, *parity.checks.values(), sep="\n")
+    print(align_columns(parity.table()), LEGEND, *parity.checks.values(), *lines, sep="\n")
     if options.json is not None:
         checks = [asdict(check) for check in parity.checks.values()]
-        content = {"parity": {"checks": checks, "positions": parity.positions}}
+        content = {"parity": {"checks": checks, "positions": parity.positions, "engine": lines}}
         write_atomically(options.json, to_json(content))
     if any(check.first for check in parity.checks.values()):
         sys.exit(1)

@@ -24,6 +24,50 @@ from pipedraft.models.ppsd import PPSD
 from pipedraft.models.spd import SPD
 from pipedraft.models.target import capture_hidden
 
+ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Differences that are no fault, in parts of the largest value that is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """The first place, and what it most likely is."""
+
+    what: str
+    detail: str
+    prompt: str | None = None
+    """None: at every one."""
+    root: int | None = None
+    """Token of the text that the round starts from."""
+    draft_position: int | None = None
+
+    def __str__(self) -> str:
+        row = f", row {self.root}, draft position {self.draft_position}" if self.root else ""
+        place = "at every prompt" if self.prompt is None else f"first at prompt {self.prompt}{row}"
+        return f"part {place}: {self.what}: {self.detail}"
+
+
+@dataclass(kw_only=True)
+class Check:
+    """One thing held against the training's forward pass."""
+
+    name: str
+    unit: str = "rows"
+    rows: int = 0
+    ties: int = 0
+    largest_difference: float = 0.0
+    """Of logits."""
+    first: Parting | None = None
+    remark: str = ""
+    """In place of a comparison."""
+
+    def __str__(self) -> str:
+        if self.first or self.remark:
+            return f"{self.name}: {self.first or self.remark}"
+        within = f", logits within {self.largest_difference:.1e}" if self.unit == "rows" else ""
+        ties = f", {self.ties} ties" if self.ties else ""
+        return f"{self.name}: equal at every one of {self.rows} {self.unit}{within}{ties}"
+
+
 # -- what training computes -----------------------------------------------------------------
 
 
@@ -184,7 +228,8 @@ class Decoding:
         with ExitStack() as stack:
             for note in notes:
                 stack.enter_context(told(*note))
-            return self.engine.decode(prompt_ids).token_ids, self.drafted
+            self.result = self.engine.decode(prompt_ids)
+        return self.result.token_ids, self.drafted
 
     def _turned(self, result: object, positions_R: Tensor, dtype: torch.dtype) -> None:
         self._position = int(positions_R.flatten()[-1]) if positions_R.numel() else None

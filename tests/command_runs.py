@@ -9,6 +9,7 @@ from pathlib import Path
 from pipedraft.cli import run_command
 from pipedraft.data_recipes.__main__ import main as data_main
 from pipedraft.eval.__main__ import main as eval_main
+from pipedraft.eval.audit import run as audit_run
 from pipedraft.inference.__main__ import main as inference_main
 from pipedraft.inference.serving.__main__ import main as serve_main
 from pipedraft.models.__main__ import main as models_main
@@ -19,6 +20,7 @@ MAINS: dict[str, Callable[[], None]] = {
     "inference": inference_main,
     "serve": serve_main,
     "eval": eval_main,
+    "audit": lambda: audit_run(sys.argv[1:]),  # `call` ends as a command does
     "models": models_main,
     "data_recipes": data_main,
 }

@@ -58,6 +58,11 @@ def runner_of(command: Command) -> str:
         return "test_export_gguf.py"  # which makes a target's file
     if "out/imported" in words:
         return "test_peers.py"  # which makes heads as others write them
+    if command.module == "pipedraft.eval.audit":
+        return "test_audit.py"  # which makes servers
+    if words[:1] == ["engines"] or "--engine" in words:  # these make an engine's process
+        is_dump = command.module == "pipedraft.train.features"
+        return "test_features_vllm.py" if is_dump else "test_engine_parity.py"
     if command.page.startswith("adding_"):
         return "test_doc_examples.py"  # on a copy that has the code of the page
     if command.module == "pipedraft.doctor":

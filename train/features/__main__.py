@@ -22,6 +22,8 @@ EXAMPLE = """example:
   python -m pipedraft.train.features --config configs/spd/tiny.yaml --out out/features
   accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --features out/features
 
+  python -m pipedraft.train.features --config configs/spd/tiny.yaml --engine vllm --out out/features
+
 without a disk, the target in a process of its own, here or on another machine:
   python -m pipedraft.train.features serve --config configs/spd/tiny.yaml --port 7500
   accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --features 127.0.0.1:7500
@@ -49,6 +51,10 @@ class FeatureOptions(Options):
     """head that reads it too"""
     shard_mb: float = option(512.0, metavar="MB", flag="--shard_mb")
     """size of a shard"""
+    engine: Literal["vllm"] | None = None
+    """run the target in this engine; default: here"""
+    engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
+    """python of the environment that has the engine"""
     estimate: bool = False
     """print bytes per token of every head and end"""
 
@@ -98,6 +104,10 @@ def main() -> None:
     if is_server:
         if own.port is None:
             raise ValueError("port: missing; give for example --port 7500")
+        if own.engine is not None:
+            raise ValueError(
+                f"engine: {own.engine} with serve; drop it, or give --out and no serve"
+            )
         serve_states(own, own.port, heads[0].run)
         return
     if own.shard_mb <= 0:

@@ -46,11 +46,14 @@ from pipedraft.train.features.shards import (
     shard_name,
     target_identity,
 )
+from pipedraft.train.features.vllm import VllmStates
 from pipedraft.train.launch import (
     load_frozen_target,
     make_accelerator,
     needs_others,
     on_main_process,
+    resolve_dtype,
+    uses_autocast,
 )
 from pipedraft.train.loop import EVALUATED_ROWS
 
@@ -221,7 +224,7 @@ class Dump:
                 f"{self.folder}"
             )
 
-    def run(self, load: Callable[[], "States"]) -> None:
+    def run(self, load: Callable[[], "States | VllmStates"]) -> None:
         """Write what is missing, each process its share of the shards.
 
         Args:
@@ -241,9 +244,11 @@ class Dump:
             with bar:
                 for number in mine:
                     self._write_shard(number, states, bar)
+            if isinstance(states, VllmStates):
+                states.close()
         accelerator.wait_for_everyone()
 
-    def _write_shard(self, number: int, states: "States", bar: tqdm) -> None:
+    def _write_shard(self, number: int, states: "States | VllmStates", bar: tqdm) -> None:
         settings, batches = self.index.settings, self.shards[number]
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for rows in batches:
@@ -304,7 +309,9 @@ def dump_features(
     if len(dump.missing) < len(shards):
         say(f"{len(shards) - len(dump.missing)} shards are already there")
 
-    def load() -> States:
+    def load() -> States | VllmStates:
+        if own.engine is not None:
+            return in_vllm(own, run, layers, accelerator)
         target = load_frozen_target(run, accelerator)
         for head in heads:
             registry()[head.run.method][1].check(head.model, target)
@@ -312,6 +319,30 @@ def dump_features(
         return States(target, pad_id, accelerator)
 
     dump.run(load)
+
+
+def in_vllm(
+    own: "FeatureOptions", run: RunConfig, layers: tuple[int, ...], accelerator: Accelerator
+) -> VllmStates:
+    """Start vLLM with the target of a run.
+
+    Raises:
+        ValueError: a setting that is for the target in this process.
+    """
+    if run.target_quantization:
+        raise ValueError(
+            f"target_quantization: {run.target_quantization} with --engine, which loads the target "
+            "as it is stored; leave out one of the two"
+        )
+    dtype = resolve_dtype(run, accelerator.mixed_precision, uses_autocast(accelerator))
+    return VllmStates(
+        own.engine_python,
+        str(run.target),
+        layers,
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        max_length=run.data.max_length,
+        on_cpu=accelerator.device.type == "cpu",
+    )
 
 
 def serve_states(own: "FeatureOptions", port: int, run: RunConfig) -> None:

@@ -1,0 +1,409 @@
+"""Audit a server with speculative decoding: are its answers those of the model alone?
+
+Greedy answers have to be the baseline's, apart from ties within rounding. Sampled answers have to
+come from the same distribution. The baseline is the same model served without speculation, or this
+project's own autoregressive decoding of --target.
+"""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import ClassVar
+
+from pipedraft.cli import (
+    Failure,
+    UsageError,
+    leave_at_interrupts,
+    make_folder,
+    option,
+    run_command,
+)
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+
+from pipedraft.data_recipes.answers import AnswerSampling, RowFailed, TargetLost
+from pipedraft.data_recipes.server import ChatServer, ChatServerOptions
+from pipedraft.eval.audit_tests import POWER, PairedTest, compare, features_of
+from pipedraft.eval.tasks import Prompt, load_tasks
+from pipedraft.files import Values, to_json, write_atomically
+
+EXAMPLE = """\
+example:
+  pipedraft audit --endpoint http://127.0.0.1:8000 --baseline http://127.0.0.1:8001 \\
+      --model Qwen/Qwen3-8B --out out/audit
+  pipedraft audit --endpoint http://127.0.0.1:8000 --target out/smollm2 --model out/smollm2
+
+Writes audit.json and audit.html into --out and prints the verdict. Status 0: no fault was found;
+1: one was; 2: bad input.
+"""
+LEVEL = 0.01
+"""Chance of a false alarm, of all tests together."""
+TESTS = ("first tokens", "following tokens", "lengths", "stop reasons")
+NUM_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions(ChatServerOptions):
+    """Hold a server with speculative decoding against the same model without it."""
+
+    PROG: ClassVar[str] = "pipedraft audit"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+    ONE_OF = (("baseline", "target"),)
+
+    endpoint: str = option(metavar="URL")
+    """OpenAI-compatible server that is audited"""
+    baseline: str | None = option(None, metavar="URL")
+    """the same model served without speculation"""
+    baseline_model: str | None = option(None, metavar="NAME")
+    """what the baseline calls the model; default: --model"""
+    target: str | None = option(None, metavar="DIR")
+    """the model itself, in place of --baseline: decoded here, autoregressively, in float32"""
+    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
+    """prompts, as of eval"""
+    data_dir: str | None = option(None, metavar="D")
+    """see eval --help"""
+    limit: int = option(4, metavar="P", least=1)
+    """the first P prompts of each"""
+    samples: int = option(32, metavar="N", least=2)
+    """sampled answers of each server to each prompt; 0 is not sampled"""
+    temperature: float = option(1.0, metavar="T")
+    """of sampled answers"""
+    max_new_tokens: int = option(48, metavar="M", least=2)
+    """of each answer"""
+    tie: float = option(0.25, metavar="NATS")
+    """largest difference between two tokens' log-probabilities that rounding may turn: 0.25 suits
+    bfloat16, 0.001 float32"""
+    seed: int = 0
+    """of the sampling and the tests"""
+    out: Path = option(Path("out/audit"), metavar="OUT")
+    """folder of audit.json and audit.html"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model:
+            raise UsageError("--model: missing; name the model as the server calls it")
+        if self.temperature <= 0:
+            raise UsageError(f"--temperature: {self.temperature:g}; give a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer of a server."""
+
+    tokens: list[str]
+    """As log-probabilities name them; words, where a server has none."""
+    ended: bool
+    """By its own end, not by --max-new-tokens."""
+    logprobs: list[dict[str, float]] = field(default_factory=list)
+    """Of each token and the best others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """First token at which two greedy answers differ."""
+
+    prompt: str
+    place: int
+    token: str
+    baseline: str
+    """Its token there; "" as ``token``: the answer has ended."""
+    margin: float | None
+    """Between the baseline's log-probabilities of both; None: unknown."""
+    is_tie: bool
+
+
+def read_answer(payload: Values) -> Answer:
+    """Read a chat completion.
+
+    Raises:
+        Failure: it is none.
+    """
+    try:
+        choice = payload["choices"][0]
+        content = (choice.get("logprobs") or {}).get("content") or []
+        message = choice["message"]
+        text = "".join(message.get(name) or "" for name in ("reasoning_content", "content"))
+        logprobs = [
+            {one["token"]: one["logprob"] for one in [*entry.get("top_logprobs", []), entry]}
+            for entry in content
+        ]
+        tokens = [entry["token"] for entry in content] or re.findall(r"\s*\S+", text)
+        return Answer(
+            tokens=tokens, ended=choice.get("finish_reason") != "length", logprobs=logprobs
+        )
+    except (KeyError, IndexError, TypeError) as error:
+        raise Failure(f"endpoint: its answer is no chat completion ({error!r})") from error
+
+
+def first_difference(prompt: str, ours: Answer, theirs: Answer, tie: float) -> Difference | None:
+    """Compare two greedy answers; ``theirs`` is the baseline's."""
+    pairs = enumerate(zip_longest(ours.tokens, theirs.tokens, fillvalue=""))
+    found = next(((place, a, b) for place, (a, b) in pairs if a != b), None)
+    if found is None:
+        return None
+    place, token, other = found
+    margin = None
+    if place < min(len(theirs.logprobs), len(theirs.tokens)) and token:
+        known = theirs.logprobs[place]
+        # A token that is not among the best ones is below all of them.
+        margin = known[other] - known.get(token, min(known.values()))
+    is_tie = margin is not None and margin <= tie
+    return Difference(
+        prompt=prompt, place=place, token=token, baseline=other, margin=margin, is_tie=is_tie
+    )
+
+
+# -- the servers ----------------------------------------------------------------------------
+
+
+class Endpoint:
+    """A server that is asked the same prompts again and again."""
+
+    def __init__(self, name: str, address: str, model: str, options: AuditOptions) -> None:
+        self.name, self.model, self.options = name, model, options
+        self.client = ChatServer(address, options, AnswerSampling())
+        self.has_logprobs = True
+        self._free = asyncio.Semaphore(options.concurrency)
+
+    async def ask(self, prompt: Prompt, *, temperature: float = 0.0, seed: int = 0) -> Answer:
+        messages = [{"role": "user", "content": prompt.turns[0]}]
+        if prompt.system is not None:
+            messages.insert(0, {"role": "system", "content": prompt.system})
+        body: Values = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.options.max_new_tokens,
+            "temperature": temperature,
+        }
+        if temperature:
+            body |= {"seed": seed, "top_p": 1.0}
+        async with self._free:
+            if self.has_logprobs:
+                asked = body | {"logprobs": True, "top_logprobs": NUM_LOGPROBS}
+                try:
+                    return read_answer(await self.client.complete(asked))
+                except RowFailed:
+                    self.has_logprobs = False
+            try:
+                return read_answer(await self.client.complete(body))
+            except RowFailed as error:
+                raise Failure(f"{self.name}: {error}") from error
+
+    async def answers(
+        self, prompts: Sequence[Prompt], seed: int
+    ) -> tuple[list[Answer], list[list[Answer]]]:
+        """Greedy answers, and sampled ones of each prompt."""
+        options = self.options
+        greedy = await _all([self.ask(prompt) for prompt in prompts])
+        sampled = await _all(
+            [
+                self.ask(prompt, temperature=options.temperature, seed=seed + number)
+                for prompt in prompts
+                for number in range(options.samples)
+            ]
+        )
+        size = options.samples
+        return greedy, [sampled[i : i + size] for i in range(0, len(sampled), size)]
+
+
+async def _all(asked: Sequence[Coroutine[object, object, Answer]]) -> list[Answer]:
+    return list(await asyncio.gather(*asked))
+
+
+@contextmanager
+def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
+    """Yield the baseline's address and model; --target is served for as long as this is open."""
+    if options.target is None:
+        yield str(options.baseline), options.baseline_model or str(options.model)
+        return
+    command = [sys.executable, "-m", "pipedraft", "serve", "--target", options.target]
+    command += ["--schedule", "autoregressive", "--stages", "1", "--port", "0"]
+    command += ["--dtype", "float32", "--model-name", "baseline"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            found = None
+            while found is None and (line := server.stdout.readline()):  # type: ignore[union-attr]
+                found = re.search(r"http://\S+?:\d+", line)
+            if found is None:
+                raise Failure(f"--target: {options.target!r} could not be served; see above")
+            yield found[0], "baseline"
+        finally:
+            server.terminate()
+
+
+# -- the verdict ----------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Audit:
+    """Answers of both servers, and what follows of them."""
+
+    endpoint: str
+    baseline: str
+    prompts: list[Prompt]
+    temperature: float
+    greedy: list[tuple[Answer, Answer]]
+    differences: list[Difference]
+    tests: list[PairedTest]
+    concentration: tuple[float, float]
+    """Chance that two sampled first tokens of a prompt are the same, here and in the baseline."""
+    ended: tuple[float, float]
+    """Shares of sampled answers that end before --max-new-tokens."""
+    has_logprobs: bool
+    level: float = LEVEL
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong, a sentence each."""
+        found = []
+        wrong = [one for one in self.differences if not one.is_tie]
+        if wrong:
+            one = wrong[0]
+            margin = "" if one.margin is None else f", {one.margin:.2f} nats apart"
+            found.append(
+                f"Greedy: {len(wrong)} of {len(self.greedy)} answers are not the model's. First "
+                f"at {one.prompt}, token {one.place}: {one.token!r} for {one.baseline!r}{margin}. "
+                "A correct verification cannot change them: look for wrong cached rows, positions "
+                "or acceptance of tokens that were not verified."
+            )
+        for test in self.tests:
+            if test.p_value <= self.level / len(self.tests):
+                found.append(f"At temperature {self.temperature:g}: {self._said(test)}")
+        return found
+
+    def _said(self, test: PairedTest) -> str:
+        said = f"{test.name} do not follow the model's distribution (p = {test.p_value:.2g}). "
+        if test.name in ("lengths", "stop reasons"):
+            share, usual = self.ended
+            how = f"{share:.0%} of the answers end by themselves, {usual:.0%} in the baseline"
+            return f"{said}{how}: look at how the end of a sequence is treated inside a draft."
+        ours, theirs = self.concentration
+        how = f"Two first tokens are the same with {ours:.2f}, {theirs:.2f} in the baseline"
+        if max(ours, theirs) > 1.3 * min(ours, theirs):
+            return said + how + ": look at temperature, filters, or an acceptance without q."
+        return said + how + ": look at the acceptance rule and its residual distribution."
+
+    @property
+    def verdict(self) -> str:
+        if self.faults:
+            return "FAULT: answers are not those of the model alone"
+        return "no fault found"
+
+    @property
+    def scope(self) -> list[str]:
+        """How much was looked at, and what would have been found."""
+        num_ties = sum(one.is_tie for one in self.differences)
+        equal = len(self.greedy) - len(self.differences)
+        lines = [
+            f"{len(self.greedy)} greedy answers: {equal} equal, {num_ties} differ by ties, "
+            f"{len(self.differences) - num_ties} by faults"
+        ]
+        if not self.has_logprobs:
+            lines.append("no log-probabilities: every difference counts as a fault; words compared")
+        for test in self.tests:
+            share = test.detectable_share
+            power = f"with {POWER:.0%} a server that is wrong in {share or 1:.0%} of its answers"
+            finds = f"finds {power}" if share else "is too weak to find a server that is wrong"
+            lines.append(
+                f"{test.name}: p = {test.p_value:.2g}, {test.num_answers} answers of each server; "
+                f"this test {finds}"
+            )
+        lines.append(f"chance of a false alarm: {self.level:.0%}, all tests together")
+        return lines
+
+    def to_dict(self) -> Values:
+        return {
+            "verdict": self.verdict,
+            "faults": self.faults,
+            "scope": self.scope,
+            "endpoint": self.endpoint,
+            "baseline": self.baseline,
+            "prompts": [f"{one.task}/{one.id}" for one in self.prompts],
+            "differences": [asdict(one) for one in self.differences],
+            "tests": [asdict(one) for one in self.tests],
+            "concentration": list(self.concentration),
+        }
+
+
+def concentration(sampled: Sequence[Sequence[Answer]]) -> float:
+    """Chance that two answers to a prompt begin alike, over all prompts."""
+    shares = []
+    for answers in sampled:
+        firsts = [answer.tokens[:1] for answer in answers]
+        pairs = len(firsts) * (len(firsts) - 1)
+        shares.append(sum(firsts.count(one) - 1 for one in firsts) / pairs)
+    return float(np.mean(shares))
+
+
+def ended_share(sampled: Sequence[Sequence[Answer]]) -> float:
+    return float(np.mean([[answer.ended for answer in answers] for answers in sampled]))
+
+
+async def audit(options: AuditOptions, prompts: list[Prompt], place: tuple[str, str]) -> Audit:
+    """Ask both servers, and compare."""
+    ours = Endpoint("--endpoint", options.endpoint, str(options.model), options)
+    theirs = Endpoint("--baseline", *place, options)
+    async with ours.client, theirs.client:
+        try:
+            # Other seeds for the baseline: equal ones could draw equal answers.
+            half = 2**30
+            greedy_a, sampled_a = await ours.answers(prompts, options.seed)
+            greedy_b, sampled_b = await theirs.answers(prompts, options.seed + half)
+        except TargetLost as error:
+            raise Failure(str(error)) from error
+    named = [f"{one.task}/{one.id}" for one in prompts]
+    pairs = list(zip(greedy_a, greedy_b, strict=True))
+    found = [
+        first_difference(name, a, b, options.tie) for name, (a, b) in zip(named, pairs, strict=True)
+    ]
+    rng, tests = np.random.default_rng(options.seed), []
+    for name in TESTS:
+        read = features_of(name)
+        sides = [[[read(a.tokens, a.ended) for a in p] for p in s] for s in (sampled_a, sampled_b)]
+        tests.append(compare(name, *sides, level=LEVEL / len(TESTS), rng=rng))
+    return Audit(
+        endpoint=options.endpoint,
+        baseline=options.baseline or str(options.target),
+        prompts=prompts,
+        temperature=options.temperature,
+        greedy=pairs,
+        differences=[one for one in found if one is not None],
+        tests=tests,
+        concentration=(concentration(sampled_a), concentration(sampled_b)),
+        ended=(ended_share(sampled_a), ended_share(sampled_b)),
+        has_logprobs=ours.has_logprobs and theirs.has_logprobs,
+    )
+
+
+def run(argv: Sequence[str]) -> None:
+    """The whole command."""
+    options = AuditOptions.read(argv)
+    tasks = load_tasks(options.benchmarks, options.data_dir, options.limit)
+    make_folder("--out", options.out)
+    with baseline_address(options) as place:
+        done = asyncio.run(audit(options, [p for task in tasks.values() for p in task], place))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = Path(__file__).with_name("audit.html.jinja").read_text()
+    page = environment.from_string(template).render(audit=done, differences=done.differences)
+    write_atomically(options.out / "audit.html", page.encode())
+    write_atomically(options.out / "audit.json", to_json(done.to_dict()))
+    print(done.verdict, *done.faults, *done.scope, f"written: {options.out}/audit.html", sep="\n")
+    sys.exit(1 if done.faults else 0)
+
+
+def main() -> None:
+    run_command(lambda: run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,441 @@
+"""Compare a head's draft tokens in a serving engine with ours, and name why they differ.
+
+The engine decodes the prompts in a process of its own environment and reports its rounds. Its draft
+tokens are held against the head's forward pass over the engine's own output. Where they differ, the
+head is run once more with each fault that engines and exports are known for. The fault that yields
+the engine's draft tokens is the cause. So nothing of the engine is read but tokens.
+"""
+
+# R compared draft tokens, U draft vocabulary
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import permutations, zip_longest
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pipedraft.cli import Failure, UsageError
+from pipedraft.eval.parity_rows import (
+    ROUNDING,
+    Check,
+    Parting,
+    Text,
+    over_vocabulary,
+    size_of,
+    vocabulary,
+)
+from pipedraft.eval.tasks import Prompt
+from pipedraft.files import Values, to_json
+from pipedraft.inference.result import DecodeResult
+from pipedraft.models.draft import Draft
+from pipedraft.models.layers import RMSNorm, RotaryEmbedding
+
+SCRIPT = Path(__file__).with_name("vllm_process.py")
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+MALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
+ROTARY_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+"""That targets have, 10,000 first, which readers of an unknown name take."""
+EXPLAINED = 0.97
+"""Share of the engine's draft tokens that a fault has to yield, to be named."""
+REDUCED = 0.25
+"""Share of the differences that a fault may leave."""
+
+# -- the engine's process ---------------------------------------------------------------------
+
+
+class EngineRound(msgspec.Struct):
+    root: int
+    """Place of the token that the round starts from, in prompt and output."""
+    drafted: list[int]
+
+
+class EngineRun(msgspec.Struct):
+    token_ids: list[int]
+    rounds: list[EngineRound]
+    rendered: list[int] | None = None
+    """Prompt tokens that the engine itself makes of the messages; None: no chat template."""
+
+
+class EngineAnswer(msgspec.Struct):
+    engine: str
+    """Name and version."""
+    dtype: str
+    runs: list[EngineRun]
+    num_drafts: int
+    accepted: list[int]
+    """By draft position, by the engine's own counters."""
+
+
+def engine_environment(python: Path) -> dict[str, str]:
+    """Environment variables of a process of vLLM on a CPU, with its OpenMP loaded first."""
+    libraries = [python.absolute().parents[1] / "lib" / "libiomp5.so", MALLOC]
+    preload = ":".join(str(path) for path in libraries if path.exists())
+    own = {**os.environ, **ENVIRONMENT, **({"LD_PRELOAD": preload} if preload else {})}
+    own.pop("PYTHONPATH", None)
+    return own
+
+
+def check_python(python: Path) -> None:
+    if not os.access(python, os.X_OK):
+        raise UsageError(
+            f"--engine-python: {str(python)!r} is no program; give the python of an environment "
+            "with vLLM (make engines makes out/engines/vllm)"
+        )
+
+
+def ask_engine(python: Path, request: Values) -> EngineAnswer:
+    """Run the engine's process on a request.
+
+    Raises:
+        Failure: it ends without an answer; the message has the last line that it said.
+    """
+    check_python(python)
+    with tempfile.TemporaryDirectory() as place:
+        question, answer = Path(place) / "request.json", Path(place) / "answer.json"
+        question.write_bytes(to_json(request))
+        done = subprocess.run(
+            [python, SCRIPT, "decode", question, answer],
+            env=engine_environment(python),
+            capture_output=True,
+            text=True,
+        )
+        if not answer.exists():
+            said = [line for line in done.stderr.splitlines() if line.strip()]
+            raise Failure(f"vllm: {said[-1] if said else f'ended with {done.returncode}'}")
+        return msgspec.json.decode(answer.read_bytes(), type=EngineAnswer)
+
+
+METHODS = {
+    "eagle": "sglang",
+    "eagle3": "speculators",
+    "dflash": "speculators",
+    "mtp": "sglang",
+}
+"""Heads that vLLM runs on a CPU, and the layout that it gets of each."""
+
+
+def engine_request(
+    prompts: Sequence[tuple[list[int], Prompt]],
+    *,
+    target: str,
+    files: str,
+    kind: str,
+    depth: int,
+    max_new_tokens: int,
+    dtype: str,
+) -> Values:
+    """What the engine's process is to decode.
+
+    Args:
+        prompts: token ids, and what they were made of.
+        files: folder of the head in the engine's layout.
+        kind: of the head.
+    """
+    turns = [(ids, {"role": "user", "content": prompt.turns[0]}) for ids, prompt in prompts]
+    systems = [
+        [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
+        for _, prompt in prompts
+    ]
+    longest = max(len(ids) for ids, _ in prompts) + max_new_tokens + depth + 1
+    return {
+        "target": target,
+        "dtype": dtype,
+        "max_model_len": longest,
+        "max_new_tokens": max_new_tokens,
+        "speculative_config": {"method": kind, "model": files, "num_speculative_tokens": depth},
+        "prompts": [
+            {"prompt_ids": ids, "messages": [*system, turn]}
+            for (ids, turn), system in zip(turns, systems, strict=True)
+        ],
+    }
+
+
+# -- faults ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFault:
+    """One thing that an engine may do otherwise than training did."""
+
+    what: str
+    detail: str
+    change: Callable[[], object] | None = None
+    """Makes the context in which the head computes as the engine would."""
+    tokens: Callable[[Tensor], Tensor] | None = None
+    """Target tokens of draft ids, where the map is what differs."""
+
+
+def known_faults(draft: Draft) -> Iterator[EngineFault]:
+    """Yield the faults that a head can meet in an engine, the most frequent first."""
+    yield from _layer_faults(draft)
+    yield from _norm_faults(draft)
+    for name, bias in draft.named_parameters():
+        if name.endswith("bias") and bool(bias.any()):
+            change = _filled([bias], 0.0)
+            yield EngineFault(what="bias", detail=f"{name} is left out", change=change)
+    yield from _position_faults(draft)
+    ids_U = vocabulary(draft)
+    if len(ids_U) < draft.target_vocab_size:
+        offsets_U = ids_U - torch.arange(len(ids_U), device=ids_U.device)
+        for detail, map_U in (
+            ("draft ids are taken for the target's tokens", torch.arange(len(ids_U))),
+            ("the offsets of d2t are taken for tokens", offsets_U),
+            ("the tokens of d2t are taken for offsets", ids_U + torch.arange(len(ids_U))),
+        ):
+            tokens = map_U.to(ids_U.device).__getitem__
+            yield EngineFault(what="vocabulary map", detail=detail, tokens=tokens)
+
+
+def _layer_faults(draft: Draft) -> Iterator[EngineFault]:
+    layers: tuple[int, ...] = getattr(draft.config, "feature_layers", ())
+    last = getattr(draft.config, "num_target_layers", 0)
+
+    def reads(what: str, detail: str, other: tuple[int, ...]) -> EngineFault:
+        config = replace(draft.config, feature_layers=other)
+        return EngineFault(
+            what=what, detail=detail, change=lambda: patch.object(draft, "config", config)
+        )
+
+    for shift, word in ((1, "higher"), (-1, "lower")):
+        other = tuple(layer + shift for layer in layers)
+        if other and all(0 <= layer <= last for layer in other):
+            detail = f"it reads layers {list(other)} for {list(layers)}: one {word}"
+            yield reads("layer off by one", detail, other)
+    if 1 < len(layers) <= 4:
+        orders = permutations(layers)
+    else:
+        orders = iter([tuple(sorted(layers)), layers[::-1]])
+    for order in orders:
+        if order != layers:
+            detail = f"columns of fc for layers {list(layers)} get those of {list(order)}"
+            yield reads("order of layers", detail, order)
+
+
+def _norm_faults(draft: Draft) -> Iterator[EngineFault]:
+    for name in ("norm_output", "norm_before_residual", "norm_before_fc", "fc_norm"):
+        is_on = getattr(draft.config, name, None)
+        if is_on is None or (name in ("norm_before_fc", "fc_norm") and not is_on):
+            continue
+        config = replace(draft.config, **{name: not is_on})
+
+        def change(config: object = config) -> object:
+            return patch.object(draft, "config", config)
+
+        yield EngineFault(what="norm", detail=f"{name} is {not is_on}", change=change)
+    norms = {name: x.weight for name, x in draft.named_modules() if isinstance(x, RMSNorm)}
+    names = dict.fromkeys(
+        re.sub(r"\.\d+$", "", name) for name in norms
+    )  # fc_norm.0, .1, .. together
+    for name in names:
+        weights = [x for other, x in norms.items() if other == name or other.startswith(f"{name}.")]
+        change = _filled(weights, 1.0)
+        yield EngineFault(what="norm", detail=f"the weights of {name} are 1", change=change)
+
+
+def _position_faults(draft: Draft) -> Iterator[EngineFault]:
+    rotary = getattr(draft, "rotary", None)
+    if rotary is None:
+        return
+    rope = draft.layer_config.rope_parameters
+    for base in (rope["rope_theta"], *ROTARY_BASES):
+        other = {"rope_type": "default", "rope_theta": base}
+        if other != dict(rope):
+            layer = replace(draft.layer_config, rope_parameters=other)
+            turned = RotaryEmbedding(layer).to(vocabulary(draft).device)
+
+            def change(turned: object = turned) -> object:
+                return patch.object(draft, "rotary", turned)
+
+            yield EngineFault(what="position", detail=f"rotary positions by {other}", change=change)
+    of_heads = rotary.of_heads
+
+    @contextmanager
+    def stays(by: int) -> Iterator[None]:
+        steps = iter(range(1 << 20))
+        with patch.object(
+            rotary, "of_heads", lambda rows, dtype: of_heads(rows + by * next(steps), dtype)
+        ):
+            yield
+
+    yield EngineFault(
+        what="position", detail="draft tokens all stand at one", change=lambda: stays(-1)
+    )
+    yield EngineFault(
+        what="position", detail="draft tokens advance by two", change=lambda: stays(1)
+    )
+
+
+def _filled(values: Sequence[Tensor], number: float) -> Callable[[], object]:
+    @contextmanager
+    def change() -> Iterator[None]:
+        kept = [value.detach().clone() for value in values]
+        for value in values:
+            value.fill_(number)
+        try:
+            yield
+        finally:
+            for value, old in zip(values, kept, strict=True):
+                value.copy_(old)
+
+    return change
+
+
+# -- comparison -------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class EngineComparison:
+    """The engine's runs beside ours, prompt after prompt."""
+
+    draft: Draft
+    target: PreTrainedModel
+    depth: int
+    answer: EngineAnswer
+    texts: list[tuple[Text, list[tuple[int, int, int]]]] = field(default_factory=list)
+    """Each output, and its compared draft tokens: root, draft position, token."""
+    num_equal: int = 0
+    """Outputs that are the ones decoded here."""
+    ours: list[int] = field(default_factory=list)
+    """Accepted draft tokens here, by position; the rounds of it are ``num_rounds``."""
+    num_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        self.check = Check(name=self.answer.engine)
+        self.rounding = ROUNDING[self.target.dtype]
+
+    def add(self, name: str, ours: DecodeResult) -> None:
+        """Compare a prompt's run with the one decoded here."""
+        prompt_ids = ours.prompt_ids
+        run = self.answer.runs[len(self.texts)]
+        last = int(self.target.get_decoder().config.num_hidden_layers)
+        layers = {layer + by for layer in self.draft.taps for by in (-1, 0, 1)}  # as faults read
+        text = Text(self.target, prompt_ids + run.token_ids, layers & set(range(last + 1)))
+        ids, found = text.ids_T.tolist(), []
+        for one in run.rounds:
+            for place, token in enumerate(one.drafted[: self.depth], 1):
+                end = one.root + place
+                if end < len(ids) and one.drafted[: place - 1] == ids[one.root + 1 : end]:
+                    found.append((one.root, place, token))
+        self.texts.append((text, found))
+        self.num_equal += ours.token_ids == run.token_ids
+        self.ours = [a + b for a, b in zip_longest(self.ours, ours.position_accepts, fillvalue=0)]
+        self.num_rounds += len(ours.round_lengths)
+        if self.check.first is None:
+            self.check.first = self._of_prompt(name, prompt_ids, run, text)
+
+    def _of_prompt(
+        self, name: str, prompt_ids: list[int], run: EngineRun, text: Text
+    ) -> Parting | None:
+        """Differences that are none of the head's: the prompt, or the target's own tokens."""
+        if run.rendered is not None and run.rendered != prompt_ids:
+            pairs = enumerate(zip(prompt_ids, run.rendered, strict=False))
+            usual = min(len(prompt_ids), len(run.rendered))
+            at = next((place for place, (a, b) in pairs if a != b), usual)
+            detail = f"the prompt is {len(run.rendered)} tokens there, {len(prompt_ids)} here; "
+            detail += f"token {at} is the first that differs"
+            return Parting(prompt=name, what="template", detail=detail)
+        if self.answer.dtype != str(self.target.dtype).removeprefix("torch."):
+            detail = f"it computes in {self.answer.dtype}, this in {self.target.dtype}"
+            return Parting(what="dtype", detail=detail.replace("torch.", ""))
+        return None
+
+    def finish(self) -> Check:
+        """Compare the draft tokens of all prompts, and name why they differ."""
+        wanted = self._wanted()
+        logits_RU = self._logits()
+        self.check.rows = len(wanted)
+        if not len(wanted):
+            self.check.remark = "not compared: it drafted nothing"
+            return self.check
+        logits_RV = over_vocabulary(self.draft, logits_RU)
+        best_R = logits_RV.argmax(-1)
+        wrong_R = best_R != wanted
+        below_R = logits_RV.amax(-1) - logits_RV.gather(1, wanted[:, None])[:, 0]
+        size = size_of(logits_RU)
+        tie_R = wrong_R & (below_R <= self.rounding * size)
+        self.check.ties = int(tie_R.sum())
+        if self.check.first is None and bool((wrong_R & ~tie_R).any()):
+            half = bool((below_R[wrong_R] <= ROUNDING[torch.bfloat16] * size).all())
+            self.check.first = self._explain(wanted, tie_R, half)
+        return self.check
+
+    def _wanted(self) -> Tensor:
+        tokens = [token for _, found in self.texts for _, _, token in found]
+        return torch.tensor(tokens, device=self.target.device, dtype=torch.long)
+
+    def _logits(self) -> Tensor:
+        parts = []
+        for text, found in self.texts:
+            states = text.states(self.draft, self.depth)
+            parts += [states[place - 1][root][None] for root, place, _ in found]
+        return self.draft.logits(torch.cat(parts)) if parts else torch.empty(0)
+
+    def _explain(self, wanted: Tensor, tie_R: Tensor, is_half: bool) -> Parting:
+        ids_U = vocabulary(self.draft)
+        logits_RU = self._logits()
+        own = float(((ids_U[logits_RU.argmax(-1)] == wanted) | tie_R).float().mean())
+        best, cause = own, None
+        for fault in known_faults(self.draft):
+            if fault.change is not None:
+                with fault.change():  # type: ignore[attr-defined]
+                    chosen_R = self._logits().argmax(-1)
+            else:
+                chosen_R = logits_RU.argmax(-1)
+            tokens_R = (fault.tokens or ids_U.__getitem__)(chosen_R)
+            share = float((tokens_R == wanted).float().mean())
+            if share > best:
+                best, cause = share, fault
+        count = f"of {len(wanted)} draft tokens"
+        if cause and best >= EXPLAINED and 1 - best <= REDUCED * (1 - own):
+            detail = f"{cause.detail}; so {best:.1%} {count} are the engine's, {own:.1%} without"
+            return Parting(what=cause.what, detail=detail)
+        said = f"{own:.1%} {count} are the engine's"
+        if is_half and own > 0.5:
+            return Parting(what="dtype", detail=f"{said}, the others within bfloat16's rounding")
+        return Parting(what="unexplained", detail=f"{said}, and no known fault yields the others")
+
+    @property
+    def shares(self) -> tuple[list[float], list[float]]:
+        """Draft tokens accepted in a round by position: here, there."""
+        ours = [number / max(self.num_rounds, 1) for number in self.ours]
+        theirs = [number / max(self.answer.num_drafts, 1) for number in self.answer.accepted]
+        return ours, theirs
+
+    @property
+    def mean_acceptance_lengths(self) -> tuple[float, float]:
+        """Tokens of a round, as engines count them: here, there."""
+        ours, theirs = self.shares
+        return 1 + sum(ours), 1 + sum(theirs)
+
+    @property
+    def is_equal(self) -> bool:
+        return self.num_equal == len(self.texts)
+
+    def lines(self) -> list[str]:
+        """What the engine's counters say beside ours."""
+        ours, theirs = (", ".join(f"{x:.3f}" for x in side) for side in self.shares)
+        tau = self.mean_acceptance_lengths
+        return [
+            f"{self.answer.engine} in {self.answer.dtype}: {self.num_equal} of {len(self.texts)} "
+            "outputs are the ones decoded here",
+            f"accepted in a round by position there {theirs}; here {ours}",
+            f"tau {tau[1]:.3f} in {self.answer.num_drafts} rounds there, {tau[0]:.3f} in "
+            f"{self.num_rounds} here",
+        ]

@@ -1,0 +1,150 @@
+"""Run vLLM for pipedraft, by vLLM's own Python: nothing of the package is imported.
+
+python vllm_process.py decode REQUEST.json ANSWER.json     draft tokens: eval/engine_parity.py
+python vllm_process.py states REQUEST.json FOLDER          hidden states: train/features/vllm.py
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def note_rounds(llm, rounds):
+    """Keep each verification round: its sequence, the root's place, and the draft tokens."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    update = scheduler.update_from_output
+
+    def noted(scheduled, output):
+        for name, drafted in scheduled.scheduled_spec_decode_tokens.items():
+            root = scheduler.requests[name].num_tokens - 1
+            rounds.append({"root": root, "drafted": [int(token) for token in drafted]})
+        return update(scheduled, output)
+
+    scheduler.update_from_output = noted
+
+
+def counted(llm):
+    """vLLM's own counters of drafts, and of accepted tokens by position."""
+    values = {metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}
+    drafts = values.get("vllm:spec_decode_num_drafts")
+    places = values.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+    return [drafts.value if drafts else 0, *(places.values if places else [])]
+
+
+def decode(request):
+    vllm = importlib.import_module("vllm")
+    settings = {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "disable_log_stats": False,
+        "max_num_seqs": 1,
+        "max_model_len": request["max_model_len"],
+        "kv_cache_memory_bytes": 2**29,
+    }
+    llm = vllm.LLM(
+        request["target"],
+        dtype=request["dtype"],
+        speculative_config=request["speculative_config"],
+        **settings,
+    )
+    rounds, runs = [], []
+    note_rounds(llm, rounds)
+    tokenizer = llm.get_tokenizer()
+    greedy = vllm.SamplingParams(temperature=0.0, max_tokens=request["max_new_tokens"])
+    before = counted(llm)
+    for prompt in request["prompts"]:
+        rounds.clear()
+        ids = prompt["prompt_ids"]
+        (output,) = llm.generate([{"prompt_token_ids": ids}], greedy, use_tqdm=False)
+        rendered = None
+        if tokenizer.chat_template:
+            rendered = tokenizer.apply_chat_template(
+                prompt["messages"], add_generation_prompt=True, return_dict=False
+            )
+        out = [int(token) for token in output.outputs[0].token_ids]
+        runs.append({"token_ids": out, "rendered": rendered, "rounds": list(rounds)})
+    after = counted(llm)
+    before += [0] * (len(after) - len(before))
+    drafts, *accepted = [int(b - a) for a, b in zip(before, after, strict=False)]
+    return {
+        "engine": f"vLLM {vllm.__version__}",
+        "dtype": str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
+        "runs": runs,
+        "num_drafts": drafts,
+        "accepted": accepted,
+    }
+
+
+class NoStream:
+    """CUDA's streams and events where there is no CUDA: everything is done when it is asked for."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def nothing(self, *_, **__):
+        pass
+
+    record = wait_event = wait_stream = synchronize = nothing
+    __enter__ = __exit__ = nothing
+
+    def query(self):
+        return True
+
+
+def without_cuda(torch):
+    """Let vLLM's connector of hidden states, which is written for CUDA alone, run on a CPU."""
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        setattr(torch.cuda, name, NoStream)
+    empty_like = torch.empty_like
+    torch.empty_like = lambda *a, pin_memory=False, **more: empty_like(*a, **more)
+
+
+def states(request, folder):
+    """Answer each line of rows on stdin by a line of files, until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM itself prints is no reply
+    torch, vllm = importlib.import_module("torch"), importlib.import_module("vllm")
+    if not torch.cuda.is_available():
+        without_cuda(torch)
+    connector = importlib.import_module(
+        "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
+    )
+    layers = {"eagle_aux_hidden_state_layer_ids": request["layers"]}
+    llm = vllm.LLM(
+        request["target"],
+        dtype=request["dtype"],
+        max_model_len=request["max_model_len"],
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": layers},
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        },
+        **request["settings"],
+    )
+    one = vllm.SamplingParams(temperature=0.0, max_tokens=1)
+    for line in sys.stdin:
+        prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
+        outputs = llm.generate(prompts, one, use_tqdm=False)
+        paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
+        for path in paths:  # waits for the writer
+            connector.load_hidden_states(path)
+        print(json.dumps(paths), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    task, place, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if task == "states":
+        states(json.loads(place.read_text()), out)
+    else:
+        out.write_text(json.dumps(decode(json.loads(place.read_text()))))

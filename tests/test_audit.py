@@ -1,0 +1,163 @@
+"""`pipedraft audit`: a lossless server passes, and five planted faults are found.
+
+The server speculates with one draft token over a small known law, by the rule of the papers or by
+one with a fault in it.
+"""
+
+import json
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from command_runs import assert_one_line, call
+from conftest import write_rows
+
+from pipedraft.data_recipes.server import ChatServer
+
+WORDS = ["a", "b", "c", "d", "<end>"]
+END = len(WORDS) - 1
+LAWS = np.random.default_rng(3)
+LOGITS = LAWS.normal(0, 1.2, (5, 5))
+LOGITS[:, END] -= 1.5
+DRAFT = LOGITS + LAWS.normal(0, 2.5, (5, 5))
+URLS = ["--endpoint", "http://127.0.0.1:1", "--baseline", "http://127.0.0.1:2"]
+
+
+def law(logits, temperature):
+    weights = np.exp((logits - logits.max()) / temperature)
+    return weights / weights.sum()
+
+
+def decode(prompt, temperature, seed, size, fault):
+    """Tokens of one answer, whose last one is END where it has ended."""
+    rng, out, rows = np.random.default_rng(seed), [], len(prompt) % 4
+    while len(out) < size:
+        back = 2 if fault == "stale row" and len(out) > 2 else 1
+        row = ((out[-back] if out else rows) + len(out)) % 5
+        if not temperature:
+            token = int(LOGITS[row].argmax()) if len(out) < 6 else int(LOGITS[row, :END].argmax())
+        else:
+            spread = temperature * (0.5 if fault == "temperature" else 1)
+            p, q = law(LOGITS[row], spread), law(DRAFT[row], spread)
+            token = int(rng.choice(5, p=q))
+            ratio = p[token] if fault == "q forgotten" else p[token] / q[token]
+            if rng.random() >= ratio:
+                rest = p if fault == "residual forgotten" else np.maximum(p - q, 0)
+                token = int(rng.choice(5, p=rest / rest.sum()))
+        if token == END and fault == "eos ignored":
+            token = 0
+        out.append(token)
+        if token == END:
+            break
+    return out
+
+
+def complete(body, fault):
+    said = body["messages"][-1]["content"]
+    size, temperature = body["max_tokens"], body["temperature"]
+    out = decode(said, temperature, body.get("seed", 0), size, fault)
+    ended = out[-1] == END
+    out = out[:-1] if ended else out
+    content = []
+    for place, token in enumerate(out):
+        row = ((out[place - 1] if place else len(said) % 4) + place) % 5
+        known = np.log(law(LOGITS[row], 1))
+        best = [{"token": word, "logprob": x} for word, x in zip(WORDS, known, strict=True)]
+        content.append({"token": WORDS[token], "logprob": known[token], "top_logprobs": best})
+    message = {"content": "".join(WORDS[token] for token in out)}
+    choice = {"message": message, "finish_reason": "stop" if ended else "length"}
+    return {"choices": [choice | {"logprobs": {"content": content}}]}
+
+
+@pytest.fixture
+def audit(tmp_path, monkeypatch, capsys):
+    def run(fault, *words):
+        async def answer(self, body):
+            is_audited = self.address.endswith(":1")
+            return complete(body, fault if is_audited else "")
+
+        if fault is not None:
+            monkeypatch.setattr(ChatServer, "complete", answer)
+        prompts = write_rows(tmp_path / "own.jsonl", *({"prompt": "x" * n} for n in range(1, 5)))
+        fixed = ["--benchmarks", prompts, "--model", "m", "--samples", "100"]
+        fixed += ["--max-new-tokens", "12", "--out", str(tmp_path / "audit")]
+        fixed += [] if "--endpoint" in words else URLS
+        status = call("audit", [*fixed, *words], monkeypatch)
+        out, err = capsys.readouterr()
+        return status, out, err, tmp_path / "audit"
+
+    return run
+
+
+def test_a_lossless_server_passes_and_the_power_is_stated(audit):
+    status, out, _, folder = audit("")
+    assert status == 0 and out.startswith("no fault found\n4 greedy answers: 4 equal, 0 differ")
+    found = json.loads((folder / "audit.json").read_text())
+    tests = {test["name"]: test for test in found["tests"]}
+    assert tests["first tokens"]["num_answers"] == 400
+    assert tests["first tokens"]["detectable_share"] <= 0.3
+    assert "p = " in out and "finds with 90% a server that is wrong in" in out
+    page = (folder / "audit.html").read_text()
+    assert "no fault found" in page and "http://127.0.0.1:1" in page
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("q forgotten", ["first tokens do not follow the model's distribution"]),
+        ("residual forgotten", ["tokens do not follow the model", "residual distribution"]),
+        ("stale row", ["Greedy: ", "look for wrong cached rows"]),
+        ("temperature", ["first tokens do not follow", "look at temperature"]),
+        ("eos ignored", ["stop reasons do not follow", "0% of the answers end by themselves"]),
+    ],
+)
+def test_planted_faults_are_found(audit, fault, words):
+    status, out, _, folder = audit(fault)
+    assert status == 1 and out.startswith("FAULT: ")
+    for word in words:
+        assert word in out, out
+    assert json.loads((folder / "audit.json").read_text())["faults"]
+
+
+def test_a_server_is_asked_over_http(audit):
+    """And one that knows no log-probabilities is asked without."""
+    asked = Counter()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked[body.get("logprobs", False)] += 1
+            answer = complete(body, "")
+            del answer["choices"][0]["logprobs"]
+            refused = body.get("logprobs", False)
+            data = json.dumps(answer).encode()
+            self.send_response(400 if refused else 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        words = ["--endpoint", address, "--baseline", address, "--samples", "2"]
+        status, out, _, _ = audit(None, *words)
+        server.shutdown()
+    assert status == 0 and "no log-probabilities" in out and asked[False] == 2 * 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--temperature", "0"], ["--temperature: 0", "above 0"]),
+        (["--target", "x"], ["--target", "--baseline"]),
+        (["--samples", "1"], ["--samples: 1", "at least 2"]),
+    ],
+)
+def test_bad_input_is_one_line(audit, words, expected):
+    status, out, err, _ = audit("", *words)
+    assert_one_line(status, out, err, expected)

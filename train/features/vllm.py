@@ -1,0 +1,105 @@
+"""Hidden states of a target that runs in vLLM, by vLLM's own connector of hidden states.
+
+vLLM runs in a process of its environment. It writes a file of safetensors for each row, with
+``hidden_states`` [tokens, layers, H] and ``token_ids``, as the package speculators reads them.
+"""
+
+# M tokens of all rows, H hidden
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipedraft.cli import Failure
+from pipedraft.eval.engine_parity import SCRIPT, check_python, engine_environment
+from pipedraft.files import to_json
+
+CPU_CACHE_BYTES = 2**30
+
+
+class VllmStates:
+    """The frozen target at work on rows of tokens, in vLLM."""
+
+    def __init__(
+        self,
+        python: Path,
+        target: str,
+        layers: Sequence[int],
+        *,
+        dtype: Literal["float32", "bfloat16", "float16"],
+        max_length: int,
+        on_cpu: bool,
+    ) -> None:
+        """
+        Args:
+            layers: ascending; layer i is the input of the target's layer i.
+            max_length: tokens of the longest row.
+        """
+        check_python(python)
+        self.layers = sorted(layers)
+        self._place = tempfile.TemporaryDirectory()
+        folder = Path(self._place.name)
+        settings = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "max_num_seqs": 16} if on_cpu else {}
+        request = folder / "request.json"
+        request.write_bytes(
+            to_json(
+                {
+                    "target": str(Path(target).resolve()) if Path(target).exists() else target,
+                    "dtype": dtype,
+                    "layers": self.layers,
+                    "max_model_len": max_length + 2,
+                    "settings": settings,
+                }
+            )
+        )
+        self._said = (folder / "said.txt").open("w+")
+        self._process = subprocess.Popen(
+            [python, SCRIPT, "states", request, folder / "rows"],
+            env=engine_environment(python),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+        )
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._said.close()
+        self._place.cleanup()
+
+    def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
+        """Hidden states {layer: [M, H]}, row after row.
+
+        Raises:
+            Failure: vLLM ended, or wrote states of other tokens.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            print(json.dumps([list(row) for row in ids]), file=stdin, flush=True)
+            line = stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._said.seek(0)
+            said = [text for text in self._said.read().splitlines() if text.strip()]
+            raise Failure(f"vllm: {said[-1] if said else 'it ended without a word'}")
+        found: list[Tensor] = []
+        for path, row in zip(json.loads(line), ids, strict=True):
+            held = load_file(path)
+            if held["token_ids"].tolist() != list(row):
+                raise Failure(f"vllm: {path} holds the states of other tokens")
+            found.append(held["hidden_states"][: len(row)])
+            for file in (Path(path), Path(f"{path}.lock")):
+                file.unlink(missing_ok=True)
+        states = torch.cat(found)
+        return {layer: states[:, self.layers.index(layer)] for layer in layers}
