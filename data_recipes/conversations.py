@@ -18,7 +18,9 @@ ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
+    "tool_response": "tool",
     "function": "tool",
     "observation": "tool",
     "ipython": "tool",
@@ -123,19 +125,15 @@ def _read_turn(turn: Any, needs_answers: bool) -> Message:
     if role not in ROLES:
         raise ValueError("unknown role")
     calls = read_calls(turn)
-    if role == "function_call":
+    if role in ("function_call", "tool_call"):
         calls, content = read_calls({"function_call": content}), ""
     is_answer = ROLES[role] == "assistant"
-    if content is None and (calls or not (needs_answers or not is_answer)):
+    may_be_empty = calls or ROLES[role] == "tool" or (is_answer and not needs_answers)
+    if content is None and may_be_empty:
         content = ""
     thoughts = [turn[name] for name in REASONING if turn.get(name)]
     text, thought = split_parts(content)
-    if (
-        not text.strip()
-        and not calls
-        and ROLES[role] != "tool"
-        and (needs_answers or not is_answer)
-    ):
+    if not text.strip() and not may_be_empty:
         raise ValueError("empty content")
     message: Message = {"role": ROLES[role], "content": text}
     if any(not isinstance(x, str) for x in thoughts):

@@ -70,7 +70,7 @@ def count_groups(
     for index, accepted in token_tests(result):
         add(index, (1, accepted, 0, 0))
     first = 1  # after the token from the prefill
-    for length in result.round_lengths:
+    for length in filter(None, result.round_lengths):
         add(first, (0, 0, 1, length))
         first += length
     return counts
