@@ -5,10 +5,11 @@
       loguru pydantic-settings python-dotenv
     PYTHONPATH=.. PEERS/bin/python benchmarks/peer_losses.py --json
 
-Divergences of random rows, then DFlash and DSpark heads that were exported and loaded by a package:
-the same anchors of a text that the target wrote, the package's training pass and ours. Of every
-case: by how much the loss, the gradients and the logits differ at most, over the largest of their
-kind, and whether the most likely draft tokens are the same.
+Divergences of random rows, then heads that were exported and loaded by a package: EAGLE-3 on three
+texts of different length, each alone, padded and packed, one of which ends on an assistant's token;
+DFlash and DSpark on the same anchors of a text that the target wrote. The package's training pass
+and ours. Of every case: by how much the loss, the gradients and the logits differ at most, over the
+largest of their kind, and whether the most likely draft tokens are the same.
 """
 
 import importlib.util
@@ -30,20 +31,24 @@ import torch.nn.functional as F
 from peer_logits import LAYERS, VOCABULARY, random_target
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from pipedraft.benchmarks.measurement import make_parser
-from pipedraft.data_recipes.batch import collate
+from pipedraft.data_recipes.batch import collate, pack
 from pipedraft.models.exchange.export import Layout, export
 from pipedraft.models.target import capture_hidden
 from pipedraft.train import dflash
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
+from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
 from pipedraft.train.losses import LossKind, chunked_distillation
 
 # M rows, H hidden, V target vocabulary, U draft vocabulary, A anchors, S draft tokens of a block
 
 LENGTH, BLOCK, PROMPT = 40, 7, 6
+STEPS, DECAY = 4, 0.8
+MASKS = [[0] * 4 + [1] * 9 + [0], [0] * 3 + [1] * 6, [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]]
+"""Of the texts of chains; the second one ends on an assistant's token."""
 EAGER = {
     "kl": "kl_div",
     "rkl": "rkl",
@@ -153,14 +158,16 @@ def written_by(target: PreTrainedModel) -> Tensor:
     return ids
 
 
-def make_objective(
-    kind: str, target: PreTrainedModel, name: str, **options: Any
-) -> DFlashObjective:
-    cls, config = DFlashObjective, DFlashTrainConfig
+def make_objective(kind: str, target: PreTrainedModel, name: str, **options: Any) -> Any:
+    cls: Any = DFlashObjective
+    config: Any = DFlashTrainConfig
     sizes: dict[str, Any] = {"num_layers": 2, "block_size": BLOCK + 1, "decay_gamma": 4.0}
     if kind == "dspark":
         cls, config = DSparkObjective, DSparkTrainConfig
         sizes |= {"block_size": BLOCK, "markov_rank": 8}
+    if kind == "eagle3":
+        cls, config = Eagle3Objective, Eagle3TrainConfig
+        sizes = {"num_steps": STEPS, "step_decay": DECAY}
     report = SimpleNamespace(to_dict=dict)
     objective = cls(
         config(**sizes, **options),
@@ -336,6 +343,119 @@ def compare_blocks(package: str, kind: str, layout: Layout, **options: Any) -> F
     }
 
 
+# -- chains ---------------------------------------------------------------------------------
+
+
+def taps_of(target: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, Any]:
+    """The joined states that EAGLE-3 fuses, and the target's whole output."""
+    output = target(input_ids=ids_BT, output_hidden_states=True)
+    layers = (2, LAYERS // 2, LAYERS - 3)
+    return torch.cat([output.hidden_states[layer] for layer in layers], -1), output
+
+
+def chain_by_specforge(place: Path, target: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    """Loss and model of a padded batch."""
+    from specforge.algorithms.eagle3 import model as eagle3
+    from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
+
+    def kl_mean(logits: Tensor, p: Tensor, mask: Tensor) -> Tensor:
+        # Their kernel of it runs on a GPU alone.
+        return (mask * (p * (p.log() - logits.log_softmax(-1)))).sum(2).mean()
+
+    model = LlamaForCausalLMEagle3(LlamaConfig.from_pretrained(place)).train()
+    model.load_state_dict(load_file(place / "model.safetensors"), strict=False)
+    model.embed_tokens.weight.data = target.get_input_embeddings().weight
+    ids_BT, mask_BT = batch["input_ids"], batch["loss_mask"].clone()
+    mask_BT[torch.arange(len(mask_BT)), batch["lengths"] - 1] = 0  # as its data sets do
+    joined, output = taps_of(target, ids_BT)
+    with patch.object(eagle3, "LogSoftmaxLoss", SimpleNamespace(apply=kl_mean)):
+        trained = eagle3.OnlineEagle3Model(model, length=STEPS, attention_backend="sdpa")
+        steps = trained(
+            input_ids=F.pad(ids_BT[:, 1:], (0, 1)),
+            attention_mask=torch.ones_like(ids_BT, dtype=torch.bool),
+            target=F.pad(output.logits[:, 1:], (0, 0, 0, 1)),
+            loss_mask=mask_BT[..., None],
+            hidden_states=joined,
+        )[0]
+    return sum(DECAY**step * loss for step, loss in enumerate(steps)) * ids_BT.numel(), model
+
+
+def chain_by_speculators(place: Path, target: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    """Loss and model of one document, or of several in one row."""
+    from speculators.losses.utils import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig, core
+
+    config = Eagle3SpeculatorConfig.from_pretrained(place)
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = Eagle3DraftModel.from_pretrained(place, config=config).train()
+    model.load_verifier_weights()
+    model.requires_grad_(True)
+    right = core.compute_metrics
+
+    def summed(logits: Tensor, targets: Tensor, mask: Tensor, *rest: Any, **options: Any) -> Any:
+        loss, metrics = right(logits, targets, mask, *rest, **options)
+        return loss * mask[:, rest[1] :].sum(), metrics  # its mean is over a step's rows
+
+    ids_1T, mask_1T = batch["input_ids"], batch["loss_mask"].clone()
+    mask_1T[0, -1] = 0  # it would learn what follows the text
+    joined, output = taps_of(target, ids_1T)
+    with patch.object(core, "compute_metrics", summed):
+        _, loss, _ = model(
+            hidden_states=joined[:, :-1],
+            input_ids=ids_1T[:, 1:],
+            document_ids=torch.zeros_like(ids_1T[:, 1:]),
+            loss_mask=mask_1T[:, 1:],
+            verifier_last_hidden_states=capture_hidden(target, ids_1T, {LAYERS})[LAYERS][:, 1:],
+            ttt_steps=STEPS,
+            ttt_step_loss_decay=DECAY,
+            loss_config=resolve_loss_config("kl_div", "eager"),
+        )
+    return loss, model
+
+
+def compare_chains(package: str, layout: Layout) -> Iterator[tuple[str, Found]]:
+    """Sums over the texts: alone, padded and packed by us, alone or padded by the package."""
+    torch.manual_seed(0)
+    target = random_target()
+    texts = [
+        {"input_ids": torch.randint(VOCABULARY, (len(mask),)).tolist(), "loss_mask": mask}
+        for mask in MASKS
+    ]
+    padded, alone = collate(texts, 0), [collate([text], 0) for text in texts]
+    documents = [{name: x[0] for name, x in one.items()} for one in alone]
+    batches = {"alone": alone, "padded": [padded], "packed": [pack(documents)]}
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        target.save_pretrained(place / "target")
+        objective = make_objective("eagle3", target, str(place / "target"), rows=package)
+        (place / "head").mkdir()
+        objective.draft.save(place / "head")
+        export(place / "head", layout, place / "peer")
+        run = chain_by_specforge if package == "specforge" else chain_by_speculators
+        given = [padded] if package == "specforge" else alone
+        pairs = [run(place / "peer", target, batch) for batch in given]
+    expected, gradients = torch.zeros(()), dict[str, Tensor]()
+    for loss, model in pairs:
+        loss.backward()
+        expected = expected + loss.detach()
+        for name, x in model.named_parameters():
+            own = name.replace("layers.0.", "midlayer.")
+            if x.grad is not None:
+                gradients[own] = gradients.get(own, torch.zeros_like(x)) + x.grad
+    parameters = dict(objective.draft.named_parameters())
+    for form, given in batches.items():
+        loss = sum(objective(batch, torch.Generator()).loss for batch in given)
+        found = torch.autograd.grad(loss, [*parameters.values()])
+        both = zip(parameters, found, strict=True)
+        yield (
+            form,
+            {
+                "loss": apart(loss.detach(), expected),
+                "gradients": worst((x, gradients[name]) for name, x in both),
+            },
+        )
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -344,6 +464,8 @@ def main() -> None:
     layouts: dict[str, Layout] = {"speculators": "speculators", "specforge": "sglang"}
     for package, layout in layouts.items():
         if importlib.util.find_spec(package) is not None:
+            for form, result in compare_chains(package, layout):
+                found[f"{package}, eagle3, {form}"] = result
             # DFlash's authors train with the text's tokens, speculators with distributions.
             own = {"loss": "ce"} if package == "specforge" else {}
             found[f"{package}, dflash"] = compare_blocks(package, "dflash", layout, **own)

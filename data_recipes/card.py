@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -69,6 +70,9 @@ class DataReport:
     """Rows kept by license; `unknown` where neither the row nor its source names one."""
     hub_datasets: list[str] = field(default_factory=list)
     """Ids of the sources that are data sets of the Hub."""
+    groups: dict[str, int] = field(default_factory=dict)
+    """Rows of the two sets by group (context/512, language/de, segment/code), repetitions
+    included, the most frequent first."""
     train_rows: int = 0
     valid_rows: int = 0
     """Rows of the two sets (blocks, if packed), repetitions included."""
@@ -111,6 +115,9 @@ class DataReport:
             f"not in the text: {name}, of {count} rows"
             for name, count in self.left_out_fields.items()
         ]
+        if self.groups:
+            listed = (f"{name} {count}" for name, count in self.groups.items())
+            lines.append(f"groups: {', '.join(listed)}")
         if self.chat_template_kwargs:
             lines.append(f"template variables: {json.dumps(self.chat_template_kwargs)}")
         if self.thinking_back:
@@ -197,6 +204,15 @@ def build_report(
         },
         licenses=dict(Counter(name or UNKNOWN_LICENSE for name in licenses[kept]).most_common()),
     )
+
+
+def count_groups(groups: Mapping[str, np.ndarray], copies_N: np.ndarray) -> dict[str, int]:
+    """Rows of each group, as ``DataReport.groups`` has them."""
+    counts: Counter[str] = Counter()
+    for dimension, group_N in groups.items():
+        for group in dict.fromkeys(group_N[copies_N > 0]):
+            counts[f"{dimension}/{group}"] = int(copies_N[group_N == group].sum())
+    return dict(counts.most_common())
 
 
 def _count_left_out(rows: Dataset, kept: np.ndarray) -> dict[str, int]:

@@ -145,7 +145,8 @@ class ChatRenderer:
         if prompt is None or last.get("tool_calls"):
             return found
         opens = prompt.rstrip().endswith(THINK)
-        if not opens and END_THINK not in self.template:
+        is_off = prompt.rstrip().endswith(END_THINK)  # enable_thinking: false
+        if is_off or (not opens and END_THINK not in self.template):
             return found
         head = ("" if prompt.endswith("\n") else "\n") if opens else f"{THINK}\n"
         own = f"{head}{thought}\n{END_THINK}\n\n{answer.strip()}{self.closing}"

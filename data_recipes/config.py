@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pipedraft.chats import check_template_variables
 from pipedraft.cli import check_ranges
+from pipedraft.data_recipes.groups import check_shares
 
 Duplicates = Literal["keep", "exact"]
 # Hiragana and katakana, CJK extension A, CJK unified ideographs.
@@ -221,6 +222,10 @@ class DataConfig:
     explode_turns: bool = False
     """One row per turn of the assistant: the conversation up to it, nothing but it learned. For
     templates that keep the thinking of the last turn alone."""
+    group_shares: dict[str, float] | None = None
+    """Share of the rows that groups get, as {language/de: 0.2, segment/code: 0.3}: their rows are
+    drawn less often or repeated, the others in proportion. Evaluation shows acceptance by the same
+    groups; a row's language and segment are those of its answers, its context all tokens."""
     pack: bool = False
     """Language-model training: concatenate all documents instead of one row per conversation."""
 
@@ -234,6 +239,7 @@ class DataConfig:
             "data.",
         )
         check_template_variables(self.chat_template_kwargs, "data.chat_template_kwargs")
+        check_shares(self.group_shares or {})
         if self.cache_dir == "":
             raise ValueError("data.cache_dir: ''; give a folder, or leave it out")
         if self.pack and self.too_long == "drop":

@@ -18,7 +18,9 @@ ROLES = {
     "chatgpt": "assistant",
     "bot": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
+    "tool_response": "tool",
     "function": "tool",
     "observation": "tool",
     "ipython": "tool",
@@ -123,19 +125,15 @@ def _read_turn(turn: Any, needs_answers: bool) -> Message:
     if role not in ROLES:
         raise ValueError("unknown role")
     calls = read_calls(turn)
-    if role == "function_call":
+    if role in ("function_call", "tool_call"):
         calls, content = read_calls({"function_call": content}), ""
     is_answer = ROLES[role] == "assistant"
-    if content is None and (calls or not (needs_answers or not is_answer)):
-        content = ""
+    may_be_empty = calls or ROLES[role] == "tool" or (is_answer and not needs_answers)
     thoughts = [turn[name] for name in REASONING if turn.get(name)]
+    if content is None and (may_be_empty or thoughts):
+        content = ""
     text, thought = split_parts(content)
-    if (
-        not text.strip()
-        and not calls
-        and ROLES[role] != "tool"
-        and (needs_answers or not is_answer)
-    ):
+    if not text.strip() and not may_be_empty:
         raise ValueError("empty content")
     message: Message = {"role": ROLES[role], "content": text}
     if any(not isinstance(x, str) for x in thoughts):
@@ -200,15 +198,14 @@ def read_calls(turn: Mapping[str, Any]) -> list[Values]:
     calls = turn.get("tool_calls") or []
     if turn.get("function_call"):
         calls = [turn["function_call"]]
+    if isinstance(calls, str):  # as tables of strings hold them
+        calls = read_json(calls, "tool_calls are not JSON")
     if not isinstance(calls, list):
         raise ValueError("tool_calls are not a list")
     found: list[Values] = []
     for call in calls:
         if isinstance(call, str):
-            try:
-                call = json.loads(call)
-            except (ValueError, RecursionError) as error:
-                raise ValueError("a tool call is not JSON") from error
+            call = read_json(call, "a tool call is not JSON")
         known = call if isinstance(call, dict) else {}
         function = known.get("function", known)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -222,13 +219,18 @@ def read_calls(turn: Mapping[str, Any]) -> list[Values]:
     return found
 
 
+def read_json(text: str, reason: str) -> Any:
+    """Parse JSON; raise ValueError with the reason where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(reason) from error
+
+
 def read_tools(tools: Any) -> list[Values] | None:
     """The tools of a row: a list of objects, or that list as JSON text; None: it has none."""
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise ValueError("tools are not JSON") from error
+        tools = read_json(tools, "tools are not JSON")
     if not tools or isinstance(tools, str):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -16,10 +16,11 @@ from datasets import Dataset, Features, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.card import EMPTY_MASK, DataReport, build_report
+from pipedraft.data_recipes.card import EMPTY_MASK, DataReport, build_report, count_groups
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.conversations import explode
+from pipedraft.data_recipes.groups import balance, context_of
 from pipedraft.data_recipes.overlap import (
     EXACT_DUPLICATE,
     Benchmarks,
@@ -46,7 +47,7 @@ from pipedraft.data_recipes.sources import (
 )
 
 # Part of every cache fingerprint: raise it when the meaning of a cached column changes.
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 ROWS_PER_CALL = 512
 
 
@@ -94,11 +95,16 @@ def load_data(
         _write_side_file(side_file, rows, errors, repeated_N)
     hashes = np.asarray(rows["hash"][:], np.int64)
     weights = np.array([source.weight for source in config.sources])
-    copies = np.where(errors == "", draw_copies(hashes, weights[source_N]), 0)
+    weights_N = np.where(errors == "", weights[source_N], 0.0)
+    groups = row_groups(rows)
+    if config.group_shares:
+        weights_N = balance(weights_N, groups, config.group_shares)
+    copies = draw_copies(hashes, weights_N)
     drawn = np.flatnonzero(copies)
     is_valid = split_rows(hashes[drawn], config.valid_fraction)
     copies[drawn[is_valid]] = 1
     report = build_report(rows, errors, copies, config, benchmarks)
+    report.groups = count_groups(groups, copies)
     if supervised[drawn].sum() == 0:
         raise ValueError(_nothing_usable(report, config, tokenizer))
     parts = []
@@ -140,6 +146,13 @@ def _tokenize_rows(
             )
         )
     return concatenate_datasets(tables), np.repeat(np.arange(len(tables)), [len(t) for t in tables])
+
+
+def row_groups(rows: Dataset) -> dict[str, np.ndarray]:
+    """Dimension -> group of each row."""
+    found = {name: np.asarray(rows[name][:], dtype=object) for name in ("language", "segment")}
+    lengths = [context_of(length) for length in rows["num_tokens"][:]]
+    return {"context": np.array(lengths, dtype=object), **found}
 
 
 def _mark_duplicates(config: DataConfig, rows: Dataset, errors: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from pipedraft.data_recipes.chat import ChatRenderer, RenderedChat
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.conversations import Conversation, Message, read_conversation
+from pipedraft.data_recipes.groups import groups_of, language_of
 from pipedraft.data_recipes.overlap import (
     CONTAMINATED,
     Benchmarks,
@@ -54,6 +55,9 @@ class TableRow:
     """Bit b is set if the row contains a prompt of benchmark b."""
     left_out: str = ""
     """Fields of the row that nobody reads, or that the template does not render, as JSON."""
+    language: str = ""
+    segment: str = ""
+    """Groups of the row; see ``groups``."""
     thinking_back: int = 0
     """1: the last turn's thinking, which the template strips, was put back."""
     num_missing: int = 0
@@ -84,6 +88,7 @@ def table_features() -> Features:
         {
             **RAW_FEATURES,
             **{name: Value("string") for name in ("detail", "license", "left_out")},
+            **{name: Value("string") for name in ("language", "segment")},
             **{name: Value("int64") for name in ("hash", "identity", "contamination")},
             **{name: Value("int32") for name in ("thinking_back", "num_missing")},
             **{name: Value("int64") for name in ("num_tokens", "num_supervised")},
@@ -120,11 +125,13 @@ def tokenize_batch(
                 row.num_missing, row.license = chat.num_missing, license_of(value, source)
                 row.left_out = json.dumps([*conversation.left_out, *chat.not_rendered])
                 row.thinking_back = int(chat.has_thinking_back)
+                row.language, row.segment = groups_of(conversation.messages)
                 row.hash = content_hash(identifying_text(conversation, config), config.seed)
                 _judge(row, conversation, config, source, benchmarks)
                 chats.append(chat)
             else:
                 row.license = license_of({}, source)
+                row.language, row.segment = language_of(text), "text"
                 row.hash = content_hash(text, config.seed)
                 _judge(row, text, config, source, benchmarks)
                 texts.append(text)

@@ -3,7 +3,7 @@
 Reads the "per_prompt" rows of results.json; the statistics are those of intervals.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import UNSET
 
 from pipedraft.cli import Options, UsageError, option
+from pipedraft.eval.groups import group_name
 from pipedraft.eval.intervals import PairedComparison, compare_paired
 from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, OVERALL
 from pipedraft.eval.record import Manifest, PromptRecord, RunRecord, parse, read_bytes, read_results
@@ -66,9 +67,14 @@ class Quantity:
     times_stages: bool = False
     place: int | None = None
     """Index in the fields, where these are lists."""
+    group: str = ""
+    """Of a group of text, tokens per round."""
 
     def counts(self, row: PromptRecord) -> tuple[float, float] | None:
         """Numerator and denominator of a prompt; None: it did not record them."""
+        if self.group and row.groups is not UNSET:
+            *_, rounds, tokens = row.groups.get(self.group, [0] * 4)
+            return tokens, rounds
         fields = getattr(row, self.numerator), getattr(row, self.denominator)
         if UNSET in fields:
             return None
@@ -92,6 +98,15 @@ BY_ENTROPY = tuple(
     )
     for place, low in enumerate(ENTROPY_EDGES)
 )
+
+
+def by_group(entries: Iterable[RunRecord]) -> list[Quantity]:
+    """Tokens per round of every group that any of the entries has."""
+    names = dict.fromkeys(found.group for entry in entries for found in entry.acceptance_by_group)
+    return [
+        Quantity(f"tokens per round, {x}", f"tau, {group_name(x)}", "groups", "groups", group=x)
+        for x in names
+    ]
 
 
 def has(quantity: Quantity, entry: RunRecord) -> bool:
@@ -318,6 +333,8 @@ class CompareOptions(Options):
     """--out folders of other runs"""
     entropy: bool = False
     """also the share of right draft tokens where the target's entropy is from 0, 0.05, .. nats"""
+    groups: bool = False
+    """also tokens per round by length of the context, language and kind of text"""
     json: Path | None = None
     """write the comparisons there as well"""
 
@@ -335,7 +352,10 @@ def run(argv: Sequence[str]) -> None:
         make_place("--json", arguments.json, b'{\n  "comparisons": [')
     records, warnings = [], []
     for other in others:
-        lines = compare_runs(baseline, other, QUANTITIES + BY_ENTROPY * arguments.entropy)
+        quantities = [*QUANTITIES, *BY_ENTROPY * arguments.entropy]
+        if arguments.groups:
+            quantities += by_group([*baseline.entries, *other.entries])
+        lines = compare_runs(baseline, other, quantities)
         found = find_warnings(baseline, other, lines)
         print(format_comparison(baseline, other, lines))
         records += [_line_record(line, baseline, other) for line in lines]

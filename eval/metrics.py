@@ -184,7 +184,7 @@ def acceptance_by_category(
     return {
         name: CategoryRecord(
             prompts=len(group),
-            **_rate(
+            **rate_fields(
                 np.array([sum(row.position_accepts) for row in group]),
                 np.array([sum(row.position_tests) for row in group]),
             ),
@@ -196,7 +196,7 @@ def acceptance_by_category(
     }
 
 
-def _rate(accepts_P: np.ndarray, tests_P: np.ndarray) -> Values:
+def rate_fields(accepts_P: np.ndarray, tests_P: np.ndarray) -> Values:
     """Fields of a record: counts, their ratio, and its interval."""
     accepts, tests = int(accepts_P.sum()), int(tests_P.sum())
     return {
@@ -250,7 +250,7 @@ def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
     accepts_PE = _padded([row.entropy_accepts for row in rows if row.entropy_accepts is not UNSET])
     edges = zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], math.inf], strict=True)
     return [
-        EntropyRecord(entropy_from=low, entropy_to=high, **_rate(accepts_P, tests_P))
+        EntropyRecord(entropy_from=low, entropy_to=high, **rate_fields(accepts_P, tests_P))
         for (low, high), tests_P, accepts_P in zip(edges, tests_PE.T, accepts_PE.T, strict=False)
     ]
 

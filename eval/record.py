@@ -153,6 +153,19 @@ class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
     draft_acceptance_rate_ci95: Interval
 
 
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Draft tokens tested in one group of text, DIMENSION/GROUP; see ``groups``."""
+
+    group: Name
+    prompts: Count
+    tests: Count
+    accepts: Count
+    draft_acceptance_rate: Figure
+    draft_acceptance_rate_ci95: Interval
+    rounds: Count
+    mean_acceptance_length: Figure
+
+
 class RepeatsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The same prompts decoded several times with the same random numbers."""
 
@@ -193,6 +206,8 @@ class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
     position_accepts: Counts = []
     entropy_tests: Counts | UnsetType = UNSET
     entropy_accepts: Counts | UnsetType = UNSET
+    groups: dict[Name, Counts] | UnsetType = UNSET
+    """Tests, accepted ones, rounds and their tokens of each group of text."""
     score: Count | UnsetType = UNSET
     """1 or 0; unset where nothing was scored."""
     outcome: Name | UnsetType = UNSET
@@ -245,6 +260,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     acceptance_by_category: dict[Name, CategoryRecord] = {}
     acceptance_by_position_ci95: list[Interval] = []
     acceptance_by_entropy: list[EntropyRecord] = []
+    acceptance_by_group: list[GroupRecord] = []
     score: ScoreRecord | UnsetType = UNSET
     per_prompt: list[PromptRecord] = []
 

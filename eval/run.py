@@ -14,6 +14,7 @@ from msgspec import UNSET
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipedraft.eval.groups import GroupCounts, acceptance_by_group, count_groups, sum_groups
 from pipedraft.eval.lossless import (
     GreedyReference,
     check_equal,
@@ -114,6 +115,7 @@ def _prompt_record(repeats: Sequence[Sequence[DecodedTurn]]) -> PromptRecord:
     by_entropy = [
         count_by_entropy(r.result, r.entropies) for r in records if r.entropies is not None
     ]
+    groups = [r.groups for r in records if r.groups is not None]
     score = records[-1].score
     is_timed = any(result.token_times_s for result in results)
     return PromptRecord(
@@ -132,6 +134,7 @@ def _prompt_record(repeats: Sequence[Sequence[DecodedTurn]]) -> PromptRecord:
         position_accepts=sum_lists([result.position_accepts for result in results]),
         entropy_tests=sum_lists([tests for tests, _ in by_entropy]) if by_entropy else UNSET,
         entropy_accepts=sum_lists([right for _, right in by_entropy]) if by_entropy else UNSET,
+        groups=sum_groups(groups) if groups else UNSET,
         score=UNSET if score is None else int(score.passed),
         outcome=UNSET if score is None else score.outcome,
     )
@@ -190,6 +193,7 @@ class BenchmarkRun:
             ),
             acceptance_by_position_ci95=acceptance_intervals_by_position(rows),
             acceptance_by_entropy=acceptance_by_entropy(rows),
+            acceptance_by_group=acceptance_by_group(rows),
             score=UNSET if name == OVERALL else summarize_scores(self.records),  # no common one
             per_prompt=rows,
         )
@@ -312,6 +316,8 @@ class Evaluation:
         for name, prompts in self.benchmarks.items():
             repeats, reports = zip(*(once[name] for once in passes), strict=True)
             records = self._with_entropies(repeats[0], method)
+            if method.config.schedule.name != AUTOREGRESSIVE:
+                records = [replace(r, groups=self._groups(r)) for r in records]
             if self.scores:
                 records = score_turns(records)
             if self.answers is not None:
@@ -370,6 +376,10 @@ class Evaluation:
             replace(record, entropies=output_entropies(self.reference, record.result, traces))
             for record in records
         ]
+
+    def _groups(self, record: DecodedTurn) -> GroupCounts:
+        question = record.prompt.turns[record.turn]
+        return count_groups(record.result, record.answer, question, self.tokenizer)
 
     def _open_traces(self, method: EvalMethod, engine: Engine, repeat: int) -> TraceFile:
         again = {"repeat": repeat} if repeat else {}

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from pipedraft.eval.groups import group_name
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import EntropyRecord, LatencyRecord, Manifest, RunRecord, is_known
 from pipedraft.eval.tasks import FORMS
@@ -53,6 +54,11 @@ over prompts.
 ENTROPY_TEXT = """\
 Share accepted of the draft tokens tested where the target's distribution has so many nats, with
 95 % intervals over prompts.
+"""
+GROUP_TEXT = """\
+Share accepted of the draft tokens tested, and tokens per round, where the context has so many
+tokens, the answer is in a language, or the text is of a kind: in fences, thinking, a tool call. A
+round is of its first token's group. 95 % intervals over prompts.
 """
 REPEATS_TEXT = """\
 Everything was decoded several times with the same random numbers: only the machine's speed differs.
@@ -152,7 +158,7 @@ COLUMNS: dict[str, Cell] = {
 SCORE_COLUMN: dict[str, Cell] = {"score": _score}
 MEAN_COLUMN: dict[str, Cell] = {"L' benchmark mean": lambda run: number(run.benchmark_mean)}
 TEXT_COLUMNS = {"benchmark", "method", "category", "of", "run", "network", "process"}
-TEXT_COLUMNS |= {"domain", "target", "scope"}
+TEXT_COLUMNS |= {"group", "domain", "target", "scope"}
 """The other columns hold numbers."""
 
 
@@ -263,6 +269,19 @@ def entropy_table(runs: Sequence[RunRecord]) -> Table:
     return Table([*header, "nats", "tests", "alpha", "95 % CI"], rows)
 
 
+def group_table(runs: Sequence[RunRecord]) -> Table:
+    """Acceptance by group of text."""
+    header, settings = _setting(runs)
+    rows = [
+        [*setting, group_name(found.group), str(found.prompts), str(found.tests)]
+        + [number(found.draft_acceptance_rate), bounds(found.draft_acceptance_rate_ci95)]
+        + [number(found.mean_acceptance_length)]
+        for setting, run in zip(settings, runs, strict=True)
+        for found in run.acceptance_by_group
+    ]
+    return Table([*header, "group", "prompts", "tests", "alpha", "95 % CI", "tau"], rows)
+
+
 def repeats_table(runs: Sequence[RunRecord]) -> Table:
     """Tokens per second of every repeat."""
     header, settings = _setting(runs)
@@ -312,6 +331,7 @@ def details(runs: Sequence[RunRecord]) -> list[Detail]:
     drafted = drafted_runs(pooled)
     priced = [run for run in drafted if run.theoretical_speedup_by_row]
     counted = [run for run in drafted if run.acceptance_by_entropy]
+    grouped = [run for run in drafted if run.acceptance_by_group]
     repeated = [run for run in pooled if run.repeats is not UNSET]
     timed = [run for run in pooled if run.processes]
     found = [
@@ -321,6 +341,7 @@ def details(runs: Sequence[RunRecord]) -> list[Detail]:
             ("S by the cost of a row", ROW_COST_TEXT, row_cost_table, priced),
             ("Acceptance by position", POSITION_TEXT, position_table, drafted),
             ("Acceptance by entropy", ENTROPY_TEXT, entropy_table, counted),
+            ("Acceptance by group", GROUP_TEXT, group_table, grouped),
             ("Repeats", REPEATS_TEXT, repeats_table, repeated),
             ("Processes", PROCESS_TEXT, process_table, timed),
         )

@@ -31,6 +31,8 @@ class DecodedTurn:
     """None: no right answer is known, or --score was not given."""
     entropies: list[float] | None = None
     """The target's entropy at every token; None: not computed."""
+    groups: dict[str, list[int]] | None = None
+    """Counts by group of text; None: plain decoding."""
 
 
 def prompt_seed(prompt: Prompt, turn: int) -> int:

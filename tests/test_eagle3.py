@@ -227,7 +227,7 @@ def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_functio
     assert (objective(batch, torch.Generator()).loss - expected).abs() > 1e-4 * expected
 
 
-@pytest.mark.parametrize("rows", ["turn", "speculators", "specforge"])
+@pytest.mark.parametrize("rows", ["turn", "speculators", "specforge", "official"])
 def test_padding_and_company_change_nothing(rows):
     objective = make_objective(rows=rows)
     masks = [*MASKS, [0, 0, 1, 1, 1], [0, 1, 0, 1]]  # documents that end on an assistant token, too

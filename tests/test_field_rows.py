@@ -51,6 +51,21 @@ def test_a_system_prompt_in_a_field_is_the_first_turn(tokenizer, name):
         read_row({name: "Be a duck.", "messages": [turn, USER, OK]})
 
 
+def test_a_tool_may_return_nothing_and_calls_may_be_text():
+    call = {"name": "f", "arguments": {}}
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": json.dumps([call])},
+        {"role": "tool", "content": None},
+        {"role": "assistant", "content": "a"},
+    ]
+    messages = read_row({"messages": turns}).messages
+    assert [turn["content"] for turn in messages] == ["q", "", "", "a"]
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": call}]
+    with pytest.raises(ValueError, match="empty content"):
+        read_row({"messages": [turns[0], turns[1] | {"tool_calls": [], "reasoning": "so"}]})
+
+
 def test_parts_of_text_are_the_text_and_others_are_named():
     parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "ok."}]
     row = {"messages": [{"role": "user", "content": parts}, OK]}

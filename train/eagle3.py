@@ -26,9 +26,10 @@ class UnrolledConfig(DivergenceConfig):
     """Draft tokens of a chain that are trained, the authors' 7."""
     step_decay: float = 0.8
     """The loss of draft token i (from 0) is multiplied by step_decay ** i."""
-    rows: Literal["turn", "speculators", "specforge"] = "turn"
+    rows: Literal["turn", "speculators", "specforge", "official"] = "turn"
     """Rows t that count at step i. turn: x_{t+1} .. x_{t+2+i} are of one turn of the assistant.
-    speculators, specforge: x_{t+1+i}, or x_{t+i}, is an assistant token, as in those packages."""
+    speculators: x_{t+1+i} is an assistant token; specforge and official (EAGLE-3's authors):
+    x_{t+i} is one."""
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:

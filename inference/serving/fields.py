@@ -38,7 +38,16 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "structured_outputs": ({},),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "lora_path", "mirostat"), ()),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "lora_path"), ()),
+    "mirostat": (0,),
+    **dict.fromkeys(("structural_tag", "grammar", "negative_prompt"), ()),
+    **dict.fromkeys(("enable_thinking", "thinking", "thinking_budget", "extra_body"), ()),
+    **dict.fromkeys(("max_completion_tokens", "num_predict", "n_predict"), ()),
+    **dict.fromkeys(("no_repeat_ngram_size", "dry_multiplier", "xtc_probability"), (0,)),
+    **dict.fromkeys(("dynatemp_range", "top_a", "top_logprobs"), (0,)),
+    **dict.fromkeys(("repeat_penalty", "num_beams", "beam_width", "tfs_z"), (1,)),
+    **dict.fromkeys(("system", "options", "format", "think"), ()),
+    "do_sample": (True,),
     "prompt_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "include_stop_str_in_output": (False,),
@@ -53,6 +62,12 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "stop_sequences": ([],),
 }
 """Fields that would change the answer, each with the values by which it does not."""
+INSTEAD = {
+    "enable_thinking": "give it in chat_template_kwargs",
+    "max_completion_tokens": "give max_tokens",
+    "max_new_tokens": "give max_tokens",
+    "system": "give a message of that role",
+}
 OF_MESSAGES = {"role", "content", "name", "reasoning_content", "reasoning"}
 CHANGES_MESSAGES = {"tool_calls", "function_call", "tool_call_id", "prefix", "images", "audio"}
 """Fields of a message that the model would see."""
@@ -86,7 +101,7 @@ def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]
 
 
 def _unsupported(name: str) -> RequestError:
-    said = f"{name}: not supported; leave it out"
+    said = f"{name}: not supported; {INSTEAD.get(name, 'leave it out')}"
     return RequestError(said, param=name, code="unsupported_parameter")
 
 

@@ -158,6 +158,10 @@ class ChatRequest(ApiRequest, kw_only=True):
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
+    def __post_init__(self) -> None:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs without logprobs: true")
+
     def longest(self) -> int | None:
         asked = [x for x in (self.max_completion_tokens, self.max_tokens) if x is not None]
         return min(asked, default=None)

@@ -1,0 +1,115 @@
+"""Acceptance by group: length of the context, language, kind of text.
+
+Counted from decoded turns, so that one report shows any head, of this project or another, and an
+evaluation whose turns are in its traces decodes nothing for it. The groups are those by which a
+data recipe is mixed; ``metrics`` has the target's entropy.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipedraft.data_recipes.groups import (
+    ANSWER,
+    CONTEXT_EDGES,
+    THINKING,
+    context_of,
+    language_of,
+    prose,
+    segments_of,
+)
+from pipedraft.eval.metrics import rate_fields, ratio, token_tests
+from pipedraft.eval.record import GroupRecord, PromptRecord
+from pipedraft.inference.result import DecodeResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GroupCounts = dict[str, list[int]]
+"""DIMENSION/GROUP -> tests, accepted tests, rounds, tokens of these rounds."""
+TAIL_TOKENS = 8
+"""End of a prompt that may open the thinking."""
+ENDS = {str(low): f"{low} to {high - 1}" for low, high in pairwise(CONTEXT_EDGES)}
+ENDS[str(CONTEXT_EDGES[-1])] = f"{CONTEXT_EDGES[-1]} up"
+
+
+def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    """Kind of text of each of the ``token_ids``."""
+    tail = str(tokenizer.decode(result.prompt_ids[-TAIL_TOKENS:])).rstrip()
+    start = THINKING if tail.endswith("<think>") else ANSWER
+    pieces = [str(tokenizer.decode([token])) for token in result.token_ids]
+    runs, end = segments_of("".join(pieces), start), 0
+    for piece in pieces:
+        end += len(piece)
+        while len(runs) > 1 and runs[0][0] < end:
+            runs = runs[1:]
+        yield runs[0][1] if runs else start
+
+
+def count_groups(
+    result: DecodeResult, answer: str, question: str, tokenizer: "PreTrainedTokenizerBase"
+) -> GroupCounts:
+    """Count a turn's tests and rounds by group.
+
+    Args:
+        question: decides the language where the answer does not show one.
+    """
+    language = language_of(prose(answer))
+    language = language_of(question) if language == "unknown" else language
+    segments = list(token_segments(result, tokenizer))
+    counts: GroupCounts = {}
+
+    def add(index: int, values: Sequence[int]) -> None:
+        context = context_of(len(result.prompt_ids) + index)
+        groups = {"context": context, "segment": segments[index], "language": language}
+        for name in (f"{dimension}/{group}" for dimension, group in groups.items()):
+            counts[name] = [a + b for a, b in zip(counts.get(name, [0] * 4), values, strict=True)]
+
+    for index, accepted in token_tests(result):
+        add(index, (1, accepted, 0, 0))
+    first = 1  # after the token from the prefill
+    for length in filter(None, result.round_lengths):
+        add(first, (0, 0, 1, length))
+        first += length
+    return counts
+
+
+def sum_groups(parts: Iterable[GroupCounts]) -> GroupCounts:
+    """Add up the counts of several turns."""
+    total: GroupCounts = {}
+    for part in parts:
+        for name, values in part.items():
+            total[name] = [a + b for a, b in zip(total.get(name, [0] * 4), values, strict=True)]
+    return total
+
+
+def _order(name: str) -> tuple[str, int, str]:
+    dimension, _, group = name.partition("/")
+    return dimension, int(group) if dimension == "context" else 0, group
+
+
+def acceptance_by_group(rows: Sequence[PromptRecord]) -> list[GroupRecord]:
+    """One entry for each group that has a round or a test."""
+    counted: list[Mapping[str, list[int]]] = [row.groups for row in rows if row.groups]
+    found = []
+    for name in sorted({name for counts in counted for name in counts}, key=_order):
+        own_P4 = np.array([counts[name] for counts in counted if name in counts])
+        tests_P, accepts_P, rounds_P, tokens_P = own_P4.T
+        found.append(
+            GroupRecord(
+                group=name,
+                prompts=len(own_P4),
+                rounds=int(rounds_P.sum()),
+                mean_acceptance_length=ratio(float(tokens_P.sum()), float(rounds_P.sum())),
+                **rate_fields(accepts_P, tests_P),
+            )
+        )
+    return found
+
+
+def group_name(name: str) -> str:
+    """A group as tables show it."""
+    dimension, _, group = name.partition("/")
+    return f"{dimension} {ENDS.get(group, group) if dimension == 'context' else group}"
