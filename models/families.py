@@ -162,6 +162,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no causal language model of it"
     config = deepcopy(config)
+    vars(config).pop("quantization_config", None)
     if (text := config.get_text_config()) and getattr(text, "sliding_window", None) is not None:
         text.sliding_window = WINDOW
     with torch.device("meta"):

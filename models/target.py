@@ -301,7 +301,7 @@ class StagedTarget:
         """``num_stages``: a count (near-even cut) or the boundaries (0, b1, .., L) themselves."""
         decoder = model.get_decoder()
         config = decoder.config
-        check_target(model.config, model.name_or_path)
+        check_target(model.config, model.name_or_path or type(model).__name__)
         _check_attention(config._attn_implementation)
         if isinstance(num_stages, int):
             self.boundaries = stage_boundaries(config.num_hidden_layers, num_stages)
