@@ -68,7 +68,7 @@ def embed(embedding: nn.Module, config: PreTrainedConfig, ids: Tensor) -> Tensor
 
 def plain_embedding(target: PreTrainedModel) -> nn.Module:
     """The embedding as drafts and engines read it: rows of its weight, which Gemma scales."""
-    embedding = target.get_input_embeddings()
+    embedding: Any = target.get_input_embeddings()
     if not hasattr(embedding, "embed_scale"):
         return embedding
     rows, hidden = embedding.weight.shape
@@ -202,7 +202,7 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
         embedding.embed_scale = torch.tensor(scale, dtype=model.dtype, device=device)
 
 
-def _inputs(decoder: nn.Module, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Values]]:
+def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Values]]:
     """Rows that enter the first layer, and the arguments of the layers of each kind."""
     ids, positions = torch.arange(NUM_ROWS), torch.arange(NUM_ROWS)
     hidden_1TH = embed(decoder.embed_tokens, decoder.config, ids[None])
@@ -215,7 +215,7 @@ def _inputs(decoder: nn.Module, kinds: Sequence[str]) -> tuple[Tensor, dict[str,
     return hidden_1TH, given
 
 
-def _lack_of_layers(decoder: nn.Module, kinds: Sequence[str]) -> str | None:
+def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
     """Run one layer of each form as a stage does, on rows without numbers."""
     inputs = _inputs(decoder, kinds)
     hidden, given = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
@@ -243,7 +243,7 @@ def _lack_of_layers(decoder: nn.Module, kinds: Sequence[str]) -> str | None:
 
 
 def _difference(
-    model: PreTrainedModel, decoder: nn.Module, head: nn.Module, kinds: Sequence[str]
+    model: PreTrainedModel, decoder: Any, head: nn.Module, kinds: Sequence[str]
 ) -> str | None:
     """Compare what surrounds the layers with transformers' forward, in which they only negate."""
     calls: list[tuple[Tensor, Values]] = []

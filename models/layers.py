@@ -52,6 +52,7 @@ class LayerConfig:
     @classmethod
     def from_target(cls, config: PreTrainedConfig) -> "LayerConfig":
         """Read a target's text configuration (a transformers configuration object)."""
+        config = config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
         if "rope_type" not in rope:  # one entry per layer type
             rope = rope.get("full_attention") or next(iter(rope.values()))
@@ -311,7 +312,7 @@ def _attend_apart(
 
 def packed_call(
     config: PreTrainedConfig, input_ids_BT: Tensor, lengths: Sequence[int] | None
-) -> tuple[dict[str, Tensor], AbstractContextManager]:
+) -> tuple[Values, AbstractContextManager]:
     """How to run a frozen transformers decoder on a packed row: more arguments, and a context.
 
     Positions that restart make some models of transformers build a mask [T, T], which sdpa kernels
@@ -321,7 +322,7 @@ def packed_call(
     if lengths is None:
         return {}, nullcontext()
     positions_T = positions_of(input_ids_BT.shape[1], lengths, input_ids_BT.device)
-    options = {"position_ids": positions_T[None]}
+    options: Values = {"position_ids": positions_T[None]}
     if config._attn_implementation != "sdpa":
         return {**options, "attention_mask": packed_masks(config, positions_T)}, nullcontext()
     return {**options, "attention_mask": torch.ones_like(input_ids_BT)}, WithinDocuments(lengths)

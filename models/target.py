@@ -420,7 +420,7 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """The generation config decides, as in ``generate``; the model config stands in for it."""
     eos = model.generation_config.eos_token_id
     if eos is None:
-        eos = model.config.eos_token_id
+        eos = model.config.get_text_config().eos_token_id
     ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         raise ValueError(

@@ -54,6 +54,9 @@ MULTIPLIED = dict(
     logits_scaling=2.0,
 )
 LATENT = dict(q_lora_rank=12, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6)
+SIGHT = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28
+)
 UNSHARED = SIZES | {"num_key_value_heads": 4}
 LLAMA_4_SCALE = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -62,6 +65,9 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedConfig]] = {
         **SIZES, **WINDOWED, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
     ),
     "gemma3": lambda: hf.Gemma3TextConfig(**SIZES, **WINDOWED, rope_parameters=ROPES),
+    "gemma3_that_sees": lambda: hf.Gemma3Config(
+        text_config=FAMILIES["gemma3"]().to_dict(), vision_config=SIGHT, mm_tokens_per_image=4
+    ),
     "gpt_oss": lambda: hf.GptOssConfig(
         **SIZES, **WINDOWED, num_local_experts=4, num_experts_per_tok=2
     ),
@@ -261,7 +267,7 @@ def world_of(name: str, folder: Path) -> World:
     world = make_world(folder)
     tokenizer = hf.AutoTokenizer.from_pretrained(world.target)
     config = FAMILIES[name]()
-    config.vocab_size = len(tokenizer)
+    config.get_text_config().vocab_size = len(tokenizer)
     torch.manual_seed(0)
     roughen(hf.AutoModelForCausalLM.from_config(config)).save_pretrained(world.target)
     return world
