@@ -336,6 +336,7 @@ def ttt_attention(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     lengths: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of step i, the last of the i + 1 steps whose keys are given.
 
@@ -349,11 +350,50 @@ def ttt_attention(
     Args:
         keys: of steps 0 .. i, [B, J, T, D] each.
         lengths: of the documents in a packed row.
+        window: positions that a row sees, its own included; None: all.
 
     Returns:
         out_BNTD.
     """
+    longest = query_BNTD.shape[2] if lengths is None else max(lengths)
+    if window is not None and window < longest + len(keys) - 1:
+        return _windowed_attention(query_BNTD, keys, values, lengths, window)
     diagonals = tuple((step, 0) for step in range(1, len(keys)))
     documents = None if lengths is None else tuple(lengths)
     band = Band(Place(EVERY), Place(EVERY), diagonals, (0, 0), documents)
     return banded_attention([band], query_BNTD, keys, values)
+
+
+def _windowed_attention(
+    query_BNTD: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    lengths: Sequence[int] | None,
+    window: int,
+) -> Tensor:
+    """``ttt_attention`` of rows that see so many positions, in chunks of as many rows.
+
+    Row t of step i stands at position t + i, so that it sees the rows of step 0 in
+    (t + i - window, t] and the drafted ones of the last ``window`` steps.
+    """
+    B, J, T, D = keys[0].shape
+    step, size = len(keys) - 1, max(window, 64)
+    query_BJGTD = query_BNTD.unflatten(1, (J, -1)) * D**-0.5
+    document_T = (positions_of(T, lengths, query_BNTD.device) == 0).cumsum(0)
+    place_T = torch.arange(T, device=query_BNTD.device)
+    drafted, outs = range(max(step - window, 0) + 1, step + 1), []
+    for start in range(0, T, size):
+        rows, seen = slice(start, start + size), slice(max(start + 1 - window, 0), start + size)
+        query_BJGRD, distance = query_BJGTD[..., rows, :], place_T[rows, None] - place_T[seen]
+        hidden_RS = (distance < 0) | (distance + step >= window)
+        hidden_RS |= document_T[rows, None] != document_T[seen]
+        key_BJ1SD, value_BJ1SD = keys[0][:, :, None, seen], values[0][:, :, None, seen]
+        scores = (query_BJGRD @ key_BJ1SD.mT).masked_fill(hidden_RS, -torch.inf)
+        own = [(query_BJGRD * keys[j][:, :, None, rows]).sum(-1, keepdim=True) for j in drafted]
+        exact = torch.promote_types(scores.dtype, torch.float32)
+        probs = torch.cat([scores, *own], -1).softmax(-1, dtype=exact).to(scores.dtype)
+        probs_BJGRS, *own = probs.split([scores.shape[-1], *[1] * len(own)], -1)
+        pairs = zip(own, drafted, strict=True)
+        shares = [p * values[j][:, :, None, rows] for p, j in pairs]
+        outs.append(sum(shares, start=probs_BJGRS @ value_BJ1SD))
+    return torch.cat(outs, 3).flatten(1, 2)

@@ -76,7 +76,7 @@ def _pass(
     positions_C = cache.begin(positions_l.to(stage.device))
     committed_lC = visible_lS.new_ones(num_rows, cache.num_committed)
     hidden_1PH = pad(entering_lH)[None]
-    rotary = stage.rotary(hidden_1PH, pad(positions_C[-num_rows:])[None])
+    places = stage.places(hidden_1PH, pad(positions_C[-num_rows:]), stage.kinds)
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1PH.new_zeros(1, 1, 1, hidden_1PH.shape[1])
     outputs = {stage.start: entering_lH} if stage.start == 0 else {}
@@ -88,8 +88,8 @@ def _pass(
             hidden_1PH = layer(
                 hidden_1PH,
                 attention_mask=unused_mask,
-                position_embeddings=rotary,
                 past_key_values=alone,
+                **places[kind],
             )
             outputs[index] = hidden_1PH[0, :num_rows]
     cache.advance(committed=False)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.models.draft import Draft, TargetReference, norm_factor
+from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.families import norm_factor, plain_embedding
 from pipedraft.models.layers import (
     DecoderLayer,
     KeyValues,
@@ -159,7 +160,7 @@ class DFlash(Draft):
             part = nn.Linear(head.in_features, len(self.draft_ids), bias=False, device="meta")
             part.weight = nn.Parameter(head.weight.detach()[self.draft_ids], requires_grad=False)
             head = part
-        self._embedding, self._head = [target.get_input_embeddings()], [head]
+        self._embedding, self._head = [plain_embedding(target)], [head]
 
     @property
     def lm_head(self) -> nn.Linear:

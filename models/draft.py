@@ -14,10 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pipedraft.files import Values, make_readable, read_bounded
 from pipedraft.models.cpu import lay_out
+from pipedraft.models.families import norm_factor
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from pipedraft.models.target import (
     StagedTarget,
@@ -305,11 +306,6 @@ def initialize_head(draft: Draft, target: PreTrainedModel, draft_ids: Tensor | N
 def copy_head(draft: Draft, head_VH: Tensor) -> None:
     """The draft's LM head becomes the rows of the target's that the draft vocabulary has."""
     draft.lm_head.weight.copy_(head_VH[cast(Tensor, draft.draft_ids)])
-
-
-def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
-    """Factor of a target's RMSNorm: its weight, to which Qwen3.5 adds one."""
-    return weight_H + 1 if config.model_type.startswith("qwen3_5") else weight_H
 
 
 def read_description(folder: Path) -> Description:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.families import plain_embedding
 from pipedraft.models.layers import (
     DecoderLayer,
     KeyValues,
@@ -54,13 +55,13 @@ class EagleHead(Draft):
 
     @property
     def window(self) -> int | None:
-        """Positions that a row sees when it decodes, its own included; None: all."""
+        """Positions that a row sees, its own included; None: all."""
         return None
 
     def attach(self, target: PreTrainedModel) -> None:
         """Use this target's embedding. A list keeps the module out of the parameters."""
         super().attach(target)
-        self._embedding = [target.get_input_embeddings()]
+        self._embedding = [plain_embedding(target)]
 
     def embed(self, ids: Tensor) -> Tensor:
         """Frozen token embeddings: ids [...] -> [..., H]."""
@@ -160,7 +161,9 @@ class EagleHead(Draft):
             else:
                 residual = residual.index_select(0, rows_M)
             query, key, value = (x.unflatten(0, (B, T)).transpose(1, 2) for x in heads)
-            attended_BNTD = ttt_attention(query, [*keys, key], [*values, value], lengths)
+            attended_BNTD = ttt_attention(
+                query, [*keys, key], [*values, value], lengths, self.window
+            )
             attended_PND = attended_BNTD.transpose(1, 2).flatten(0, 1)
             return self.finish(residual, attended_PND.index_select(0, rows_M)), key, value
 

@@ -5,17 +5,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.files import Values
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import TargetReference, initialize_head
 from pipedraft.models.eagle import EagleHead
 from pipedraft.models.layers import (
+    HEAD_ROPES,
     Attention,
     GatedMLP,
     LayerConfig,
@@ -52,7 +54,11 @@ class Eagle3Config:
     attention_bias: bool = False
     """Biases of the query, key and value projections."""
     sliding_window: int | None = None
-    """Positions that a row sees, its own included; only for imported heads, which have it."""
+    """Positions that a row sees in training and decoding, its own included; None: all."""
+    rope_theta: float | None = None
+    """Base of the head's rotary positions; None: the target's."""
+    rope_scaling: dict[str, Any] | None = None
+    """Scaling of the head's rotary positions in transformers' form; None: the target's."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
@@ -61,6 +67,11 @@ class Eagle3Config:
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(
                 f"model.sliding_window: {self.sliding_window} is below 1; leave it out"
+            )
+        kind = (self.rope_scaling or {}).get("rope_type", "default")
+        if kind not in HEAD_ROPES:
+            raise ValueError(
+                f"model.rope_scaling: rope_type {kind!r}; give one of {', '.join(HEAD_ROPES)}"
             )
         last = self.num_target_layers
         if last and not all(0 <= layer <= last for layer in self.feature_layers):
@@ -72,6 +83,14 @@ class Eagle3Config:
     @property
     def num_layers(self) -> int:
         return 1
+
+    def rope(self, parameters: Values) -> Values:
+        """Rotary positions of the head, from the target's."""
+        if self.rope_scaling is not None:
+            theta = parameters.get("rope_theta", 1e4)
+            parameters = {"rope_type": "default", "rope_theta": theta} | self.rope_scaling
+        own = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
+        return parameters | own
 
     def for_target(self, num_layers: int) -> "Eagle3Config":
         """The configuration with the target's depth and the fused layers filled in."""
@@ -124,6 +143,7 @@ class Eagle3(EagleHead):
             layer,
             has_query_key_norm=config.query_key_norm,
             has_attention_bias=config.attention_bias,
+            rope_parameters=config.rope(layer.rope_parameters),
         )
         super().__init__(config, layer, reference)
         hidden, count = layer.hidden_size, len(config.feature_layers)
@@ -217,7 +237,11 @@ class Eagle3(EagleHead):
             # Copied, or the values kept for later steps would hold the queries' memory, too.
             value_BJTD = value.contiguous().transpose(1, 2)
             attended_BNTD = ttt_attention(
-                query_BTND.transpose(1, 2), [*keys, key_BJTD], [*values, value_BJTD], lengths
+                query_BTND.transpose(1, 2),
+                [*keys, key_BJTD],
+                [*values, value_BJTD],
+                lengths,
+                self.window,
             )
             attended_MND = attended_BNTD.transpose(1, 2).flatten(0, 1).index_select(0, rows_M)
             residual_MH = normed_MH if self.config.norm_before_residual else state_MH

@@ -29,10 +29,12 @@ from pipedraft.models.layers import (
     initialize_matrices,
     positions_of,
 )
-from pipedraft.models.target import StagedTarget
+from pipedraft.models.target import Stage, StagedTarget
 from pipedraft.models.target_part import load_target_part
 
 MAX_STEM_LAYERS = 2
+SAME_BLOCK = 0.05
+"""Relative difference below which two blocks are one, in 16 bits as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +329,29 @@ def check_anchor(target: PreTrainedModel) -> None:
                 f"target: {name} of its last block is {shapes.get(name)}, of a dense attention "
                 f"block {own.get(name)}; FlexSpec needs such a block, choose another method"
             )
+    if next(block.parameters()).device.type == "meta" or len(target.get_decoder().layers) < 2:
+        return
+    own_TH, theirs_TH = _what_last_block_adds(target, block)
+    if (own_TH - theirs_TH).norm() > SAME_BLOCK * theirs_TH.norm():
+        raise ValueError(
+            f"target: its last block ({target.config.model_type}) computes more than attention and "
+            "MLP; FlexSpec needs such a block, choose another method"
+        )
+
+
+@torch.inference_mode()
+def _what_last_block_adds(target: PreTrainedModel, block: nn.Module) -> tuple[Tensor, Tensor]:
+    """What an anchor, and the target's last block, add to some rows: float32 [T, H]."""
+    config, last = target.get_decoder().config, len(target.get_decoder().layers) - 1
+    layer, weight = LayerConfig.from_target(config), next(block.parameters())
+    anchor = DecoderLayer(layer).to(weight)
+    anchor.load_state_dict(block.state_dict())
+    rows_TH = torch.randn(4, layer.hidden_size, generator=torch.Generator().manual_seed(0))
+    rows_TH, positions_T = rows_TH.to(weight), torch.arange(4, device=weight.device)
+    turn = RotaryEmbedding(layer).to(weight.device).of_heads(positions_T, weight.dtype)
+    own_1TH = causal_layer(anchor, rows_TH[None], *turn, None)
+    theirs_TH, _ = Stage(target, last, last + 1).prefill(rows_TH, positions_T)
+    return (own_1TH[0] - rows_TH).float(), (theirs_TH - rows_TH).float()
 
 
 def _num_weights(module: nn.Module) -> int:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.models.draft import CONFIG_FILE
+from pipedraft.models.families import finish_logits, layer_kinds
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.stage_calls import can_capture, folding_heads, shared_heads
-from pipedraft.models.target import StagedTarget, layer_kinds, load_target, load_tokenizer
+from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
 
 
 class LanguageModelDraft(nn.Module):
@@ -60,7 +61,8 @@ class LanguageModelDraft(nn.Module):
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits of raw hidden states after the last layer, float32 [R, V]."""
-        logits_RV = self.model.lm_head(self.model.get_decoder().norm(hidden_RH))
+        decoder = self.model.get_decoder()
+        logits_RV = finish_logits(decoder.config, self.model.lm_head(decoder.norm(hidden_RH)))
         return logits_RV[..., : len(self.draft_ids)].float()
 
     # -- as CUDA graphs call it -----------------------------------------------------------

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pipedraft.files import Values
+from pipedraft.models.families import packed_masks
 
 ROPE_SETTINGS = (
     *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor"),
@@ -51,9 +52,10 @@ class LayerConfig:
     @classmethod
     def from_target(cls, config: PreTrainedConfig) -> "LayerConfig":
         """Read a target's text configuration (a transformers configuration object)."""
-        rope = config.rope_parameters
+        config = config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
         if "rope_type" not in rope:  # one entry per layer type
-            rope = next(iter(rope.values()))
+            rope = rope.get("full_attention") or next(iter(rope.values()))
         if rope["rope_type"] not in HEAD_ROPES:
             raise ValueError(
                 f"target: its rope_type {rope['rope_type']!r} changes with the length of a text, "
@@ -67,7 +69,7 @@ class LayerConfig:
             num_key_value_heads=config.num_key_value_heads,
             head_size=getattr(config, "head_dim", None)
             or config.hidden_size // config.num_attention_heads,
-            rms_norm_eps=config.rms_norm_eps,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
             rope_parameters={key: rope[key] for key in ROPE_SETTINGS if key in rope},
             max_positions=config.max_position_embeddings,
             has_query_key_norm=config.model_type.startswith(("qwen3", "qwen3_5")),
@@ -310,18 +312,19 @@ def _attend_apart(
 
 def packed_call(
     config: PreTrainedConfig, input_ids_BT: Tensor, lengths: Sequence[int] | None
-) -> tuple[dict[str, Tensor], AbstractContextManager]:
+) -> tuple[Values, AbstractContextManager]:
     """How to run a frozen transformers decoder on a packed row: more arguments, and a context.
 
-    Positions that restart make transformers build a mask [T, T], which its sdpa kernels then
-    compute in full. A padding mask without padding stops it, and the context does the work.
+    Positions that restart make some models of transformers build a mask [T, T], which sdpa kernels
+    then compute in full. A padding mask without padding stops it, and the context does the work.
+    Other kernels get masks, because not all models build them.
     """
     if lengths is None:
         return {}, nullcontext()
     positions_T = positions_of(input_ids_BT.shape[1], lengths, input_ids_BT.device)
-    options = {"position_ids": positions_T[None]}
+    options: Values = {"position_ids": positions_T[None]}
     if config._attn_implementation != "sdpa":
-        return options, nullcontext()
+        return {**options, "attention_mask": packed_masks(config, positions_T)}, nullcontext()
     return {**options, "attention_mask": torch.ones_like(input_ids_BT)}, WithinDocuments(lengths)
 
 

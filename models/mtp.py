@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipedraft.models.draft import TargetReference, norm_factor
+from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle import TiedHead
+from pipedraft.models.families import norm_factor
 from pipedraft.models.layers import (
     Attention,
     DecoderLayer,

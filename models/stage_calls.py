@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
+from pipedraft.models.families import has_latents
 from pipedraft.models.layers import grouped_attention
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
@@ -44,9 +45,9 @@ READ_BY_HOST = ("dynamic", "longrope")
 
 
 def can_capture(config: "PreTrainedConfig") -> bool:
-    rope = config.rope_parameters.get("rope_type", "default")
-    is_fixed = config.model_type in FAMILIES and rope not in READ_BY_HOST
-    return is_fixed and config._attn_implementation == "sdpa"
+    if config.model_type not in FAMILIES or config._attn_implementation != "sdpa":
+        return False
+    return config.rope_parameters.get("rope_type", "default") not in READ_BY_HOST
 
 
 class StageGraphs(Graphs):
@@ -146,7 +147,7 @@ class StageGraphs(Graphs):
             rows_PH = stage.embedding(given["ids_P"])
         hidden_1PH = rows_PH[None]
         masks = self._masks(given, hidden_1PH.dtype)
-        rotary = stage.rotary(hidden_1PH, given["positions_P"][None])
+        places = stage.places(hidden_1PH, given["positions_P"], stage.kinds)
         collected = {0: hidden_1PH} if 0 in taps else {}
         # Spare rows are written behind the cache, where no mask shows them.
         with cache.writing_to(given["slots_P"]), attending_by(grouped_attention):
@@ -155,8 +156,8 @@ class StageGraphs(Graphs):
                 hidden_1PH = layer(
                     hidden_1PH,
                     attention_mask=masks[kind],
-                    position_embeddings=rotary,
                     past_key_values=cache,
+                    **places[kind],
                 )
                 if index in taps:
                     collected[index] = hidden_1PH
@@ -197,10 +198,11 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
 
 
 def can_run_together(stage: "Stage") -> bool:
-    """Attention must be torch's, and nothing recurrent or of one shape."""
-    if stage.cache.recurrent_layers or stage.is_bitwise:
+    """Attention must be torch's and read what is cached, and nothing recurrent or of one shape."""
+    config = stage.layers[0].self_attn.config
+    if stage.cache.recurrent_layers or stage.is_bitwise or has_latents(config):
         return False
-    return stage.layers[0].self_attn.config._attn_implementation == "sdpa"
+    return config._attn_implementation == "sdpa"
 
 
 @torch.inference_mode()
@@ -239,7 +241,7 @@ def forward_together(
             )
             for segment, positions_C in zip(segments, known, strict=True)
         ]
-    rotary = first.rotary(hidden_1RH, torch.cat(own_positions)[None])
+    places = first.places(hidden_1RH, torch.cat(own_positions), first.kinds)
     apart = _Apart(caches, sizes, is_folded=first.groups > 1)
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
@@ -253,8 +255,8 @@ def forward_together(
             hidden_1RH = layer(
                 hidden_1RH,
                 attention_mask=unused_mask,
-                position_embeddings=rotary,
                 past_key_values=apart,
+                **places[kind],
             )
             if index in taps:
                 collected[index] = hidden_1RH[0].split(sizes)

@@ -14,10 +14,19 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.models import bitwise, cpu, stage_boundaries, stage_calls
+from pipedraft.models.families import (
+    Places,
+    check_packable,
+    check_target,
+    choose_attention,
+    embed,
+    finish_logits,
+    layer_kinds,
+)
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.layers import packed_call
 from pipedraft.models.stage_cache import (
@@ -29,7 +38,13 @@ from pipedraft.models.stage_cache import (
     prune_segment,
 )
 from pipedraft.models.stage_calls import StageGraphs
-from pipedraft.pretrained import context_length, load_model, load_tokenizer, read_config
+from pipedraft.pretrained import (
+    context_length,
+    load_config,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
 
 __all__ = [
     "KeepRows",
@@ -45,10 +60,6 @@ __all__ = [
     "target_fingerprint",
 ]
 
-FAMILIES = (
-    *("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"),
-    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-)
 THREADED_HIDDEN_SIZE = 1024
 """From this hidden size on several threads decode faster than one."""
 NO_INPUT = "stage 0 needs token ids, later stages hidden states"
@@ -61,27 +72,29 @@ def load_target(
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    attention: str = "sdpa",
+    attention: str | None = None,
     quantization: QuantizationConfigMixin | None = None,
 ) -> PreTrainedModel:
     """Load a frozen decoder-only model for inference, from safetensors weights only.
 
     Args:
         name_or_path: a folder, or a repository name on the Hub.
-        attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it.
+        attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it. None: "sdpa"
+            where the model has it.
         quantization: a quantization_config of transformers.
 
     Raises:
-        ValueError: nothing there, a family that cannot be staged, code of its own, or not exactly
+        ValueError: nothing there, a model that cannot be staged, code of its own, or not exactly
             its weights as safetensors.
     """
-    _check_attention(attention)
-    check_family(read_config(name_or_path, revision).get("model_type"), name_or_path)
+    _check_attention(attention or "sdpa")
+    config = load_config(name_or_path, revision)
+    check_target(config, name_or_path)
     model = load_model(
         name_or_path,
         revision=revision,
         dtype=dtype,
-        attention=attention,
+        attention=attention or choose_attention(config),
         quantization=quantization,
         device=device,
     )
@@ -108,34 +121,6 @@ def _check_attention(attention: str) -> None:
         )
 
 
-def check_family(model_type: str | None, name: str) -> None:
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"target: {str(name)!r} has model_type {model_type!r}, which cannot be cut into "
-            f"stages; supported: {', '.join(FAMILIES)}"
-        )
-
-
-def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Per layer "full_attention", "sliding_attention" or "linear_attention"."""
-    if config.model_type == "llama":
-        return ("full_attention",) * config.num_hidden_layers
-    if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
-        is_full = config.sliding_window is None
-        kind = "full_attention" if is_full else "sliding_attention"
-        return (kind,) * config.num_hidden_layers
-    return tuple(config.layer_types)
-
-
-def check_packable(config: PreTrainedConfig) -> None:
-    """Raise ValueError where a layer's state would pass from one document of a row to the next."""
-    if "linear_attention" in layer_kinds(config):
-        raise ValueError(
-            f"packing: true, but the recurrent layers of this {config.model_type} target carry "
-            "their state from one document to the next; give --packing false"
-        )
-
-
 class Stage:
     """Layers [start, end) of a target and what they remember of one sequence.
 
@@ -148,8 +133,10 @@ class Stage:
         self.start = start
         self.end = end
         self.layers = list(decoder.layers[start:end])
-        self.rotary = decoder.rotary_emb
-        self.embedding = decoder.embed_tokens if start == 0 else None
+        self.places = Places(decoder)
+        self.embedding: Callable[[Tensor], Tensor] | None = None
+        if start == 0:
+            self.embedding = partial(embed, decoder.embed_tokens, decoder.config)
         kinds = layer_kinds(decoder.config)
         self.kinds = kinds[start:end]
         recurrent = [start + i for i, kind in enumerate(self.kinds) if kind == "linear_attention"]
@@ -271,7 +258,7 @@ class Stage:
             "linear_attention": None,
         }
         hidden_1lH = hidden_lH[None]
-        rotary = self.rotary(hidden_1lH, positions_C[None, -len(hidden_lH) :])
+        places = self.places(hidden_1lH, positions_C[-len(hidden_lH) :], self.kinds)
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
         layers = zip(self.layers, self.kinds, strict=True)
         with stage_calls.folding_heads(self.groups):
@@ -281,8 +268,8 @@ class Stage:
                 call = partial(
                     layer,
                     attention_mask=masks[kind],
-                    position_embeddings=rotary,
                     past_key_values=self.cache,
+                    **places[kind],
                 )
                 if kind == "linear_attention":
                     hidden_1lH = self._call_recurrent(call, hidden_1lH)
@@ -314,7 +301,7 @@ class StagedTarget:
         """``num_stages``: a count (near-even cut) or the boundaries (0, b1, .., L) themselves."""
         decoder = model.get_decoder()
         config = decoder.config
-        check_family(config.model_type, type(model).__name__)
+        check_target(model.config, model.name_or_path or type(model).__name__)
         _check_attention(config._attn_implementation)
         if isinstance(num_stages, int):
             self.boundaries = stage_boundaries(config.num_hidden_layers, num_stages)
@@ -331,7 +318,7 @@ class StagedTarget:
             Stage(model, start, end)
             for start, end in zip(self.boundaries, self.boundaries[1:], strict=False)
         ]
-        self._norm = decoder.norm
+        self._config, self._norm = config, decoder.norm
         self._lm_head = model.lm_head
         cpu.lay_out(model)
         self._is_bitwise = False
@@ -405,7 +392,7 @@ class StagedTarget:
     @torch.inference_mode()
     def embed(self, ids_l: Tensor) -> Tensor:
         """Layer index 0 of tokens, on the embedding's device: [l, H]."""
-        return self.model.get_input_embeddings()(ids_l.to(self.device))
+        return embed(self.model.get_input_embeddings(), self._config, ids_l.to(self.device))
 
     @torch.inference_mode()
     def logits(self, hidden_lH: Tensor) -> Tensor:
@@ -414,7 +401,8 @@ class StagedTarget:
             parts = hidden_lH.split(bitwise.rows_of_a_pass(hidden_lH.device))
             padded = (self._lm_head(self._norm(bitwise.pad(x)))[: len(x)] for x in parts)
             return torch.cat(list(padded)).float()
-        return self._lm_head(self._norm(hidden_lH)).float()
+        logits_lV = self._lm_head(self._norm(hidden_lH))
+        return finish_logits(self._config, logits_lV).float()
 
 
 def _checked_boundaries(boundaries: Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -432,7 +420,7 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """The generation config decides, as in ``generate``; the model config stands in for it."""
     eos = model.generation_config.eos_token_id
     if eos is None:
-        eos = model.config.eos_token_id
+        eos = model.config.get_text_config().eos_token_id
     ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         raise ValueError(
@@ -478,8 +466,8 @@ def capture_hidden(
         check_packable(decoder.config)
     captured: dict[int, Tensor] = {}
 
-    def capture(index: int, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        captured[index] = output
+    def capture(index: int, module: nn.Module, inputs: tuple, output: Tensor | None = None) -> None:
+        captured[index] = inputs[0] if output is None else output
 
     # Of no row, as the LM head is the dearest product and nothing reads its logits here.
     no_rows = torch.empty(0, dtype=torch.long, device=input_ids_BT.device)
@@ -487,7 +475,8 @@ def capture_hidden(
     # Hooks, not output_hidden_states, which would keep the states of every layer.
     with ExitStack() as hooks, within:
         for index in set(layers):
-            module = decoder.layers[index - 1] if index else decoder.embed_tokens
-            hooks.enter_context(module.register_forward_hook(partial(capture, index)))
+            module = decoder.layers[max(index - 1, 0)]
+            hook = module.register_forward_hook if index else module.register_forward_pre_hook
+            hooks.enter_context(hook(partial(capture, index)))
         model(input_ids=input_ids_BT, use_cache=False, logits_to_keep=no_rows, **packed)
     return captured

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import cached_file, extract_commit_hash
 
-from pipedraft.models.target import check_family
+from pipedraft.models.families import check_target, choose_attention, materialize
 from pipedraft.pretrained import (
     check_finite,
     check_tensors,
@@ -63,20 +63,22 @@ def load_target_part(
         ValueError: as ``load_target``.
     """
     stored = read_config(name_or_path, revision)
-    check_family(stored.get("model_type"), name_or_path)
     check_unquantized(stored, name_or_path)
     config = load_config(name_or_path, revision)
+    check_target(config, name_or_path)
     files = weight_files(name_or_path, revision)
     with torch.device("meta"), explained("target", name_or_path):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=choose_attention(config),
+            trust_remote_code=False,
         )
     model.config.loaded_revision = revision
     model.eval().requires_grad_(False)
     _read(model, files, _wanted(model, layers, has_embedding, has_head), device)
     model.tie_weights()
-    decoder = model.get_decoder()
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config).to(device)
+    materialize(model, device)
     model.generation_config = load_generation_config(name_or_path, revision, config)
     return model
 

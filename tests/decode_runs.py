@@ -111,7 +111,7 @@ class SimulatedSource(StatelessSource):
     def __init__(self, target, prompt, acceptance, length=400, seed=0, *, text=None):
         """``text``: prompt and greedy text, where they are known."""
         self.text = text or [*prompt, *greedy_reference(target, prompt, length)]
-        self.vocab = target.config.vocab_size
+        self.vocab = target.config.get_text_config().vocab_size
         self.acceptance, self.rng, self.num_forwards = acceptance, np.random.default_rng(seed), 0
         self._right: list[bool] = []
 

@@ -65,14 +65,18 @@ def tiny(name: str, attention: str = "sdpa") -> hf.PreTrainedModel:
     if (name, attention) not in _MODELS:
         torch.manual_seed(0)
         model = hf.AutoModelForCausalLM.from_config(FAMILIES[name](), attn_implementation=attention)
-        model.eval().requires_grad_(False)
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.1)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-        _MODELS[name, attention] = model
+        _MODELS[name, attention] = roughen(model)
     return _MODELS[name, attention]
+
+
+def roughen(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
+    model.eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 0.1)
+        else:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-5) -> None:

@@ -1,5 +1,7 @@
 """EAGLE-3 by training-time test: its attention, its states, its rows, its loss."""
 
+from functools import partial
+
 import pytest
 import torch
 from attention_runs import (
@@ -30,7 +32,7 @@ def attention_inputs(step, B=2, N=4, J=2, T=9, D=4):
     return [rows(B, N, T, D), *keys, *values]
 
 
-def dense_attention(query, *keys_and_values):
+def dense_attention(query, *keys_and_values, window=None, lengths=None):
     """Oracle: one masked softmax over the keys of all steps."""
     half, T, G = len(keys_and_values) // 2, query.shape[2], query.shape[1]
     G //= keys_and_values[0].shape[1]
@@ -38,8 +40,12 @@ def dense_attention(query, *keys_and_values):
         torch.cat(x, 2).repeat_interleave(G, 1)
         for x in (keys_and_values[:half], keys_and_values[half:])
     )
-    ones = torch.ones(T, T, dtype=torch.bool)
-    mask = torch.cat([ones.tril(), *[torch.eye(T, dtype=torch.bool)] * (half - 1)], 1)
+    place, sizes = torch.arange(T), torch.tensor(lengths or [T])
+    document = torch.arange(len(sizes)).repeat_interleave(sizes)
+    behind, window = place[:, None] - place, window or T + half
+    text = (behind >= 0) & (behind + half - 1 < window) & (document[:, None] == document)
+    own = [(behind == 0) & (half - 1 - step < window) for step in range(1, half)]
+    mask = torch.cat([text, *own], 1)
     scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
     return scores.softmax(-1) @ value
 
@@ -68,6 +74,21 @@ def test_attention_and_all_gradients_equal_the_dense_reference(step, shape):
 
 def test_attention_over_several_tiles_of_the_fused_kernel_equals_the_dense_reference():
     assert_attention_is_dense(attention_inputs(2, B=1, N=2, J=1, T=600), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("step", [0, 1, 4])
+@pytest.mark.parametrize("window", [1, 3, 70])
+@pytest.mark.parametrize("lengths", [None, [90, 1, 59]])
+def test_attention_in_a_window_equals_the_dense_reference(window, step, lengths):
+    inputs, half = attention_inputs(step, T=150), step + 1
+
+    def windowed(query, *rest):
+        return ttt_attention(query, rest[:half], rest[half:], lengths, window)
+
+    dense = partial(dense_attention, window=window, lengths=lengths)
+    found = (output_and_gradients(attention, inputs) for attention in (windowed, dense))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
 def test_attention_under_autocast_computes_in_bfloat16():
@@ -122,7 +143,9 @@ def make_objective(target=None, **options) -> Eagle3Objective:
     return tiny_objective(Eagle3Objective, config, target)
 
 
+ROPE = {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 FLAGS = [{}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}]
+WINDOWED = {"sliding_window": 3, **ROPE}
 
 
 def features_of(objective, batch):
@@ -130,7 +153,7 @@ def features_of(objective, batch):
     return objective.draft.feature(taps)
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("flags", [*FLAGS, WINDOWED], ids=str)
 @pytest.mark.parametrize("family", [tiny_llama, tiny_qwen3])
 def test_the_states_of_training_are_those_of_decoding(family, flags):
     steps, T = 4, 12
@@ -222,7 +245,7 @@ def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_functio
     expected = objective(batch, torch.Generator()).loss
     monkeypatch.setattr(
         "pipedraft.models.eagle3.ttt_attention",
-        lambda q, k, v, lengths: ttt_attention(q, k[:1], v[:1]),
+        lambda q, k, v, *_: ttt_attention(q, k[:1], v[:1]),
     )
     assert (objective(batch, torch.Generator()).loss - expected).abs() > 1e-4 * expected
 

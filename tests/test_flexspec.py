@@ -28,8 +28,9 @@ from decode_runs import (
     way_name,
 )
 from inline_ranks import decode_both
-from staged_targets import tiny
+from staged_targets import SIZES, tiny
 from tiny_drafts import KINDS, evolved, kind_name, make_draft
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -415,6 +416,9 @@ def test_a_last_block_of_another_kind_is_refused(name):
     with pytest.raises(ValueError, match="target: .* of its last block is .*dense attention"):
         check_anchor(tiny(name))
     check_anchor(tiny_qwen3())
+    factor = GraniteConfig(**SIZES, residual_multiplier=0.4)
+    with pytest.raises(ValueError, match="computes more than attention and MLP"):
+        check_anchor(GraniteForCausalLM(factor).eval())
 
 
 def test_a_quantized_last_block_is_refused():

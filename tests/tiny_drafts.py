@@ -134,10 +134,11 @@ def noisy_copy(target, noise=0.1):
 
 def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.Tensor]:
     """States of a chain below ``row``: committed rows in two calls, then one token at a time."""
-    caches = [KeyValues()]
+    caches, window = [KeyValues()], head.window or len(ids_T)
     for start, stop in ((0, row // 2), (row // 2, row + 1)):
         if stop > start:
-            visible = torch.arange(stop)[None] <= torch.arange(start, stop)[:, None]
+            behind = torch.arange(start, stop)[:, None] - torch.arange(stop)
+            visible = (behind >= 0) & (behind < window)
             state = head.step(
                 ids_T[start + 1 : stop + 1],
                 features_TH[start:stop],
@@ -152,7 +153,7 @@ def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.T
             states[-1][None],
             positions_R=torch.tensor([row + step]),
             caches=caches,
-            visible_RC=torch.ones(1, row + 1 + step, dtype=torch.bool),
+            visible_RC=torch.arange(row + step, -1, -1)[None] < window,
         )
         states.append(state[0])
     return states

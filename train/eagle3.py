@@ -47,11 +47,6 @@ class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
     def __post_init__(self) -> None:
         Eagle3Config.__post_init__(self)
         UnrolledConfig.__post_init__(self)
-        if self.sliding_window is not None:
-            raise ValueError(
-                f"model.sliding_window: {self.sliding_window}; such heads are imported and run, "
-                "not trained; leave it out"
-            )
 
 
 def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:

@@ -27,6 +27,7 @@ from pipedraft.models.draft import (
     read_description,
     resolve_folder,
 )
+from pipedraft.models.families import embed, logits_divisor
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget, capture_hidden
 from pipedraft.train.losses import DistillationLoss, Divergence, LossKind, chunked_distillation
@@ -286,14 +287,21 @@ class DraftObjective(Objective):
         ids_BT, layers = batch["input_ids"], {*self.draft.taps, self.num_target_layers}
         if self.features is None:
             return capture_hidden(self.target, ids_BT, layers, document_lengths(batch))
-        norm = self.target.get_decoder().norm
-        hidden = self.features.read(batch, layers - {0}, norm.weight.dtype)
-        return hidden | ({0: self.target.get_input_embeddings()(ids_BT)} if 0 in layers else {})
+        decoder = self.target.get_decoder()
+        hidden = self.features.read(batch, layers - {0}, decoder.norm.weight.dtype)
+        if 0 in layers:
+            hidden[0] = embed(decoder.embed_tokens, decoder.config, ids_BT)
+        return hidden
 
     def teacher(self, last_BTH: Tensor, labeled_BT: Tensor) -> Tensor:
         """Input of the target's LM head on the labeled rows [M, H]; last is layer L, raw."""
         with torch.no_grad():
-            return self.target.get_decoder().norm(last_BTH[:, :-1][labeled_BT])
+            return self._normed(last_BTH[:, :-1][labeled_BT])
+
+    def _normed(self, last_LH: Tensor) -> Tensor:
+        """States after the final norm, of which the LM head makes the target's logits."""
+        decoder = self.target.get_decoder()
+        return decoder.norm(last_LH) / logits_divisor(decoder.config)
 
     def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
         """Divergence of what the draft's LM head says from what the target's says.
@@ -353,7 +361,7 @@ class ChainObjective(DraftObjective):
         weights_M = options.pop("weights_M", None)
         with torch.no_grad():
             last_PH = taps[self.num_target_layers].flatten(0, 1)
-            teacher_LH = self.target.get_decoder().norm(last_PH[label_L - 1])
+            teacher_LH = self._normed(last_PH[label_L - 1])
         result = self.distil(
             hidden_MH.index_select(0, order_M),
             teacher_LH,

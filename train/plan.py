@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipedraft.files import Values
+from pipedraft.models.families import layer_kinds
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import layer_kinds
 from pipedraft.train.config import RunConfig
 from pipedraft.train.features.reader import decoder_config, weightless_draft
 from pipedraft.train.launch import resolve_dtype, resolve_precision

@@ -11,6 +11,7 @@ from pipedraft.cli import check_ranges
 from pipedraft.data_recipes.batch import document_lengths, reorder
 from pipedraft.files import Values
 from pipedraft.models.draft import Draft
+from pipedraft.models.families import embed
 from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.train.objective import (
     DivergenceConfig,
@@ -92,6 +93,7 @@ class SPDObjective(StagedObjective):
         if self.config.start != "ridge" or self.config.init_from is not None or weight_HH.is_meta:
             return
         hidden, last = weight_HH.shape[0], self.num_target_layers
+        decoder = self.target.get_decoder()
         place = next(self.target.parameters()).device  # the head follows in Trainer
         gram_HH = torch.zeros(hidden, hidden, dtype=torch.float64, device=place)
         cross_HH, num_rows = torch.zeros_like(gram_HH), 0
@@ -101,7 +103,8 @@ class SPDObjective(StagedObjective):
                 place_T = torch.arange(real_BT.shape[1])
                 real_BT = (place_T < batch["lengths"][:, None]).to(real_BT.device)
             states_BTH = self.hidden(batch)[last][real_BT].double()
-            embedded_PH = self.target.get_input_embeddings()(batch["input_ids"][real_BT]).double()
+            embedded_PH = embed(decoder.embed_tokens, decoder.config, batch["input_ids"][real_BT])
+            embedded_PH = embedded_PH.double()
             target_PH = states_BTH / states_BTH.square().mean(-1, keepdim=True).sqrt()
             gram_HH += embedded_PH.T @ embedded_PH
             cross_HH += embedded_PH.T @ target_PH

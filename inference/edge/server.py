@@ -82,7 +82,7 @@ class Server:
             anchor=self.target.anchor,
             weights=weights_hash([weight.reshape(-1)[:4096] for weight in model.parameters()]),
             tokenizer=vocabulary_hash(tokenizer),
-            vocab_size=model.config.vocab_size,
+            vocab_size=model.config.get_text_config().vocab_size,
             max_prompt_tokens=limits.max_prompt_tokens,
             max_new_tokens=limits.max_new_tokens,
             forward_s=forward_s,

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from pipedraft.files import Values, write_folder
-from pipedraft.models.draft import Draft, TargetReference, norm_factor, read_description
+from pipedraft.models.draft import Draft, TargetReference, read_description
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config, default_feature_layers
 from pipedraft.models.exchange.card import CARD
@@ -46,6 +46,7 @@ from pipedraft.models.exchange.peer_files import (
     size_of,
     vocabulary_of,
 )
+from pipedraft.models.families import norm_factor
 from pipedraft.models.fingerprint import TargetFiles, read_target
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.mtp import MTP, MTP_PREFIX, MTPConfig, native_parts

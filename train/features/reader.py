@@ -18,10 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.draft import Draft, TargetReference
+from pipedraft.models.families import check_target
 from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import check_family
 from pipedraft.models.target_part import load_target_part
-from pipedraft.pretrained import load_config, read_config
+from pipedraft.pretrained import load_config
 from pipedraft.train.config import RunConfig
 from pipedraft.train.features.link import FeaturesLost, RemoteStates, addresses_of
 from pipedraft.train.features.shards import (
@@ -231,8 +231,9 @@ def needed_layers(draft: Draft, num_layers: int) -> tuple[int, ...]:
 def decoder_config(run: RunConfig) -> PreTrainedConfig:
     """Configuration of the target's decoder."""
     assert run.target is not None
-    check_family(read_config(run.target, run.target_revision).get("model_type"), run.target)
-    return load_config(run.target, run.target_revision).get_text_config()
+    config = load_config(run.target, run.target_revision)
+    check_target(config, run.target)
+    return config.get_text_config()
 
 
 def load_embedding_and_head(

@@ -1,0 +1,277 @@
+"""What a target must have to be cut into stages, and what differs between families of models.
+
+No family is known by its name. A target needs decoder layers in a list, rotary positions or none, a
+cache of keys and values (or of latents) per layer, a final norm and an LM head. What its forward
+does beside these is read from its configuration; ``check_target`` compares both with transformers'
+own forward, on a copy without weights, and says what is missing.
+
+Shape suffixes: l rows, T positions, H hidden, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Collection, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from pipedraft.files import Values
+from pipedraft.models.stage_cache import StageCache, additive_mask
+
+KINDS = ("full_attention", "sliding_attention", "linear_attention")
+"""Kinds of layers whose rows a KeepRows can drop."""
+OFFSET_NORMS = ("gemma", "qwen3_5", "qwen3_next")
+"""Beginnings of the model types whose RMSNorm adds one to its weight."""
+PARTS = {"layers": nn.ModuleList, "embed_tokens": nn.Embedding, "norm": nn.Module}
+PLACES = {"attention_mask", "position_embeddings", "position_ids", "past_key_values"}
+"""Arguments that stages give to layers."""
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Per layer one of ``KINDS``."""
+    if (kinds := getattr(config, "layer_types", None)) is not None:
+        return tuple(kinds)
+    is_full = getattr(config, "sliding_window", None) is None
+    return ("full_attention" if is_full else "sliding_attention",) * config.num_hidden_layers
+
+
+def check_packable(config: PreTrainedConfig) -> None:
+    """Raise ValueError where a layer's state would pass from one document of a row to the next."""
+    if "linear_attention" in layer_kinds(config):
+        raise ValueError(
+            f"packing: true, but the recurrent layers of this {config.model_type} target carry "
+            "their state from one document to the next; give --packing false"
+        )
+
+
+def has_latents(config: PreTrainedConfig) -> bool:
+    """Return whether caches hold latents, which a layer expands to keys and values (DeepSeek)."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def choose_attention(config: PreTrainedConfig) -> str:
+    """Name of transformers' kernel: "eager" for sinks and soft caps, which torch's has not."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
+
+
+def embed(embedding: nn.Module, config: PreTrainedConfig, ids: Tensor) -> Tensor:
+    """Layer index 0 of tokens: [..., H]."""
+    rows: Tensor = embedding(ids)
+    factor = getattr(config, "embedding_multiplier", 1.0)
+    return rows if factor == 1 else rows * factor
+
+
+def plain_embedding(target: PreTrainedModel) -> nn.Module:
+    """The embedding as drafts and engines read it: rows of its weight, which Gemma scales."""
+    embedding: Any = target.get_input_embeddings()
+    if not hasattr(embedding, "embed_scale"):
+        return embedding
+    rows, hidden = embedding.weight.shape
+    return nn.Embedding(rows, hidden, _weight=embedding.weight.detach()).requires_grad_(False)
+
+
+def logits_divisor(config: PreTrainedConfig) -> float:
+    """Factor by which the output of the LM head is larger than the logits (Granite)."""
+    return float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def finish_logits(config: PreTrainedConfig, logits_lV: Tensor) -> Tensor:
+    """Logits from the output of the LM head."""
+    if (divisor := logits_divisor(config)) != 1:
+        logits_lV = logits_lV / divisor
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits_lV if cap is None else torch.tanh(logits_lV / cap) * cap
+
+
+def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
+    """Factor of an RMSNorm whose output the LM head turns into logits."""
+    factor_H = weight_H + 1 if config.model_type.startswith(OFFSET_NORMS) else weight_H
+    return factor_H / logits_divisor(config)
+
+
+def packed_masks(config: PreTrainedConfig, positions_T: Tensor) -> Tensor | dict[str, Tensor]:
+    """Additive masks [1, 1, T, T] of a packed row: by kind of layer where the model has several."""
+    document_T = (positions_T == 0).cumsum(0)
+    visible_TT = (document_T[:, None] == document_T).tril()
+    dtype = getattr(torch, str(config.dtype).removeprefix("torch."), torch.float32)
+    masks = {
+        kind: additive_mask(
+            visible_TT,
+            positions_T,
+            config.sliding_window if kind == "sliding_attention" else None,
+            dtype,
+        )
+        for kind in set(layer_kinds(config))
+    }
+    return masks if getattr(config, "layer_types", None) else next(iter(masks.values()))
+
+
+class Places:
+    """What layers are told about the positions of rows, by their kind."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.rotary: Any = getattr(decoder, "rotary_emb", None)
+        self.is_by_kind = self.rotary is not None and (
+            "layer_type" in inspect.signature(self.rotary.forward).parameters
+        )
+
+    def __call__(
+        self, hidden_1lH: Tensor, positions_l: Tensor, kinds: Collection[str]
+    ) -> dict[str, Values]:
+        """Keyword arguments of the layers of each kind."""
+        ids = positions_l[None]
+        if self.is_by_kind:  # windows may turn faster than full attention
+            turns = {kind: self.rotary(hidden_1lH, ids, kind) for kind in set(kinds)}
+        elif self.rotary is not None:
+            turns = dict.fromkeys(kinds, self.rotary(hidden_1lH, ids))
+        else:
+            return {kind: {"position_ids": ids} for kind in kinds}
+        return {k: {"position_embeddings": x, "position_ids": ids} for k, x in turns.items()}
+
+
+# -- what a target lacks ----------------------------------------------------------------------
+
+NUM_ROWS, WINDOW = 6, 3
+"""Sizes of the comparison: a window shorter than the text."""
+_lacks: dict[str, str | None] = {}
+
+
+def check_target(config: PreTrainedConfig, name: str) -> None:
+    """Raise ValueError, with what is missing, for a model that cannot be cut into stages."""
+    key = f"{type(config)} {config.to_json_string(use_diff=False)}"
+    if key not in _lacks:
+        try:
+            _lacks[key] = _lack(config)
+        except Exception as error:  # whatever a model trips over
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            _lacks[key] = f"its layers do not run by themselves ({reason[:200]})"
+    if (lack := _lacks[key]) is not None:
+        raise ValueError(
+            f"target: {str(name)!r} ({config.model_type}) cannot be cut into stages: {lack}; give "
+            "another target, see docs/targets.md"
+        )
+
+
+@torch.inference_mode()
+def _lack(config: PreTrainedConfig) -> str | None:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "transformers has no causal language model of it"
+    config = deepcopy(config)
+    vars(config).pop("quantization_config", None)
+    if (text := config.get_text_config()) and getattr(text, "sliding_window", None) is not None:
+        text.sliding_window = WINDOW
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
+    decoder, head = model.eval().get_decoder(), model.get_output_embeddings()
+    for part, wanted in PARTS.items():
+        if not isinstance(getattr(decoder, part, None), wanted):
+            return f"its decoder has no {wanted.__name__} named {part}"
+    if not isinstance(head, nn.Linear):
+        return "it has no linear LM head"
+    if not isinstance(getattr(decoder.norm, "weight", None), Tensor):
+        return "its final norm has no weight"
+    further = [n for n, x in decoder.named_children() if n not in PARTS and any(x.parameters())]
+    if further:
+        return f"its decoder also has {', '.join(further)}"
+    kinds = layer_kinds(decoder.config)
+    if strange := sorted(set(kinds) - set(KINDS)):
+        return f"no KeepRows drops rows of its layers of kind {', '.join(strange)}"
+    materialize(model, "cpu")
+    for module in (decoder.embed_tokens, decoder.norm, head):
+        for name, weight in module.named_parameters(recurse=False):
+            few = weight.shape if module is decoder.norm else (NUM_ROWS, *weight.shape[1:])
+            setattr(module, name, nn.Parameter(torch.randn(few), requires_grad=False))
+    decoder.embed_tokens.padding_idx = None
+    return _lack_of_layers(decoder, kinds) or _difference(model, decoder, head, kinds)
+
+
+def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
+    """Make the tensors of a model on the meta device that no file has: rotary tables and scales."""
+    decoder = model.get_decoder()
+    if (rotary := getattr(decoder, "rotary_emb", None)) is not None:
+        decoder.rotary_emb = type(rotary)(config=decoder.config).to(device)
+    embedding = decoder.embed_tokens
+    if isinstance(scale := getattr(embedding, "scalar_embed_scale", None), float):
+        embedding.embed_scale = torch.tensor(scale, dtype=model.dtype, device=device)
+
+
+def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Values]]:
+    """Rows that enter the first layer, and the arguments of the layers of each kind."""
+    ids, positions = torch.arange(NUM_ROWS), torch.arange(NUM_ROWS)
+    hidden_1TH = embed(decoder.embed_tokens, decoder.config, ids[None])
+    causal_TT = torch.ones(NUM_ROWS, NUM_ROWS, dtype=torch.bool).tril()
+    given = Places(decoder)(hidden_1TH, positions, kinds)
+    for kind in given:
+        window = WINDOW if kind == "sliding_attention" else None
+        mask = additive_mask(causal_TT, positions, window, torch.float32)
+        given[kind]["attention_mask"] = None if kind == "linear_attention" else mask
+    return hidden_1TH, given
+
+
+def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
+    """Run one layer of each form as a stage does, on rows without numbers."""
+    inputs = _inputs(decoder, kinds)
+    hidden, given = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
+    forms = {
+        (kind, *(type(x) for x in layer.modules())): (kind, index, layer)
+        for index, (kind, layer) in enumerate(zip(kinds, decoder.layers, strict=True))
+    }
+    for kind, index, layer in forms.values():
+        cache = StageCache([index] if kind == "linear_attention" else [])
+        cache.begin(torch.zeros(NUM_ROWS, dtype=torch.long, device="meta"))
+        next(cache.recurrent_calls())
+        try:
+            output = layer(hidden, past_key_values=cache, **given[kind])
+        except RuntimeError:  # of experts, as which ones depends on numbers
+            if kind != "linear_attention" and not cache.num_bytes:
+                raise
+            output = hidden
+        except AttributeError as error:  # of the cache
+            return f"its layers do not run on a stage's cache ({error})"
+        if not isinstance(output, Tensor):
+            return "its layers return more than hidden states"
+        if kind != "linear_attention" and not cache.num_bytes:
+            return "its layers keep no keys and values in the cache"
+    return None
+
+
+def _difference(
+    model: PreTrainedModel, decoder: Any, head: nn.Module, kinds: Sequence[str]
+) -> str | None:
+    """Compare what surrounds the layers with transformers' forward, in which they only negate."""
+    calls: list[tuple[Tensor, Values]] = []
+
+    def negate(hidden_states: Tensor, **given: Any) -> Tensor:
+        calls.append((hidden_states, given))
+        return -hidden_states
+
+    for layer in decoder.layers:
+        layer.forward = negate
+    logits_TV = model(input_ids=torch.arange(NUM_ROWS)[None], use_cache=False).logits[0]
+    if len(calls) != len(kinds):
+        return f"its forward calls its {len(kinds)} layers {len(calls)} times"
+    hidden_1TH, expected = _inputs(decoder, kinds)
+    for kind, (rows_1TH, given) in zip(kinds, calls, strict=True):
+        if not torch.equal(rows_1TH, hidden_1TH):
+            return "its forward changes hidden states before or between its layers"
+        hidden_1TH = -rows_1TH
+        others = {name: given[name] for name in given.keys() - PLACES}
+        if further := sorted(n for n, x in others.items() if isinstance(x, Tensor) or x):
+            return f"its layers also need {', '.join(further)}"
+        mask, own_mask = given["attention_mask"], expected[kind]["attention_mask"]
+        if own_mask is not None and (mask is None or not torch.equal(mask == 0, own_mask == 0)):
+            return f"its layers of kind {kind} see other rows"
+        turns = (x.get("position_embeddings", ()) for x in (given, expected[kind]))
+        if not all(map(torch.equal, *(tree_leaves(x) for x in turns))):
+            return f"its layers of kind {kind} have other positions"
+    own_TV = finish_logits(decoder.config, head(decoder.norm(hidden_1TH[0])))
+    if not torch.equal(own_TV, logits_TV):
+        return "its logits are more than those of its LM head after its final norm"
+    return None
