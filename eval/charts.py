@@ -4,13 +4,15 @@ Charts are drawn in the light theme. In an SVG its colors are CSS variables, so 
 serves a light and a dark page. matplotlib runs without a display and without global state.
 """
 
+import csv
 import io
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.artist import Artist
@@ -130,6 +132,8 @@ class Chart:
     """The same in numbers, where no other table has them."""
     missing: str = ""
     """Why there is nothing to draw, if there is not."""
+    COLUMNS: ClassVar[tuple[str, ...]]
+    """Of the CSV file."""
 
     @property
     def is_empty(self) -> bool:
@@ -158,10 +162,27 @@ class Chart:
     def png(self) -> bytes:
         return self._save(format="png", dpi=160, facecolor=PAPER)
 
+    @cached_property
+    def drawing(self) -> str:
+        """An SVG file."""
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        return self._save(format="svg", metadata=nothing).decode()
+
+    def numbers(self) -> Iterator[Sequence[object]]:
+        """Yield the lines of the CSV file."""
+        raise NotImplementedError
+
+    def files(self) -> dict[str, bytes]:
+        """Return the chart by file name: a picture, a drawing and its numbers."""
+        name = re.sub(r"\W+", "_", self.title.lower().replace("l'", "length"))
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.COLUMNS, *self.numbers()])
+        drawing, numbers = self.drawing.encode(), text.getvalue().encode()
+        return {f"{name}.png": self.png(), f"{name}.svg": drawing, f"{name}.csv": numbers}
+
     def svg(self) -> str:
         """The chart as an element of a page; all text in it is escaped."""
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        text = self._save(format="svg", metadata=nothing).decode()
+        text = self.drawing
         box = re.search(r'viewBox="[^"]*"', text)
         assert box
         body = text.partition("<svg")[2].partition(">")[2]
@@ -208,10 +229,17 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
 class SeriesChart(Chart):
     """panels: title -> label of a series -> place -> estimate."""
 
+    COLUMNS = ("panel", "series", "place", "value", "low", "high")
     reference: float | None = None
     """A dashed line."""
     limits: tuple[float, float | None] = (0, None)
     """Ends of the axis of values."""
+
+    def numbers(self) -> Iterator[Sequence[object]]:
+        for panel, series in self.panels.items():
+            for label, found in series.items():
+                for place, estimate in found.items():
+                    yield panel, label, place, *estimate
 
     def looks(self) -> dict[str, Values]:
         """Color and marker of each series that is drawn."""
@@ -252,9 +280,11 @@ class IntervalChart(SeriesChart):
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart(SeriesChart):
-    """A line for each series over numbers, its intervals as a band."""
+    """A line for each series over numbers, its intervals as a band or as whiskers."""
 
     place_axis: str
+    has_whiskers: bool = False
+    """For wide intervals, whose bands would cover each other."""
     whole_places: bool = True
 
     def figure(self) -> Figure:
@@ -263,11 +293,18 @@ class LineChart(SeriesChart):
         for axes, series in zip(panels, self.panels.values(), strict=True):
             if self.reference is not None:
                 axes.axhline(self.reference, color=FAINT, linestyle="--", linewidth=1)
-            for label, look in self.looks().items():
+            looks = self.looks()
+            for index, (label, look) in enumerate(looks.items()):
                 points = sorted(series.get(label, {}).items())
-                places = [place for place, _ in points]
+                aside = 0.08 * (index - (len(looks) - 1) / 2) * self.has_whiskers
+                places = [place + aside for place, _ in points]
                 low, high = ([e.bounds[side] for _, e in points] for side in (0, 1))
-                axes.fill_between(places, low, high, color=look["color"], alpha=0.15, linewidth=0)
+                if self.has_whiskers:
+                    axes.vlines(places, low, high, color=look["color"], linewidth=1)
+                else:
+                    axes.fill_between(
+                        places, low, high, color=look["color"], alpha=0.15, linewidth=0
+                    )
                 axes.plot(places, [estimate.value for _, estimate in points], **look)
             axes.set_ylim(*self.limits)
             axes.xaxis.set_major_locator(MaxNLocator(integer=self.whole_places))
@@ -284,12 +321,18 @@ class SpanChart(Chart):
     panels: title -> process -> spans. One inside another starts after it and is drawn over it.
     """
 
+    COLUMNS = ("panel", "process", "kind", "start", "duration")
     window: tuple[float, float]
     """The part of the axis that is shown, the same in all panels: these are compared."""
 
     @property
     def labels(self) -> list[str]:
         return list(self.panels)
+
+    def numbers(self) -> Iterator[Sequence[object]]:
+        for panel, tracks in self.panels.items():
+            for process, spans in tracks.items():
+                yield from ((panel, process, *span) for span in spans)
 
     def figure(self) -> Figure:
         drawn = dict(list(self.panels.items())[:MAX_SERIES])

@@ -13,13 +13,14 @@ from pipedraft.cli import UsageError, flag_name, make_folder
 from pipedraft.eval.arguments import EvalOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.manifest import build_manifest
+from pipedraft.eval.outputs import outputs_page
 from pipedraft.eval.replay import fit_cost
-from pipedraft.eval.report import write_report
+from pipedraft.eval.report import title_of, write_report
 from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.scores import check_scorable
 from pipedraft.eval.screen import check_folder, screen_table
 from pipedraft.eval.tasks import load_tasks
-from pipedraft.eval.traces import Traces, remove_traces, traces_of
+from pipedraft.eval.traces import Traces, read_recordings, remove_traces, traces_of
 from pipedraft.files import Values, locked, make_place, to_json, write_atomically
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.command import place_of, resolve_cut
@@ -295,7 +296,15 @@ def evaluate_drafts(
     )
     write_report(options.out, runs, manifest)
     print(screen_table(runs))
-    print(f"everything else: {options.out}/report.html (report.md, results.json, manifest.json)")
+    if comparison.traces.folder is not None:
+        configs = [method.config for method in methods]
+        recordings = [r for r in read_recordings([options.out]) if r.config in configs]
+        page = outputs_page(recordings, benchmarks, tokenizer, title_of([manifest], runs))
+        write_atomically(options.out / "outputs.html", page.encode())
+    print(
+        f"everything else: {options.out}/report.html, outputs.html (answers, accepted tokens "
+        "colored), charts/, report.md, results.json, manifest.json"
+    )
     if options.calibrate is not None:
         measured = asdict(fit_cost(runs, target.boundaries))
         write_atomically(options.calibrate, to_json(measured))

@@ -52,7 +52,7 @@ def git_state() -> dict[str, str | bool] | None:
         return None
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Name of the CPU; platform.processor() is empty on many Linux systems."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
@@ -65,7 +65,7 @@ def _processor() -> str:
 def _hardware(device: torch.device) -> dict[str, str | int | None]:
     return {
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "device": str(device),

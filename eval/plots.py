@@ -25,6 +25,8 @@ from pipedraft.eval.tables import Table
 MIN_TESTS = 20
 """Positions tested less often are not drawn: their acceptance is noise."""
 MAX_POSITIONS = 16
+FEW_PROMPTS = 30
+"""Below it intervals are so wide that bands would cover each other."""
 MAX_SPANS = 40
 """Spans of the busiest process in a time line: about so many bars can be told apart."""
 PLAIN = "The dashed line is autoregressive decoding, 1 by construction."
@@ -150,11 +152,13 @@ def _position_rates(entries: Sequence[RunRecord]) -> dict[int, Estimate]:
 
 
 def acceptance_by_position(pooled: Sequence[RunRecord]) -> Chart:
+    is_small = min((run.prompts for run in pooled), default=0) < FEW_PROMPTS
     return LineChart(
         title="Acceptance by position",
         caption="Share accepted of the draft tokens tested at each of the first "
         f"{MAX_POSITIONS} positions of a round, where {MIN_TESTS} or more were tested; 95 % "
-        "intervals over prompts as bands.",
+        f"intervals over prompts as {'whiskers' if is_small else 'bands'}.",
+        has_whiskers=is_small,
         panels=_by_temperature(pooled, _position_rates),
         axis="share accepted",
         place_axis="position in the round",

@@ -44,8 +44,10 @@ A results.json may also hold, or hold alone, times of edge-cloud decoding:
   {"latency": [{"method": "picospec", "network": "4g", "temperature": 0, "ms_per_token": 31.5,
                 "ci95": [30.1, 33.0]}]}          ci95: null where there is no interval
 """
-LENGTH_PLOT = "equivalent_acceptance_length.png"
-POSITION_PLOT = "acceptance_by_position.png"
+CHARTS = "charts"
+"""Folder of the pictures."""
+SHOWN_CHARTS = ("length_by_benchmark.png", "acceptance_by_position.png")
+"""Those in report.md."""
 # Not allowed in XML, or able to turn the reading direction of what follows.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
@@ -146,6 +148,16 @@ def _losses(runs: Sequence[RunRecord]) -> str:
     return f"All {checked} greedy outputs that were checked equal the target's own."
 
 
+def title_of(manifests: Sequence[Manifest], runs: Sequence[RunRecord]) -> str:
+    """Return what was measured on which target, and on which day."""
+    drafts = dict.fromkeys(run.method for run in runs if run.schedule != AUTOREGRESSIVE)
+    targets = dict.fromkeys(filter(None, (fact(one, "target", "name") for one in manifests)))
+    days = sorted(str(fact(one, "created"))[:10] for one in manifests if fact(one, "created"))
+    title = ", ".join(drafts) if len(drafts) < 4 else f"{len(drafts)} methods"
+    title = " on ".join(filter(None, (title or "Evaluation", " and ".join(targets))))
+    return ", ".join([title, *dict.fromkeys(days[:1] + days[-1:])])
+
+
 def _overview(sources: Sequence[ReportSource], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """Facts at the top of the page: what was measured, on which target."""
 
@@ -156,6 +168,10 @@ def _overview(sources: Sequence[ReportSource], runs: Sequence[RunRecord]) -> lis
     manifests = [source.manifest or {} for source in sources]
     found = {
         "target": listed(fact(manifest, "target", "name") for manifest in manifests),
+        "draft": listed(
+            name for manifest in manifests for name in fact(manifest, "checkpoints") or ()
+        ),
+        "measured": listed(fact(manifest, "created") for manifest in manifests),
         "methods": listed(r.method for r in runs if r.schedule != AUTOREGRESSIVE),
         "benchmarks": ", ".join(f"{name} ({count} prompts)" for name, count in sorted(prompts)),
         "stages": listed(sorted({run.stages for run in runs})),
@@ -212,7 +228,7 @@ def build_page(
     )
     template = Path(__file__).with_name("report.html.jinja").read_text()
     page = environment.from_string(template).render(
-        title=f"{len(sources)} evaluations" if several else "Evaluation",
+        title=title_of([source.manifest or {} for source in sources], runs),
         sections=[name for name, content in sections.items() if content],
         themes=THEMES,
         text_columns=tables.TEXT_COLUMNS,
@@ -240,11 +256,11 @@ def format_report(
     """Text of report.md.
 
     Args:
-        pictures: files of plots that there are.
+        pictures: files of charts that there are.
     """
     hardware, target = manifest["hardware"], manifest["target"]
     parts = [
-        "# Evaluation",
+        f"# {title_of([manifest], runs)}",
         f"Target `{target['name']}` ({manifest['dtype']}), {hardware['processor']}, "
         f"{hardware['torch_threads']} threads, seed {manifest['seed']}.",
         f"    {manifest['command']}",
@@ -261,8 +277,9 @@ def format_report(
         of_benchmark = [run for run in runs if run.benchmark == name]
         parts += [f"## {name}", markdown(tables.results_table(of_benchmark))]
     parts += [tables.legend(runs)]
-    parts += [f"![L' by method and benchmark]({LENGTH_PLOT})"] * (LENGTH_PLOT in pictures)
-    parts += [f"![Acceptance by position]({POSITION_PLOT})"] * (POSITION_PLOT in pictures)
+    for name in (name for name in SHOWN_CHARTS if name in pictures):
+        alt = name.removesuffix(".png").replace("_", " ")
+        parts.append(f"![{alt}]({CHARTS}/{name})")
     for title, text, table in tables.details(runs):
         parts += [f"## {title}", text, markdown(table)]
     parts += ["## Provenance", "\n".join(f"- {n}: {text}" for n, text in describe(manifest))]
@@ -270,25 +287,23 @@ def format_report(
 
 
 def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -> None:
-    """Write results.json, manifest.json, report.md, report.html and the plots into ``out_dir``.
+    """Write results.json, manifest.json, report.md, report.html and charts into ``out_dir``.
 
     results.json: {"runs": [one entry per method and benchmark], "overall": [the same, pooled over
     the benchmarks; empty with a single benchmark]}.
     """
-    out_dir.mkdir(parents=True, exist_ok=True)
     content = to_json(
         Results(
             runs=[run for run in runs if run.benchmark != OVERALL],
             overall=[run for run in runs if run.benchmark == OVERALL],
         )
     )
-    charts = {
-        LENGTH_PLOT: plots.lengths_by_benchmark(runs),
-        POSITION_PLOT: plots.acceptance_by_position(tables.pooled_runs(runs)),
-    }
-    pictures = {name: chart.png() for name, chart in charts.items() if not chart.is_empty}
+    pictures: dict[str, bytes] = {}
+    for chart in plots.all_charts(runs, tables.pooled_runs(runs), ()):
+        pictures |= {} if chart.is_empty else chart.files()
+    (out_dir / CHARTS).mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
-        write_atomically(out_dir / name, picture)
+        write_atomically(out_dir / CHARTS / name, picture)
     write_atomically(out_dir / "manifest.json", to_json(manifest))
     write_atomically(out_dir / "report.md", format_report(runs, manifest, pictures).encode())
     source = ReportSource(

@@ -410,6 +410,8 @@ class Session:
         """
         walk, keep = self._verify(returned)
         self.clock.verified(self.tree, walk)
+        if self.observer is not None:
+            self.observer.verified(self.tree, walk)
         emitted = [self.tree.tokens[row] for row in walk.path[1:]] + [walk.next_token]
         committed = self.pipeline.keep(keep)
         hit = len(keep.rows) > keep.num_committed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -108,6 +108,24 @@ def tokens_of(result: DecodeResult, pieces: list[str]) -> list[GeneratedToken]:
     ]
 
 
+def colored(tokens: Sequence[GeneratedToken], note: str) -> str:
+    """Return HTML of a text with its accepted draft tokens colored, a legend and a note."""
+    spans = []
+    for token in tokens:
+        about = f"round {token.round}, position {token.position}: {MEANINGS[token.kind]}"
+        style = f"background:{COLORS[token.kind]};border-radius:3px"
+        spans.append(f'<span style="{style}" title="{escape(about)}">{escape(token.text)}</span>')
+    legend = " &nbsp; ".join(
+        f'<span style="background:{COLORS[kind]};border-radius:3px">{escape(words)}</span>'
+        for kind, words in MEANINGS.items()
+        if kind != "plain"
+    )
+    return (
+        f'<div><div style="white-space:pre-wrap">{"".join(spans)}</div>'
+        f"<small>{legend}<br>{escape(note)}</small></div>"
+    )
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Generation:
     """The answer to one prompt."""
@@ -170,22 +188,7 @@ class Generation:
 
     def _repr_html_(self) -> str:
         """Return the text for a notebook, accepted draft tokens colored."""
-        spans = []
-        for token in self.tokens:
-            about = f"round {token.round}, position {token.position}: {MEANINGS[token.kind]}"
-            style = f"background:{COLORS[token.kind]};border-radius:3px"
-            spans.append(
-                f'<span style="{style}" title="{escape(about)}">{escape(token.text)}</span>'
-            )
-        legend = " &nbsp; ".join(
-            f'<span style="background:{COLORS[kind]};border-radius:3px">{escape(words)}</span>'
-            for kind, words in MEANINGS.items()
-            if kind != "plain"
-        )
-        return (
-            f'<div><div style="white-space:pre-wrap">{"".join(spans)}</div>'
-            f"<small>{legend}<br>{escape(self.schedule)}: {escape(self.figures)}</small></div>"
-        )
+        return colored(self.tokens, f"{self.schedule}: {self.figures}")
 
     def timeline(self, num_steps: int = SHOWN_STEPS) -> Picture:
         """Draw which tokens were at which stage at which step, as docs/methods.md does.

@@ -10,6 +10,9 @@ from pipedraft.inference.demands import Demands
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pipedraft.inference.rules.base import Verdict
+    from pipedraft.inference.tree import TokenTree
+
 
 def stop_reason(
     token: int,
@@ -60,6 +63,9 @@ class Observer:
             True to end the sequence with it.
         """
         return False
+
+    def verified(self, tree: "TokenTree", walk: "Verdict") -> None:
+        """Take in the verification of a segment, whose tokens follow."""
 
     def step(self, rows: Sequence[int]) -> None:
         """A pipeline step is over, in which each stage processed so many rows."""

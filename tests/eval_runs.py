@@ -63,7 +63,7 @@ PROMPTS = {
 def no_pictures():
     """In reports, for tests of something else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipedraft.eval.charts.Chart.png", lambda chart: b"")
+        patch.setattr("pipedraft.eval.charts.Chart.files", lambda chart: {})
         patch.setattr("pipedraft.eval.charts.Chart.svg", lambda chart: "")
         yield
 

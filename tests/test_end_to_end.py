@@ -165,9 +165,13 @@ def test_every_greedy_text_was_compared_with_transformers_and_none_differs(evalu
 def test_the_report_has_a_table_two_plots_and_a_manifest(evaluated, trained):
     assert {path.name for path in evaluated.iterdir()} == {
         "results.json", "report.md", "report.html", "manifest.json", "traces",
-        "equivalent_acceptance_length.png", "acceptance_by_position.png",
+        "outputs.html", "charts",
     }  # fmt: skip
-    for plot in evaluated.glob("*.png"):
+    page = (evaluated / "outputs.html").read_text()
+    assert "accepted draft token" in page and page.count('class="prompt"') > 3
+    charts = {path.name for path in (evaluated / "charts").iterdir()}
+    assert {f"length_by_benchmark.{kind}" for kind in ("png", "svg", "csv")} <= charts
+    for plot in (evaluated / "charts").glob("*.png"):
         assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 5000
     report = (evaluated / "report.md").read_text()
     assert "autoregressive" in report and "| spd" in report and "gsm8k" in report

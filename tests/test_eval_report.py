@@ -51,13 +51,25 @@ def test_report_has_a_table_per_benchmark_with_the_baseline(written) -> None:
     assert "16/16" in report and "no chat template" in report
 
 
-@pytest.mark.parametrize("name", ["equivalent_acceptance_length.png", "acceptance_by_position.png"])
-def test_plot_is_a_picture_with_ink(written, name: str) -> None:
+@pytest.mark.parametrize("name", ["length_by_benchmark", "acceptance_by_position"])
+def test_a_chart_is_a_picture_with_ink_a_drawing_and_its_numbers(written, name: str) -> None:
     from matplotlib.image import imread
 
-    picture = imread(written / name)
+    place = written / "charts" / name
+    assert f"(charts/{name}.png)" in (written / "report.md").read_text()
+    assert place.with_suffix(".svg").read_text().rstrip().endswith("</svg>")
+    header, *lines = place.with_suffix(".csv").read_text().splitlines()
+    assert header == "panel,series,place,value,low,high" and len(lines) > 8
+    assert all(len(line.rsplit(",", 4)) == 5 for line in lines)
+    picture = imread(place.with_suffix(".png"))
     assert picture.shape[0] > 400 and picture.shape[1] > 600
     assert np.unique(picture.reshape(-1, picture.shape[-1]), axis=0).shape[0] > 50
+
+
+def test_the_report_is_called_by_draft_target_and_day(tmp_path) -> None:
+    write_report(tmp_path, make_runs(), MANIFEST | {"created": "2026-01-02T03:04:05+00:00"})
+    for name in ("report.md", "report.html"):
+        assert "spd on tiny, 2026-01-02" in (tmp_path / name).read_text()
 
 
 def test_baseline_alone_still_makes_a_report(tmp_path) -> None:

@@ -29,6 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipedraft.inference.batch import Handle
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.shared import SharedStages
+from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.inference.serving.answers import Choice, Piece
 
 AS_PROMPT = f"user:{PROMPT};"
@@ -110,8 +111,22 @@ def test_a_stream_has_the_same_text_and_says_who_made_each_token(place, referenc
     events = [c.pipedraft for c in chunks if hasattr(c, "pipedraft")]
     assert len(events) == LENGTH
     assert sum(event["origin"] == "draft" for event in events) == expected.num_accepted
+    wrong = [event for event in events if event["rejected"]]
+    assert len(wrong) == expected.num_tested - expected.num_accepted > 0
+    assert all(event["origin"] == "target" for event in wrong)
     steps = [rows for event in events for rows in event["steps"]]
     assert len(steps) == expected.num_steps and {len(rows) for rows in steps} == {2}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=ids_of)
+def test_a_request_can_leave_the_draft_out(place, reference, sampling):
+    sampled = {"verifier": "gumbel"} if sampling["temperature"] else {}
+    plain = {"schedule": Autoregressive(), **sampling, **sampled}
+    expected = alone(reference, AS_PROMPT, **plain)
+    told = place.chat(pipedraft_draft=False, **sampling).json
+    assert told["choices"][0]["message"]["content"] == expected.text
+    figures = told["metrics"]["speculative_decoding"]
+    assert (figures["num_draft_tokens"], figures["num_steps"]) == (0, 2 * (LENGTH - 1))
 
 
 def test_without_usage_the_last_chunk_has_the_figures(place):

@@ -1,6 +1,7 @@
 """The page of `pipedraft serve` in a headless browser."""
 
 import json
+import re
 
 import pytest
 from browser_runs import BROWSER, Browser, browsing
@@ -39,7 +40,9 @@ def texts(browser: Browser, selector: str) -> list[str]:
 def test_a_typed_message_streams_an_answer_colored_by_who_made_it(browser, place):
     browser.open(f"{place.url}/", width=1000, height=700)
     browser.wait_until("document.getElementById('about').textContent")
-    assert texts(browser, "#about") == ["tiny · pipedec · 2 stages"]
+    (about,) = texts(browser, "#about")
+    assert about.startswith("tiny · target ") and "a tiny model" in about
+    assert about.endswith("language_model drafts · schedule pipedec, 2 stages")
     browser.evaluate("document.getElementById('most').value = 24")
     ask(browser, "Hello")
     expected = alone(make_engine(), "user:Hello;", temperature=0.0)
@@ -53,6 +56,49 @@ def test_a_typed_message_streams_an_answer_colored_by_who_made_it(browser, place
     assert len(texts(browser, "#steps ol:first-child li")) == 2
     colors = "getComputedStyle(document.querySelector('.assistant .{}')).backgroundColor"
     assert len({browser.evaluate(colors.format(kind)) for kind in ("draft", "target")}) == 2
+    assert re.fullmatch(
+        rf"[0-9.]+ tokens/s · 24 tokens · {expected.num_steps} steps · L′ [0-9.]+",
+        *texts(browser, ".figures"),
+    )
+    browser.evaluate(
+        "document.querySelector('.replaced').dispatchEvent("
+        "new Event('pointerover', {bubbles: true}))"
+    )
+    (tip,) = texts(browser, "#tip")
+    assert re.match(r'rejected draft token: ".', tip)
+    assert len(texts(browser, ".replaced")) == expected.num_tested - expected.num_accepted
+
+
+def test_an_example_is_asked_without_and_with_the_draft(browser, place):
+    browser.open(f"{place.url}/", width=1000, height=700)
+    browser.wait_until("document.getElementById('about').textContent")
+    browser.evaluate("document.getElementById('most').value = 24")
+    browser.evaluate("document.getElementById('compare').checked = true")
+    top = "document.getElementById('log').getBoundingClientRect().top"
+    above = browser.evaluate(top)
+    browser.evaluate("document.querySelector('#start button').textContent = 'Hello'")
+    browser.evaluate("document.querySelector('#start button').click()")
+    browser.wait_until("document.querySelector('.verdict')?.textContent.trim()")
+    expected = alone(make_engine(), "user:Hello;", temperature=0.0)
+    assert texts(browser, ".turn.assistant") == [expected.text] * 2
+    (verdict,) = texts(browser, ".verdict")
+    assert verdict.startswith("With the draft: the same text, ")
+    assert f"{expected.num_steps} pipeline steps instead of {2 * 23}" in verdict
+    assert browser.evaluate(top) == above  # nothing has moved
+    browser.evaluate("document.getElementById('again').click()")
+    assert texts(browser, ".turn") == [] and browser.evaluate("turns.length") == 0
+
+
+def test_code_is_in_a_fixed_font(browser, place):
+    browser.open(f"{place.url}/", width=1000, height=700)
+    pieces = ["As", " `", "f", "`:", "\n``", "`python\n", "f(", ")\n", "```", "\n", "that"]
+    browser.evaluate(
+        "window.place = add(document.body, 'div', 'assistant');"
+        f"for (const piece of {json.dumps(pieces)}) put(place, 'draft', piece);"
+    )
+    assert texts(browser, "body > .assistant") == ["".join(pieces)]
+    assert texts(browser, "body > .assistant code") == ["`python\nf()\n```\n"]
+    assert texts(browser, "body > .assistant .fixed") == [" `", "f", "`:", "\n``"]
 
 
 def test_hostile_text_stays_text_and_an_error_is_said(browser, place):

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pipedraft.inference.batch import Handle
+    from pipedraft.inference.rules.base import Verdict
     from pipedraft.inference.serving.metrics import Metrics
+    from pipedraft.inference.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Piece:
     text: str
     is_drafted: bool = False
     """The last token was a draft token that the target accepted."""
+    rejected: Sequence[int] = ()
+    """Draft tokens that were tested at the place of the last token and were wrong."""
     steps: Sequence[Sequence[int]] = ()
     """Rows of every stage in each step since the piece before."""
     logprobs: Sequence[TokenLogprob] = ()
@@ -77,6 +81,7 @@ class Choice(Observer):
     _num_new: int = 0
     _num_logprobs_told: int = 0
     _steps: list[Sequence[int]] = field(default_factory=list)
+    _rejected: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.stream = TextStream(self.tokenizer, skip_special_tokens=self.skips_special)
@@ -95,6 +100,10 @@ class Choice(Observer):
         self.step_s = now_s
         self._steps.append(tuple(rows))
 
+    def verified(self, tree: "TokenTree", walk: "Verdict") -> None:
+        if walk.tests and not walk.tests[-1]:
+            self._rejected = [tree.tokens[row] for row in tree.children(walk.path[-1])]
+
     def token(self, token: int, is_drafted: bool) -> bool:
         now_s = time.monotonic()
         if math.isnan(self.first_s):
@@ -108,7 +117,9 @@ class Choice(Observer):
             self._rest += self.stream.add(token)
         self._cut()
         size = len(self._rest) - (0 if self.is_stopped else self._held())
-        self._tell(size, is_drafted=is_drafted)
+        rejected = [] if is_drafted else self._rejected
+        self._rejected = self._rejected if is_drafted else []
+        self._tell(size, is_drafted=is_drafted, rejected=rejected)
         return self.is_stopped or self.is_cancelled
 
     def logits(self, token: int, logits_V: "Tensor") -> None:
@@ -319,8 +330,7 @@ class HttpAnswer:
                 waiting[index] = []
             events: Json = {}
             if self.asked.pipedraft_events:
-                origin = "draft" if piece.is_drafted else "target"
-                events = {"pipedraft": {"origin": origin, "steps": piece.steps}}
+                events = {"pipedraft": self._event(piece)}
             if piece.text or (events and not piece.is_last):
                 yield self._chunk(index, {"content": piece.text}, **logprobs) | events | rest
                 logprobs = {}
@@ -332,6 +342,11 @@ class HttpAnswer:
                 yield self._chunk(index, {}, finish_reason=reason, **logprobs) | rest | end
         if options.include_usage:
             yield self._head | {"choices": []} | self._end()
+
+    def _event(self, piece: Piece) -> Json:
+        origin = "draft" if piece.is_drafted else "target"
+        rejected = [piece.choice.tokenizer.decode([token]) for token in piece.rejected]
+        return {"origin": origin, "rejected": rejected, "steps": piece.steps}
 
     def _chunk(self, index: int, delta: Json, **fields: object) -> Json:
         said: Json = {"index": index, "logprobs": None, "finish_reason": None} | fields

@@ -18,6 +18,8 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.servers import find_token
 from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.admission import NOT_AGAIN, Admission, Admissions
@@ -36,6 +38,7 @@ from pipedraft.inference.serving.requests import (
     parse,
     parse_with_ignored,
 )
+from pipedraft.models.target import StagedTarget
 
 log = getLogger(__name__)
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
@@ -290,6 +293,22 @@ class EventStream(Response):
         self.answer.is_blocked = False
 
 
+def engine_facts(engine: Engine) -> Json:
+    """Return what the page says of target, draft and pipeline; of a folder only its name."""
+    target, is_whole = engine.target, isinstance(engine.pipeline, LocalPipeline)
+    assert isinstance(target, StagedTarget)
+    name = str(target.model.name_or_path)
+    return {
+        "max_model_len": target.max_positions,
+        "target": Path(name).name if Path(name).exists() else name,
+        "num_parameters": target.model.num_parameters() if is_whole else None,
+        "draft": getattr(engine.draft, "draft_type", None),
+        "schedule": engine.config.schedule.name,
+        "num_stages": target.num_stages,
+        "in_one_process": is_whole,
+    }
+
+
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -318,15 +337,12 @@ def make_app(service: Service) -> FastAPI:
         return await service.answer(request, CompletionRequest)
 
     def about(name: str = "") -> Json:
-        config = service.decoder.base
         return {
             "id": name or service.name,
             "object": "model",
             "created": service.created,
             "owned_by": "pipedraft",
-            "max_model_len": service.engine.target.max_positions,
-            "schedule": config.schedule.name,
-            "num_stages": service.engine.target.num_stages,
+            **engine_facts(service.engine),
         }
 
     @app.get("/v1/models")

@@ -11,6 +11,7 @@ from pipedraft.files import Values
 from pipedraft.inference.config import MIN_TEMPERATURE, DecodeConfig
 from pipedraft.inference.demands import Demands
 from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.inference.serving.errors import RequestError
 from pipedraft.inference.serving.fields import plain_message, split_fields
 
@@ -85,6 +86,8 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions = StreamOptions()
     pipedraft_events: bool = False
     """Every chunk says who made its tokens and how full the stages were."""
+    pipedraft_draft: bool = True
+    """False: decode without the draft, to compare."""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -124,6 +127,8 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         # Clients that take 0 for forbidden send 1e-6 or 1e-8 instead.
         is_sampled = self.temperature >= MIN_TEMPERATURE
         filters = TokenFilters() if not is_sampled else self._filters()
+        if not self.pipedraft_draft:
+            base = replace(base, schedule=Autoregressive(), verifier="auto")
         try:
             return replace(
                 base,

@@ -29,6 +29,8 @@ from pipedraft.models.draft import Description
 from pipedraft.pretrained import hub_link
 
 CARD = "README.md"
+CHART = "length_by_benchmark.png"
+"""Picture of an evaluation that a card shows."""
 MADE = "<!-- Written by pipedraft. Without this line the text is yours and is kept as it is. -->"
 """Last line of a card that ``push`` may write anew."""
 
@@ -103,6 +105,7 @@ def render_card(source: CardSource) -> str:
         engines=ENGINES,
         layouts=LAYOUTS,
         made=MADE,
+        chart=CHART,
     )
 
 
@@ -171,6 +174,13 @@ class MeasuredLength(msgspec.Struct, frozen=True):
     ci95: tuple[float | None, float | None]
 
 
+class MeasuredClock(msgspec.Struct, frozen=True):
+    """Wall clock of an entry, against plain decoding in the same process."""
+
+    tokens_per_s: float | None
+    speedup: float | None = None
+
+
 class MeasuredRun(msgspec.Struct, frozen=True):
     """Entry of results.json: what a card shows, and no more."""
 
@@ -189,6 +199,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     position_accepts: list[int] = []
     filters: dict[str, float] = {}
     """Of samples, those that remove something."""
+    wallclock: MeasuredClock | None = None
 
     @property
     def sampling(self) -> str:
@@ -231,6 +242,19 @@ class Measured:
 
     runs: list[MeasuredRun]
     manifest: MeasuredBy
+    chart: Path | None = None
+    """Picture of L' by benchmark, if it shows this draft alone."""
+
+    @property
+    def best(self) -> MeasuredRun | None:
+        """The greedy entry with the largest speed-up, or of most tokens per round untimed."""
+
+        def gain(run: MeasuredRun) -> tuple[float, float]:
+            speedup = run.wallclock.speedup if run.wallclock else None
+            return speedup or 0.0, run.mean_acceptance_length or 0.0
+
+        drafted = [run for run in self.runs if run.checkpoint is not None and not run.temperature]
+        return max(drafted, key=gain, default=None)
 
     @classmethod
     def read(cls, results: Path, weights_sha256: str) -> "Measured":
@@ -262,7 +286,10 @@ class Measured:
                 f"--results: {results} measured other weights ({', '.join(hashes) or 'none'}); "
                 "evaluate this checkpoint, or leave --results out"
             )
-        return cls([run for run in runs if run.checkpoint in {*own, None}], manifest)
+        chart = results.with_name("charts") / CHART
+        is_own = chart.is_file() and len(hashes) == 1
+        runs = [run for run in runs if run.checkpoint in {*own, None}]
+        return cls(runs, manifest, chart if is_own else None)
 
     def eval_results(self) -> list[EvalResult]:
         """Return results as the Hub's metadata has them, without those of no draft."""

@@ -28,7 +28,7 @@ from pipedraft.models.draft import (
     load_untied,
     read_description,
 )
-from pipedraft.models.exchange.card import CARD, MADE, CardSource, Measured, render_card
+from pipedraft.models.exchange.card import CARD, CHART, MADE, CardSource, Measured, render_card
 from pipedraft.models.exchange.export import ORIGIN_FILE, Origin
 from pipedraft.models.fingerprint import read_target
 from pipedraft.pretrained import hub_link
@@ -98,7 +98,9 @@ def prepare_upload(folder: Path, upload: Upload) -> Files:
         files[CONFIG_FILE] = json.dumps(description, indent=2) + "\n"
     else:
         files |= {name: (folder / name).read_text() for name in (CONFIG_FILE, ORIGIN_FILE)}
-    files[CARD] = _card(folder, origin, description, upload)
+    files[CARD], measured = _card(folder, origin, description, upload)
+    if measured is not None and measured.chart is not None:
+        files[CHART] = measured.chart
     return files
 
 
@@ -148,7 +150,9 @@ def _with_target(description: Description, name: str, *, is_export: bool) -> Des
     return description | {"target": description["target"] | {"name": name, "revision": None}}
 
 
-def _card(folder: Path, origin: Origin | None, description: Description, upload: Upload) -> str:
+def _card(
+    folder: Path, origin: Origin | None, description: Description, upload: Upload
+) -> tuple[str, Measured | None]:
     path = folder / CARD
     if path.is_file() and not (text := path.read_text()).rstrip().endswith(MADE):
         if upload.results is not None:
@@ -156,14 +160,14 @@ def _card(folder: Path, origin: Origin | None, description: Description, upload:
                 f"--results: {path} was written by hand and is kept as it is; move it away for a "
                 "card with the measured table, or leave --results out"
             )
-        return text
+        return text, None
     if origin is None:
         source, digest = CardSource(description=description), file_sha256(folder / WEIGHTS_FILE)
     else:
         source, digest = origin.card_source(upload.repo), origin.weights_sha256
     measured = None if upload.results is None else Measured.read(upload.results, digest)
     source = replace(source, place=upload.repo, revision=upload.revision, measured=measured)
-    return render_card(source.licensed(asks_hub=True))
+    return render_card(source.licensed(asks_hub=True)), measured
 
 
 def _halved(path: Path) -> dict[str, Tensor]:
