@@ -46,6 +46,13 @@ LINE_CHARACTERS = 1000
 """Longest message; of a longer one the beginning and the end."""
 INPUT_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 INPUT_CODES = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+EXTRAS = {
+    **{name: name for name in ("deepspeed", "gguf", "peft", "tensorboard", "wandb")},
+    **dict.fromkeys(("fastapi", "prometheus_client", "uvicorn"), "serve"),
+    "bitsandbytes": "quantization",
+    "grpc": "edge",
+}
+"""Module of a library that not everybody needs -> the extra of pyproject.toml that has it."""
 STORAGE_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
@@ -187,6 +194,10 @@ def _status(error: Exception) -> tuple[int, str] | None:
         return 1, "output: its reader has closed it"
     if isinstance(error, UnicodeDecodeError):
         return 2, f"input: not UTF-8 text ({error.reason} at byte {error.start}); convert it"
+    if isinstance(error, ModuleNotFoundError):
+        module = str(error.name).partition(".")[0]
+        fix = f"{module}: not installed; pip install 'pipedraft[{EXTRAS.get(module)}]'"
+        return (2, fix) if module in EXTRAS else None
     # What reads files explains its own; tokenizers raises bare exceptions, at a full disk, too.
     if isinstance(error, Failure | SafetensorError) or type(error) is Exception:
         return 1, str(error)

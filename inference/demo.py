@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from statistics import median
 from typing import ClassVar
 
@@ -101,30 +102,30 @@ Cell = tuple[str, int]
 def wrapped(pieces: list[str], width: int) -> list[list[Cell]]:
     """Break a text into lines of at most ``width`` characters, at spaces where there are some."""
     cells = [(c, token) for token, piece in enumerate(pieces) for c in piece]
-    text, lines = "".join(pieces), list[list[Cell]]([[]])
-    for match in re.finditer(r"\n|[^\S\n]|\S+", text):
+    lines, is_broken = list[list[Cell]]([[]]), False
+    for match in re.finditer(r"\n|[^\S\n]|\S+", "".join(pieces)):
         word = cells[match.start() : match.end()]
         if word[0][0] == "\n":
-            lines.append([])
+            lines, is_broken = [*lines, []], False
             continue
         while len(lines[-1]) + len(word) > width:
             if lines[-1]:
-                lines.append([])
-            else:
+                lines, is_broken = [*lines, []], True
+            else:  # a word that is longer than a line
                 lines[-1], word = word[:width], word[width:]
-        if not (word and word[0][0].isspace() and not lines[-1]):
+        if not (is_broken and not lines[-1] and word[0][0] == " "):
             lines[-1] += word
     return lines
 
 
 def painted(cells: list[Cell], answer: Answer, shown: int, width: int) -> str:
     """Return a line with the first ``shown`` tokens, the accepted ones in green."""
+    seen = [cell for cell in cells if cell[1] < shown]
     parts = []
-    for character, token in cells:
-        if token >= shown:
-            break
-        parts.append(f"{GREEN}{character}{PLAIN}" if answer.accepted[token] else character)
-    return "".join(parts) + " " * (width - len(parts))
+    for is_accepted, group in groupby(seen, key=lambda cell: answer.accepted[cell[1]]):
+        text = "".join(character for character, _ in group)
+        parts.append(f"{GREEN}{text}{PLAIN}" if is_accepted else text)
+    return "".join(parts) + " " * (width - len(seen))
 
 
 def play(answers: list[Answer]) -> None:
@@ -206,7 +207,7 @@ def verdict(answers: list[Answer], *, num_rounds: int, num_stages: int) -> str:
     lines = [
         f"{sum(drafted.accepted)} of {count} tokens were accepted draft tokens: {num_rounds} "
         f"verification rounds instead of {count - 1} steps",
-        f"with the draft {ratio:.2f} times as fast (median of {len(ratios)} pairs in turn, "
+        f"with the draft {ratio:.2f} times as fast ({len(ratios)} runs of each in turn: "
         f"{min(ratios):.2f} to {max(ratios):.2f}), "
         + ("the same text" if plain.text == drafted.text else "not the same text: rounding"),
     ]
