@@ -161,9 +161,7 @@ def run(options: DemoOptions) -> None:
     from pipedraft.inference.generation import TextPieces, tokens_of
 
     if options.backend != "local":
-        raise ValueError(
-            f"--backend: {options.backend!r}; the demo runs in one process, leave it out"
-        )
+        raise ValueError(f"--backend: {options.backend!r}; leave it out, this runs in one process")
     if not options.prompt.strip():
         raise ValueError(f"--prompt: {options.prompt!r} is empty; give at least one word")
     settings = options.engine_settings() | {"max_new_tokens": options.max_new_tokens}
