@@ -23,6 +23,11 @@ COMMANDS = {
         "decode one prompt, text streamed as it is accepted",
         'pipedraft inference --checkpoint out/spd --prompt "Write a haiku."',
     ),
+    "demo": (
+        "inference/demo",
+        "one prompt without and with a draft, side by side, and what the draft gains",
+        'pipedraft demo --prompt "What kinds of tea do you have today?"',
+    ),
     "serve": (
         "inference/serving",
         "an OpenAI-compatible HTTP server with metrics and a page to chat on",

@@ -33,6 +33,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from io import TextIOWrapper
 from itertools import zip_longest
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType, NoneType
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -46,6 +47,13 @@ LINE_CHARACTERS = 1000
 """Longest message; of a longer one the beginning and the end."""
 INPUT_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 INPUT_CODES = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+EXTRAS = {
+    **{name: name for name in ("deepspeed", "gguf", "peft", "tensorboard", "wandb")},
+    **dict.fromkeys(("fastapi", "prometheus_client", "uvicorn"), "serve"),
+    "bitsandbytes": "quantization",
+    "grpc": "edge",
+}
+"""Module of a library that not everybody needs -> the extra of pyproject.toml that has it."""
 STORAGE_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
@@ -132,11 +140,25 @@ def run_command(main: Callable[[], None]) -> None:
         if found is None or os.environ.get("PIPEDRAFT_TRACEBACK"):
             raise
         status, text = found
-        line = f"error: {one_line(text + needed(text, sys.argv[1:]))}"
+        line = f"error: {one_line(as_typed(text, sys.argv[1:]) + needed(text, sys.argv[1:]))}"
         print(line, file=sys.stderr)
         _tell_launcher(line)
         _forget_output()
         sys.exit(status)
+
+
+ALIASES = {"num_stages": "--stages"}
+"""Fields whose option has another name."""
+
+
+def as_typed(message: str, words: Sequence[str]) -> str:
+    """Return a message about a field with its option first, where the command line has it."""
+    field, colon, rest = message.partition(": ")
+    typed = {word.partition("=")[0] for word in words if word.startswith("--")}
+    for flag in (ALIASES.get(field, ""), f"--{field}", flag_name(field)):
+        if colon and flag in typed:
+            return f"{flag}: {rest}"
+    return message
 
 
 def needed(message: str, words: Sequence[str]) -> str:
@@ -187,6 +209,10 @@ def _status(error: Exception) -> tuple[int, str] | None:
         return 1, "output: its reader has closed it"
     if isinstance(error, UnicodeDecodeError):
         return 2, f"input: not UTF-8 text ({error.reason} at byte {error.start}); convert it"
+    if isinstance(error, ModuleNotFoundError):
+        module = str(error.name).partition(".")[0]
+        fix = f"{module}: not installed; pip install 'pipedraft[{EXTRAS.get(module)}]'"
+        return (2, fix) if module in EXTRAS else None
     # What reads files explains its own; tokenizers raises bare exceptions, at a full disk, too.
     if isinstance(error, Failure | SafetensorError) or type(error) is Exception:
         return 1, str(error)
@@ -583,9 +609,19 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
     if lines[-1].startswith("Given value: "):  # of none of several types
         lines = [" or ".join(x[2:] for x in lines if x.startswith("- ")) + ".", lines[-1]]
     text = " ".join(lines).strip().removeprefix("argument ")
+    if found := re.search(r"class_path '([\w.]+)': Option '(\w+)' is not accepted", text):
+        return f"{key}{_unknown_key(*found.groups())}"
     for name in ("<class '", "'>", "typing."):
         text = text.replace(name, "")
     return f"{key}{text} (see --help)"
+
+
+def _unknown_key(kind: str, key: str) -> str:
+    """Name the field of a dataclass that looks most like a key of an object in a list."""
+    names = [part.name for part in fields(resolve_name(kind))]
+    near = difflib.get_close_matches(key, names, 1, 0.5)
+    fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+    return f"{key!r} is unknown; {fix} (see --help)"
 
 
 def _shown(name: str, parser: ArgumentParser) -> str:

@@ -22,6 +22,14 @@ from pipedraft.cli import Values as Values
 
 T = TypeVar("T")
 
+
+def packaged(name: str) -> str:
+    """Return a name, and for ``assets/...`` outside a checkout the installed package's copy."""
+    own = Path(__file__).parent / name
+    is_own = name.startswith("assets/") and ".." not in name and own.exists()
+    return str(own) if is_own and not Path(name).exists() else name
+
+
 # -- reading: what a file may decide is bounded -------------------------------------------------
 
 MAX_BYTES = 2**26

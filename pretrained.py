@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -35,7 +36,7 @@ from transformers.utils import cached_file, logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.cli import Failure, causes
-from pipedraft.files import Values, file_sha256, write_folder
+from pipedraft.files import Values, file_sha256, packaged, write_folder
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -415,6 +416,12 @@ def quieten() -> None:
     """Load without the libraries' warnings and bars."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    getLogger("DeepSpeed").addFilter(_is_of_use)
+
+
+def _is_of_use(record: LogRecord) -> bool:
+    """Return False for DeepSpeed's note that this machine has no GPU, where nothing uses it."""
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 @contextmanager
@@ -440,14 +447,15 @@ GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def local_name(name_or_path: str, *, field: str = "target") -> str:
-    """Return a model's name, and for FILE.gguf the folder that is made of it on its first use.
+    """Return the place of a model: FILE.gguf becomes a folder on its first use, and what the
+    package holds is found outside a checkout, too.
 
     Raises:
         ValueError: the file is missing, broken or of another model family.
     """
     file = Path(name_or_path)
     if file.suffix != ".gguf" or file.is_dir():
-        return name_or_path
+        return packaged(str(name_or_path))
     if not file.is_file():
         raise ValueError(f"{field}: no file {str(file)!r}; give an existing GGUF file")
     place = Path(constants.HF_HOME, "pipedraft", "gguf", file_sha256(file))

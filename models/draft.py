@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from pipedraft.files import Values, make_readable, read_bounded
+from pipedraft.files import Values, make_readable, packaged, read_bounded
 from pipedraft.models.cpu import lay_out
 from pipedraft.models.families import norm_factor
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
@@ -377,7 +377,7 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
             in the cache of downloads while offline.
         Failure: the Hub cannot be used and nothing is cached.
     """
-    folder = Path(path_or_repo)
+    folder = Path(packaged(path_or_repo))
     if folder.is_dir():
         if not (folder / CONFIG_FILE).exists() and (folder / "best" / CONFIG_FILE).exists():
             return folder / "best"

@@ -94,6 +94,7 @@ SMALL_TRAINING = [
     "--batch_tokens=256",
     "--max_steps=1",
     "--evaluation.max_rows=2",
+    "--evaluation.decode_prompts=0",
     "--trackers=[]",
 ]
 TARGETS = "assets/target/train.py"
@@ -122,6 +123,7 @@ SMALLER = {
     "pipedraft.train.features": SMALL_TRAINING,
     TARGETS: SMALL_TARGETS,
     "pipedraft.inference": ["--max-new-tokens=4"],
+    "pipedraft.inference.demo": ["--max-new-tokens=4", "--repeats=1"],
     "pipedraft.eval": ["--benchmarks=gsm8k", *SMALL_EVALUATION, "--fresh"],
     "pipedraft.data_recipes": [SOURCES, "--tokenizer=assets/target", "--data.decontaminate=[]"],
     "assets/train/prompts.py": ["--functions=0"],  # looks through all of the library

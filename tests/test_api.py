@@ -266,6 +266,27 @@ def test_a_head_is_trained_on_what_is_in_memory(in_fp32, model, tmp_path):
         pipedraft.train("eagle3", target=model, dataset=CHAT, output_dir=tmp_path, batch_token=1)
 
 
+@pytest.mark.all
+def test_every_process_of_a_launch_makes_the_call(tmp_path):
+    """The script of docs/python.md, by the launcher itself."""
+    page = (REPOSITORY / "docs" / "python.md").read_text()
+    script = re.search(r'^```python title="train.py"\n(.*?)^```$', page, re.M | re.S)
+    (tmp_path / "train.py").write_text(script[1])
+    (tmp_path / "assets").symlink_to(REPOSITORY / "assets")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--config_file", str(REPOSITORY / "configs/accelerate/ddp.yaml")]
+    command += ["--main_process_port", "0", "train.py"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "HF_DATASETS_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == second and first.startswith("out/launched/best {'loss': ")
+    assert "'decoded_acceptance_length': " in first
+    assert done.stderr.count("on cpu x 2") == done.stderr.count("best: step ") == 1
+
+
 def test_an_object_stands_for_its_folder_only_while_it_is_the_same(tmp_path):
     target = load_target(TARGET)
     target.get_decoder().norm.weight.data.mul_(2)

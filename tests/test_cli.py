@@ -141,11 +141,11 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         ["--schedule", "'spd'", "--checkpoint"],
     ),
     ("inference", [*RUN, *INFERENCE, "--tree", "bush"], ["tree", "'bush'", "chain:7"]),
-    ("inference", [*RUN, *INFERENCE, "--micro-batches", "3"], ["micro_batches", "naive_pp"]),
+    ("inference", [*RUN, *INFERENCE, "--micro-batches", "3"], ["--micro-batches", "naive_pp"]),
     (
         "inference",
         [*RUN, *INFERENCE, "--schedule", "flowspec", "--expansion-depth", "0"],
-        ["expansion_depth", "0", "at least 1"],
+        ["--expansion-depth", "0", "at least 1"],
     ),
     (
         "inference",
@@ -176,25 +176,25 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("inference", [*RUN, *INFERENCE, "--backend", "process"], ["--backend", "torchrun"]),
     ("eval", [*RUN, *EVAL, "--seed", "-1"], ["--seed: -1", "give at least 0"]),
     ("eval", [*RUN, *EVAL, "--cost", "{a_file}"], ["--cost", "a_file", "h100"]),
-    ("inference", [*RUN, *INFERENCE, "--stages", "3"], ["num_stages", "3", "give --stages 2"]),
+    ("inference", [*RUN, *INFERENCE, "--stages", "3"], ["--stages: 3", "give --stages 2"]),
     (
         "inference",
         [*RUN, *INFERENCE, "--boundaries", "0,2,4,4"],
         ["--boundaries", "0,2,4,4", "4 twice; leave one out"],
     ),
-    ("inference", [*RUN, *INFERENCE, "--stages", "0"], ["num_stages", "0", "give at least 1"]),
-    ("inference", [*ALONE, *INFERENCE, "--stages", "9"], ["num_stages", "9", "choose 1 to 4"]),
+    ("inference", [*RUN, *INFERENCE, "--stages", "0"], ["--stages: 0", "give at least 1"]),
+    ("inference", [*ALONE, *INFERENCE, "--stages", "9"], ["--stages: 9", "choose 1 to 4"]),
     ("inference", [*RUN, *INFERENCE, "--schedule", "spdd"], ["schedule", "'spdd'", "'spd'"]),
     (
         "inference",
         [*RUN, *INFERENCE, "--tree-width", "wide"],
         ["--tree-width", "'wide'", "or auto"],
     ),
-    ("inference", [*RUN, *INFERENCE, "--tree-width", "0"], ["tree_width", "0", "at least 1"]),
+    ("inference", [*RUN, *INFERENCE, "--tree-width", "0"], ["--tree-width", "0", "at least 1"]),
     (
         "inference",
         [*RUN, "--prompt", "a", "--max-new-tokens", "0"],
-        ["max_new_tokens", "0", "give"],
+        ["--max-new-tokens", "0", "give"],
     ),
     (
         "inference",
@@ -236,19 +236,19 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     (
         "inference",
         [*WITH_MODEL[:3], "{other_tokens}", *INFERENCE],
-        ["draft_model", "other_tokens", "another tokenizer", "give a model"],
+        ["--draft-model", "other_tokens", "another tokenizer", "give a model"],
     ),
-    ("inference", [*WITH_MODEL[:3], "{empty}", *INFERENCE], ["draft_model", "empty", "give a"]),
-    ("inference", [*WITH_MODEL[:3], "{run}/best", *INFERENCE], ["draft_model", "run", "give a"]),
+    ("inference", [*WITH_MODEL[:3], "{empty}", *INFERENCE], ["--draft-model", "empty", "give a"]),
+    ("inference", [*WITH_MODEL[:3], "{run}/best", *INFERENCE], ["--draft-model", "run", "give a"]),
     (
         "inference",
         [*WITH_MODEL, *INFERENCE, "--draft-tokens", "0"],
-        ["draft_tokens", "0", "at least 1"],
+        ["--draft-tokens", "0", "at least 1"],
     ),
     (
         "inference",
         [*WITH_MODEL, *INFERENCE, "--schedule", "ssd", "--draft-tokens", "auto"],
-        ["draft_tokens", "'auto'"],
+        ["--draft-tokens", "'auto'"],
     ),
     ("inference", [*RUN, *INFERENCE, "--step-timeout", "-3"], ["--step-timeout", "'-3'", "above"]),
     # eval (more in test_eval_run)
@@ -277,6 +277,11 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ),
     # data
     ("data_recipes", [], ["tokenizer", "data.sources", "missing"]),
+    (
+        "data_recipes",
+        ["--data.sources", '[{"pth": "x"}]', "--tokenizer", "x", "--out", "x"],
+        ["--data.sources", "'pth'", "did you mean 'path'?"],
+    ),
     ("data_recipes", ["--config", "/nowhere.yaml"], ["config", "/nowhere.yaml"]),
 ]
 

@@ -83,5 +83,6 @@ def test_a_configuration_trains_two_steps(path, tmp_path):
     else:
         command = ["-m", "pipedraft.train", *words, "--max_steps", "2"]
         command += ["--evaluation.max_rows", "2", "--data.max_length", "128"]
+        command += ["--evaluation.decode_prompts", "1"]
     ended = run(command, tmp_path)
     assert ended.returncode == 0, ended.stderr

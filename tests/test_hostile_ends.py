@@ -46,6 +46,7 @@ def wrapped(outer: Exception, inner: Exception) -> Exception:
         (SafetensorError("IoError: no space"), 1, "error: IoError: no space"),
         (Exception("No space left on device (os error 28)"), 1, "No space left"),  # tokenizers'
         (MemoryError(), 1, "memory: not enough"),
+        (ModuleNotFoundError("no", name="peft.tuners"), 2, "pip install 'pipedraft[peft]'"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "not UTF-8"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 1, "refused"),
         (KeyboardInterrupt(), 130, "error: interrupted"),

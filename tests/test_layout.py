@@ -6,10 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -164,6 +165,14 @@ def test_help_comes_without_torch(commands: list[str]) -> None:
     assert len(re.findall("^usage: ", done.stdout, re.MULTILINE)) == len(commands)
 
 
+PACKAGED = [
+    path.relative_to(ROOT)
+    for pattern in PYPROJECT["tool"]["setuptools"]["package-data"]["pipedraft"]
+    for path in ROOT.glob(pattern)
+]
+"""The embedded target, two of its heads, and the evaluation prompts."""
+
+
 def wheel_of(source: Path, folder: Path) -> Path:
     """Build a wheel from a copy of the package's files, without network and build isolation."""
     copy = folder / "any_name"
@@ -173,6 +182,9 @@ def wheel_of(source: Path, folder: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
     for name in (*MAY_IMPORT, "configs", "tests"):
         shutil.copytree(source / name, copy / name, ignore=ignore)
+    for path in PACKAGED:
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / path, copy / path)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(folder), str(copy)], check=True)
     (wheel,) = folder.glob("*.whl")
@@ -186,7 +198,8 @@ def test_the_wheel_holds_the_package_and_runs_from_another_directory(tmp_path: P
         archive.extractall(tmp_path / "site")
     found = [path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.*")]
     templates = [path for path in found if path.suffix in (".jinja", ".html")]
-    assert held == {f"pipedraft/{label(path)}" for path in [*SOURCES, *templates]} and templates
+    expected = {f"pipedraft/{label(path)}" for path in [*SOURCES, *templates]}
+    assert held == expected | {f"pipedraft/{path}" for path in PACKAGED} and templates
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     code = (
@@ -201,6 +214,37 @@ def test_the_wheel_holds_the_package_and_runs_from_another_directory(tmp_path: P
     module_file, version = done.stdout.splitlines()
     assert Path(module_file).is_relative_to(tmp_path / "site")
     assert re.fullmatch(r"pipedraft \d+\.\d+\.\d+", version)
+
+
+@pytest.mark.all
+def test_a_wheel_decodes_outside_a_checkout(tmp_path: Path) -> None:
+    """In an environment that has this one's libraries and no other copy of the package."""
+    wheel = wheel_of(ROOT, tmp_path)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
+    )
+    programs = tmp_path / "venv" / "bin"
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def out(*words: str) -> str:
+        run = partial(subprocess.run, cwd=elsewhere, env=environment, text=True)
+        done = run([str(programs / words[0]), *words[1:]], capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "times as fast" in out("pipedraft", "demo", "--max-new-tokens", "8", "--repeats", "1")
+    page = (ROOT / "docs" / "python.md").read_text()
+    decode, inside = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
+    check = f"import pipedraft\nassert pipedraft.__file__.startswith({str(site)!r})\n"
+    said = out("python", "-c", check + decode + inside)
+    assert "GeneratedToken(" in said and said.splitlines()[-1].startswith("True ")
+    assert (elsewhere / "timeline.svg").is_file()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 import torch
 from attention_runs import assert_autocast_is_close, assert_nothing_without_rows
 from scipy.stats import chisquare
-from tqdm import tqdm
 from train_runs import (
     BY_HEART,
     Stop,
@@ -48,7 +47,7 @@ def test_another_seed_gives_another_run(world, tmp_path, monkeypatch):
 def test_a_metric_that_an_option_added_is_the_mean_of_the_steps_that_have_it(world, tmp_path):
     trainer = world.trainer("spd", tmp_path, max_steps=1)
     trainer.progress.unlogged.append({"loss": 3.0, "dropped": 1.0})  # by the launch before
-    MetricsLog(trainer).add({"loss": 1.0, "added": 0.5}, tqdm(disable=True))
+    MetricsLog(trainer).add({"loss": 1.0, "added": 0.5}, trainer.screen)
     (record,) = logged(tmp_path)
     assert record == {"step": 0, "tokens": 0, "loss": 2.0, "added": 0.5}
 

@@ -49,6 +49,7 @@ class World:
             "data.cache_dir": self.folder / "cache",
             "data.max_length": 64,
             "data.valid_fraction": 0.1,
+            "evaluation.decode_prompts": 0,
             "batch_tokens": 256,
             "log_every_steps": 1,
             "precision": "fp32",

@@ -197,8 +197,6 @@ def train(trainer: "Trainer", resolved: str) -> None:
     if trainer.accelerator.is_main_process:
         write_atomically(trainer.config.output_dir / "config.yaml", (RESOLVED + resolved).encode())
         print(trainer.data.report.summary(), file=sys.stderr)
-        trainable = trainer.num_trainable
-        print(f"trainable parameters: {trainable / 1e6:.2f} M", file=sys.stderr)
     trainer.run()
     if trainer.stop is not None and trainer.stop.status:
         sys.exit(trainer.stop.status)

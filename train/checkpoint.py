@@ -167,6 +167,9 @@ class Progress:
     best_score: float = -math.inf
     since_best: int = 0
     """Evaluations in a row without a better score."""
+    best_step: int = 0
+    """Of the network in best/; 0: there is none yet."""
+    best_metrics: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last evaluation."""
     evaluation_pending: bool = False

@@ -27,6 +27,7 @@ OPTIM_RANGES = {
 EVALUATION_RANGES = {
     "every_steps": "[0, 1e12]",
     "max_rows": COUNT,
+    "decode_prompts": "[0, 1e6]; 0 switches it off",
     "patience": "[0, 1e12]; 0 switches it off",
 }
 RUN_RANGES = {
@@ -68,11 +69,21 @@ class EvaluationConfig:
     """Optimizer steps between evaluations on the validation rows; 0: only at the end."""
     max_rows: int = 64
     """Validation rows used, the first ones."""
+    decode_prompts: int = 8
+    """Held-out prompts that each evaluation decodes, greedily, 32 tokens each, with the head as it
+    is: the log then has tau and L' as decoded. 0: none."""
+    best_by: Literal["expected", "decoded"] = "expected"
+    """What best/ and patience go by: the acceptance expected from teacher-forced rates, or L' as
+    decoded."""
     patience: int = 0
     """Evaluations in a row without a better score that end the run; 0: none do."""
 
     def __post_init__(self) -> None:
         check_ranges(self, EVALUATION_RANGES, "evaluation.")
+        if self.best_by == "decoded" and not self.decode_prompts:
+            raise ValueError(
+                "evaluation.best_by: 'decoded' with evaluation.decode_prompts 0; give prompts"
+            )
         if self.patience and not self.every_steps:
             raise ValueError(
                 f"evaluation.patience: {self.patience} with evaluation.every_steps 0, which "
@@ -131,6 +142,8 @@ class RunConfig:
     """Go on from the newest complete checkpoint under output_dir, if there is one."""
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
     """Besides metrics.jsonl, which is always written."""
+    wandb_artifact: bool = False
+    """Upload best/ to wandb as an artifact when the run ends."""
     log_every_steps: int = 10
     peak_tflops: float | None = None
     """Peak TFLOP/s of one process's device in this precision, for example 989 for an H100 in bf16:
@@ -138,6 +151,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, RUN_RANGES)
+        if self.wandb_artifact and "wandb" not in self.trackers:
+            raise UsageError(
+                f"wandb_artifact: true, but trackers are {self.trackers}; give --trackers [wandb]"
+            )
         if self.output_dir == Path():
             raise UsageError("output_dir: '.' holds other things; name one, for example out/spd")
 

@@ -14,11 +14,15 @@ from pipedraft.models.draft import Draft
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.train.eagle3 import chain_lengths
 from pipedraft.train.losses import chunked_distillation
-from pipedraft.train.objective import DraftObjective, LossOutput, StartConfig, acceptance_length
+from pipedraft.train.objective import (
+    EVALUATED_DEPTH,
+    DraftObjective,
+    LossOutput,
+    StartConfig,
+    acceptance_length,
+)
 
 # B batch, T positions, R rows (t = 0 .. T-2), H hidden, M counted rows
-
-EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of both compare
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,13 @@ from pipedraft.files import Values
 from pipedraft.models.draft import Draft
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
 from pipedraft.models.layers import LayerConfig
-from pipedraft.train.eagle import EVALUATED_DEPTH
-from pipedraft.train.objective import DraftObjective, LossOutput, StartConfig, labeled_rows
+from pipedraft.train.objective import (
+    EVALUATED_DEPTH,
+    DraftObjective,
+    LossOutput,
+    StartConfig,
+    labeled_rows,
+)
 
 # B batch, T positions, S rows (t = 0 .. T-2), E readings, H hidden, M labeled rows
 

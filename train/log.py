@@ -1,4 +1,4 @@
-"""Records of a run: metrics.jsonl, trackers, the progress bar, speed, and batches that failed."""
+"""Records of a run: metrics.jsonl, trackers, speed, and batches that failed."""
 
 import json
 import time
@@ -17,9 +17,9 @@ from torch.utils.flop_counter import (
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
-from tqdm import tqdm
 
 from pipedraft.files import Values, publish
+from pipedraft.train.screen import Screen
 
 if TYPE_CHECKING:
     from pipedraft.train.loop import Trainer
@@ -58,12 +58,12 @@ class MetricsLog:
         settings = flatten(asdict(config))
         self.accelerator.init_trackers("pipedraft", settings, init_kwargs={"wandb": wandb})
 
-    def add(self, values: dict[str, float], bar: tqdm) -> None:
+    def add(self, values: dict[str, float], screen: Screen) -> None:
         progress, config = self.trainer.progress, self.trainer.config
         window = progress.unlogged
         window.append(values)
-        bar.update(1)
-        if progress.step % config.log_every_steps and progress.step != bar.total:
+        screen.step()
+        if progress.step % config.log_every_steps and progress.step != self.trainer.num_steps:
             return
         now = time.perf_counter()
         rate = (progress.tokens - self.tokens) / max(now - self.started, 1e-9)
@@ -76,8 +76,7 @@ class MetricsLog:
             peak_tflops=config.peak_tflops, num_processes=self.accelerator.num_processes
         )
         self.write({**means, "tokens_per_s": rate, **pace})
-        shown = f"loss {means['loss']:.3f}, {rate:.0f} tokens/s"
-        bar.set_postfix_str(shown + (f", MFU {pace['mfu']:.3f}" if "mfu" in pace else ""))
+        screen.row({**means, **pace}, rate)
 
     def write(self, values: dict[str, float]) -> None:
         if not self.accelerator.is_main_process:
@@ -87,9 +86,16 @@ class MetricsLog:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if self.trainer.config.trackers:
-            self.accelerator.log(values, step=progress.step)
+            grouped = {x if "/" in x else f"train/{x}": value for x, value in values.items()}
+            self.accelerator.log(grouped, step=progress.step)
 
     def close(self) -> None:
+        """End the trackers' runs, and give wandb the head if the configuration asks for it."""
+        config = self.trainer.config
+        if config.wandb_artifact and self.accelerator.is_main_process:
+            run = self.accelerator.get_tracker("wandb", unwrap=True)
+            kind = {"type": "model", "name": f"{config.output_dir.name}-{config.method}"}
+            run.log_artifact(str(config.output_dir / "best"), **kind)
         if torch.distributed.is_initialized():
             HELD_PROCESS_GROUPS.append(torch.distributed.group.WORLD)
         self.accelerator.end_training()

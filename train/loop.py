@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,20 +12,22 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
-from tqdm import tqdm
 
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.files import partial
 from pipedraft.models.cpu import muon_in_float32
+from pipedraft.pretrained import context_length
 from pipedraft.train import checkpoint
 from pipedraft.train.checkpoint import Progress, TrainingState
 from pipedraft.train.config import RunConfig
+from pipedraft.train.decoding import DECODED_LENGTH, decode, first_turns
 from pipedraft.train.features.link import FeaturesLost
 from pipedraft.train.launch import (
     GO_ON,
     Stop,
     Stopping,
+    is_sharded,
     make_optimizers,
     on_main_process,
     rate_factor,
@@ -38,7 +39,8 @@ from pipedraft.train.log import (
     save_bad_batches,
     truncate_log,
 )
-from pipedraft.train.objective import LossOutput, Objective
+from pipedraft.train.objective import DraftObjective, LossOutput, Objective
+from pipedraft.train.screen import Screen
 
 STATE = "training_state"
 """Folder of a checkpoint that only resuming needs."""
@@ -92,6 +94,8 @@ class Trainer:
         self.stopping = Stopping(max_minutes=config.max_minutes, started=started)
         self.stop: Stop | None = None
         self.pace = StepPace()
+        self.prompts = self._prompts_to_decode()
+        self.screen = Screen(self)
 
     @property
     def rank(self) -> int:
@@ -282,6 +286,35 @@ class Trainer:
 
     # -- evaluation and checkpoints ---------------------------------------------------------
 
+    def _prompts_to_decode(self) -> list[list[int]]:
+        """Held-out prompts that evaluations decode; none where the target cannot run alone here.
+
+        Raises:
+            ValueError: there are none, and best/ is to be chosen by them.
+        """
+        evaluation, objective = self.config.evaluation, self.objective
+        count, prompts = evaluation.decode_prompts, list[list[int]]()
+        has_target = self.config.features is None and not is_sharded(self.config, self.accelerator)
+        if count and has_target and isinstance(objective, DraftObjective):
+            room = context_length(objective.target.config)
+            prompts = first_turns(self.data.valid, count, max_positions=room)
+        if evaluation.best_by == "decoded" and not prompts:
+            raise ValueError(
+                "evaluation.best_by: 'decoded', but no prompt can be decoded, which needs "
+                "validation rows and a whole target (no features, no shard_target); give expected"
+            )
+        return prompts
+
+    @property
+    def evaluates(self) -> str:
+        """What evaluations do, in words."""
+        evaluation, rows = self.config.evaluation, len(self.data.valid)
+        every = evaluation.every_steps
+        when = f"every {every} steps" if every else "at the end"
+        decoded = f", {len(self.prompts)} prompts decoded" * bool(self.prompts)
+        held_out = f"{min(evaluation.max_rows, rows)} held-out rows" if rows else "no held-out rows"
+        return f"evaluated {when}: {held_out}{decoded}"
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Metrics of the objective on the first validation rows, shared among the processes.
@@ -328,19 +361,36 @@ class Trainer:
             checkpoint.rotate(self.config.output_dir, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
-    def _save_best(self, metrics: dict[str, float]) -> None:
-        """Replace best/ after a better score; without validation rows the newest is the best."""
+    def _add_decoded(self, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
+        """Let the main process decode the held-out prompts, and every one know the figures."""
+        objective = self.objective
+        if not self.prompts or not isinstance(objective, DraftObjective):
+            return
+        metrics |= on_main_process(
+            self.accelerator, lambda: decode(objective, weights, self.prompts)
+        )
+        if self.config.evaluation.best_by == "decoded":
+            metrics["score"] = metrics[DECODED_LENGTH]
+
+    def _save_best(self, metrics: dict[str, float], weights: dict[str, Tensor]) -> bool:
+        """Replace best/ after a better score; without validation rows the newest is the best.
+
+        Returns:
+            Whether it was replaced.
+        """
+        progress = self.progress
         if metrics:
-            if metrics["score"] <= self.progress.best_score:
-                self.progress.since_best += 1
-                return
-            self.progress.best_score, self.progress.since_best = metrics["score"], 0
-        weights = self.accelerator.get_state_dict(self.module)
+            if metrics["score"] <= progress.best_score:
+                progress.since_best += 1
+                return False
+            progress.best_score, progress.since_best = metrics["score"], 0
+        progress.best_step, progress.best_metrics = progress.step, metrics
         if self.accelerator.is_main_process:
             checkpoint.write_folder(
                 self.config.output_dir / "best",
                 lambda folder: self.objective.save(folder, metrics, weights),
             )
+        return True
 
     def restore(self) -> None:
         """Go back to the newest undamaged checkpoint, if there is any.
@@ -370,7 +420,7 @@ class Trainer:
                 raise ValueError(
                     f"max_steps: {self.num_steps}, but {folder} is past it; raise it, or epochs"
                 )
-            self._say(f"resumed at step {self.progress.step} of {self.num_steps}")
+            self.screen.say(f"resumed at step {self.progress.step} of {self.num_steps}")
         if self.accelerator.is_main_process:
             log, is_evaluated = output_dir / "metrics.jsonl", not self.progress.evaluation_pending
             truncate_log(log, step=self.progress.step, is_evaluated=is_evaluated)
@@ -384,7 +434,7 @@ class Trainer:
         progress, saved = self.progress, self.progress.batch_group
         if saved != group and (self.config.batch_group is not None or saved % self.world):
             progress.batch_group = group
-            self._say(
+            self.screen.say(
                 f"batches come in groups of {group} instead of {saved}: this epoch goes on in "
                 "another order, and some of its rows come twice or not at all"
             )
@@ -398,7 +448,7 @@ class Trainer:
             checkpoint.tidy(self.config.output_dir)
             folder, damages = checkpoint.newest_sound(self.config.output_dir)
             for line in damages:
-                self._say(line)
+                self.screen.say(line)
             return folder
 
         return on_main_process(self.accelerator, look)
@@ -413,15 +463,9 @@ class Trainer:
         """
         progress = self.progress
         log = MetricsLog(self)
-        bar = tqdm(
-            total=self.num_steps,
-            initial=progress.step,
-            unit="step",
-            disable=not self.accelerator.is_main_process,
-            mininterval=1.0 if sys.stderr.isatty() else 30.0,
-        )
+        self.screen.begin()
         windows = self.windows()
-        with self.stopping.signals(), bar:
+        with self.stopping.signals():
             if progress.evaluation_pending:
                 self._evaluate_and_keep(log)
             self.stop = self.stop or self._out_of_patience()
@@ -438,11 +482,10 @@ class Trainer:
                     break
                 self.pace.waited_s += loaded - began
                 self.pace.total_s += time.perf_counter() - began
-                log.add(values, bar)
+                log.add(values, self.screen)
                 self._finish_step(log)
-        if self.stop is not None:
-            self._say(f"stopped at step {progress.step} of {self.num_steps}: {self.stop.reason}")
         log.close()
+        self.screen.end()
         return progress.metrics
 
     def _finish_step(self, log: MetricsLog) -> None:
@@ -468,12 +511,14 @@ class Trainer:
         except FeaturesLost as lost:
             progress.evaluation_pending, self.stop = True, Stop(f"{lost}; {GO_ON}", 1)
             return
+        weights = self.accelerator.get_state_dict(self.module)
+        self._add_decoded(metrics, weights)
         progress.evaluation_pending = False
         if metrics:
             log.write({f"valid/{key}": value for key, value in metrics.items()})
-            shown = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-            self._say(f"step {progress.step}: {shown}")
-        self._save_best(metrics)
+        is_best = self._save_best(metrics, weights)
+        if metrics:
+            self.screen.evaluated(metrics, is_best=is_best)
 
     def _out_of_patience(self) -> Stop | None:
         patience, since_best = self.config.evaluation.patience, self.progress.since_best
@@ -483,10 +528,6 @@ class Trainer:
             f"no better score than {self.progress.best_score:.4f} in {since_best} evaluations "
             "(evaluation.patience); the best network is in best/"
         )
-
-    def _say(self, text: str) -> None:
-        if self.accelerator.is_main_process:
-            tqdm.write(text, file=sys.stderr)
 
 
 def add_sums(

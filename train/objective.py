@@ -30,10 +30,13 @@ from pipedraft.models.draft import (
 from pipedraft.models.families import embed, logits_divisor
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget, capture_hidden
+from pipedraft.pretrained import place_draft
 from pipedraft.train.losses import DistillationLoss, Divergence, LossKind, chunked_distillation
 
 if TYPE_CHECKING:
     from pipedraft.train.features.reader import Features
+
+EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of all heads compare
 
 
 class LossOutput(NamedTuple):
@@ -276,6 +279,11 @@ class DraftObjective(Objective):
         return self._target[0]
 
     @property
+    def num_steps(self) -> int:
+        """S: draft tokens of a chain in evaluations."""
+        return EVALUATED_DEPTH
+
+    @property
     def num_target_layers(self) -> int:
         return int(self.reference.fingerprint["num_layers"])
 
@@ -328,13 +336,27 @@ class DraftObjective(Objective):
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         return int(labeled_rows(batch).sum())
 
+    def draft_with(self, weights: dict[str, Tensor]) -> Draft:
+        """Return a copy of the draft to decode with; the one in training stays as it is."""
+        place = self.target.get_input_embeddings().weight.device
+        devices = [] if place.type == "cpu" else [place]
+        with torch.random.fork_rng(devices=devices, device_type=place.type), place:
+            copy = self.draft_class(self.draft.config, self.layer_config, self.reference)
+        copy.load_state_dict(own_weights(weights))
+        copy.attach(self.target)
+        return place_draft(copy.eval().requires_grad_(False), self.target)
+
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
-        prefix = "draft."  # what is trained beside the draft is no part of it
-        own = {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
         note = {**self.training_note, "metrics": metrics}
-        self.draft.save(folder, training=note, weights=own)
+        self.draft.save(folder, training=note, weights=own_weights(weights))
         if self.card is not None:
             (folder / "README.md").write_text(self.card(read_description(folder)))
+
+
+def own_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the draft's part of an objective's state; what is trained beside it is left out."""
+    prefix = "draft."
+    return {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
 
 
 class ChainObjective(DraftObjective):

@@ -20,7 +20,6 @@ if __name__ == "__main__":
 import torch
 from byte_pairs import train_tokenizer
 from jsonargparse import ArgumentParser
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
@@ -109,7 +108,9 @@ def make_model(config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> PreT
     if config.adapters is None:
         return model
     num_layers = model.config.num_hidden_layers - (config.adapters.layers == "before_last")
-    adapters = LoraConfig(
+    import peft  # an extra, which only adapters need
+
+    adapters = peft.LoraConfig(
         r=config.adapters.rank,
         lora_alpha=config.adapters.alpha,  # type: ignore[arg-type]  # declared int, used as a number
         target_modules=list(config.adapters.modules),
@@ -117,7 +118,7 @@ def make_model(config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> PreT
         layers_pattern="layers",
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, adapters)
+    return peft.get_peft_model(model, adapters)
 
 
 class Both(torch.optim.Optimizer):
@@ -185,7 +186,7 @@ def train(config: TargetConfig) -> None:
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: str) -> None:
-    if isinstance(model, PeftModel):
+    if hasattr(model, "merge_and_unload"):  # peft's
         model.save_pretrained(folder / "adapter")
         model = model.merge_and_unload()
     model.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -1,0 +1,228 @@
+"""Decode one prompt without and with a draft, side by side, and measure both."""
+
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from statistics import median
+from typing import ClassVar
+
+from pipedraft.cli import leave_at_interrupts, option, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
+from pipedraft.inference.arguments import EngineOptions
+
+EXAMPLE = """example:
+  pipedraft demo
+  pipedraft demo --prompt "What kinds of tea do you have today?"
+  pipedraft demo --checkpoint assets/heads/spd_n4 --tree-width 4
+  pipedraft demo --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --schedule eagle \\
+      --tree chain:4
+
+Greedy, in this process. On a terminal both answers appear beside each other as fast as they were
+measured, the accepted draft tokens in green; elsewhere one after the other.
+"""
+HEAD, TREE = "assets/heads/eagle3", "chain:5"
+"""The draft where none is given, and its shape: what gains most on one CPU thread."""
+PROMPT = "Write a Python function that returns the sum of a list."
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+FRAME_S = 0.04
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(EngineOptions):
+    """Decode one prompt without and with a draft, side by side, and say what the draft gains."""
+
+    PROG: ClassVar[str] = "pipedraft demo"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    prompt: str = option(PROMPT, metavar="TEXT")
+    """the user's message"""
+    max_new_tokens: int = option(64, least=2)
+    """tokens of the answer at most"""
+    repeats: int = option(3, least=1)
+    """measured runs of each, in turn, after one that warms up"""
+
+    def completed(self) -> "DemoOptions":
+        """Return the options with the draft that ships where none is named."""
+        if self.checkpoint or self.draft_model or self.draft:
+            return self
+        if self.target is not None:
+            raise ValueError(
+                f"--target: {self.target!r} without a draft; give --checkpoint DIR, --draft-model "
+                "DIR or --draft suffix"
+            )
+        is_default = self.schedule in (None, "eagle") and "tree" not in self.settings
+        tree = {"tree": self.tree_of(TREE)} if is_default else {}
+        stages = 1 if self.stages is None else self.stages
+        return replace(self, checkpoint=HEAD, stages=stages, settings=tree | self.settings)
+
+    @staticmethod
+    def tree_of(text: str) -> object:
+        from pipedraft.inference.shapes import TreeShape
+
+        return TreeShape.parse(text)
+
+
+build_parser = DemoOptions.parser
+
+
+@dataclass
+class Answer:
+    """One way to decode the prompt, and what its runs gave."""
+
+    name: str
+    pieces: list[str] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    """Of each token: a draft token that the target accepted."""
+    times_s: list[float] = field(default_factory=list)
+    """After the start, at which each token of the last run came."""
+    rates: list[float] = field(default_factory=list)
+    """Tokens after the first per second, of each measured run."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {median(self.rates):.0f} tokens/s"
+
+
+# -- side by side --------------------------------------------------------------------------------
+
+Cell = tuple[str, int]
+"""A character, and the token that it is of."""
+
+
+def wrapped(pieces: list[str], width: int) -> list[list[Cell]]:
+    """Break a text into lines of at most ``width`` characters, at spaces where there are some."""
+    cells = [(c, token) for token, piece in enumerate(pieces) for c in piece]
+    lines, is_broken = list[list[Cell]]([[]]), False
+    for match in re.finditer(r"\n|[^\S\n]|\S+", "".join(pieces)):
+        word = cells[match.start() : match.end()]
+        if word[0][0] == "\n":
+            lines, is_broken = [*lines, []], False
+            continue
+        while len(lines[-1]) + len(word) > width:
+            if lines[-1]:
+                lines, is_broken = [*lines, []], True
+            else:  # a word that is longer than a line
+                lines[-1], word = word[:width], word[width:]
+        if not (is_broken and not lines[-1] and word[0][0] == " "):
+            lines[-1] += word
+    return lines
+
+
+def painted(cells: list[Cell], answer: Answer, shown: int, width: int) -> str:
+    """Return a line with the first ``shown`` tokens, the accepted ones in green."""
+    seen = [cell for cell in cells if cell[1] < shown]
+    parts = []
+    for is_accepted, group in groupby(seen, key=lambda cell: answer.accepted[cell[1]]):
+        text = "".join(character for character, _ in group)
+        parts.append(f"{GREEN}{text}{PLAIN}" if is_accepted else text)
+    return "".join(parts) + " " * (width - len(seen))
+
+
+def play(answers: list[Answer]) -> None:
+    """Show both answers as fast as they were measured, on a terminal."""
+    size = shutil.get_terminal_size()
+    width = (size.columns - 3) // 2
+    columns = [wrapped(answer.pieces, width) for answer in answers]
+    height = max(map(len, columns))
+    print(" | ".join(f"{answer.title[:width]:<{width}}" for answer in answers))
+    moves = height < size.lines - 4
+    began, end = time.monotonic(), max(answer.times_s[-1] for answer in answers)
+    while True:
+        elapsed = time.monotonic() - began if moves else end
+        counts = [sum(at <= elapsed for at in answer.times_s) for answer in answers]
+        for row in range(height):
+            found = [column[row] if row < len(column) else [] for column in columns]
+            parts = zip(found, answers, counts, strict=True)
+            print(" | ".join(painted(*part, width) for part in parts))
+        if elapsed >= end:
+            return
+        time.sleep(FRAME_S)
+        print(f"\x1b[{height}A", end="")
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def run(options: DemoOptions) -> None:
+    """Decode in turn, show both answers, and say how they compare."""
+    from pipedraft.inference.command import encode, load_engine
+    from pipedraft.inference.config import DecodeConfig
+    from pipedraft.inference.engine import Engine
+    from pipedraft.inference.generation import TextPieces, tokens_of
+
+    if options.backend != "local":
+        raise ValueError(f"--backend: {options.backend!r}; leave it out, this runs in one process")
+    if not options.prompt.strip():
+        raise ValueError(f"--prompt: {options.prompt!r} is empty; give at least one word")
+    settings = options.engine_settings() | {"max_new_tokens": options.max_new_tokens}
+    engine = load_engine(options, None, settings)
+    config = engine.config
+    if config.schedule.grows is None:
+        raise ValueError("--schedule: autoregressive is what the demo compares with; give another")
+    plain = DecodeConfig.of(
+        "autoregressive", num_stages=config.num_stages, max_new_tokens=options.max_new_tokens
+    )
+    baseline = Engine(engine.target.model, engine.tokenizer, plain)  # type: ignore[union-attr]
+    name = options.checkpoint or options.draft_model or options.draft
+    shape = getattr(config.schedule, "label", None)
+    label = config.schedule.name + (f", {shape}" if shape else "")
+    answers = [Answer("without a draft"), Answer(f"with {name} ({label})")]
+    ids = encode(engine.tokenizer, options.prompt, raw=False)
+    for turn in range(options.repeats + 1):
+        for decoder, answer in zip((baseline, engine), answers, strict=True):
+            pieces = TextPieces(engine.tokenizer, None)
+            result = decoder.decode(ids, observer=pieces)
+            answer.pieces = pieces.finish(result.text)
+            answer.accepted = [token.accepted for token in tokens_of(result, answer.pieces)]
+            answer.times_s = result.token_times_s
+            elapsed_s = result.token_times_s[-1] - result.prefill_s
+            if turn:
+                answer.rates.append(result.num_tokens / max(elapsed_s, 1e-9))
+    print(f"prompt: {options.prompt}\n")
+    if sys.stdout.isatty():
+        play(answers)
+    else:
+        for answer in answers:
+            print(f"{answer.title}\n{answer.text}\n")
+    print(verdict(answers, num_rounds=len(result.round_lengths), num_stages=config.num_stages))
+
+
+def verdict(answers: list[Answer], *, num_rounds: int, num_stages: int) -> str:
+    """Say what the draft gained or cost, as measured."""
+    plain, drafted = answers
+    ratios = [b / a for a, b in zip(plain.rates, drafted.rates, strict=True)]
+    ratio, count = median(ratios), len(drafted.pieces)
+    lines = [
+        f"{sum(drafted.accepted)} of {count} tokens were accepted draft tokens: {num_rounds} "
+        f"verification rounds instead of {count - 1} steps",
+        f"with the draft {ratio:.2f} times as fast ({len(ratios)} runs of each in turn: "
+        f"{min(ratios):.2f} to {max(ratios):.2f}), "
+        + ("the same text" if plain.text == drafted.text else "not the same text: rounding"),
+    ]
+    if ratio < 1:
+        lines.append("here the draft costs more time than it saves")
+    if num_stages > 1:
+        lines.append(
+            f"one process runs the {num_stages} stages one after the other; processes run them at "
+            "once (docs/processes.md)"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the demo of this process's command line."""
+    run(DemoOptions.read(sys.argv[1:]).completed())
+
+
+if __name__ == "__main__":
+    run_command(main)

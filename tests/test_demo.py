@@ -1,0 +1,82 @@
+"""``pipedraft demo``: the same prompt without and with a draft."""
+
+import os
+import re
+import sys
+
+import pytest
+from conftest import REPOSITORY
+
+from pipedraft.inference import demo
+from pipedraft.inference.demo import Answer, painted, play, verdict, wrapped
+
+
+@pytest.fixture
+def at_home(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+
+
+WORDS = ["--max-new-tokens", "12", "--repeats", "1"]
+
+
+def test_both_answers_are_printed_and_compared(at_home, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["demo", *WORDS])
+    demo.main()
+    lines = capfd.readouterr().out.splitlines()
+    first, second = (at for at, line in enumerate(lines) if line.endswith(" tokens/s"))
+    assert lines[first].startswith("without a draft: ")
+    assert lines[second].startswith("with assets/heads/eagle3 (eagle, chain:5): ")
+    text = lines[first + 1 : second - 1]
+    assert text == lines[second + 1 : second + 1 + len(text)] and text[0].startswith("def ")
+    assert lines[-2].endswith("verification rounds instead of 11 steps")
+    assert "times as fast (1 runs of each in turn: " in lines[-1] and "the same text" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--target", "assets/target"], "--target: 'assets/target' without a draft; give"),
+        (["--prompt", " "], "--prompt: ' ' is empty"),
+        (["--backend", "process"], "--backend: 'process'; leave it out"),
+        (["--schedule", "autoregressive"], "--schedule: autoregressive is what the demo compares"),
+        (["--repeats", "0"], "--repeats: 0; give at least 1"),
+    ],
+)
+def test_bad_input_is_refused_by_its_option(words, message, at_home, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["demo", *words])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        demo.main()
+
+
+def answer(name: str, rates: list[float]) -> Answer:
+    pieces = ["Sum", " of", "\n  two", " numbers"]
+    return Answer(name, pieces, [False, True, True, False], [0.0, 0.1, 0.1, 0.2], rates)
+
+
+def test_a_terminal_shows_both_beside_each_other(monkeypatch, capsys):
+    monkeypatch.setattr(demo.shutil, "get_terminal_size", lambda: os.terminal_size((43, 20)))
+    play([answer("a", [10.0]), answer("b", [20.0])])
+    out = capsys.readouterr().out
+    assert out.startswith("a: 10 tokens/s       | b: 20 tokens/s")
+    assert out.rpartition("\x1b[2A")[2].splitlines() == [
+        " | ".join(2 * [f"Sum\x1b[32m of\x1b[0m{' ' * 14}"]),
+        " | ".join(2 * [f"\x1b[32m  two\x1b[0m numbers{' ' * 7}"]),
+    ]
+
+
+def test_lines_break_at_spaces_and_keep_indentation():
+    lines = wrapped(["abc def", " ghi", "\n  ", "abcdefghijkl"], 8)
+    assert ["".join(c for c, _ in line) for line in lines] == [
+        "abc def ",
+        "ghi",
+        "  ",
+        "abcdefgh",
+        "ijkl",
+    ]
+    assert painted(lines[1], Answer("x", accepted=[False, True]), 2, 5) == "\x1b[32mghi\x1b[0m  "
+
+
+def test_a_draft_that_costs_more_is_said_to():
+    said = verdict([answer("a", [20.0]), answer("b", [10.0])], num_rounds=2, num_stages=4)
+    assert "0.50 times as fast" in said and "costs more time than it saves" in said
+    assert "one process runs the 4 stages one after the other" in said

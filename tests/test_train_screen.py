@@ -1,0 +1,103 @@
+"""What a run shows, and the acceptance that it measures by decoding."""
+
+import json
+
+import pytest
+from train_runs import assert_equal_weights, logged, train, weights
+
+from pipedraft.inference.engine import Engine
+from pipedraft.models import load_draft
+from pipedraft.train.decoding import decode_config, first_turns
+
+DECODED = {
+    "evaluation__decode_prompts": 3,
+    "evaluation__every_steps": 1,
+    "max_steps": 2,
+    "data__valid_fraction": 0.3,
+}
+
+
+def test_a_run_says_what_it_does_a_row_each_log_step_and_what_is_next(
+    world, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    train(world.arguments("eagle3", out, **DECODED, log_every_steps=2), monkeypatch)
+    screen = capsys.readouterr()
+    lines = screen.err.splitlines()
+    assert screen.out == "" and all(len(line.replace(str(out), "")) < 110 for line in lines)
+    (start,) = [at for at, line in enumerate(lines) if line.startswith("pipedraft 0.")]
+    assert "train eagle3, " in lines[start] and lines[start].endswith("on cpu x 1, fp32")
+    assert lines[start + 1].startswith("2 steps of 256 tokens, adamw, lr 0.003; evaluated every 1")
+    assert lines[start + 1].endswith(" held-out rows, 3 prompts decoded")
+    assert lines[start + 2] == f"into {out}: metrics.jsonl, best/, checkpoints/"
+    head = [line.split() for line in lines].index(
+        ["step", "loss", "accepted", "lr", "tokens/s", "left"]
+    )
+    assert lines[head + 1].split()[0] == "2" and lines[head + 1].split()[-1] == "0:00"
+    held_out = [line for line in lines if "held out: " in line]
+    assert len(held_out) == 2 and "teacher-forced), decoded L' " in held_out[0]
+    best, following, _ = lines[-3:]
+    assert best.startswith("best: step ") and best.endswith(f": {out / 'best'}")
+    assert following.startswith(f"next: pipedraft eval --checkpoint {out} ")
+
+
+@pytest.mark.parametrize("method", ["spd", "eagle3", "flexspec"])
+def test_decoding_measures_the_head_and_disturbs_nothing(method, world, tmp_path):
+    """The figures are those of the saved head, and the run is the same without them."""
+    runs = {}
+    for name, count in (("with", 3), ("without", 0)):
+        changes = DECODED | {"evaluation__decode_prompts": count}
+        runs[name] = world.trainer(method, tmp_path / name, **changes)
+        runs[name].run()
+    assert_equal_weights(*(weights(tmp_path / name / "best") for name in runs))
+    ours, plain = (logged(tmp_path / name) for name in runs)
+    decoded = ("valid/decoded_acceptance_length", "valid/decoded_equivalent_acceptance_length")
+    assert [{k: v for k, v in entry.items() if k not in decoded} for entry in ours] == plain
+
+    trainer = runs["with"]
+    last = json.loads((tmp_path / "with" / "metrics.jsonl").read_text().splitlines()[-1])
+    target = trainer.objective.target
+    newest = max((tmp_path / "with" / "checkpoints").iterdir())
+    draft = load_draft(str(newest), target)
+    config = decode_config(draft, trainer.objective.num_steps)
+    engine = Engine(target, _NoText(), config, draft)
+    assert len(trainer.prompts) == 3
+    results = [engine.decode(ids) for ids in trainer.prompts]
+    rounds = [length for result in results for length in result.round_lengths]
+    assert last[decoded[0]] == sum(rounds) / len(rounds) >= 1
+    tokens, steps = (sum(getattr(r, x) for r in results) for x in ("num_tokens", "num_steps"))
+    assert last[decoded[1]] == config.num_stages * tokens / steps
+
+
+class _NoText:
+    def decode(self, ids, skip_special_tokens=True):
+        return ""
+
+
+def test_prompts_end_where_the_assistant_begins():
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
+        {"input_ids": [5, 6], "loss_mask": [1, 1]},  # no prompt
+        {"input_ids": [9, 8, 7, 6], "loss_mask": [0, 0, 0, 1]},  # too long
+        {"input_ids": [3, 2, 1], "loss_mask": [0, 1, 1]},
+        {"input_ids": [4, 2, 1], "loss_mask": [0, 1, 1]},
+    ]
+    assert first_turns(rows, 2, max_positions=34) == [[5, 6], [3]]
+
+
+def test_best_may_be_chosen_by_what_is_decoded(world, tmp_path):
+    trainer = world.trainer("eagle3", tmp_path, **DECODED, evaluation__best_by="decoded")
+    metrics = trainer.run()
+    assert metrics["score"] == metrics["decoded_equivalent_acceptance_length"]
+    decoded = {"evaluation__best_by": "decoded"}
+    for changes, fix in (
+        ({"evaluation__decode_prompts": 0}, "give prompts"),
+        ({"data__valid_fraction": 0.0}, "which needs validation rows"),
+    ):
+        with pytest.raises(ValueError, match=f"evaluation.best_by: 'decoded'.*{fix}"):
+            world.trainer("eagle3", tmp_path / "no", **DECODED | decoded | changes)
+
+
+def test_only_wandb_takes_an_artifact(world, tmp_path):
+    with pytest.raises(ValueError, match=r"wandb_artifact: true, but trackers are \[\]"):
+        world.trainer("spd", tmp_path, wandb_artifact="true")

@@ -1,0 +1,73 @@
+"""Acceptance as decoded: held-out prompts, answered with the head that is in training."""
+
+from datasets import Dataset
+from torch import Tensor
+
+from pipedraft.files import Values
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.custom_generate import NoText
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.shapes import TreeShape
+from pipedraft.inference.sources import default_schedule
+from pipedraft.models.draft import Draft
+from pipedraft.train.objective import DraftObjective
+
+NEW_TOKENS = 32
+"""Of each answer, at most."""
+DECODED_TAU, DECODED_LENGTH = "decoded_acceptance_length", "decoded_equivalent_acceptance_length"
+"""Names of the figures in the log."""
+
+
+def first_turns(rows: Dataset, count: int, *, max_positions: int) -> list[list[int]]:
+    """Return what precedes the assistant's first turn in the first rows that have such a prompt.
+
+    Args:
+        count: prompts, at most.
+        max_positions: of the target; longer prompts are left out.
+    """
+    prompts: list[list[int]] = []
+    for row in rows:
+        if len(prompts) == count:
+            break
+        length = next((at for at, counted in enumerate(row["loss_mask"]) if counted), 0)
+        if 0 < length <= max_positions - NEW_TOKENS:
+            prompts.append(list(row["input_ids"][:length]))
+    return prompts
+
+
+def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
+    """Return the head's own schedule with chains, as the teacher-forced figures assume.
+
+    Args:
+        num_steps: draft tokens of a chain, where the schedule does not say it.
+    """
+    schedule = default_schedule(draft.draft_type)
+    settings: Values = {"tree": TreeShape(kind="chain", depth=num_steps)}
+    if schedule != "eagle":
+        trained = vars(draft.config)
+        settings = {x: trained[x] for x in ("timing", "tokens_per_step") if x in trained}
+    stages = {"num_stages": draft.num_stages or 1, "boundaries": draft.boundaries}
+    return DecodeConfig.of(schedule, **stages, max_new_tokens=NEW_TOKENS, **settings)
+
+
+def decode(
+    objective: DraftObjective, weights: dict[str, Tensor], prompts: list[list[int]]
+) -> dict[str, float]:
+    """Decode prompts in this process and return tau and L' over all of them.
+
+    Args:
+        weights: the objective's whole state.
+    """
+    draft = objective.draft_with(weights)
+    config = decode_config(draft, objective.num_steps)
+    engine = Engine(objective.target, NoText(), config, draft)
+    results = [engine.decode(ids) for ids in prompts]
+    rounds = [length for result in results for length in result.round_lengths]
+    num_steps = sum(result.num_steps for result in results)
+    if not num_steps:  # every answer was the token of the prompt's forward pass alone
+        return {DECODED_TAU: 1.0, DECODED_LENGTH: 1.0}
+    num_tokens = sum(result.num_tokens for result in results)
+    return {
+        DECODED_TAU: sum(rounds) / len(rounds),
+        DECODED_LENGTH: config.num_stages * num_tokens / num_steps,
+    }

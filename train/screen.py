@@ -1,0 +1,155 @@
+"""What a person sees of a run: what it will do, a row of figures each log step, how it ended."""
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from pipedraft import __version__
+from pipedraft.train.decoding import DECODED_LENGTH, DECODED_TAU
+from pipedraft.train.launch import GO_ON
+from pipedraft.train.objective import DraftObjective
+
+if TYPE_CHECKING:
+    from pipedraft.train.loop import Trainer
+
+WIDTHS = {"step": 8, "loss": 10, "accepted": 10, "lr": 10, "tokens/s": 10, "left": 10}
+"""Columns of the table. accepted: share of draft tokens accepted at temperature 1, of the first one
+where chains are trained."""
+TIMED_STEPS = 4
+"""Steps after which the time of the whole run is said; the first one warms up and is left out."""
+EXPECTED = ("equivalent_acceptance_length_T0", "acceptance_length_T0")
+"""What the teacher-forced figure of a method is called."""
+
+
+def duration(seconds: float) -> str:
+    """Return 0:05, 12:30 or 3:02:07."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def figures(metrics: dict[str, float]) -> str:
+    """Return an evaluation's main figures as a line has them."""
+    shown = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else []
+    expected = next((metrics[name] for name in EXPECTED if name in metrics), None)
+    if expected is not None:
+        shown.append(f"expected L' {expected:.2f} (teacher-forced)")
+    if DECODED_LENGTH in metrics:
+        shown.append(f"decoded L' {metrics[DECODED_LENGTH]:.2f}, tau {metrics[DECODED_TAU]:.2f}")
+    return ", ".join(shown)
+
+
+class Screen:
+    """Lines on stderr, by the main process alone; metrics.jsonl has every figure."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+        self.is_shown = trainer.accelerator.is_main_process
+        self._has_head = False
+        self._timed_from, self._timed_at = trainer.progress.step, time.monotonic()
+        self._bar: tqdm | None = None
+
+    def say(self, text: str) -> None:
+        """Write a line above the bar."""
+        if self.is_shown:
+            tqdm.write(text, file=sys.stderr)
+
+    def begin(self) -> None:
+        """Say what the run is about to do, and start its clock."""
+        trainer = self.trainer
+        config, accelerator, evaluation = trainer.config, trainer.accelerator, trainer.evaluates
+        precision = accelerator.mixed_precision.replace("no", "fp32")
+        tokens = config.batch_tokens * config.accumulation * accelerator.num_processes
+        self.say(
+            f"pipedraft {__version__}: train {config.method}, {trainer.num_trainable / 1e6:.2f} M "
+            f"parameters, for {config.target or 'no target'} on {accelerator.device.type} x "
+            f"{accelerator.num_processes}, {precision}\n"
+            f"{trainer.num_steps} steps of {tokens} tokens, {config.optim.name}, lr "
+            f"{config.optim.lr:g}; {evaluation}\n"
+            f"into {config.output_dir}: metrics.jsonl, best/, checkpoints/"
+        )
+        self._timed_from, self._timed_at = trainer.progress.step, time.monotonic()
+        self._bar = tqdm(
+            total=trainer.num_steps,
+            initial=trainer.progress.step,
+            unit="step",
+            leave=False,
+            mininterval=1.0,
+            disable=None if self.is_shown else True,  # None: on a terminal alone
+        )
+
+    def step(self) -> None:
+        """Count a step; say the time of the run when the first ones have shown it."""
+        progress = self.trainer.progress
+        if self._bar is not None:
+            self._bar.update(1)
+        done = progress.step - self._timed_from
+        if done == 1 and not self._has_head:
+            self._timed_from, self._timed_at = progress.step, time.monotonic()
+        elif done == TIMED_STEPS - 1 and not self._has_head:
+            self._head()
+
+    def _seconds_left(self) -> float | None:
+        progress = self.trainer.progress
+        done = progress.step - self._timed_from
+        if not done:
+            return None
+        rate = (time.monotonic() - self._timed_at) / done
+        return rate * (self.trainer.num_steps - progress.step)
+
+    def _head(self) -> None:
+        self._has_head = True
+        left = self._seconds_left()
+        if left:
+            self.say(f"about {duration(left)} to go, by the first steps")
+        self.say("".join(f"{name:>{width}}" for name, width in WIDTHS.items()))
+
+    def row(self, means: dict[str, float], rate: float) -> None:
+        """Write a row of the table.
+
+        Args:
+            means: over the steps since the last row.
+            rate: counted tokens per second.
+        """
+        if not self._has_head:
+            self._head()
+        accepted = means.get("acceptance", means.get("acceptance_1"))
+        left = self._seconds_left()
+        cells = {
+            "step": str(self.trainer.progress.step),
+            "loss": f"{means['loss']:.4f}",
+            "accepted": "-" if accepted is None else f"{accepted:.3f}",
+            "lr": f"{means.get('lr', 0):.1e}",
+            "tokens/s": f"{rate:.0f}",
+            "left": "-" if left is None else duration(left),
+        }
+        self.say("".join(f"{cells[name]:>{width}}" for name, width in WIDTHS.items()))
+        if self._bar is not None and "mfu" in means:
+            self._bar.set_postfix_str(f"MFU {means['mfu']:.3f}")
+
+    def evaluated(self, metrics: dict[str, float], *, is_best: bool) -> None:
+        """Write a line of an evaluation."""
+        best = "; best so far" if is_best else ""
+        self.say(f"{self.trainer.progress.step:>8}  held out: {figures(metrics)}{best}")
+
+    def end(self) -> None:
+        """Say why the run ended, its best figures, where they are, and what to do next."""
+        trainer, folder = self.trainer, self.trainer.config.output_dir
+        progress, stop = trainer.progress, trainer.stop
+        if self._bar is not None:
+            self._bar.close()
+        if stop is not None:
+            self.say(f"stopped at step {progress.step} of {trainer.num_steps}: {stop.reason}")
+        if progress.best_step:
+            found = figures(progress.best_metrics) or "no held-out rows to choose by"
+            self.say(f"best: step {progress.best_step}, {found}: {folder / 'best'}")
+        if stop is not None and GO_ON in stop.reason:
+            return
+        if isinstance(trainer.objective, DraftObjective):
+            self.say(
+                f"next: pipedraft eval --checkpoint {folder} --benchmarks mt_bench,gsm8k,humaneval "
+                f"--limit 4 --out {folder}_eval\n"
+                f'      pipedraft inference --checkpoint {folder} --prompt "What is 12 + 30?"'
+            )
