@@ -72,7 +72,7 @@ build_parser = DemoOptions.parser
 
 
 @dataclass
-class Answer:
+class DemoRun:
     """One way to decode the prompt, and what its runs gave."""
 
     name: str
@@ -118,7 +118,7 @@ def wrapped(pieces: list[str], width: int) -> list[list[Cell]]:
     return lines
 
 
-def painted(cells: list[Cell], answer: Answer, shown: int, width: int) -> str:
+def painted(cells: list[Cell], answer: DemoRun, shown: int, width: int) -> str:
     """Return a line with the first ``shown`` tokens, the accepted ones in green."""
     seen = [cell for cell in cells if cell[1] < shown]
     parts = []
@@ -128,7 +128,7 @@ def painted(cells: list[Cell], answer: Answer, shown: int, width: int) -> str:
     return "".join(parts) + " " * (width - len(seen))
 
 
-def play(answers: list[Answer]) -> None:
+def play(answers: list[DemoRun]) -> None:
     """Show both answers as fast as they were measured, on a terminal."""
     size = shutil.get_terminal_size()
     width = (size.columns - 3) // 2
@@ -176,7 +176,7 @@ def run(options: DemoOptions) -> None:
     name = options.checkpoint or options.draft_model or options.draft
     shape = getattr(config.schedule, "label", None)
     label = config.schedule.name + (f", {shape}" if shape else "")
-    answers = [Answer("without a draft"), Answer(f"with {name} ({label})")]
+    answers = [DemoRun("without a draft"), DemoRun(f"with {name} ({label})")]
     ids = encode(engine.tokenizer, options.prompt, raw=False)
     for turn in range(options.repeats + 1):
         for decoder, answer in zip((baseline, engine), answers, strict=True):
@@ -197,7 +197,7 @@ def run(options: DemoOptions) -> None:
     print(verdict(answers, num_rounds=len(result.round_lengths), num_stages=config.num_stages))
 
 
-def verdict(answers: list[Answer], *, num_rounds: int, num_stages: int) -> str:
+def verdict(answers: list[DemoRun], *, num_rounds: int, num_stages: int) -> str:
     """Say what the draft gained or cost, as measured."""
     plain, drafted = answers
     ratios = [b / a for a, b in zip(plain.rates, drafted.rates, strict=True)]

@@ -8,7 +8,7 @@ import pytest
 from conftest import REPOSITORY
 
 from pipedraft.inference import demo
-from pipedraft.inference.demo import Answer, painted, play, verdict, wrapped
+from pipedraft.inference.demo import DemoRun, painted, play, verdict, wrapped
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def test_bad_input_is_refused_by_its_option(words, message, at_home, monkeypatch
         demo.main()
 
 
-def answer(name: str, rates: list[float]) -> Answer:
+def answer(name: str, rates: list[float]) -> DemoRun:
     pieces = ["Sum", " of", "\n  two", " numbers"]
-    return Answer(name, pieces, [False, True, True, False], [0.0, 0.1, 0.1, 0.2], rates)
+    return DemoRun(name, pieces, [False, True, True, False], [0.0, 0.1, 0.1, 0.2], rates)
 
 
 def test_a_terminal_shows_both_beside_each_other(monkeypatch, capsys):
@@ -73,7 +73,7 @@ def test_lines_break_at_spaces_and_keep_indentation():
         "abcdefgh",
         "ijkl",
     ]
-    assert painted(lines[1], Answer("x", accepted=[False, True]), 2, 5) == "\x1b[32mghi\x1b[0m  "
+    assert painted(lines[1], DemoRun("x", accepted=[False, True]), 2, 5) == "\x1b[32mghi\x1b[0m  "
 
 
 def test_a_draft_that_costs_more_is_said_to():
