@@ -177,7 +177,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
         return "it has no linear LM head"
     if not isinstance(getattr(decoder.norm, "weight", None), Tensor):
         return "its final norm has no weight"
-    further = [n for n, x in decoder.named_children() if n not in PARTS and any(x.parameters())]
+    further = [n for n, x in decoder.named_children() if n not in PARTS and [*x.parameters()]]
     if further:
         return f"its decoder also has {', '.join(further)}"
     kinds = layer_kinds(decoder.config)
@@ -262,8 +262,8 @@ def _difference(
         if not torch.equal(rows_1TH, hidden_1TH):
             return "its forward changes hidden states before or between its layers"
         hidden_1TH = -rows_1TH
-        others = {name: given[name] for name in given.keys() - PLACES}
-        if further := sorted(n for n, x in others.items() if isinstance(x, Tensor) or x):
+        others = given.keys() - PLACES
+        if further := sorted(n for n in others if given[n] is not None and given[n] is not False):
             return f"its layers also need {', '.join(further)}"
         mask, own_mask = given["attention_mask"], expected[kind]["attention_mask"]
         if own_mask is not None and (mask is None or not torch.equal(mask == 0, own_mask == 0)):
