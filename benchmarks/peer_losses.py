@@ -377,7 +377,8 @@ def chain_by_specforge(place: Path, target: Any, batch: dict[str, Tensor]) -> tu
             loss_mask=mask_BT[..., None],
             hidden_states=joined,
         )[0]
-    return sum(DECAY**step * loss for step, loss in enumerate(steps)) * ids_BT.numel(), model
+    decayed = [DECAY**step * loss for step, loss in enumerate(steps)]
+    return torch.stack(decayed).sum() * ids_BT.numel(), model
 
 
 def chain_by_speculators(place: Path, target: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
@@ -444,7 +445,8 @@ def compare_chains(package: str, layout: Layout) -> Iterator[tuple[str, Found]]:
                 gradients[own] = gradients.get(own, torch.zeros_like(x)) + x.grad
     parameters = dict(objective.draft.named_parameters())
     for form, given in batches.items():
-        loss = sum(objective(batch, torch.Generator()).loss for batch in given)
+        losses = [objective(batch, torch.Generator()).loss for batch in given]
+        loss = torch.stack(losses).sum()
         found = torch.autograd.grad(loss, [*parameters.values()])
         both = zip(parameters, found, strict=True)
         yield (

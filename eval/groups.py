@@ -5,11 +5,12 @@ evaluation whose turns are in its traces decodes nothing for it. The groups are 
 data recipe is mixed; ``metrics`` has the target's entropy.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import UNSET
 
 from pipedraft.data_recipes.groups import (
     ANSWER,
@@ -92,7 +93,7 @@ def _order(name: str) -> tuple[str, int, str]:
 
 def acceptance_by_group(rows: Sequence[PromptRecord]) -> list[GroupRecord]:
     """One entry for each group that has a round or a test."""
-    counted: list[Mapping[str, list[int]]] = [row.groups for row in rows if row.groups]
+    counted = [row.groups for row in rows if row.groups is not UNSET]
     found = []
     for name in sorted({name for counts in counted for name in counts}, key=_order):
         own_P4 = np.array([counts[name] for counts in counted if name in counts])
