@@ -77,7 +77,10 @@ class Hardware:
             raise NotReplayable(f"the cost model has {len(cost.stages)} devices")
         if not self.cuts:
             return own
-        cut = cut_layers(cost, own[-1], num_stages)
+        try:
+            cut = cut_layers(cost, own[-1], num_stages)
+        except ValueError as error:
+            raise NotReplayable(str(error)) from error
         if recording.draft_type in STAGED_DRAFTS and cut != own:
             raise NotReplayable(f"{recording.draft_type} was trained for the cut {[*own]}")
         return cut

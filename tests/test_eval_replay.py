@@ -84,6 +84,9 @@ def test_a_cluster_of_unequal_stages_is_priced_and_cut_anew() -> None:
     assert found.per_prompt[0].virtual_time < kept.per_prompt[0].virtual_time
     with pytest.raises(NotReplayable, match="has 2 devices"):
         replay(record("language_model", 4, **way), Hardware("c", cluster, None))
+    small = replace(cluster, layer_gb=1.0, stages=(StageCost(memory_gb=2.0),) * 2)
+    with pytest.raises(NotReplayable, match="no cut of 8 layers of 1 GB fits"):
+        replay(free, Hardware("c", small, None, cuts=True))
     trained = replace(free, draft_type="spd")
     with pytest.raises(NotReplayable, match="spd was trained for the cut"):
         replay(trained, Hardware("c", cluster, None, cuts=True))
