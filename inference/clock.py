@@ -168,8 +168,8 @@ class VirtualClock:
             hops = [cost.hop(stage, more) for stage, more in enumerate(further)]
             return (cost.link + cost.link_row * further[-1] + sum(hops) + verify) / n
         if cost.is_asynchronous:
-            hops = cost.link * (n + 1) + cost.link_row * (sum(further) + further[-1])
-            return (hops + verify) / n
+            links = cost.link * (n + 1) + cost.link_row * (sum(further) + further[-1])
+            return (links + verify) / n
         return cost.link + cost.link_row * max(further) + verify
 
     @property
