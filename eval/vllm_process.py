@@ -4,6 +4,7 @@ python vllm_process.py decode REQUEST.json ANSWER.json     draft tokens: eval/en
 python vllm_process.py states REQUEST.json FOLDER          hidden states: train/features/vllm.py
 """
 
+import fcntl
 import importlib
 import json
 import os
@@ -102,6 +103,18 @@ def without_cuda(torch):
     torch.empty_like = lambda *a, pin_memory=False, **more: empty_like(*a, **more)
 
 
+def is_written(path):
+    """Tell whether the writer of a file has let go of its lock."""
+    if not os.path.exists(path):
+        return False
+    with open(f"{path}.lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def states(request, folder):
     """Answer each line of rows on stdin by a line of files, until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
@@ -109,9 +122,6 @@ def states(request, folder):
     torch, vllm = importlib.import_module("torch"), importlib.import_module("vllm")
     if not torch.cuda.is_available():
         without_cuda(torch)
-    connector = importlib.import_module(
-        "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
-    )
     layers = {"eagle_aux_hidden_state_layer_ids": request["layers"]}
     llm = vllm.LLM(
         request["target"],
@@ -137,8 +147,9 @@ def states(request, folder):
         prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
         outputs = llm.generate(prompts, one, use_tqdm=False)
         paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
-        for path in paths:  # waits for the writer
-            connector.load_hidden_states(path)
+        # vLLM writes in the steps after a request's last one, which nothing else makes here.
+        while not all(map(is_written, paths)):
+            llm.llm_engine.step()
         print(json.dumps(paths), file=replies, flush=True)
 
 

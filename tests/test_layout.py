@@ -141,7 +141,8 @@ def test_the_package_itself_imports_without_torch() -> None:
 
 
 DECODING = ["inference", "inference.serving"]
-EVAL = ["eval", *(f"eval {name}" for name in ("compare", "parity", "replay", "report", "table"))]
+NAMES = ("compare", "engines", "parity", "replay", "report", "table")
+EVAL = ["eval", "eval.audit", *(f"eval {name}" for name in NAMES)]
 
 
 @pytest.mark.parametrize(
