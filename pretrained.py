@@ -499,7 +499,7 @@ def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
     check_tensors({"missing": set(found["missing_keys"])}, field, str(file))
     # Its weights are plain numbers now, which transformers would not save as such.
     del model.config.quantization_config
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     model.config.gguf_sha256 = file_sha256(file)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

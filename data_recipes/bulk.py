@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 # B rows, T positions, V vocabulary, J key heads, D head size
 
@@ -37,7 +37,7 @@ class Decoder:
     def begin(self, max_length: int) -> None:
         """Make empty caches for that many positions."""
         self.cache = DynamicCache(config=self.model.config)
-        self.cache.layers = preallocated(self.cache.layers, max_length)
+        preallocate(self.cache, max_length)
 
     def step(self, ids_B: Tensor) -> Tensor:
         """Return logits [B, V] of the next token."""
@@ -84,9 +84,11 @@ class PreallocatedLayer(DynamicLayer):
             self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
 
 
-def preallocated(layers: Iterable[CacheLayerMixin], max_length: int) -> list[CacheLayerMixin]:
+def preallocate(cache: DynamicCache, max_length: int) -> None:
     """Replace growing cache layers by preallocated ones; windows and recurrent states stay."""
-    return [PreallocatedLayer(max_length) if type(x) is DynamicLayer else x for x in layers]
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[i] = PreallocatedLayer(max_length)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pipedraft.data_recipes.answers import (
     TargetAnswer,
     kept_text,
 )
-from pipedraft.data_recipes.bulk import preallocated
+from pipedraft.data_recipes.bulk import preallocate
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.pretrained import context_length, load_model, load_tokenizer, resolve_device
 
@@ -124,7 +124,7 @@ def decode_batch(
     answers: list[list[int]] = [[] for _ in ids_BT]
     cache = DynamicCache(config=model.config)
     longest = ids_BT.shape[1] + max(max_tokens)
-    cache.layers = preallocated(cache.layers, longest)
+    preallocate(cache, longest)
     warp = TopPLogitsWarper(sampling.top_p) if sampling and sampling.top_p < 1 else None
     ends_E = torch.tensor(ends, device=ids_BT.device)
     rows_B = torch.arange(len(ids_BT))

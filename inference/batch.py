@@ -229,14 +229,11 @@ class BatchEngine:
         self.config = replace(config, boundaries=boundaries)
         engine = Engine(target, tokenizer, self.config, draft, connect=connect)
         self.config = replace(self.config, boundaries=tuple(engine.target.boundaries))
-        draft_cost = 0.0 if draft is None else draft.relative_cost(engine.target)
-        if config.cost.draft_forward is not None:
-            draft_cost = config.cost.draft_forward
         self.clock = BatchClock(
             config.cost,
             self.config.boundaries,
-            draft_cost,
-            drafts_together=drafts_together and _joins_rows(draft),
+            engine.draft_cost,
+            drafts_together=drafts_together and draft is not None and _joins_rows(draft),
         )
         self._root, self.timeline = engine.pipeline, engine.pipeline.timeline
         self._meter = DraftMeter()

@@ -154,7 +154,8 @@ def _joined(parts: Sequence[Any]) -> Any:
 def _propose(calls: Sequence[DraftCall]) -> Sequence[Tensor]:
     """The speculation module's rows, whose deepest ones come first; queries are the last ones."""
     options = [one.options for one in calls]
-    draft, depths = calls[0].function.__self__, [own["depths"] for own in options]
+    draft: Any = calls[0].function.__self__
+    depths = [own["depths"] for own in options]
     first = [0, *accumulate(map(len, depths))]
     order = sorted(
         ((s, row) for s, own in enumerate(depths) for row in range(len(own))),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -270,7 +270,7 @@ class GumbelVerifier(MatchVerifier):
 
     name: ClassVar[RuleName] = "gumbel"
 
-    def __init__(self, temperature: float, random: KeyedRandom, **settings: float) -> None:
+    def __init__(self, temperature: float, random: KeyedRandom, **settings: Any) -> None:
         super().__init__(temperature, random, **settings)
         self.noise = SharedNoise(random)
 
