@@ -63,7 +63,7 @@ class Screen:
         precision = accelerator.mixed_precision.replace("no", "fp32")
         tokens = config.batch_tokens * config.accumulation * accelerator.num_processes
         self.say(
-            f"pipedraft {__version__}: train {config.method}, {trainer.num_trainable / 1e6:.2f} M "
+            f"train {config.method} (pipedraft {__version__}): {trainer.num_trainable / 1e6:.2f} M "
             f"parameters, for {config.target or 'no target'} on {accelerator.device.type} x "
             f"{accelerator.num_processes}, {precision}\n"
             f"{trainer.num_steps} steps of {tokens} tokens, {config.optim.name}, lr "
