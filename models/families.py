@@ -146,7 +146,8 @@ def check_target(config: PreTrainedConfig, name: str) -> None:
     key = f"{type(config)} {config.to_json_string(use_diff=False)}"
     if key not in _lacks:
         try:
-            _lacks[key] = _lack(config)
+            with torch.random.fork_rng(devices=[]):
+                _lacks[key] = _lack(config)
         except Exception as error:  # whatever a model trips over
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             _lacks[key] = f"its layers do not run by themselves ({reason[:200]})"

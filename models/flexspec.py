@@ -344,8 +344,9 @@ def _what_last_block_adds(target: PreTrainedModel, block: nn.Module) -> tuple[Te
     """What an anchor, and the target's last block, add to some rows: float32 [T, H]."""
     config, last = target.get_decoder().config, len(target.get_decoder().layers) - 1
     layer, weight = LayerConfig.from_target(config), next(block.parameters())
-    anchor = DecoderLayer(layer).to(weight)
-    anchor.load_state_dict(block.state_dict())
+    with torch.device("meta"):  # draws no random numbers
+        anchor = DecoderLayer(layer)
+    anchor.load_state_dict(block.state_dict(), assign=True)
     rows_TH = torch.randn(4, layer.hidden_size, generator=torch.Generator().manual_seed(0))
     rows_TH, positions_T = rows_TH.to(weight), torch.arange(4, device=weight.device)
     turn = RotaryEmbedding(layer).to(weight.device).of_heads(positions_T, weight.dtype)
