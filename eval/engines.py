@@ -23,9 +23,10 @@ from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.engine_parity import (
     EngineComparison,
     ask_engine,
+    engine_depth,
     engine_request,
 )
-from pipedraft.eval.parity_rows import Decoding, trained_depth
+from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tables import Table, align_columns
 from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.files import to_json, write_atomically
@@ -218,7 +219,7 @@ def run_case(case: EngineCase, options: EnginesOptions, place: Path) -> EngineCo
     target, tokenizer = _target(case.target)
     ((folder, description),) = read_drafts([case.checkpoint], case.target, None)[2].items()
     draft = load_head(folder, target)
-    depth = trained_depth(draft, options.depth)
+    depth = engine_depth(draft, options.depth)
     files = place / "files"
     export(folder, case.layout, files, target=case.target)  # type: ignore[arg-type]
     if case.change is not None:

@@ -25,7 +25,13 @@ from pipedraft.cli import UsageError
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.eval.arguments import ParityOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
-from pipedraft.eval.engine_parity import METHODS, EngineComparison, ask_engine, engine_request
+from pipedraft.eval.engine_parity import (
+    METHODS,
+    EngineComparison,
+    ask_engine,
+    engine_depth,
+    engine_request,
+)
 from pipedraft.eval.parity_rows import (
     ROUNDING,
     Check,
@@ -321,7 +327,7 @@ def in_engine(
             f"--engine: {options.engine} runs {known} heads, {options.checkpoint!r} is of type "
             f"{kind!r}; leave out --engine"
         )
-    target = parity.target
+    target, depth = parity.target, engine_depth(parity.draft, parity.depth)
     name = options.target or parity.draft.reference.name
     encoded = [(encode_turn(parity.decoding.tokenizer, one, []), one) for one in prompts]
     with tempfile.TemporaryDirectory() as place:
@@ -338,12 +344,12 @@ def in_engine(
             target=name,
             files=str(Path(files).resolve()),
             kind=kind,
-            depth=parity.depth,
+            depth=depth,
             max_new_tokens=options.max_new_tokens,
             dtype=options.engine_dtype or str(target.dtype).removeprefix("torch."),
         )
         answer = ask_engine(options.engine_python, request)
-    return EngineComparison(draft=parity.draft, target=target, depth=parity.depth, answer=answer)
+    return EngineComparison(draft=parity.draft, target=target, depth=depth, answer=answer)
 
 
 def compare_all(options: ParityOptions) -> None:

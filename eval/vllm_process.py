@@ -120,8 +120,6 @@ def states(request, folder):
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM itself prints is no reply
     torch, vllm = importlib.import_module("torch"), importlib.import_module("vllm")
-    if not torch.cuda.is_available():
-        without_cuda(torch)
     layers = {"eagle_aux_hidden_state_layer_ids": request["layers"]}
     llm = vllm.LLM(
         request["target"],
@@ -142,6 +140,8 @@ def states(request, folder):
         },
         **request["settings"],
     )
+    if not torch.cuda.is_available():
+        without_cuda(torch)
     one = vllm.SamplingParams(temperature=0.0, max_tokens=1)
     for line in sys.stdin:
         prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
