@@ -175,8 +175,7 @@ class Engine:
 
 
 class Session:
-    """Decoding state for one prompt: output, token tree, pipeline, draft, clock; schedules'
-    verbs."""
+    """State for decoding one prompt (output, tree, pipeline, draft, clock); schedules call it."""
 
     def __init__(
         self,
