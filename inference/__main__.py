@@ -58,7 +58,7 @@ SUBCOMMANDS = {
     "edge": "pipedraft.inference.__main__",
     "serve": "pipedraft.inference.edge.serve",
 }
-"""First word of the command line -> module with the parser of the words after it."""
+"""First word on the command line -> module that parses the words after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
         return text
 
     def decode_settings(self) -> Values:
-        """Settings of the schedule, and those that every schedule has."""
+        """Return the schedule's settings and those shared by all schedules."""
         sampling = {name: getattr(self, name) for name in ("temperature", "seed", "max_new_tokens")}
         return self.engine_settings() | sampling | self.filters
 
@@ -158,7 +158,7 @@ def report_processes(reports: "list[TimelineReport]", options: DecodeOptions) ->
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Decode the prompt of a command line; ``words`` None: this process's."""
+    """Decode a command line's prompt; ``words`` None: this process's command line."""
     words = sys.argv[1:] if words is None else words
     first = words[0] if words and not words[0].startswith("-") else ""
     if first and subcommand(first, list(SUBCOMMANDS)) == "serve":

@@ -1,7 +1,7 @@
 """Several sequences in one pipeline: they join and leave at any step, and share every step.
 
     batch = BatchEngine(target, tokenizer, config, draft)
-    with batch.running():                      # steps on a thread of its own
+    with batch.running():                      # steps run on a separate thread
         handle = batch.submit(prompt_ids, on_token=print)
         result = handle.future.result()
 
@@ -48,23 +48,23 @@ if TYPE_CHECKING:
 
 
 class QueueFull(RuntimeError):
-    """No further request may wait."""
+    """The request queue is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """What sequences may take together; requests beyond it wait, first come first served."""
+    """Limits for sequences in the pipeline; further requests wait, first come first served."""
 
     sequences: int = 32
     rows: int = 512
-    """Of one stage in one step; sequences that do not fit wait for the next one. A single
-    sequence's may be more."""
+    """Maximum rows per stage and step; sequences beyond it wait for the next step. A single
+    sequence may exceed it."""
     prompt_rows: int = 64
-    """Of a prompt that enter at one step."""
+    """Maximum prompt rows entering per step."""
     kv_bytes: int | None = None
-    """Of the keys and values of all sequences, at their full length; None: no limit."""
+    """Maximum bytes for all sequences' keys and values at full length; None: no limit."""
     waiting: int = 1024
-    """Requests."""
+    """Maximum waiting requests."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "sequences", "rows", "prompt_rows", "kv_bytes", "waiting")
@@ -72,7 +72,7 @@ class BatchLimits:
 
 @dataclass(eq=False)
 class Handle:
-    """A request and what has become of it."""
+    """Request and its outcome."""
 
     prompt_ids: list[int]
     config: DecodeConfig
@@ -82,30 +82,30 @@ class Handle:
     source: DraftSource | None
     kv_bytes: int
     submitted: float
-    """On the virtual clock."""
+    """Submission time on the virtual clock."""
     future: Future[DecodeResult] = field(default_factory=Future)
-    """The result, or what the sequence failed with; CancelledError after ``cancel``."""
+    """The result or the sequence's error; CancelledError after ``cancel``."""
     token_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
-    """On the virtual clock, each token's at the end of its step."""
+    """Virtual time of each token, at the end of its step."""
     times_alone: list[float] = field(default_factory=list)
-    """The same for the sequence alone in the pipeline."""
+    """The same, as if the sequence had the pipeline alone."""
     is_cancelled: bool = False
 
 
 class _Sequence:
-    """A request that decodes, on a thread that runs only while ``resume`` waits for it."""
+    """Decoding request, on a thread running only while ``resume`` waits for it."""
 
     def __init__(self, batch: BatchEngine, handle: Handle) -> None:
         self.handle = handle
         self.last_step = self.rests_until = -1
         self.phase: int | None = None
-        """Of the steps at which its tokens enter, if it decodes plainly."""
+        """Step phase for entering tokens, if decoding autoregressively."""
         self.has_ended = False
         self.asked: DraftCall | None = None
-        """What it waits for of its draft; None: for the next step."""
+        """Draft call to wait for; None: waits for the next step."""
         self._ends_with: BaseException | None = None
-        """Raised in the sequence's thread when it goes on."""
+        """Raised in the sequence's thread when it resumes."""
         self._clock = batch.clock
         self._go, self._waits = threading.Lock(), threading.Lock()
         self._go.acquire()
@@ -114,26 +114,26 @@ class _Sequence:
         engine = batch.engine_for(handle, self._wait)
         assert isinstance(engine.pipeline, SharedPipeline)
         self.pipeline = engine.pipeline
-        # Rules that compare q with p see the last bits of q, which depend on the company.
+        # Rules comparing q with p see q's last bits, and these depend on the other rows in a batch.
         joins_rows = batch.clock.drafts_together and not handle.config.bitwise
         self._thread = threading.Thread(target=self._decode, args=[engine, joins_rows], daemon=True)
         self._thread.start()
 
     def resume(self) -> None:
-        """Let it go on until it waits for its draft or for the next step, or has ended."""
+        """Run the sequence until it waits for its draft or the next step, or has ended."""
         self._go.release()
         self._waits.acquire()
         if self.has_ended:
             self._thread.join()
 
     def end(self, error: BaseException) -> None:
-        """Let it end with an error, unless it has ended."""
+        """End the sequence with an error, unless it has ended."""
         if not self.has_ended:
             self._ends_with = error
             self.resume()
 
     def tell(self) -> None:
-        """Give the outcome to whoever asked for it."""
+        """Set the future's result or exception."""
         if isinstance(self._outcome, DecodeResult):
             self.handle.future.set_result(self._outcome)
         else:
@@ -183,18 +183,18 @@ class _Sequence:
 
 
 class BatchEngine:
-    """Decodes many prompts at once; each output is the one that ``Engine`` decodes alone.
+    """Decodes many prompts at once; each output equals ``Engine``'s output for this prompt alone.
 
-    Every sequence runs its own schedule, with its own settings, seed, token tree and caches, as on
-    a pipeline of its own. Where it waits for a step it is stopped; when all of them wait, one step
-    of every stage is made for all. It is stopped where it asks its draft, too: forwards of several
-    sequences are one, where the draft's rows join. Exactly one thread runs at any time, so outputs,
-    steps and virtual times are the same in every run that submits at the same steps.
+    Every sequence runs its own schedule, settings, seed, token tree and caches, as on its own
+    pipeline. It pauses at each step; once all are waiting, one step of every stage runs for all. It
+    also pauses at each draft call, so draft forwards from several sequences run as one if their
+    rows can be joined. Exactly one thread runs at any time. Outputs, steps and virtual times are
+    thus equal in every run with the same submission steps.
 
-    ``submit`` and ``cancel`` may be called from any thread. ``on_token``, the observer and the
-    callbacks of a handle's future are called from the batch's threads and hold up every sequence:
-    they must not block (an event loop: ``loop.call_soon_threadsafe``). An error in them ends their
-    sequence alone, as does one in its rows, its draft or its schedule.
+    You may call ``submit`` and ``cancel`` from any thread. ``on_token``, the observer and a
+    future's callbacks run on the batch's threads and delay every sequence: they must not block
+    (event loop: use ``loop.call_soon_threadsafe``). An error in one of them, in a sequence's rows,
+    draft or schedule ends only this sequence.
     """
 
     def __init__(
@@ -211,20 +211,20 @@ class BatchEngine:
     ) -> None:
         """
         Args:
-            target: causal LM as returned by ``load_target``.
-            config: of requests without one; its stages and its cost model hold for all.
-            drafts_together: forwards of the drafts of several sequences are one, where the draft's
-                rows join; else they are made one after the other.
-            counts_alone: each sequence drafts, and its time is counted, as if it had the pipeline
-                alone: for evaluations. What is counted for all of them means nothing then.
-            connect: as of ``Engine``; the ranks of a ``Cluster`` may be shared, too.
+            target: causal LM from ``load_target``.
+            config: for requests without their own; its stages and cost model apply to all.
+            drafts_together: run draft forwards from several sequences as one if their rows can be
+                joined; otherwise one after the other.
+            counts_alone: draft and measure time per sequence as if it had the pipeline alone (for
+                evaluations). Totals over all sequences are then meaningless.
+            connect: as in ``Engine``; a ``Cluster``'s ranks can be shared, too.
 
         Raises:
-            ValueError: as of ``Engine``.
+            ValueError: as in ``Engine``.
         """
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
         self.limits, self._counts_alone = limits or BatchLimits(), counts_alone
-        # A draft may say where the target is cut, and plain sequences are cut there, too.
+        # A draft may set the stage boundaries; sequences without a draft use them, too.
         boundaries = tuple(getattr(draft, "boundaries", None) or config.boundaries)
         self.config = replace(config, boundaries=boundaries)
         engine = Engine(target, tokenizer, self.config, draft, connect=connect)
@@ -238,7 +238,7 @@ class BatchEngine:
         self._root, self.timeline = engine.pipeline, engine.pipeline.timeline
         self._meter = DraftMeter()
         self.last_rows: list[list[int]] = []
-        """Of each sequence that took part in the last step, rows in each stage."""
+        """Rows per stage for each sequence in the last step."""
         self._row_bytes = row_bytes(target)
         self._max_positions = engine.target.max_positions
         self._live: list[_Sequence] = []
@@ -269,13 +269,14 @@ class BatchEngine:
         """Queue a prompt; it joins at the next step with room for it.
 
         Args:
-            config: as ``Engine``'s; the stages must be this pipeline's.
-            prompt_index, on_token, observer: as of ``Engine.decode``.
-            source: draft tokens of this sequence instead of the draft's.
+            config: as in ``Engine``; the stages must match this pipeline.
+            prompt_index, on_token, observer: as in ``Engine.decode``.
+            source: draft source for this sequence instead of the draft.
 
         Raises:
-            ValueError: the prompt does not fit, or the settings do not fit the draft or the stages.
-            QueueFull: too many wait.
+            ValueError: the prompt is too long, or the settings do not match the draft or the
+                stages.
+            QueueFull: too many requests wait.
             RuntimeError: the batch is closed.
         """
         config = config or self.config
@@ -306,7 +307,7 @@ class BatchEngine:
             kv_bytes,
             self.clock.time,
         )
-        self.engine_for(handle, lambda: None)  # refuses what cannot be decoded
+        self.engine_for(handle, lambda: None)  # reject now what cannot be decoded
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the batch is closed; make another one")
@@ -317,7 +318,7 @@ class BatchEngine:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """End a sequence where it is; a request that has ended already is left alone."""
+        """End a sequence at once; ignore a finished one."""
         with self._changed:
             handle.is_cancelled = True
             if handle in self._queue:
@@ -351,7 +352,7 @@ class BatchEngine:
 
     @contextmanager
     def running(self) -> Iterator[BatchEngine]:
-        """Make steps on a thread of its own until the end of the block, which closes the batch."""
+        """Run steps on a separate thread until the end of the block, then close the batch."""
         thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
         try:
@@ -367,14 +368,14 @@ class BatchEngine:
                 if not self.step():
                     with self._changed:
                         self._changed.wait_for(lambda: self._queue or self._is_closing)
-        except BaseException as error:  # told to whoever waits for a result
+        except BaseException as error:  # delivered through the futures
             self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End every sequence and refuse new ones; not while ``running``, which does it.
+        """End every sequence and reject new ones. Not for use inside ``running``, which calls it.
 
         Args:
-            error: what the sequences end with.
+            error: raised in the sequences.
         """
         self._close_queue()
         for sequence in self._live:
@@ -391,7 +392,7 @@ class BatchEngine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Let requests join, and make one step for all; False: there is nothing to do."""
+        """Admit requests and run one step for all; return False if there is nothing to do."""
         self._admit()
         self._end_those_done()
         for sequence in self._live:
@@ -404,6 +405,7 @@ class BatchEngine:
         sequences = self._taking_part()
         pipelines: list[Any] = [sequence.pipeline for sequence in sequences]
         self.clock.begin_step(pipelines)
+        # Drafting by waiting sequences overlaps with this step, as much as fits into it.
         for sequence in self._live:
             fit = min(sequence.pipeline.num_waiting_forwards, self.clock.forwards_beside)
             self.clock.drafted(fit, beside=True)
@@ -420,7 +422,7 @@ class BatchEngine:
         return True
 
     def _go_on(self, sequences: Sequence[_Sequence]) -> None:
-        """Let them go on until all wait for the next step, and make what they ask of the draft."""
+        """Resume sequences until all wait for the next step; run their draft calls together."""
         asking: list[_Sequence] = []
         while sequences:
             for sequence in sequences:
@@ -435,7 +437,7 @@ class BatchEngine:
             asking = [sequence for sequence in asking if sequence not in sequences]
 
     def _admit(self) -> None:
-        """First come first served: a request that does not fit holds back those behind it."""
+        """Admit requests in order: one without room holds back the ones behind it."""
         while True:
             with self._changed:
                 if not self._queue or len(self._live) >= self.limits.sequences:
@@ -454,11 +456,11 @@ class BatchEngine:
             self._go_on(self._live[-1:])
 
     def _taking_part(self) -> list[_Sequence]:
-        """Sequences of the next step: those that took part longest ago first, decoding first.
+        """Choose the sequences for the next step: least recently served first, decoding before
+        prefill.
 
-        A sequence that is left out stands still with all of its rows, so that its own steps are
-        the same as alone. One that has drafted while its rows waited sits out as many
-        steps as that takes.
+        A sequence left out pauses with all of its rows, so its own steps stay the same as alone.
+        After drafting while its rows waited, it sits out as many steps as the drafting takes.
         """
         step = self.clock.num_steps
         totals = [0] * self.clock.num_stages
@@ -476,9 +478,9 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Spread those that begin to decode over the stages: n places, the emptiest first.
+        """Spread sequences that start decoding over n step phases, the emptiest first.
 
-        Those that are counted alone share a place: a pass of a stage's weights for all of them.
+        Sequences counted alone share one phase: one pass over a stage's weights serves all.
         """
         n = self.clock.num_stages
         if sequence.phase is None and not sequence.pipeline.is_prefilling:

@@ -1,9 +1,9 @@
-"""Virtual time of the steps that several sequences share, and how much to speculate in them.
+"""Virtual time for steps shared by several sequences, and their speculation budget.
 
-Rows of all sequences in a stage take the time of one segment of as many rows. Drafts run on one
-device: the forwards of all sequences as one (``drafts_together``), or one after the other. Drafting
-beside a step makes it longer only where it takes longer than the stages; a sequence that drafts
-while its rows wait sits steps out, and the others go on.
+A stage takes as long for rows from all sequences as for one segment with as many rows. Drafts share
+one device and run as one forward (``drafts_together``) or one after the other. A draft forward
+overlapped with a step adds only the time beyond the stages' time. A sequence that drafts while its
+rows wait sits out steps, and the others continue.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 MEMORY = 0.99
-"""Weight of what was measured before, at every step."""
+"""Weight of older measurements, at every step."""
 PRIOR_STEPS = 64.0
-"""Steps for which a sequence that drafts is taken to emit ``PRIOR_LENGTH`` / n tokens each; they
-count for more as what was measured is forgotten, so that drafting is tried again."""
+"""Prior: steps in which a drafting sequence is assumed to emit ``PRIOR_LENGTH`` / n tokens each. As
+measurements are forgotten the prior gains weight, so drafting is tried again."""
 PRIOR_LENGTH = 2.0
 LEARNING = 0.1
-"""What a test changes of the sharpness, in logarithms, if the draft was sure and wrong."""
+"""Change in log sharpness after a test, if the draft was sure and rejected."""
 SHARPEST = 4.0
 SWITCH = 1.02
-"""Gain in the rate for which the number of drafting sequences changes."""
+"""Minimum gain in the rate to change the number of drafting sequences."""
 
 
 class BatchClock:
-    """T of shared steps; a step is priced when all sequences have said what they drafted in it."""
+    """T for shared steps; a step is priced after all sequences have reported their drafting."""
 
     def __init__(
         self,
@@ -50,24 +50,24 @@ class BatchClock:
         self.drafts_together = drafts_together
         self.num_steps = 0
         self.num_tokens = 0
-        """Emitted by all sequences, the first of each not counted."""
+        """Tokens emitted by all sequences, except the first of each."""
         self.live: list[SharedPipeline] = []
-        """The sequences that decode: none whose prompt is on its way."""
+        """Decoding sequences, without those still in prefill."""
         self._stages = VirtualClock(cost, boundaries, draft_forward)
         self._rows = [0] * self._stages.num_stages
         self._beside: list[int] = []
-        """Forwards of each sequence that drafted beside the step."""
+        """Draft forwards overlapped with the step, per sequence."""
         self._after: list[int] = []
         self._is_open = False
         self._unpriced: list[list[float]] = []
         self._tokens = self._steps = 0.0
-        """Tokens and steps of sequences that drafted, the latest ones weighing most."""
+        """Tokens and steps by drafting sequences, weighted toward the latest."""
         self._before: deque[frozenset[SharedPipeline]] = deque(maxlen=self.num_stages)
-        """Who drafted in the last n steps: a draft token needs n steps to come back."""
+        """Sequences drafting in the last n steps: a draft token needs n steps to return."""
         self._per_step = 1.0
-        """Rows of one of them in a stage."""
+        """Rows per stage for one of them."""
         self.drafting: frozenset[SharedPipeline] = frozenset()
-        """Those that draft where their budgets are automatic."""
+        """Sequences allowed to draft with automatic budgets."""
         self._sharpness = SHARPNESS
 
     @property
@@ -76,18 +76,18 @@ class BatchClock:
 
     @property
     def forwards_beside(self) -> int:
-        """Draft forwards that fit beside a step, of a sequence that drafts while its rows wait."""
+        """Draft forwards within a step, for a sequence drafting while its rows wait."""
         return self._stages.hidden_forwards()
 
     @property
     def time(self) -> float:
-        """T: in target passes of one token, up to the last priced step."""
+        """T in target passes over one token, up to the last priced step."""
         return self._stages.time
 
     # -- what happens -----------------------------------------------------------------------
 
     def begin_step(self, pipelines: Iterable[SharedPipeline]) -> None:
-        """Price the step before, and open one in which these sequences take part."""
+        """Price the last step and open a new one for these sequences."""
         self.settle()
         taking_part = list(pipelines)
         columns = zip(*(pipeline.next_rows for pipeline in taking_part), strict=True)
@@ -104,37 +104,38 @@ class BatchClock:
         self._choose()
 
     def drafted(self, num_forwards: int, *, beside: bool) -> None:
-        """Count draft forwards of a sequence, made beside the open step or after it."""
+        """Count a sequence's draft forwards, overlapped with the open step or after it."""
         if num_forwards:
             (self._beside if beside else self._after).append(num_forwards)
 
     def emitted(self, pipeline: SharedPipeline, times: list[float], *, is_first: bool) -> None:
-        """Count a token of a sequence, and time it when the open step ends.
+        """Count a sequence's token; set its time when the open step ends.
 
         Args:
-            times: the sequence's emission times, to which the end of the step is appended.
-            is_first: the prompt's forward made it, so that it is no token of the pipeline.
+            times: the sequence's emission times; the end of the step is appended.
+            is_first: True for the prefill's token, not counted as a pipeline token.
         """
         self.num_tokens += not is_first
         self._tokens += not is_first and pipeline in self._before[0]
         self._unpriced.append(times)
 
     def tested(self, said: float, right: bool) -> None:
-        """Take the draft's probabilities as they prove: in the mean, as many are right as it says.
+        """Adjust sharpness to observed acceptance: predicted and measured rates then agree on
+        average.
 
-        log s <- log s + LEARNING (right - said), s from 1 to SHARPEST: how much a draft understates
-        its best tokens differs from draft to draft.
+        log s <- log s + LEARNING (right - said), s from 1 to SHARPEST. Drafts differ in how much
+        they understate their best tokens.
         """
         change = math.exp(LEARNING * (right - said))
         self._sharpness = min(max(self._sharpness * change, 1.0), SHARPEST)
 
     @property
     def sharpness(self) -> float:
-        """Exponent of the draft's probabilities, in quarters: recorded graphs have it inside."""
+        """Exponent for draft probabilities, in quarters: a constant in captured CUDA graphs."""
         return round(4 * self._sharpness) / 4
 
     def leave(self, pipeline: SharedPipeline) -> None:
-        """A sequence has ended; nothing here keeps its caches."""
+        """Remove an ended sequence, so nothing here retains its caches."""
         self.live = [other for other in self.live if other is not pipeline]
         self.drafting -= {pipeline}
         self._before = deque((drafted - {pipeline} for drafted in self._before), self.num_stages)
@@ -154,9 +155,10 @@ class BatchClock:
         self._beside, self._after, self._unpriced, self._is_open = [], [], [], False
 
     def _passes(self, forwards: Sequence[int]) -> float:
-        """Time of so many draft forwards of each sequence, in forwards of one alone.
+        """Return the time for these draft forwards per sequence, in single forwards.
 
-        Together the k-th ones are one pass, longer by a row for every sequence but the first.
+        With ``drafts_together`` all k-th forwards run as one pass, longer by one row per further
+        sequence.
         """
         total, longest = sum(forwards), max(forwards, default=0)
         if not self.drafts_together:
@@ -166,11 +168,11 @@ class BatchClock:
     # -- how much to speculate --------------------------------------------------------------
 
     def drafts_pay(self, pipeline: SharedPipeline) -> bool:
-        """Whether a sequence is among those that draft; the others decode plainly in this step."""
+        """Return True if a sequence may draft in this step; the others decode autoregressively."""
         return pipeline in self.drafting or pipeline not in self.live
 
     def rate(self, num_drafting: int) -> float:
-        """Tokens per time that are expected if so many of the live sequences draft."""
+        """Expected tokens per time if ``num_drafting`` live sequences draft."""
         stages, n = self._stages, self.num_stages
         num_plain = len(self.live) - num_drafting
         rows = max(1.0, (num_drafting * self._per_step + num_plain / n))
@@ -183,9 +185,9 @@ class BatchClock:
         return (num_drafting * tokens + num_plain / n) / time
 
     def _choose(self) -> None:
-        """Choose the sequences that draft: as many as make the most tokens per time.
+        """Choose the sequences that draft: the number with the most tokens per time.
 
-        Those that begin are the ones with the fewest tokens so far, and those that stop have most.
+        Sequences with the fewest tokens start first, those with the most tokens stop first.
         """
         drafting = [pipeline for pipeline in self.live if pipeline in self.drafting]
         best = max(range(len(self.live) + 1), key=self.rate)
@@ -197,27 +199,27 @@ class BatchClock:
         self.drafting = frozenset((drafting + others)[:best])
 
     def costs(self, row: float) -> RowCosts:
-        """Costs against which a draft token of one sequence is weighed: the tokens of all of them.
+        """Costs for one sequence's draft token, weighed against the tokens from all sequences.
 
         Args:
-            row: time that it adds to a step if all segments are equally long. The longest stage
-                sets the time; the more sequences, the less the sums of their rows differ.
+            row: added step time per row if all segments are equally long. The longest stage sets
+                the time; the more sequences, the less their row sums differ.
         """
         factor = 1 + (LONGEST - 1) / math.sqrt(max(1, len(self.live)))
         rate = self.rate(len(self.drafting))
         return RowCosts(tokens=rate, time=1.0, row=factor * row, sharpness=self.sharpness)
 
     def hidden_forwards(self, alone: int) -> int:
-        """Draft forwards of one sequence that fit beside a step, of those that fit for one alone.
+        """Return one sequence's draft forwards per step, given the number that fits for one alone.
 
-        The sequences that draft share the draft's device. Together they make its forwards longer as
-        their rows make the stages' steps.
+        Drafting sequences share the draft's device. Run together, they lengthen its forwards as
+        their rows lengthen the steps.
         """
         return alone if self.drafts_together else max(1, alone // max(1, len(self.live)))
 
 
 class SequenceClock(VirtualClock):
-    """K and T of one sequence as if it were alone; what it drafts goes to the shared clock, too."""
+    """K and T for one sequence as if alone; reports its drafting to the shared clock, too."""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class SequenceClock(VirtualClock):
         super().__init__(cost, boundaries, draft_forward)
         self.batch, self.pipeline = batch, pipeline
         self._weighs = False
-        """Draft tokens enter while their probabilities pay."""
+        """True if draft tokens enter only while their probabilities are worth the cost."""
 
     def step(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> None:
         super().step(rows, draft_forwards=draft_forwards, overlap=overlap)
@@ -260,7 +262,7 @@ class SequenceClock(VirtualClock):
         return self.batch.costs(self.row_price)
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Alone in the pipeline as on a clock of its own; else each row is paid by everybody."""
+        """Use own costs if alone in the pipeline; else every sequence pays for each row."""
         if len(self.batch.live) <= 1:
             return super().round_costs(num_segments, num_forwards)
         return self.batch.costs(self.num_stages * self.row_price)

@@ -1,4 +1,4 @@
-"""The virtual clock: counts steps (K) and adds up a modeled time."""
+"""Virtual clock: counts steps (K) and sums modeled time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipedraft.inference.tree import TokenTree
 
 MAX_COST = 1e6
-"""Target passes."""
+"""In target passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,25 +60,25 @@ class CostModel:
     """Durations in units of one full target pass over one token."""
 
     row: float = 0.0
-    """Extra stage time for each row after the first, relative to the stage time of one row."""
+    """Extra stage time per row after the first, relative to the one-row stage time."""
     link: float = 0.0
-    """One hop: between stages, from the last one back to the controller, or to the first."""
+    """Link latency: between stages, from the last to the controller, or to the first."""
     link_row: float = 0.0
-    """One hop of each row after a segment's first."""
+    """Link time per row after a segment's first."""
     verify: float = 0.0
-    """Final norm, LM head and the walk."""
+    """Final norm, LM head and verification."""
     head_row: float = 0.0
-    """Final norm and LM head of each returning row after the first."""
+    """Final norm and LM head per returning row after the first."""
     verify_row: float = 0.0
-    """The rule's decision about each returning row after the first."""
+    """Acceptance rule per returning row after the first."""
     draft_forward: float | None = None
-    """One forward pass of the draft; None: its layers over the target's layers."""
+    """One draft forward; None: the draft's layers over the target's layers."""
     is_asynchronous: bool = False
-    """No stage waits for another one's step: a token still takes n stages, n + 1 hops and one
-    verification to come back, but of the hops and the verification a step pays only its n-th part.
-    Otherwise all stages step together and pay one hop and one verification at every step."""
+    """Stages do not wait for each other's steps. A token still takes n stages, n + 1 links and one
+    verification to return, but a step pays only 1/n of link and verification time. Otherwise all
+    stages step together, and every step pays one link and one verification."""
     draft_on_first_stage: bool = False
-    """The draft shares the first stage's processor instead of having its own."""
+    """The draft shares the first stage's processor instead of using its own."""
     sharing: float = 0.0
     """What each further process that computes at the same time adds to the time of all of them, as
     part of it: processes that share cores, caches or memory. 0: each has its own."""
@@ -129,10 +129,10 @@ class CostModel:
 
 
 class VirtualClock:
-    """K counts elapsed stage times with free draft, link and verification; T has their costs."""
+    """Counts K in stage times (draft, link and verification are free) and T with their costs."""
 
     def __init__(self, cost: CostModel, boundaries: Sequence[int], draft_forward: float) -> None:
-        """``boundaries``: layers (0, b1, .., L) at which the target is cut."""
+        """``boundaries``: layers (0, b1, .., L) where the target is cut."""
         self.cost, self.draft_forward = cost, draft_forward
         self.num_stages = len(boundaries) - 1
         if cost.stages and len(cost.stages) != self.num_stages:
@@ -144,12 +144,12 @@ class VirtualClock:
             cost.share(stage, start, end, boundaries[-1])
             for stage, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
         ]
-        """Of a target pass, for each stage."""
+        """Fraction of a target pass per stage."""
         self.num_steps = 0
         self.time = 0.0
         self.log: list[list[int]] = []
-        """Everything that took time, in order: [times, draft forwards, overlap, rows of every
-        stage] for equal steps, [times, draft forwards] for drafting while the stages wait."""
+        """Time-consuming events in order: [times, draft forwards, overlap, rows per stage] for
+        equal steps, [times, draft forwards] for drafting while the stages wait."""
 
     def busy(self, rows: Sequence[float]) -> list[float]:
         """Computing time of each stage for so many rows."""
@@ -157,7 +157,7 @@ class VirtualClock:
         return [share * self.cost.growth(stage, r) for stage, (share, r) in pairs]
 
     def between(self, rows: Sequence[float]) -> float:
-        """Part of a step in which no stage computes: hops and the verification."""
+        """Step time without computing stages: links and verification."""
         cost, n = self.cost, self.num_stages
         further = [max(r - 1, 0) for r in rows]
         verify = cost.verify + (cost.head_row + cost.verify_row) * further[-1]
@@ -174,7 +174,7 @@ class VirtualClock:
 
     @property
     def row_price(self) -> float:
-        """Time that a step takes longer for each row that every segment has more."""
+        """Added step time if every segment has one row more."""
         one, two = (
             self.duration([rows] * self.num_stages, draft_forwards=0, overlap=True)
             for rows in (1, 2)
@@ -182,11 +182,11 @@ class VirtualClock:
         return two - one
 
     def step_costs(self, num_tokens: int) -> RowCosts:
-        """Costs of rows that enter at every step, beside those on their way.
+        """Costs for rows entering at every step, next to those in flight.
 
-        One segment enters at each step, so a row more in every segment makes every step longer by
-        the price of a row; one in a segment that is longer than the others costs more. A right
-        draft token saves the time that a token has taken so far; at first, plain decoding's.
+        One segment enters per step. A further row in every segment makes every step longer by the
+        row price; a row in the longest segment costs more. An accepted draft token saves the
+        average time per token so far, initially the autoregressive time.
 
         Args:
             num_tokens: emitted so far.
@@ -195,16 +195,16 @@ class VirtualClock:
             tokens=num_tokens + 1,
             time=self.time + self.autoregressive_time(1),
             row=LONGEST * self.row_price,
-            # What enters a step earlier saves a step, the n-th part of a pass, and no more; a token
-            # takes about a fourth of a pass (docs/log.md).
+            # Entering one step earlier saves at most one step, 1/n of a pass; a token takes about a
+            # quarter pass (docs/log.md).
             later=max(1.0, self.num_stages / 4),
         )
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Costs of a tree that is verified as a whole, in equal segments.
+        """Costs for a tree verified as a whole, in equal segments.
 
         Args:
-            num_forwards: of the draft, while the stages wait.
+            num_forwards: draft forwards while the stages wait.
         """
         num_steps = self.num_stages + num_segments - 1
         return RowCosts(
@@ -215,7 +215,7 @@ class VirtualClock:
         )
 
     def step(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> None:
-        """Take one pipeline step; the arguments are those of ``duration``."""
+        """Run one pipeline step; arguments as in ``duration``."""
         self.num_steps += 1
         self.time += self.duration(rows, draft_forwards=draft_forwards, overlap=overlap)
         self._note([draft_forwards, int(overlap), *rows])
@@ -227,14 +227,15 @@ class VirtualClock:
             self.log.append([1, *event])
 
     def duration(self, rows: Sequence[int], *, draft_forwards: float, overlap: bool) -> float:
-        """Modeled time of a pipeline step.
+        """Return the modeled time for one pipeline step.
 
         Args:
-            rows: rows that each stage processes (0: idle).
-            overlap: whether the draft runs beside the stages or after them.
+            rows: rows processed per stage (0: idle).
+            overlap: True if the draft runs during the step, False if after it.
         """
         stages = self.busy(rows)
         draft = draft_forwards * self.draft_forward
+        # Every process computing at the same time slows the others down by ``sharing``.
         shared = 1.0 + self.cost.sharing * max(sum(map(bool, rows)) - 1, 0)
         if not overlap:
             busy = max(stages) * shared + draft
@@ -248,17 +249,17 @@ class VirtualClock:
         return busy + self.between(rows)
 
     def drafts_pay(self) -> bool:
-        """Drafting is worth its time, where the budget is automatic."""
+        """Return True if drafting is worth its time, for automatic budgets."""
         return True
 
     def verified(self, tree: TokenTree, walk: Verdict) -> None:
-        """Take note of which draft tokens of a tree were right."""
+        """Record accepted and rejected draft tokens in a tree."""
 
     def hidden_forwards(self) -> int:
-        """Draft forwards that take no longer than a step of one row; at least 1.
+        """Number of draft forwards within the time of a one-row step; at least 1.
 
-        Of one row: the rows that more forwards make slow the next step, beside which still more
-        forwards would fit, whose rows slow it further.
+        One row, because more draft rows slow the next step, more forwards would then fit, and their
+        rows would slow it further.
         """
         if not self.draft_forward:
             return 1_000
@@ -268,7 +269,7 @@ class VirtualClock:
         return max(1, int(room / self.draft_forward + 1e-9))
 
     def serial_draft(self, forwards: int) -> None:
-        """Add drafting while every stage waits."""
+        """Add drafting time while every stage waits."""
         self.time += forwards * self.draft_forward
         self._note([forwards])
 
@@ -285,20 +286,20 @@ class VirtualClock:
 def continuous_acceptance_length(
     acceptance: Sequence[float], num_stages: int, tokens_per_step: int = 1
 ) -> float:
-    """Equivalent acceptance length of m draft tokens per step, one by default (SPD, PPSD, PipeDec).
+    """Equivalent acceptance length for m draft tokens per step (SPD, PPSD, PipeDec); default 1.
 
-    L' = n E / (n + K), with E = 1 + sum_j r_j the tokens of a round, r_j = prod_{i<=j} a_i and
-    K = r_1 + r_{m+1} + r_{2m+1} + ..: the first token of a round costs n steps, every m further
-    ones a single step. With equal a_i and m = 1 this is 1 / ((1 - a) + a / n).
+    L' = n E / (n + K). E = 1 + sum_j r_j are the tokens per round, with r_j = prod_{i<=j} a_i. K =
+    r_1 + r_{m+1} + r_{2m+1} + ..: the first token in a round costs n steps, every m further ones a
+    single step. With equal a_i and m = 1 this is 1 / ((1 - a) + a / n).
 
     Args:
-        acceptance: a_1.. by position in the round, the last one holds for all later positions.
-            The j-th draft token of a round is drawn while min(j, m n + m - 1) tokens are in flight.
+        acceptance: a_1.. by position in the round; the last one holds for all later positions. The
+            j-th draft token in a round is drafted while min(j, m n + m - 1) tokens are in flight.
     """
     m, last = tokens_per_step, acceptance[-1]
     if last >= 1:
         return float(num_stages * m)
-    # To whole steps, so that what follows is a geometric series of tokens and one of steps.
+    # Pad to whole steps, so a geometric series of tokens and one of steps follow.
     rates = np.pad(np.asarray(acceptance, np.float64), (0, -len(acceptance) % m), mode="edge")
     reached = np.cumprod(rates)
     tokens = 1 + reached.sum() + reached[-1] * last / (1 - last)

@@ -1,4 +1,4 @@
-"""The decoding loop that ``generate(custom_generate=...)`` of transformers calls."""
+"""Decoding loop for ``generate(custom_generate=...)`` in transformers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ WARPERS = (
     *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"),
     *("MinPLogitsWarper", "TypicalLogitsWarper"),
 )
-"""Logits processors of the settings that a ``DecodeConfig`` has as well."""
+"""Logits processors for settings a ``DecodeConfig`` also has."""
 LIMITS = ("MaxLengthCriteria", "EosTokenCriteria")
-"""Stopping criteria that the engine applies itself."""
+"""Stopping criteria applied by the engine itself."""
 FILTERS = ("top_k", "top_p", "min_p", "typical_p")
 EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 class NoText:
-    """Tokenizer stand-in: transformers takes ids alone."""
+    """Tokenizer stand-in: transformers uses ids only."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
 
 class Stopper(Observer):
-    """End the sequence where one of transformers' further stopping criteria says so."""
+    """Ends the sequence on one of transformers' further stopping criteria."""
 
     def __init__(self, prompt_ids: list[int], criteria: Sequence[StoppingCriteria]) -> None:
         self.ids, self.criteria = list(prompt_ids), criteria
@@ -49,10 +49,10 @@ class CustomGenerate:
     """Decoding loop with a draft; pass it to ``generate(custom_generate=...)``."""
 
     def __init__(self, make_engine: Callable[[PreTrainedModel, Values], Engine]) -> None:
-        """``make_engine``: engine of a target for settings of a ``DecodeConfig``."""
+        """``make_engine``: builds an engine for a target and ``DecodeConfig`` settings."""
         self._make_engine = make_engine
         self.results: list[DecodeResult] = []
-        """Counts of the last call, one entry per sequence."""
+        """Counts for the last call, one entry per sequence."""
 
     def __call__(
         self,
@@ -63,10 +63,10 @@ class CustomGenerate:
         generation_config: GenerationConfig | None = None,
         **kwargs: object,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode each prompt of a batch as transformers' own loop would.
+        """Decode each prompt in a batch as transformers' own loop would.
 
         Raises:
-            ValueError: a setting of ``generate`` that the engine does not have, by its name.
+            ValueError: a ``generate`` setting, by name, the engine does not support.
         """
         model_kwargs: Values = kwargs
         config = generation_config or GenerationConfig()
@@ -89,7 +89,7 @@ class CustomGenerate:
 
 
 def sampling_settings(config: GenerationConfig) -> Values:
-    """Return the settings of a ``DecodeConfig`` that sample as transformers would.
+    """Return ``DecodeConfig`` settings to sample as transformers would.
 
     The seed is drawn from torch's generator, so ``torch.manual_seed`` repeats an output.
     """
@@ -109,7 +109,7 @@ def _end_ids(config: GenerationConfig) -> tuple[int, ...]:
 def _refuse(
     config: GenerationConfig, processors: Sequence[LogitsProcessor], model_kwargs: Values
 ) -> None:
-    """Refuse what would change the output and is not done here."""
+    """Reject unsupported settings that would change the output."""
     for name in ("num_beams", "num_return_sequences"):
         if (getattr(config, name, None) or 1) != 1:
             raise ValueError(f"{name}: {getattr(config, name)}; this decoding loop needs 1")
@@ -134,7 +134,7 @@ def _refuse(
 
 
 def _joined(input_ids: Tensor, new_ids: list[list[int]], config: GenerationConfig) -> Tensor:
-    """Return prompts and outputs [B, T], shorter outputs padded at their ends."""
+    """Return prompts and outputs [B, T]; pad shorter outputs at the end."""
     pad = config.pad_token_id
     if pad is None:
         pad = next(iter(_end_ids(config)), 0)

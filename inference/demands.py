@@ -1,4 +1,4 @@
-"""What one sequence asks of its logits and its end, beside its configuration."""
+"""Per-sequence demands on logits and stopping, in addition to the configuration."""
 
 # R rows, V vocabulary
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Demands:
-    """Demands of one sequence, as vLLM's requests have them."""
+    """Demands for one sequence, as in vLLM requests."""
 
     ignores_eos: bool = False
-    """The target's EOS tokens end nothing."""
+    """Ignore the target's EOS tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Further tokens that end the sequence."""
     min_tokens: int = 0
-    """New tokens before which none that ends the sequence may be drawn."""
+    """New tokens required before any token may end the sequence."""
     wants_logits: bool = False
-    """The observer gets the target's logits of every emitted token."""
+    """Pass the target's logits for every emitted token to the observer."""
 
     @property
     def needs_logits(self) -> bool:
         return self.wants_logits or self.min_tokens > 0
 
     def ends(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return the tokens that end the sequence."""
+        """Return the token ids that end the sequence."""
         return (*(() if self.ignores_eos else eos_token_ids), *self.stop_token_ids)
 
 
@@ -41,10 +41,10 @@ class EndMask:
 
     token_ids: tuple[int, ...]
     end: int
-    """First position at which they may stand."""
+    """First position where these tokens are allowed."""
 
     def apply(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Return logits of rows at these positions, each of which decides on the next one."""
+        """Mask the logits for rows at these positions; each row decides the next token."""
         is_early_R = (positions_R + 1 < self.end).to(logits_RV.device)
         if not self.token_ids or not bool(is_early_R.any()):
             return logits_RV

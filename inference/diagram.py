@@ -1,6 +1,6 @@
-"""Shapes of the pictures of decoding: an SVG that reads on light and dark pages.
+"""SVG shapes for decoding pictures, readable on light and dark pages.
 
-Colors are never alone: what is wrong is hatched, what is certain has a thick left edge.
+Shapes never rely on color alone: rejected rows are hatched, certain rows have a thick left edge.
 """
 
 from xml.sax.saxutils import escape, quoteattr
@@ -25,10 +25,10 @@ HATCH = (
 
 
 class Diagram:
-    """Collects shapes; ``svg`` is the file. The origin is the upper left corner."""
+    """Collects shapes; ``svg`` returns the file. The origin is the upper left corner."""
 
     def __init__(self, title: str, *, width: float = 0.0) -> None:
-        """``width``: at least; what is drawn may need more."""
+        """``width``: minimum; drawing may extend it."""
         self.title = title
         self.parts: list[str] = []
         self.width, self.height = width, 0.0
@@ -59,7 +59,7 @@ class Diagram:
         anchor: str = "middle",
         size: float = 12,
     ) -> None:
-        """``y`` is the middle of the letters."""
+        """Draw text; ``y`` is the middle of the letters."""
         place = f'x="{x:.1f}" y="{y + 0.35 * size:.1f}" text-anchor="{anchor}" font-size="{size}"'
         self.parts.append(f'<text class="{kind}" {place}>{escape(words)}</text>')
         if anchor == "start":
@@ -72,7 +72,7 @@ class Diagram:
         self.path(head, kind, 1.3)
 
     def cell(self, x: float, y: float, width: float, height: float, counts: dict[str, int]) -> None:
-        """A box in stripes: how many rows of each kind."""
+        """Draw a striped box with one stripe per row kind."""
         present = {kind: count for kind, count in counts.items() if count}
         least = min(8.0, width / max(len(present), 1))
         spare = width - least * len(present)
@@ -82,7 +82,7 @@ class Diagram:
             x += part
 
     def legend(self, x: float, y: float, entries: list[tuple[str, str]]) -> None:
-        """Swatches with words, in one line."""
+        """Draw swatches with labels in one line."""
         for kind, words in entries:
             self.box(x, y - 7, 18, 14, kind)
             self.text(x + 24, y, words, "faint", anchor="start")

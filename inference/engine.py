@@ -1,4 +1,4 @@
-"""The engine: one target, one draft, one schedule; decodes prompts exactly as the target would."""
+"""Engine: decodes prompts with one target, draft and schedule, exactly as the target alone."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class Engine:
     ) -> None:
         """
         Args:
-            target: causal LM as returned by ``load_target``, or a ``RemoteTarget`` for a pipeline
-                whose target is elsewhere.
+            target: causal LM from ``load_target``, or a ``RemoteTarget`` for a target on another
+                machine.
             draft: from ``load_draft`` or ``load_draft_model``; None only for the autoregressive
                 schedule.
-            source: draft tokens instead of a network's, for example of a simulated draft.
-            connect: makes the pipeline: ``LocalPipeline``, or a ``Cluster``'s.
+            source: draft source to use instead of a network, for example a simulated draft.
+            connect: builds the pipeline: ``LocalPipeline``, or a method of a ``Cluster``.
 
         Raises:
-            ValueError: no draft for a schedule that needs one, or a draft for another n.
+            ValueError: the schedule needs a draft, or the draft was trained for another n.
         """
         needs_draft = config.schedule.grows is not None
         if needs_draft and draft is None and source is None:
@@ -75,7 +75,7 @@ class Engine:
         self._check_growth()
 
     def _stage(self, target: PreTrainedModel | RemoteTarget) -> StagedTarget | RemoteTarget:
-        """Cut the target; a draft that reads the stages' outputs says where."""
+        """Split the target into stages; a draft reading stage outputs sets the boundaries."""
         config, trained = self.config, None
         if isinstance(target, RemoteTarget):
             return target
@@ -97,7 +97,7 @@ class Engine:
         return staged
 
     def _check_growth(self) -> None:
-        """Refuse a schedule whose verb the draft lacks."""
+        """Reject a schedule with a growth verb the draft does not support."""
         schedule, source = self.config.schedule, self.make_source()
         self._check_link(schedule, source)
         grows = schedule.grows
@@ -140,7 +140,7 @@ class Engine:
 
     @property
     def draft_cost(self) -> float:
-        """Modeled time of one draft forward, in target passes of one token."""
+        """Modeled time per draft forward, in target passes over one token."""
         known, target = self.config.cost.draft_forward, self.target
         if known is not None or self.draft is None or isinstance(target, RemoteTarget):
             return known or 0.0
@@ -159,12 +159,12 @@ class Engine:
 
         Args:
             prompt_ids: token ids, chat template applied.
-            prompt_index: part of the key of the random numbers.
-            on_token: called with each new token as soon as it is certain.
-            observer: told of tokens and steps; may end the sequence.
+            prompt_index: part of the random-number key.
+            on_token: called with each new token once verified.
+            observer: notified about tokens and steps; may end the sequence.
 
         Raises:
-            ValueError: the prompt is empty or does not fit the target's positions.
+            ValueError: the prompt is empty or longer than the target's maximum length.
         """
         check_prompt(prompt_ids, self.target.max_positions)
         try:
@@ -177,7 +177,7 @@ class Engine:
 
 
 class Session:
-    """One prompt on its way: text, token tree, pipeline, draft, clock. Schedules call its verbs."""
+    """State for decoding one prompt (output, tree, pipeline, draft, clock); schedules call it."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class Session:
         self.num_rounds = 0
         self.round_length = 0
         self._noted = (0, 0)
-        """Draft tokens and draft forwards of the rounds that have ended."""
+        """Draft tokens and draft forwards in finished rounds."""
         self.pending_forwards = 0
         taps = self.source.taps if self.source else ()
         self._demand(len(prompt_ids))
@@ -246,17 +246,17 @@ class Session:
 
     @property
     def features(self) -> Mapping[int, Tensor]:
-        """Hidden states [r, H] of the rows in flight, by layer, as they are now."""
+        """Current hidden states [r, H] for rows in flight, by layer."""
         return self.pipeline.features_with(self.tree.tokens[self.tree.num_injected :])
 
     @property
     def drafter(self) -> DraftSource:
-        """The draft of this sequence; only for schedules that grow something."""
+        """This sequence's draft source; only for schedules with a growth verb."""
         assert self.source is not None, "the engine refuses such a schedule without a draft"
         return self.source
 
     def inject(self, num_segments: int = 1, max_rows: int | None = None) -> None:
-        """Queue the rows that the pipeline has not seen yet; one segment enters per step.
+        """Queue the rows not sent yet; one segment enters per step.
 
         Args:
             num_segments, max_rows: as in ``segment_sizes``.
@@ -269,7 +269,7 @@ class Session:
         self.pipeline.start()
 
     def grow_layer(self, width: Budget) -> None:
-        """Let the draft add up to ``width`` tokens below the deepest rows, from what is known."""
+        """Add up to ``width`` draft tokens below the deepest rows, from available hidden states."""
         if not self.drafts_pay(width):
             return
         most = self._part_of(MOST_ROWS if width == "auto" else width)
@@ -281,11 +281,11 @@ class Session:
     def grow_tree(
         self, shape: TreeShape, costs: RowCosts | None = None, *, by_score: bool = False
     ) -> None:
-        """Let the draft merge a fresh tree below the root, from the committed tokens.
+        """Draft a fresh tree from the committed tokens and merge it below the root.
 
         Args:
-            costs: by which the size of a tree is chosen.
-            by_score: the best draft tokens enter first, else level by level.
+            costs: cost model for choosing the tree size.
+            by_score: send the best draft tokens first instead of level by level.
         """
         if not self.drafts_pay("auto" if shape.is_auto else 1):
             return
@@ -307,12 +307,12 @@ class Session:
     def expand_tree(
         self, num_forwards: int, num_tokens: Budget, max_rows: int, by_score: bool
     ) -> None:
-        """Let the draft continue the tree on its way where it is most likely right.
+        """Extend the in-flight tree at its most probable leaves.
 
         Args:
-            num_forwards: passes of the draft, at most.
-            num_tokens: rows that one pass continues, and draft tokens that it adds.
-            max_rows: draft tokens that all of them add.
+            num_forwards: maximum draft forwards.
+            num_tokens: rows continued by one forward, and draft tokens added by it.
+            max_rows: maximum draft tokens added by all forwards.
         """
         if not self.drafts_pay(num_tokens):
             return
@@ -332,7 +332,7 @@ class Session:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Count what the draft does and adds, and its time."""
+        """Count draft tokens, draft forwards and time spent in the block."""
         source = self.drafter
         num_rows, num_forwards = len(self.tree), source.num_forwards
         started_s = self.pipeline.now()
@@ -346,21 +346,21 @@ class Session:
         return replace(self.sampling, attempt=self.num_rounds, costs=costs)
 
     def step_sampling(self, budget: Budget) -> DraftSampling:
-        """Sampling of draft tokens that enter at every step."""
+        """Return sampling settings for draft tokens entering at every step."""
         costs = self.clock.step_costs(self.result.num_tokens) if budget == "auto" else None
         return self._round_sampling(costs)
 
     def draft_alone(self, *, at_least: int = 0) -> None:
-        """Spend the time of the drafting since the last step while every stage waits.
+        """Charge the drafting time since the last step to the clock while every stage waits.
 
         Args:
-            at_least: forwards that take their time even where their draft tokens are of no use.
+            at_least: minimum forwards to charge, even if their draft tokens are useless.
         """
         self.clock.serial_draft(max(self.pending_forwards, at_least))
         self.pending_forwards = 0
 
     def collect(self) -> Returned:
-        """Step until the whole tree is back; its segments joined."""
+        """Step until the whole tree has returned; join its segments."""
         parts: list[Returned] = []
         while sum(part.num_rows for part in parts) < len(self.tree):
             returned = self.step()
@@ -373,11 +373,11 @@ class Session:
         return Returned(len(self.tree), verdicts, torch.cat(kept) if kept else None)
 
     def step(self, *, overlap: bool = False, ahead: bool = False) -> Returned | None:
-        """One pipeline step, with the drafting since the last one beside it or after it.
+        """Run one pipeline step; drafting since the last one overlaps with it or follows it.
 
         Args:
-            ahead: what the pipeline has not seen yet is injected next, unless the verdict of this
-                step prunes it, so that processes may begin with it before.
+            ahead: send the rows not sent yet as the next segment, in case this step's result keeps
+                them. Processes may then start early.
         """
         returned = self.pipeline.tick(self._ahead() if ahead else None)
         if self.observer is not None:
@@ -390,7 +390,7 @@ class Session:
         return returned
 
     def _ahead(self) -> Ahead | None:
-        """A single draft token: of several a verdict leaves few, and the stages pay for all."""
+        """Return a single waiting draft token: most of several would be computed and pruned."""
         first, count = self.tree.num_injected, len(self.tree)
         if count - first != 1:
             return None
@@ -403,10 +403,10 @@ class Session:
         return walk, self.tree.keep_for(walk.path, walk.next_token)
 
     def resolve(self, returned: Returned) -> bool:
-        """Verify a returned segment, emit, commit and prune.
+        """Verify a returned segment, then emit, commit and prune.
 
         Returns:
-            True when the next token is a row of the tree (nothing has to restart).
+            True if the next token is a tree row, so the round continues.
         """
         walk, keep = self._verify(returned)
         self.clock.verified(self.tree, walk)
@@ -419,6 +419,7 @@ class Session:
             self.tree = self.tree.reroot(keep)
         else:
             self.tree = self._fresh_tree(walk.next_token, self.tree.position(walk.path[-1]) + 1)
+        # Emit after the commit: an observer may end the sequence at any token.
         accepted = None
         for index, token in enumerate(emitted):
             if self.done:
@@ -461,7 +462,7 @@ class Session:
 
     @property
     def end_is_drafted(self) -> bool:
-        """Whether the sequence ends with its draft tokens, if all of them are right."""
+        """Return True if the sequence ends within its draft tokens, should all be accepted."""
         tree, target = self.tree, self.engine.target
         length = tree.position(len(tree) - 1) + 1
         longest = len(self.result.prompt_ids) + self.config.max_new_tokens
@@ -471,10 +472,10 @@ class Session:
         )
 
     def send_batch(self, *, is_early: bool = False) -> None:
-        """Send the draft tokens that the target does not know yet, and the root if it is one.
+        """Send draft tokens the target does not know yet, and the root if it is unknown, too.
 
         Args:
-            is_early: more of the batch follows.
+            is_early: more draft tokens in this batch follow.
         """
         tree, first = self.tree, self.tree.num_injected
         rows = range(max(first, 1), len(tree))
@@ -488,8 +489,8 @@ class Session:
         tree.num_injected = len(tree)
 
     def stream(self) -> None:
-        """Let the target decode alone to the end; what is away is still answered."""
-        self.tree.truncate(max(self.tree.num_injected, 1))  # nobody will see the others
+        """Let the target decode alone to the end; batches in flight are still answered."""
+        self.tree.truncate(max(self.tree.num_injected, 1))  # The target never sees the other rows.
         while not self.done:
             if not self.link.is_streaming:
                 self.link.stream(self.tree.tokens[self.tree.num_injected : 1])
@@ -499,7 +500,7 @@ class Session:
     # -- bookkeeping ------------------------------------------------------------------------
 
     def _end_round(self, accepted: bool | None) -> None:
-        """Note how a round has ended: by its last token's test (None: it had no draft token)."""
+        """Record the end of a round, by its last token's test (None: no draft token there)."""
         result, num_forwards = self.result, self.source.num_forwards if self.source else 0
         result.round_lengths.append(self.round_length)
         result.round_ends += "u" if accepted is None else "a" if accepted else "r"
@@ -517,11 +518,11 @@ class Session:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens that end the sequence; a target elsewhere tells its own with the first token."""
+        """Token ids ending the sequence; a remote target sends its own with the first token."""
         return self.demands.ends(self.engine.target.eos_token_ids)
 
     def _demand(self, num_prompt: int) -> None:
-        """Pass on what the observer asks for."""
+        """Apply the observer's demands."""
         demands = self.demands
         token_ids = self.ends if demands.min_tokens else ()
         mask = EndMask(token_ids=token_ids, end=num_prompt + demands.min_tokens)

@@ -1,4 +1,4 @@
-"""Answer to one prompt in Python: its text, the origin of each token, its figures and picture."""
+"""Answer to one prompt in Python: text, origin of each token, figures and picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipedraft.models.target import StagedTarget
 
 Connect = Callable[[StagedTarget], Pipeline]
 COLORS = {"accepted": "#1f8f4e40", "rejected": "#c2570c40", "plain": "transparent"}
-"""Kind of a token -> CSS background, readable on light and dark pages."""
+"""Token kind -> CSS background, readable on light and dark pages."""
 MEANINGS = {
     "accepted": "accepted draft token",
     "rejected": "the target's token after a rejected draft token",
@@ -32,15 +32,15 @@ class GeneratedToken:
 
     id: int
     text: str
-    """Characters that this token completes; "" within a character of several tokens."""
+    """Characters completed by this token; "" inside a character spread over several tokens."""
     drafted: bool
-    """A draft token was tested at this place."""
+    """True if a draft token was tested at this place."""
     accepted: bool
-    """The tested draft token is this token."""
+    """True if the draft token was accepted."""
     round: int
-    """Verification round, from 1; 0: the token drawn from the prompt's forward pass."""
+    """Verification round, from 1; 0: the token sampled from the prompt's forward pass."""
     position: int
-    """Place in its round, from 1: the depth in the draft of an accepted token."""
+    """Place in its round, from 1: for an accepted token, its depth in the draft."""
 
     @property
     def kind(self) -> str:
@@ -50,7 +50,7 @@ class GeneratedToken:
 
 
 class Picture(str):
-    """SVG text, which a notebook draws."""
+    """SVG text, drawn by notebooks."""
 
     __slots__ = ()
 
@@ -63,7 +63,7 @@ class Picture(str):
 
 
 class TextPieces(Observer):
-    """Collect the text that each token completes, and hand it to ``write``."""
+    """Collect the text completed by each token and pass it to ``write``."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object] | None
@@ -81,7 +81,7 @@ class TextPieces(Observer):
             self._write(piece)
 
     def finish(self, text: str) -> list[str]:
-        """Return the piece of each token; the last one gets an incomplete character."""
+        """Return one text piece per token; the last one gets an incomplete character."""
         rest = self._stream.finish(text)
         self.pieces[-1] += rest
         self._say(rest)
@@ -91,8 +91,8 @@ class TextPieces(Observer):
 def tokens_of(result: DecodeResult, pieces: list[str]) -> list[GeneratedToken]:
     """Return the new tokens with their rounds.
 
-    All tokens of a round but the last are accepted draft tokens: a round ends where the next token
-    is not in the tree. ``DecodeResult.round_ends`` has the kind of the last token.
+    A round ends at the first token outside the tree, so all its tokens but the last are accepted
+    draft tokens. ``DecodeResult.round_ends`` gives the kind for the last one.
     """
     places = [(0, 0, "u")]
     for index, (length, end) in enumerate(
@@ -128,14 +128,14 @@ def colored(tokens: Sequence[GeneratedToken], note: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Generation:
-    """The answer to one prompt."""
+    """Answer to one prompt."""
 
     result: DecodeResult
     """All counts and times."""
     tokens: list[GeneratedToken]
     schedule: str
     make_engine: Callable[[Connect], Engine] = field(compare=False)
-    """Engine that decodes the same prompt again, for ``timeline``."""
+    """Builds an engine to decode the same prompt again, for ``timeline``."""
 
     @property
     def text(self) -> str:
@@ -167,7 +167,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first one per second of this process; NaN for a single token."""
+        """Tokens after the first one per second in this process; NaN for a single token."""
         elapsed_s = self.result.token_times_s[-1] - self.result.prefill_s
         return self.result.num_tokens / elapsed_s if self.result.num_tokens else float("nan")
 
@@ -191,9 +191,9 @@ class Generation:
         return colored(self.tokens, f"{self.schedule}: {self.figures}")
 
     def timeline(self, num_steps: int = SHOWN_STEPS) -> Picture:
-        """Draw which tokens were at which stage at which step, as docs/methods.md does.
+        """Draw the tokens at each stage and step, as in docs/methods.md.
 
-        The prompt is decoded once more, with every row followed through the pipeline.
+        Decodes the prompt once more and follows every row through the pipeline.
 
         Args:
             num_steps: pipeline steps to draw, from the first.

@@ -1,4 +1,4 @@
-"""What one decoded prompt reports. Counts are stored; every ratio is computed from them."""
+"""Result for one decoded prompt: stores counts and computes every ratio from them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,12 +23,12 @@ def stop_reason(
     max_new_tokens: int,
     limit: int,
 ) -> str:
-    """Why the text ends with this token, as ``DecodeResult`` says it; "": it does not.
+    """Return the reason for ending at this token, as in ``DecodeResult``; "": decoding continues.
 
     Args:
-        num_new: tokens behind the prompt, this one included.
-        length: of the whole text.
-        limit: positions of the target.
+        num_new: tokens after the prompt, including this one.
+        length: prompt and output tokens.
+        limit: maximum sequence length for the target.
     """
     if token in eos_token_ids:
         return "eos"
@@ -38,26 +38,26 @@ def stop_reason(
 
 
 def shown(value: float) -> str:
-    """Two digits; - where nothing was counted."""
+    """Format with two digits; "-" for NaN."""
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 class Observer:
-    """Told of a sequence on its way, by the thread that decodes it."""
+    """Callbacks about a running sequence, on the decoding thread."""
 
     demands: Demands = Demands()
 
     def start(self) -> None:
-        """Start the clock: the prompt is computed next."""
+        """Start the clock: the prompt's forward pass comes next."""
 
     def logits(self, token: int, logits_V: "Tensor") -> None:
-        """Take in the target's logits of the next token, if ``demands`` ask for them."""
+        """Receive the target's logits for the next token, if requested in ``demands``."""
 
     def token(self, token: int, is_drafted: bool) -> bool:
-        """Take in a token that is certain.
+        """Receive a verified token.
 
         Args:
-            is_drafted: a draft token that the target accepted, not the target's own.
+            is_drafted: True for an accepted draft token, False for the target's own token.
 
         Returns:
             True to end the sequence with it.
@@ -68,51 +68,51 @@ class Observer:
         """Take in the verification of a segment, whose tokens follow."""
 
     def step(self, rows: Sequence[int]) -> None:
-        """A pipeline step is over, in which each stage processed so many rows."""
+        """Receive the number of rows each stage processed in a finished pipeline step."""
 
 
 @dataclass
 class DecodeResult:
-    """One prompt, decoded by one schedule.
+    """One prompt decoded with one schedule.
 
-    N and K follow the definition of the equivalent acceptance length: the token drawn from the
-    prefill is neither in ``num_tokens`` nor in ``num_steps``.
+    N and K follow the definition of equivalent acceptance length: the token sampled at prefill
+    counts neither in ``num_tokens`` nor in ``num_steps``.
     """
 
     prompt_ids: list[int]
     token_ids: list[int]
-    """Every new token: the one drawn from the prefill first, the EOS token last if one came."""
+    """Every new token: the prefill's token first, the EOS token last if reached."""
     text: str
     stop_reason: str
     """"eos", "max_new_tokens" or "max_length"; "stopped" by an ``Observer``."""
     num_stages: int
     num_steps: int = 0
-    """K: elapsed pipeline steps (one step = one stage time), idle and rejecting ones included."""
+    """K: elapsed pipeline steps (one step = one stage time), including idle and rejecting steps."""
     round_lengths: list[int] = field(default_factory=list)
-    """Tokens emitted by each round (restart to restart), the correction or bonus token included."""
+    """Tokens emitted per round (restart to restart), including the correction or bonus token."""
     round_ends: str = ""
-    """A letter for each round, of its last token: r, a draft token was tested there and was wrong;
-    u, no draft token was tested; a, the text ended on a draft token that was right."""
+    """One letter per round about its last token: r, a draft token was rejected; u, no draft token
+    was tested; a, decoding ended on an accepted draft token."""
     round_drafted: list[int] = field(default_factory=list)
-    """Draft tokens that joined the tree in each round."""
+    """Draft tokens added to the tree, per round."""
     round_forwards: list[int] = field(default_factory=list)
-    """Forward passes of the draft in each round."""
+    """Draft forwards per round."""
     step_log: list[list[int]] = field(default_factory=list)
-    """What the virtual clock was given, in order; see ``VirtualClock.log``."""
+    """Inputs to the virtual clock, in order; see ``VirtualClock.log``."""
     position_tests: list[int] = field(default_factory=list)
-    """Entry j: how often a draft token was tested as the j-th token of its round."""
+    """Entry j: number of draft tokens tested as the j-th token in a round."""
     position_accepts: list[int] = field(default_factory=list)
-    """Entry j: how many of these tests accepted the draft token."""
+    """Entry j: number of these tests with an accepted draft token."""
     num_drafted: int = 0
-    """Draft tokens proposed (tree rows, the root excluded), tested or not."""
+    """Draft tokens proposed (tree rows without the root), tested or not."""
     num_draft_forwards: int = 0
     virtual_time: float = 0.0
-    """T: modeled time of the steps, in units of one full target pass of one token."""
+    """T: modeled time for the steps, in full target passes over one token."""
     virtual_time_autoregressive: float = 0.0
-    """Modeled time of the same N tokens decoded autoregressively on the same pipeline."""
+    """Modeled time to decode the same N tokens autoregressively on the same pipeline."""
     prefill_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
-    """Wall-clock seconds after the start of the request at which each new token was emitted."""
+    """Seconds from the request's start to each emitted token (wall clock)."""
 
     def emit(
         self,
@@ -123,10 +123,10 @@ class DecodeResult:
         max_new_tokens: int,
         limit: int,
     ) -> None:
-        """A token is certain; sets ``stop_reason`` where the text ends with it.
+        """Append a verified token; set ``stop_reason`` if decoding ends with it.
 
         Args:
-            limit: positions of the target.
+            limit: maximum sequence length for the target.
         """
         self.token_ids.append(token)
         self.token_times_s.append(time_s)
@@ -141,10 +141,10 @@ class DecodeResult:
         )
 
     def count_test(self, place: int, is_accepted: bool) -> None:
-        """Count a test of a draft token.
+        """Count one draft-token test.
 
         Args:
-            place: in its round; there is a test of each place before it.
+            place: index within the round; every smaller index has a test already.
         """
         if place == len(self.position_tests):
             self.position_tests.append(0)
@@ -167,7 +167,7 @@ class DecodeResult:
 
     @property
     def equivalent_acceptance_length(self) -> float:
-        """L' = n N / K; NaN when no step was needed."""
+        """L' = n N / K; NaN without steps."""
         return (
             self.num_stages * self.num_tokens / self.num_steps if self.num_steps else float("nan")
         )

@@ -1,4 +1,4 @@
-"""Options and checks that the HTTP server and the session server share; free of torch and grpc."""
+"""Options and checks for the HTTP server and the session server; imports neither torch nor grpc."""
 
 import hmac
 import ipaddress
@@ -16,7 +16,7 @@ TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
 TOKEN = re.compile(r"[!-~]{1,4096}")
 MAX_TOKEN_BYTES = 2**20
 LARGEST = {"max_sequences": 2**20, "max_cache_mb": 2**42, "max_message_kb": 2**20}
-"""What gRPC takes, and counts of bytes below 2 to the 62nd."""
+"""gRPC's limits, and byte counts below 2 to the 62nd."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class ListenOptions(Options):
 
 
 def address_of(host: str, port: int) -> str:
-    """HOST:PORT; an IPv6 address in brackets, with or without which it may be given."""
+    """Return HOST:PORT; brackets around an IPv6 address are optional."""
     return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -84,11 +84,12 @@ def is_loopback(host: str) -> bool:
 def read_tokens(
     file: Path | None, *, option: str = "--token-file", variable: str = TOKEN_VARIABLE
 ) -> tuple[str, ...]:
-    """Tokens of the file, a line each, or of the environment; not of the command line, which others
-    can list.
+    """Read tokens from a file, one per line, or from the environment.
+
+    The command line is no place for them: other users can list it.
 
     Raises:
-        ValueError: what is there is no token, as a secret that was not filled in.
+        ValueError: not a token, for example a secret left unset.
     """
     place, text = f"${variable}", os.environ.get(variable)
     if file is not None:
@@ -105,7 +106,7 @@ def read_tokens(
 
 
 def find_token(authorization: bytes, tokens: Sequence[str]) -> int | None:
-    """Place of the token that an Authorization header bears; None: it bears none of them."""
-    # All are compared, so that the time says nothing of which.
+    """Return the index of the token in an Authorization header; None: no match."""
+    # Compare all tokens, so response time reveals no match.
     same = [hmac.compare_digest(authorization, f"Bearer {token}".encode()) for token in tokens]
     return same.index(True) if any(same) else None

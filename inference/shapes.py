@@ -1,4 +1,4 @@
-"""Shapes of draft trees, how many draft tokens pay, and how a tree is cut into segments."""
+"""Draft tree shapes, draft-token budgets, and cutting a tree into segments."""
 
 import math
 from collections.abc import Sequence
@@ -9,40 +9,39 @@ from typing import Literal, TypeAlias
 from pipedraft.files import Values
 
 Budget: TypeAlias = int | Literal["auto"]
-"""Draft tokens; auto: as many as pay under the cost model, by the draft's own probabilities."""
+"""Draft tokens; auto: choose the number by the cost model and the draft's own probabilities."""
 MOST_ROWS = 16
-"""Of a segment with an automatic budget: FlowSpec's L_max."""
+"""Maximum rows per segment with an automatic budget: FlowSpec's L_max."""
 LONGEST = 3.0
-"""Price of a row that enters at a step over its price in segments of equal lengths: they differ,
-and the longest one under way sets the time of a step (docs/log.md)."""
+"""Price factor for a row entering at a step, relative to equally long segments. Segments differ,
+and the longest one in flight sets the step time (docs/log.md)."""
 SHARPNESS = 3.0
-"""Power to which the draft's probabilities are raised before they are weighed: its best tokens are
-right more often, and the others less often, than it says (docs/log.md)."""
+"""Exponent applied to draft probabilities before weighing: the draft's best tokens are accepted
+more often than it predicts, the others less often (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowCosts:
-    """What draft tokens are weighed against."""
+    """Costs and benefits for weighing draft tokens."""
 
     tokens: float
-    """Emitted without them."""
+    """Tokens emitted without them."""
     time: float
-    """In this time."""
+    """Time for these tokens."""
     row: float
-    """Time that each of them adds."""
+    """Time added by each draft token."""
     later: float = 1.0
-    """Price of a row that a further draft forward of the step makes, over that of the first one's:
-    it could come with the next step as well."""
+    """Price factor for rows from further draft forwards: they could enter one step later."""
     sharpness: float = SHARPNESS
-    """See there; more where the draft's best tokens are right more often than it says."""
+    """Exponent for draft probabilities. See ``SHARPNESS``; larger for an under-confident draft."""
 
 
 def rows_that_pay(scores: Sequence[float], costs: RowCosts) -> int:
-    """How many of the best rows make the most tokens per time.
+    """Return the number of best rows with the highest tokens per time.
 
-    A row is emitted if its whole path is: with the probability p that its cumulative score says.
-    The k best rows make (tokens + p_1 + .. + p_k) tokens in (time + k row); as p falls, the maximum
-    is before the first one with p / row below the rate that the rows before it have made.
+    A row is emitted if its whole path is accepted: probability p, from its cumulative score. The k
+    best rows yield (tokens + p_1 + .. + p_k) tokens in (time + k row). As p falls, the maximum is
+    reached before the first row with p / row below the rate achieved so far.
 
     Args:
         scores: cumulative log-probabilities, descending.
@@ -63,29 +62,29 @@ EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
     (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
     (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
 )  # fmt: skip
-"""Ranks from the root: EAGLE-1's published tree of 25 draft tokens for 7B chat models."""
+"""Child ranks from the root: EAGLE-1's published tree with 25 draft tokens for 7B chat models."""
 
 
 MAX_SIZE = 1024
-"""Levels, beams or draft tokens of a tree."""
+"""Maximum levels, beams or draft tokens per tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """What one round of drafting proposes below the root."""
+    """Tree drafted below the root in one round."""
 
     kind: Literal["chain", "static", "dynamic"] = "dynamic"
-    """dynamic: EAGLE-2's, the best ``num_tokens`` of all candidates by cumulative score.
-    static: the ranks in ``paths``, whatever the scores. chain: one draft token per level."""
+    """dynamic: EAGLE-2, the best ``num_tokens`` candidates by cumulative score. static: the ranks
+    in ``paths``, whatever the scores. chain: one draft token per level."""
     depth: int = 7
-    """Levels of draft tokens (forward passes of the draft). EAGLE's code counts the expansions
-    after the first level: its depth 6 is 7 here."""
+    """Levels of draft tokens (draft forwards). EAGLE's code counts only expansions after the first
+    level: its depth 6 is 7 here."""
     top_k: int = 10
-    """Beams of a dynamic tree, and children of each."""
+    """Beams in a dynamic tree, and children per beam."""
     num_tokens: Budget = 59
-    """Draft tokens of a dynamic tree, the root not counted; auto: at most 59."""
+    """Draft tokens in a dynamic tree, not counting the root; auto: at most 59."""
     paths: tuple[tuple[int, ...], ...] = EAGLE1_PATHS
-    """Ranks from the root of every draft token of a static tree; parents of all must be there."""
+    """Child ranks from the root to every draft token in a static tree, including all parents."""
 
     def __post_init__(self) -> None:
         for name in ("depth", "top_k", "num_tokens"):
@@ -110,21 +109,21 @@ class TreeShape:
 
     @property
     def most(self) -> int:
-        """Draft tokens of a chain or a dynamic tree, at most."""
+        """Maximum draft tokens in a chain or dynamic tree."""
         if self.is_chain:
             return self.depth
         return 59 if self.num_tokens == "auto" else self.num_tokens
 
     @property
     def width(self) -> int:
-        """Children of the root."""
+        """Children at the root."""
         if self.kind == "static":
             return sum(1 for path in self.paths if len(path) == 1)
         return 1 if self.is_chain else self.top_k
 
     @property
     def label(self) -> str:
-        """The shape as ``parse`` reads it."""
+        """Return the shape in the format ``parse`` reads."""
         if self.kind == "static":
             return "static"
         sizes = [self.depth] if self.is_chain else [self.depth, self.top_k, self.num_tokens]
@@ -135,7 +134,7 @@ class TreeShape:
         """Read ``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``; TOKENS may be auto.
 
         Raises:
-            ValueError: none of these.
+            ValueError: another format.
         """
         kind, *sizes = text.split(":")
         names = {"chain": ["depth"], "static": [], "dynamic": ["depth", "top_k", "num_tokens"]}
@@ -158,11 +157,12 @@ class TreeShape:
 def segment_sizes(
     num_rows: int, num_segments: int, max_rows: int | None, *, has_root: bool = True
 ) -> list[int]:
-    """Rows of each segment that a tree is cut into: nearly equal, the longer ones last, none empty.
+    """Return rows per tree segment: nearly equal, the longer ones last, none empty.
 
     Args:
-        max_rows: there are more segments where one would have more draft tokens; None: no limit.
-        has_root: the first row is no draft token, so a segment may have a row more than that.
+        max_rows: maximum draft tokens per segment; more segments are used if needed. None: no
+            limit.
+        has_root: the first row is no draft token, so its segment may have one row more.
     """
     if max_rows is not None:
         num_segments = max(num_segments, math.ceil((num_rows - has_root) / max_rows))

@@ -1,4 +1,4 @@
-"""Picture of a decoded sequence: which tokens are at which stage at which time."""
+"""Picture of a decoded sequence: tokens per stage and step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ SHOWN_STEPS = 20
 
 @dataclass(frozen=True)
 class FollowedRow:
-    """A token under way."""
+    """Token in flight."""
 
     place: int
-    """In the text; 0 is the token that the prompt's pass gave."""
+    """Index in the output; 0 is the token from the prompt's forward pass."""
     is_draft_token: bool
     is_right: bool
 
@@ -34,22 +34,22 @@ class FollowedRow:
 
 @dataclass
 class PictureStep:
-    """Rows of every stage in one pipeline step, and what it made certain."""
+    """Rows per stage in one pipeline step, and the tokens it verified."""
 
     stages: list[list[FollowedRow]]
     certain: list[int] = field(default_factory=list)
-    """Places of the tokens that became certain after it."""
+    """Output indices verified after this step."""
     restarts: bool = False
 
 
 class RecordingPipeline(LocalPipeline):
-    """Follows every row from stage to stage, beside the pipeline that computes them."""
+    """Follows every row from stage to stage while the pipeline computes."""
 
     def __init__(self, target: StagedTarget, text: Sequence[int], prompt_length: int) -> None:
         """
         Args:
-            text: prompt and output; a row behind its end counts as wrong.
-            prompt_length: tokens of the prompt.
+            text: prompt and output; a row past its end counts as wrong.
+            prompt_length: tokens in the prompt.
         """
         super().__init__(target)
         self.text, self.prompt_length = text, prompt_length
@@ -94,7 +94,8 @@ class RecordingPipeline(LocalPipeline):
 
 
 def events(result: DecodeResult) -> list[tuple[int, bool | None]]:
-    """In order: draft passes, and whether they were beside a step; None: every stage waited."""
+    """Return draft forwards in order, with True if overlapped with a step, False if after it, None
+    if every stage waited."""
     found: list[tuple[int, bool | None]] = []
     for times, forwards, *rest in result.step_log:
         found += [(forwards, bool(rest[0]) if rest else None)] * times
@@ -113,10 +114,10 @@ def draw(
     draft_pass: float,
     num_shown: int = SHOWN_STEPS,
 ) -> str:
-    """Return the SVG of the first steps of a decoded sequence.
+    """Return an SVG with the first steps of a decoded sequence.
 
     Args:
-        draft_pass: time of a draft forward, in target passes of one token.
+        draft_pass: time per draft forward, in target passes over one token.
     """
     num_stages = result.num_stages
     picture = Diagram(title)
@@ -126,6 +127,7 @@ def draw(
         picture.text(LEFT - 10, top + CELL / 2, name, anchor="end")
     x, number = LEFT, 0
     unit = STEP_WIDTH * num_stages * draft_pass
+    # Walk the clock's log: serial drafting takes width of its own, overlapped drafting does not.
     for forwards, is_beside in events(result):
         if number == min(num_shown, len(steps)):
             break
@@ -148,7 +150,7 @@ def draw(
 
 
 def draw_passes(picture: Diagram, x: float, top: float, width: float, forwards: int) -> None:
-    """Draft passes to scale, with their number."""
+    """Draw draft forwards to scale, with their number."""
     if not forwards:
         return
     picture.box(x + 0.5, top + 4, width - 1, CELL - 8, "work")

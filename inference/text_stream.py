@@ -1,4 +1,4 @@
-"""Text of tokens as they arrive, at the same cost per token however long the text is."""
+"""Incremental detokenization at constant cost per token."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -8,18 +8,18 @@ if TYPE_CHECKING:
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 WINDOW = 32
-"""Tokens that are decoded together before the older ones are dropped."""
+"""Tokens decoded together before older ones are dropped."""
 KEPT = 8
-"""Tokens that stay, as context of the next ones: a tokenizer strips the first space of a text."""
+"""Tokens retained as context: a tokenizer strips the first space in a text."""
 MAX_HELD = 64
-"""Tokens without a complete character after which their text is taken as it is."""
+"""Tokens without a complete character before their text is used as it is."""
 
 
 class TextStream:
-    """Makes text of tokens as they arrive, only up to the last complete character.
+    """Turns tokens into text as they arrive, up to the last complete character.
 
-    Decoding all tokens at each new one would cost more the longer the text is. So only a window
-    of the last tokens is decoded, and the new text is what follows the text that it had before.
+    Decoding all tokens each time would cost more as the output grows. Only a window with the last
+    tokens is decoded, and the new text is the part after the window's previous text.
     """
 
     def __init__(
@@ -27,20 +27,20 @@ class TextStream:
     ) -> None:
         self.tokenizer, self.skips_special = tokenizer, skip_special_tokens
         self.length = 0
-        """Characters that were returned."""
+        """Characters returned."""
         self._ids: list[int] = []
         self._shown = self._num_held = 0
-        """Characters of the window that were returned; tokens since its last complete one."""
+        """Characters in the window already returned; tokens since its last complete character."""
         self._text = ""
-        """Text of the window."""
+        """Text in the window."""
 
     def add(self, token: int) -> str:
-        """Return the text that this token makes certain."""
+        """Return the text completed by this token."""
         self._ids.append(token)
         before, self._text = self._text, self._decode(self._ids)
         is_open = self._text.endswith(UNKNOWN)
         if self._text == before and not is_open and (before or len(self._ids) > MAX_HELD):
-            self._ids.pop()  # a token without text: no context of any other
+            self._ids.pop()  # A token without text is context for no other token.
             return ""
         self._num_held += 1
         if is_open and self._num_held < MAX_HELD:
@@ -54,14 +54,14 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """Return what was held back: an incomplete last character."""
+        """Return the held-back text: an incomplete last character."""
         piece = self._text[self._shown :]
         self._shown = len(self._text)
         self.length += len(piece)
         return piece
 
     def finish(self, text: str) -> str:
-        """Return the rest of the whole text, an incomplete last character included."""
+        """Return the rest of the whole text, including an incomplete last character."""
         first, self.length = self.length, len(text)
         return text[first:]
 
@@ -69,7 +69,7 @@ class TextStream:
         return str(self.tokenizer.decode(ids, skip_special_tokens=self.skips_special))
 
     def _drop(self) -> None:
-        """Shorten the window to its last tokens, beginning where a character does."""
+        """Shorten the window to its last tokens, starting at a character boundary."""
         for count in range(KEPT, 2 * KEPT):
             ids = self._ids[-count:]
             text = self._decode(ids)
@@ -79,12 +79,12 @@ class TextStream:
 
 
 class PrintedText(TextStream):
-    """Prints what it makes."""
+    """Prints its text."""
 
     def __call__(self, token: int) -> None:
         sys.stdout.write(self.add(token))
         sys.stdout.flush()
 
     def finish_line(self, text: str) -> None:
-        """Print what was held back."""
+        """Print the held-back text."""
         print(self.finish(text))

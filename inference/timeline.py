@@ -1,4 +1,4 @@
-"""What a process did when: spans for a Chrome trace, sums for the breakdown, its peak memory."""
+"""Spans per process: a Chrome trace, sums for the time breakdown, peak memory."""
 
 import resource
 import threading
@@ -14,21 +14,21 @@ import torch
 from pipedraft.files import Values
 
 MAX_PENDING = 4096
-"""Spans of a GPU that are not read yet."""
+"""GPU spans not read yet."""
 MAX_EVENTS = 200_000
 WAIT = "wait"
-"""Kind of the spans in which a process can do nothing but wait for a message."""
+"""Span kind: the process can only wait for a message."""
 
 UNFINISHED = "unfinished"
-"""Kind of the spans that ended with an exception, whatever they were."""
+"""Span kind: ended by an exception, whatever it was."""
 
 TimelineReport: TypeAlias = Values
-"""What a process measured, as JSON holds it."""
+"""One process's measurements, as JSON stores them."""
 
 
 @dataclass
 class _Launched:
-    """A span whose work a GPU does when it comes to it."""
+    """Span with asynchronous GPU work."""
 
     kind: str
     started: torch.cuda.Event
@@ -42,31 +42,31 @@ class _Launched:
 
 
 class _Open(threading.local):
-    """The spans that are open in a thread, outermost first."""
+    """Open spans per thread, outermost first."""
 
     def __init__(self) -> None:
         self.launched: list[list[_Launched]] = [[]]
         self.inside_s = [0.0]
-        """Seconds of finished spans inside each of them."""
+        """Seconds in finished spans inside each of them."""
 
 
 class Timeline:
-    """Spans of one process on the machine's monotonic clock.
+    """Spans in one process, on the machine's monotonic clock.
 
-    A span's seconds do not contain those of the spans inside it. Sums are always kept; the spans
-    themselves only when ``traces``. On a GPU the seconds are the device's, between events: the host
-    only launches work, and would find the time of all of it where it waits for a result.
+    A span's seconds exclude spans inside it. Sums are always recorded, the spans themselves only
+    with ``traces``. On a GPU the seconds are device time between events: the host only launches
+    work, and would see all of its time at the next wait for a result.
     """
 
     def __init__(
         self, name: str, *, traces: bool = False, device: torch.device | None = None
     ) -> None:
-        """``device``: of the work; None: the CPU."""
+        """``device``: runs the work; None: the CPU."""
         self.name, self.traces = name, traces
         self._is_on_gpu = device is not None and device.type == "cuda"
         self._open = _Open()
         self.working_since = 0.0
-        """Start of the work under way; 0 while the process waits. ``Watch`` reads it."""
+        """Start time of the current work; 0 while the process waits. ``Watch`` reads it."""
         self.clear()
 
     def clear(self) -> None:
@@ -99,7 +99,7 @@ class Timeline:
                 self._end(launched, kind)
 
     def _launch(self, kind: str, start: float, num_rows: int) -> _Launched | None:
-        """An event of the GPU at the beginning of a span; None: its time is the host's."""
+        """Record a GPU event at the start of a span; None: host time is used."""
         if not self._is_on_gpu or kind == WAIT:
             return None
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -120,7 +120,7 @@ class Timeline:
                 self._settle()
 
     def _settle(self) -> None:
-        """Wait for the GPU and take its times."""
+        """Wait for the GPU and read its times."""
         if self._pending:
             self._pending[-1].ended.synchronize()
         for launched in self._pending:
@@ -152,7 +152,7 @@ class Timeline:
 
 
 def chrome_trace(reports: list[TimelineReport]) -> TimelineReport:
-    """Spans of all processes for chrome://tracing or Perfetto; one track each."""
+    """Return all processes' spans for chrome://tracing or Perfetto, one track each."""
     starts = [start for report in reports for _, start, _, _ in report["events"]]
     origin = min(starts, default=0.0)
     events: list[TimelineReport] = []

@@ -1,4 +1,4 @@
-"""The controller's ordered token tree: what is pending, what is drafted, who descends from whom."""
+"""The controller's ordered token tree: the pending root and its draft tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pipedraft.models.target import KeepRows, Segment
 
 
 class TokenTree:
-    """Rows in the order in which they enter the pipeline; row 0 is the pending root.
+    """Rows in pipeline order; row 0 is the pending root.
 
-    The root is a token of the text that no stage has committed yet. Every other row is a draft
-    token below it. Rows are append-only between Keeps, parents come before children, and no parent
-    has two children with the same token. The key-value rows of every stage follow the same order.
+    The root is an output token no stage has committed yet. Every other row is a draft token below
+    it. Between KeepRows, rows are append-only, parents precede children, and siblings have
+    different tokens. Key-value rows in every stage use the same order.
     """
 
     def __init__(self, root_token: int, root_position: int) -> None:
@@ -26,11 +26,11 @@ class TokenTree:
         self.depths = [0]
         """Distance from the root."""
         self.scores = [0.0]
-        """Cumulative log-probability of the draft, 0 at the root."""
+        """Cumulative draft log-probability, 0 at the root."""
         self.draft_probabilities: list[Tensor | None] = [None]
-        """q over the target's vocabulary, for rows that were sampled from it."""
+        """q over the target's vocabulary, for rows sampled from it."""
         self.num_injected = 0
-        """Rows [0, num_injected) have been handed to the pipeline."""
+        """Rows [0, num_injected) have been sent to the pipeline."""
         self._children: list[dict[int, int]] = [{}]
         self._ancestors = np.zeros((16, 16), dtype=bool)
         self._num_filled = 0
@@ -39,7 +39,7 @@ class TokenTree:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, score: float, q: Tensor | None = None) -> int:
-        """Append a draft token below ``parent``; returns its row (the existing one if there)."""
+        """Append a draft token below ``parent``; return its row (the existing one if present)."""
         existing = self._children[parent].get(token)
         if existing is not None:
             return existing
@@ -54,7 +54,7 @@ class TokenTree:
         return row
 
     def truncate(self, count: int) -> None:
-        """Forget all rows but the first ``count``."""
+        """Drop all rows after the first ``count``."""
         for row in range(count, len(self)):
             del self._children[self.parents[row]][self.tokens[row]]
         for column in (self.tokens, self.parents, self.depths, self.scores, self._children):
@@ -69,18 +69,18 @@ class TokenTree:
         return list(self._children[row].values())
 
     def position(self, row: int) -> int:
-        """Absolute position in the text."""
+        """Return the absolute position in the sequence."""
         return self.root_position + self.depths[row]
 
     def positions(self, start: int, stop: int) -> Tensor:
         return torch.tensor(self.depths[start:stop], dtype=torch.int64) + self.root_position
 
     def visible(self, start: int, stop: int) -> Tensor:
-        """Ancestors-or-self among all rows up to ``stop``: bool [stop - start, stop]."""
+        """Return ancestors-or-self among all rows up to ``stop``: bool [stop - start, stop]."""
         return torch.from_numpy(self._ancestor_matrix()[start:stop, :stop].copy())
 
     def ancestors(self, rows: Sequence[int], others: Sequence[int]) -> Tensor:
-        """Whether each of some other rows is an ancestor of a row, or itself: bool [R, O]."""
+        """Return bool [R, O]: True if ``others[o]`` is an ancestor of ``rows[r]`` or equal."""
         places = {other: place for place, other in enumerate(others)}
         found = np.zeros((len(rows), len(others)), dtype=bool)
         for index, row in enumerate(rows):
@@ -91,8 +91,10 @@ class TokenTree:
         return torch.from_numpy(found)
 
     def _ancestor_matrix(self) -> np.ndarray:
-        """Ancestors-or-self of every row; filled when it is asked for, as trees that only a draft
-        looks at may have many rows and never are."""
+        """Return ancestors-or-self for every row.
+
+        Filled on demand: a large tree read only by a draft never needs it.
+        """
         count = len(self)
         if count > len(self._ancestors):
             more = max(count, 2 * len(self._ancestors)) - len(self._ancestors)
@@ -106,7 +108,7 @@ class TokenTree:
         return matrix
 
     def segment(self, start: int, stop: int) -> Segment:
-        """Rows [start, stop) as the pipeline's input."""
+        """Return rows [start, stop) as pipeline input."""
         return Segment(
             positions=self.positions(start, stop),
             visible=self.visible(start, stop),
@@ -114,9 +116,9 @@ class TokenTree:
         )
 
     def keep_for(self, path: list[int], next_token: int) -> KeepRows:
-        """KeepRows that commits ``path`` (root first) and retains the subtree of ``next_token``.
+        """Return KeepRows to commit ``path`` (root first) and retain the subtree at ``next_token``.
 
-        Without such a child nothing is retained: a miss.
+        Without this child nothing is retained (a rejection).
         """
         child = self.child(path[-1], next_token)
         retained: list[int] = []
@@ -125,7 +127,7 @@ class TokenTree:
         return KeepRows(rows=(*path, *retained), num_committed=len(path))
 
     def reroot(self, keep: KeepRows) -> TokenTree:
-        """Return the tree of the retained rows of a KeepRows; the first one is the root."""
+        """Return the tree of a KeepRows' retained rows; the first one becomes the root."""
         rows = list(keep.rows[keep.num_committed :])
         root = rows[0]
         place = {row: index for index, row in enumerate(rows)}
@@ -137,7 +139,9 @@ class TokenTree:
         tree.draft_probabilities = [self.draft_probabilities[row] for row in rows]
         tree.num_injected = sum(1 for row in rows if row < self.num_injected)
         tree._children = [
-            {token: place[child] for token, child in self._children[row].items()} for row in rows
+            {token: place[child] for token, child in self._children[row].items()}
+            for row in rows
+            # The ancestor matrix is a submatrix of the old one: no row has to be recomputed.
         ]
         size = max(16, len(rows))
         tree._ancestors = np.zeros((size, size), dtype=bool)

@@ -1,4 +1,4 @@
-"""Networks: the staged target and the drafts that draft ahead for it."""
+"""Networks: the staged target, and the heads and draft models drafting for it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ __all__ = ["load_draft", "load_untied", "stage_boundaries"]
 
 
 def __getattr__(name: str) -> object:
-    """Import torch when a draft is loaded: a command's --help starts without it."""
+    """Import torch only when a draft is loaded, so a command's --help starts without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("pipedraft.models.draft"), name)
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> object:
 def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Cut L layers into n contiguous stages: (0, b1, .., L).
 
-    Sizes differ by at most one and the longer stages come last: the first stage also embeds.
+    Sizes differ by at most one. Longer stages come last, since the first stage also embeds.
 
     Raises:
         ValueError: n is not in [1, L].

@@ -1,10 +1,10 @@
-"""Causal attention against one block of keys plus diagonals against others, exact and without mask.
+"""Causal attention against one key block plus diagonals against others, exact and without masks.
 
-B batch, S query sequences, N query heads, J key heads, G query heads per key head (N = J G)
-T positions, D head size, W diagonals
+B batch, S query sequences, N query heads, J key heads, G query heads per key head (N = J G) T
+positions, D head size, W diagonals
 
 A diagonal is one key per query, at a fixed distance behind it. Diagonals are elementwise work, the
-causal part runs in a fused kernel, and both are merged by their log-sum-exp. No mask and no score
+causal part runs in a fused kernel, and both are merged by their log-sum-exp. No mask or score
 matrix is ever stored.
 """
 
@@ -23,7 +23,7 @@ EVERY = slice(None)
 
 
 class Place(NamedTuple):
-    """Where a tensor [B, heads, T, D] holds some examples."""
+    """Location of some examples in a tensor [B, heads, T, D]."""
 
     examples: slice
     positions: slice = EVERY
@@ -31,40 +31,40 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Band:
-    """A band of a mask: what adjacent examples see."""
+    """Band of a mask for adjacent examples."""
 
     query: Place
     blocks: Place
-    """Examples and positions of the keys and values."""
+    """Examples and positions for keys and values."""
     diagonals: tuple[tuple[int, int], ...]
-    """(block, distance): the query at position t sees position t - distance, if there is one."""
+    """(block, distance): the query at position t sees position t - distance, if it exists."""
     causal: tuple[int, int]
-    """(block, distance): it sees every position up to t - distance."""
+    """(block, distance): the query sees every position up to t - distance."""
     lengths: tuple[int, ...] | None = None
-    """Lengths of the documents that share the positions; t counts within each."""
+    """Document lengths along the positions; t counts within each."""
 
 
 def banded_attention(
     bands: Sequence[Band], query_SNTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> Tensor:
-    """Softmax attention of every query over what its band shows.
+    """Softmax attention of every query over the keys in its band.
 
-    Fastest memory: rows [S, T, heads, D] for queries and [B, T, J, D] for each block (what a GEMM
-    over rows leaves), passed as transposed views. Any strides with a contiguous last axis are used
-    without a copy. Results and gradients come back in those two layouts.
-    Under autocast all inputs are cast to its dtype. CUDA needs float16 or bfloat16.
+    Fastest memory order: rows [S, T, heads, D] for queries and [B, T, J, D] for each block (as a
+    GEMM over rows writes them), passed as transposed views. Other strides with a contiguous last
+    axis are used without a copy. Results and gradients return in these two layouts. Under autocast
+    all inputs are cast to its dtype. CUDA needs float16 or bfloat16.
 
     Args:
         query_SNTD: query head h uses key head h // (N // J).
-        keys: tensors [R, B, J, T, D] of R blocks, or [B_r, J, T_r, D] of one with the first
-            examples or positions; blocks are numbered in their order.
-        values: as the keys.
+        keys: tensors [R, B, J, T, D] with R blocks, or [B_r, J, T_r, D] with one block for the
+            first examples or positions; blocks are numbered in this order.
+        values: like keys.
 
     Returns:
-        out_SNTD; rows of no band are zeros and give no gradient.
+        out_SNTD; rows outside every band are zeros without gradient.
 
     Raises:
-        ValueError: heads or dtype do not fit.
+        ValueError: heads or dtype do not match.
     """
     N, J = query_SNTD.shape[1], keys[0].shape[-3]
     if N % J:
@@ -82,19 +82,20 @@ def banded_attention(
 
 
 class _BandedAttention(torch.autograd.Function):
-    """Forward merges diagonals and fused part; backward needs the merged output and log-sum-exp.
+    """Forward merges diagonals and the fused part; backward needs the merged output and
+    log-sum-exp.
 
     With L the merged log-sum-exp, every probability is P = exp(S - L), and dS = P (dP - delta),
-    delta = rowsum(dO O). The fused backward computes exactly this from the O and L it is given,
-    so handing it the merged pair makes its part exact (as in ring attention, arXiv:2310.01889).
-    Autograd cannot do it: the fused op's log-sum-exp carries no gradient.
+    delta = rowsum(dO O). The fused backward computes exactly this from the O and L it is given, so
+    passing the merged pair makes its part exact (as in ring attention, arXiv:2310.01889). Autograd
+    cannot do this: the fused op's log-sum-exp carries no gradient.
     """
 
     @staticmethod
     def forward(ctx, bands, *inputs):
         inputs = [_dense_rows(x) for x in inputs]
         S, N, T, D = inputs[0].shape
-        # Diagonals are added one by one: bfloat16 would round the sum after each of them.
+        # Diagonals are added one by one, and bfloat16 would round the sum each time.
         exact = torch.promote_types(inputs[0].dtype, torch.float32)
         out_STND = inputs[0].new_zeros(S, T, N, D, dtype=exact)
         lse_STN = inputs[0].new_zeros(S, T, N, dtype=exact)
@@ -110,7 +111,7 @@ class _BandedAttention(torch.autograd.Function):
         out_SNTD, lse_STN, *saved = ctx.saved_tensors
         probs, inputs = saved[: len(ctx.bands)], saved[len(ctx.bands) :]
         grad_SNTD = _dense_rows(grad_SNTD)
-        # Bands share blocks of keys, so that each adds its part to one set of gradients.
+        # Bands share key blocks, so each adds to one set of gradients.
         gradients = [_zeros_by_row(x) for x in inputs]
         for b, probs_WBTN in zip(ctx.bands, probs, strict=True):
             rows = (_pick(grad_SNTD, b.query), _pick(out_SNTD, b.query), lse_STN[b.query])
@@ -120,17 +121,17 @@ class _BandedAttention(torch.autograd.Function):
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """The fused kernels take any strides, but read the last axis as a contiguous row."""
+    """Make the last axis contiguous, as fused kernels require; other strides may be anything."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _zeros_by_row(x: Tensor) -> Tensor:
-    """Zeros shaped as x [..., heads, T, D] in the memory order [..., T, heads, D]."""
+    """Return zeros shaped as x [..., heads, T, D] in memory order [..., T, heads, D]."""
     return x.new_zeros(x.transpose(-3, -2).shape).transpose(-3, -2)
 
 
 def _blocks(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views [B_r, J, T, D] of all blocks."""
+    """Return views [B_r, J, T, D] for all blocks."""
     return [block for x in tensors for block in (x.unbind(0) if x.ndim == 5 else (x,))]
 
 
@@ -139,7 +140,7 @@ Rows = tuple[Tensor, list[Tensor], list[Tensor]]
 
 
 def _select(tensors: Sequence[Tensor], band: Band) -> Rows:
-    """The band's part of (query, *keys, *values), or of their gradients."""
+    """Return the band's part of (query, *keys, *values), or of their gradients."""
     query_SNTD, *rest = tensors
     keys, values = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     keys, values = (
@@ -157,7 +158,7 @@ def _documents(band: Band, T: int) -> list[slice]:
 
 
 def _query_rows(x_BNTD: Tensor, J: int) -> Tensor:
-    """View [B, T, J, G, D]: a key row [B, T, J, 1, D] broadcasts over its G query heads."""
+    """View as [B, T, J, G, D]: a key row [B, T, J, 1, D] broadcasts over its G query heads."""
     return x_BNTD.transpose(1, 2).unflatten(2, (J, -1))
 
 
@@ -166,16 +167,16 @@ def _key_rows(x_BJTD: Tensor) -> Tensor:
 
 
 def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
-    """Fill out and lse, both zero on entry; returns the diagonals' probabilities [W, B, T, N].
+    """Fill out and lse, both zero on entry; return the diagonals' probabilities [W, B, T, N].
 
-    One diagonal at a time: at T = 2048, N D = 256 its product stays in the last-level cache;
-    cutting T into chunks of 64 to 512, or all diagonals in one strided view, measured no faster.
+    One diagonal at a time: at T = 2048, N D = 256 its product stays in the last-level cache.
+    Cutting T into chunks of 64 to 512, or all diagonals in one strided view, measured no faster.
     """
     query_BNTD, keys, values = inputs
     r, first = band.causal
     W, J = len(band.diagonals), keys[r].shape[1]
     T, scale = query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
-    # Rows nearer than ``first`` to their document's start have no causal part: its weight is 0.
+    # Rows nearer than ``first`` to their document's start have no causal part: weight 0.
     for document in _documents(band, T):
         far = slice(document.start + first, document.stop)
         seen = slice(document.start, document.stop - first)
@@ -186,12 +187,12 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
             out_BTND[:, far] = fused[0].transpose(1, 2)
             lse_BTN[:, far] = fused[1].transpose(1, 2)
 
-    # Scores of the diagonals; where one leaves the document they stay -inf.
+    # Diagonal scores; outside the document they stay -inf.
     probs_WBTN = out_BTND.new_full((W, *lse_BTN.shape), -torch.inf)
     if not W:
         return probs_WBTN
     q_BTJGD = _query_rows(query_BNTD, J).to(out_BTND.dtype)
-    # One buffer of products for all diagonals: it stays in the cache.
+    # One product buffer for all diagonals: it stays in the cache.
     room, probs_WBTJG = q_BTJGD.new_empty(q_BTJGD.numel()), probs_WBTN.unflatten(3, (J, -1))
     diagonals = [(w, r, d) for w, (r, d) in enumerate(band.diagonals) if d < T]
     for w, r, d in diagonals:
@@ -199,12 +200,12 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
         probs_WBTJG[w, :, d:] = _product(q_BTJGD[:, d:], key_BTJ1D, room).sum(-1)
     probs_WBTN *= scale
     _hide_other_documents(band, probs_WBTN)
-    # Both parts were normalized alone: each is scaled to the log-sum-exp of all scores.
+    # Both parts were normalized separately: scale each to the log-sum-exp of all scores.
     merged_BTN = torch.logaddexp(lse_BTN, probs_WBTN.logsumexp(0))
     out_BTND *= (lse_BTN - merged_BTN).exp_()[..., None]
     probs_WBTN.sub_(merged_BTN).exp_()
     lse_BTN.copy_(merged_BTN)
-    # A diagonal's value row is seen by one query alone: no product of matrices, no mask.
+    # A diagonal's value row is seen by one query: no matrix product, no mask.
     out_BTJGD = out_BTND.unflatten(2, (J, -1))
     for w, r, d in diagonals:
         value_BTJ1D = _key_rows(values[r][:, :, : T - d])
@@ -213,12 +214,12 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
 
 
 def _product(rows: Tensor, others: Tensor, room: Tensor) -> Tensor:
-    """rows * others at the front of ``room``: torch.compile takes no ``out`` with gaps."""
+    """Return rows * others at the front of ``room``: torch.compile accepts no ``out`` with gaps."""
     return torch.mul(rows, others, out=room[: rows.numel()].view(rows.shape))
 
 
 def _hide_other_documents(band: Band, scores_WBTN: Tensor) -> None:
-    """A diagonal's first rows in a document would reach into the one before."""
+    """Hide a diagonal's first rows in a document: they would reach into the previous one."""
     if band.lengths is None or len(band.lengths) == 1:
         return
     device = scores_WBTN.device
@@ -240,7 +241,7 @@ def _attend_backward(
     dquery_BNTD, dkeys, dvalues = gradients
     r, first = band.causal
     J, T, scale = keys[r].shape[1], query_BNTD.shape[2], query_BNTD.shape[3] ** -0.5
-    # The causal part: given the merged output and log-sum-exp, the kernel's P and delta are exact.
+    # Causal part: with the merged output and log-sum-exp, the kernel's P and delta are exact.
     for document in _documents(band, T):
         far = slice(document.start + first, document.stop)
         seen = slice(document.start, document.stop - first)
@@ -259,7 +260,7 @@ def _attend_backward(
         dvalue += fused[2]
     if not band.diagonals:
         return
-    # delta = rowsum(dO O), once for all diagonals; its products' memory is used again below.
+    # delta = rowsum(dO O), once for all diagonals; its product buffer is reused below.
     q_BTJGD, grad_BTJGD, out_BTJGD = (_query_rows(x, J) for x in (query_BNTD, grad_BNTD, out_BNTD))
     grad_BTJGD = grad_BTJGD.to(probs_WBTN.dtype)
     dq_BTJGD = torch.zeros_like(grad_BTJGD)
@@ -273,7 +274,7 @@ def _attend_backward(
         )
         grad, probs = grad_BTJGD[:, d:], probs_WBTN.unflatten(3, (J, -1))[w, :, d:]
         products = _product(grad, value, room)
-        # dS = P (dP - delta), and from it the query's, the key's and the value's gradients.
+        # dS = P (dP - delta), and from it the gradients for query, key and value.
         dscores = products.sum(-1).sub_(delta_BTJG[:, d:]).mul_(probs).mul_(scale)
         dq_BTJGD[:, d:].addcmul_(dscores[..., None], key)
         # A group's G heads share a key row, and addcmul_ does not sum over a broadcast axis.
@@ -287,7 +288,7 @@ def _attend_backward(
 def _fused_forward(
     query_BNMD: Tensor, key_BJMD: Tensor, value_BJMD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention and its natural log-sum-exp [B, N, M]; key heads are not repeated."""
+    """Return causal attention and its natural log-sum-exp [B, N, M]; key heads are not repeated."""
     attend = (
         aten._scaled_dot_product_flash_attention
         if query_BNMD.is_cuda
@@ -338,14 +339,13 @@ def ttt_attention(
     lengths: Sequence[int] | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of step i, the last of the i + 1 steps whose keys are given.
+    """Attention in step i, the last of the i + 1 steps in ``keys``.
 
     out_t = softmax over {K_0[T'] : T' <= t} and {K_j[t] : 1 <= j <= i}         EAGLE-3
             (arXiv:2503.01840), Section 3.2: causal attention plus i diagonals at distance 0
 
-    Row t of step i is a draft that has made i draft tokens after position t: it sees the rows made
-    of the target's features up to t, and of the drafted ones its own alone. For memory order and
-    dtypes see `banded_attention`.
+    Row t in step i has drafted i tokens after position t. It sees target-feature rows up to t, and
+    only its own drafted rows. For memory order and dtypes see `banded_attention`.
 
     Args:
         keys: of steps 0 .. i, [B, J, T, D] each.

@@ -1,12 +1,12 @@
-"""Passes whose numbers do not depend on what else is in them: ``--bitwise``.
+"""Forward passes with the same numbers whatever other rows they contain: ``--bitwise``.
 
-Kernels are chosen by shapes and add up in their own order, so in bfloat16 a row's logits differ
-with the rows beside it. Here every product has the same number of rows, padded, and each row
-attends alone, to its own ancestors in their order: exactly what a row of plain decoding does. That
-number is one on a GPU, where texts were seen to leave plain decoding's with 16.
+Kernels are chosen by shape and sum in their own order, so in bfloat16 a row's logits depend on the
+other rows. Here every product has the same padded number of rows, and each row attends alone, to
+its own ancestors in order: exactly as in autoregressive decoding. This number is one on a GPU,
+where outputs were seen to differ from autoregressive decoding with 16.
 """
 
-# l rows of a pass, P padded rows, C rows of a cache, N query heads, J key heads, D head size
+# l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from pipedraft.models.target import Stage
 
 ROWS = 16
-"""Of every product on a CPU."""
+"""Rows per product on a CPU."""
 PROMPT_ROWS = 512
-"""Of a chunk of the prompt, in every pipeline: whole chunks have one shape without padding."""
+"""Rows per prompt chunk, in every pipeline: whole chunks have one shape without padding."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-"""Without experts, whose products have as many rows as choose them, and recurrent layers."""
+"""Families without recurrent layers and without experts, whose row counts vary with routing."""
 
 
 def check_bitwise(config: PreTrainedConfig) -> None:
@@ -45,14 +45,14 @@ def rows_of_a_pass(device: torch.device) -> int:
 
 
 def pad(rows_lH: Tensor) -> Tensor:
-    """The rows of a pass, and copies of the last one up to as many as all passes have."""
+    """Pad a pass to its fixed row count with copies of the last row."""
     num_copies = rows_of_a_pass(rows_lH.device) - len(rows_lH)
     return torch.cat([rows_lH, rows_lH[-1:].expand(num_copies, *rows_lH.shape[1:])])
 
 
 @torch.inference_mode()
 def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
-    """Forward of a stage in passes of ``rows_of_a_pass`` rows."""
+    """Run a stage's forward in passes of ``rows_of_a_pass`` rows."""
     entering = segment.ids if stage.embedding is not None else segment.hidden
     assert entering is not None, "stage 0 needs token ids, later stages hidden states"
     hidden_lH, collected = [], {index: list[Tensor]() for index in taps}
@@ -71,7 +71,7 @@ def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
 def _pass(
     stage: "Stage", entering_lH: Tensor, positions_l: Tensor, visible_lS: Tensor
 ) -> dict[int, Tensor]:
-    """Layer index -> hidden states [l, H], of the first stage also those after the embedding."""
+    """Return layer index -> hidden states [l, H]; for the first stage also after the embedding."""
     cache, num_rows = stage.cache, len(entering_lH)
     positions_C = cache.begin(positions_l.to(stage.device))
     committed_lC = visible_lS.new_ones(num_rows, cache.num_committed)
@@ -97,25 +97,25 @@ def _pass(
 
 
 class _RowByRow:
-    """Stands where a cache stands: padding is not kept, and each row attends alone."""
+    """Cache stand-in: drops padding, and each row attends alone."""
 
     def __init__(self, cache: StageCache, visible_lC: Tensor, window: int | None) -> None:
         """
         Args:
-            visible_lC: bool; row i of the pass sees these rows of the cache, its own included.
-            window: of layers that see so many last positions only.
+            visible_lC: bool; cache rows visible to row i, including its own.
+            window: for layers limited to this many last positions.
         """
         self.cache = cache
         self._seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]
         self._near = self._seen if window is None else [seen[-window:] for seen in self._seen]
         self._known: tuple[Tensor, Tensor] | None = None
         self.is_windowed = False
-        """Of the layer that runs now."""
+        """True while a windowed layer runs."""
 
     def update(
         self, keys_1JPD: Tensor, values_1JPD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """Called by the attention modules; what they get back has the right shape, no more."""
+        """Called by attention modules; the returned tensors only have the right shape."""
         own = slice(len(self._seen))
         self._known = self.cache.update(keys_1JPD[:, :, own], values_1JPD[:, :, own], layer_idx)
         return keys_1JPD, values_1JPD

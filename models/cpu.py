@@ -1,11 +1,10 @@
-"""Faster functions for CPUs, which give what torch's give; other devices are left alone.
+"""Faster CPU versions of torch functions with the same results; other devices are unaffected.
 
-``lay_out(module)`` is called once for a module that decodes, ``muon_in_float32`` entered around
-steps of optimizers.
+Call ``lay_out(module)`` once before decoding; enter ``muon_in_float32`` around optimizer steps.
 """
 
 # ... any leading axes, H and G columns, M and N rows, V vocabulary
-# W entries of a block, K blocks of one row
+# W entries per block, K blocks per row
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,18 +23,17 @@ ROW_MULTIPLE = 32
 # -- products with few rows ------------------------------------------------------------------
 
 LEAST_WEIGHTS = 1 << 18
-"""Of a layer that is laid out: below, what the operator itself takes (11 microseconds) is more."""
+"""Minimum weights in a laid-out layer; below, the operator's overhead (11 us) dominates."""
 LEAST_ROWS, MOST_ROWS = 4, 64
 
 
 def lay_out(module: nn.Module) -> None:
-    """Let a module's large linear layers keep a copy of their weights in oneDNN's own layout.
+    """Copy a module's large linear weights into oneDNN's own layout.
 
-    382 MB of weights, one Zen 4 core: one row takes 24 ms instead of
-    31, four 24 instead of 42, eight 31 instead of 49, sixty 117 instead of 144, so that verifying
-    three draft tokens costs what decoding one token does. The copy is made by the first product
-    of at most ``MOST_ROWS`` rows and takes as much memory as the weights; where they are more than
-    half of what is free, nothing is laid out.
+    382 MB of weights, one Zen 4 core: one row takes 24 ms instead of 31, four 24 instead of 42,
+    eight 31 instead of 49, sixty 117 instead of 144. Verifying three draft tokens then costs as
+    much as decoding one token. The first product with at most ``MOST_ROWS`` rows makes the copy, in
+    as much memory as the weights. If this exceeds half of the free memory, nothing is copied.
     """
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
     if 2 * sum(layer.weight.nbytes for layer in large) <= virtual_memory().available:
@@ -44,7 +42,7 @@ def lay_out(module: nn.Module) -> None:
 
 
 def _has_onednn_product(x_H: Tensor) -> bool:
-    """Return whether a product is oneDNN's to compute faster: float32 on an AVX-512 CPU."""
+    """Return True if oneDNN computes the product faster: float32 on an AVX-512 CPU."""
     return (
         x_H.dtype == torch.float32
         and x_H.device.type == "cpu"
@@ -64,16 +62,16 @@ def _is_large(weight_GH: Tensor) -> bool:
 
 
 class LaidOutLinear(nn.Linear):
-    """A linear layer whose products of few rows read a copy of its weight in inference mode.
+    """Linear layer using a copy of its weight for few rows in inference mode.
 
-    Decoding is in that mode; transformers' ``generate``, which it is compared with, is not.
+    Decoding uses inference mode; transformers' ``generate``, the reference, does not.
     """
 
     _copy: tuple[tuple[int, int], Tensor] | None = None
-    """Which weight was copied, and the copy."""
+    """Identity of the copied weight, and the copy."""
 
     def __getstate__(self) -> dict[str, object]:
-        """State for deepcopy and pickle; oneDNN's layout can be neither."""
+        """Return state for deepcopy and pickle, which cannot handle oneDNN's layout."""
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -87,13 +85,13 @@ class LaidOutLinear(nn.Linear):
             or not _has_onednn_product(input)
         ):
             return super().forward(input)
-        # Training, merging or moving the weight makes the copy another one's.
+        # Training, merging or moving the weight invalidates the copy.
         version = 0 if weight_GH.is_inference() else weight_GH._version
         identity = (weight_GH.data_ptr(), version)
         if self._copy is None or self._copy[0] != identity:
             copy = torch.ops.mkldnn._reorder_linear_weight(weight_GH.detach(), 8)
             self._copy = (identity, copy)
-        # Fewer rows than four are slower than four are; so one row has the numbers of many.
+        # Fewer rows than four run slower than four; padding also gives one row the numbers of many.
         missing = max(LEAST_ROWS - num_rows, 0)
         rows_MH = F.pad(input.reshape(num_rows, -1), (0, 0, 0, missing)).contiguous()
         out_MG = _multiply_rows(rows_MH, self._copy[1], self.bias)[:num_rows]
@@ -104,14 +102,14 @@ class LaidOutLinear(nn.Linear):
 
 
 def whole_rows(count: int) -> int:
-    """Round a number of rows up: kernels are prepared anew for every number that they meet."""
+    """Round a row count up: kernels are prepared anew for every distinct count."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def argmax(x_NV: Tensor) -> Tensor:
     """Return the argmax [N] of each row; torch's is not vectorized on CPUs.
 
-    Maxima of blocks, the first block that has the largest, and its first entry: 5 times faster.
+    Block maxima, the first block with the largest one, and its first entry: 5 times faster.
     """
     width = gcd(x_NV.shape[-1], 128)
     if width < 8 or x_NV.device.type != "cpu":
@@ -126,9 +124,9 @@ CACHED_BYTES = 1 << 24
 
 
 def chunk_bytes(most: int, device: torch.device) -> int:
-    """Return how many bytes of logits are made, compared and dropped together, ``most`` at most.
+    """Return bytes of logits to compute, compare and drop together, ``most`` at most.
 
-    What stays in a CPU's caches is faster: 3,040 rows of 16,384 tokens take 1.1 instead of 1.7 s.
+    Chunks in the CPU's caches are faster: 3,040 rows over 16,384 tokens take 1.1 instead of 1.7 s.
     """
     return min(most, CACHED_BYTES) if device.type == "cpu" else most
 
@@ -139,10 +137,10 @@ def chunk_bytes(most: int, device: torch.device) -> int:
 def orthogonalize(
     grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float
 ) -> Tensor:
-    """Muon's quintic Newton-Schulz iteration, X <- a X + (b A + c A^2) X with A = X X^T.
+    """Run Muon's quintic Newton-Schulz iteration, X <- a X + (b A + c A^2) X with A = X X^T.
 
-    torch's runs in bfloat16. Where a CPU has to emulate it, 1,536 x 576 take 4.5 s, here 0.14 s,
-    and a head of that size spent nine tenths of its training in it.
+    torch uses bfloat16. If a CPU emulates it, 1,536 x 576 take 4.5 s, here 0.14 s; a head with this
+    size spent nine tenths of its training there.
     """
     if grad.device.type != "cpu" or torch.cpu._is_avx512_bf16_supported():
         return torch_orthogonalize(grad, ns_coefficients, ns_steps, eps)
@@ -160,7 +158,7 @@ def orthogonalize(
 
 @contextmanager
 def muon_in_float32(device: torch.device) -> Iterator[None]:
-    """Let torch.optim.Muon iterate in float32 inside, where ``device`` is a CPU."""
+    """Run torch.optim.Muon's iteration in float32 inside, if ``device`` is a CPU."""
     if device.type == "cpu":
         _muon._zeropower_via_newtonschulz = orthogonalize  # type: ignore[assignment]
     try:

@@ -1,12 +1,12 @@
-"""CUDA graphs of launches with fixed shapes: of a stage's layers, and of a draft.
+"""CUDA graphs for fixed-shape launches: a stage's layers, and a draft.
 
-A decoding step of a few rows launches hundreds of small kernels; on a GPU that takes longer than
-their work. Everything that changes from step to step is packed on the host and copied into a fixed
-buffer at once, rows on the device into another, and the launches are captured once for each key.
-On a CPU the same functions run without a graph.
+A decoding step with a few rows launches hundreds of small kernels; on a GPU launching takes longer
+than their work. Everything that varies between steps is packed on the host and copied into a fixed
+buffer at once; device rows go into another. Launches are captured once per key. On a CPU the same
+functions run without a graph.
 """
 
-# P padded rows, H hidden, S columns, C rows of a cache
+# P padded rows, H hidden, S columns, C cache rows
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 MAX_IDLE = 1
-"""Caches with their graphs that wait for the next text, for each network."""
+"""Idle caches with graphs retained per network for the next sequence."""
 Borrowed = TypeVar("Borrowed")
 
 
 class Transfers(Protocol):
     def is_sending(self) -> bool:
-        """Something waits until another process takes it."""
+        """Return True while data waits for another process to receive it."""
 
 
 UNDER_WAY: WeakSet[Transfers] = WeakSet()
-"""Capturing waits for the whole device, so for these; a process that captures, too, cannot take
-what another one waits to be rid of."""
+"""Transfers in flight. Capturing waits for the whole device, so for these too; a capturing process
+cannot receive data another one waits to send."""
 
 
 @dataclass
 class CapturedGraph:
     packed: Tensor
-    """int64: all that changes from step to step, but rows that are on the device."""
+    """int64: everything that varies between steps, except rows on the device."""
     rows_PH: Tensor | None
     replay: Callable[[], None]
     out: Tensor
-    """The next replay writes over it."""
+    """Output buffer; the next replay overwrites it."""
 
 
 class Graphs:
-    """CUDA graphs of functions of a packed tensor and of rows, each captured once for its key.
+    """CUDA graphs for functions of a packed tensor and rows, each captured once per key.
 
     A call is one copy to the device, one launch for the rows, and one graph.
     """
@@ -57,7 +57,7 @@ class Graphs:
         self._pool: _POOL_HANDLE | None = None
 
     def clear(self) -> None:
-        """Forget all graphs: the buffers that they read and write are gone."""
+        """Drop all graphs: their buffers are gone."""
         self._graphs.clear()
         self._pool = None
 
@@ -70,17 +70,17 @@ class Graphs:
         *,
         can_capture: bool = True,
     ) -> Tensor:
-        """Return compute(packed, rows), by the graph of its key, which is captured at first.
+        """Return compute(packed, rows) by the key's graph, captured at the first call.
 
         Args:
-            key: with the numbers of entries and of rows, which are added to it, all that the
-                launches depend on.
-            packed: int64, in the host's memory.
-            rows: [.., H] each; ``compute`` sees them as one [P, H] with spare rows.
-            can_capture: else the launches are made one by one.
+            key: everything the launches depend on, apart from the entry and row counts (added
+                here).
+            packed: int64 in host memory.
+            rows: [.., H] each; ``compute`` sees one [P, H] with spare rows.
+            can_capture: False runs the launches one by one.
 
         Returns:
-            A buffer that the next call of the same key writes over.
+            A buffer overwritten by the next call with the same key.
         """
         num_rows = sum(map(len, rows))
         if self.device.type == "cuda":
@@ -88,6 +88,7 @@ class Graphs:
         if not can_capture:
             return compute(packed.to(self.device), torch.cat([*rows]) if rows else None)
         graph = self._graphs.get((key, len(packed), padded_rows(num_rows)))
+        # Capturing would wait for transfers another capturing process cannot receive.
         if graph is None and any(transfers.is_sending() for transfers in UNDER_WAY):
             return compute(packed.to(self.device), self._buffer(rows))
         if graph is None:
@@ -109,7 +110,7 @@ class Graphs:
             torch.cat([*rows], out=filled_RH)
 
     def _buffer(self, rows: Sequence[Tensor]) -> Tensor | None:
-        """[P, H], with the rows in front."""
+        """Return [P, H] with the rows first."""
         if not rows:
             return None
         shape = padded_rows(sum(map(len, rows))), rows[0].shape[1]
@@ -125,7 +126,7 @@ class Graphs:
     ) -> CapturedGraph:
         rows_PH = self._buffer(rows)
         buffer = packed.to(self.device, copy=True)
-        # The first run makes buffers that are not there yet.
+        # The first run creates missing buffers.
         made = CapturedGraph(buffer, rows_PH, lambda: None, compute(buffer, rows_PH))
 
         def again() -> None:
@@ -133,25 +134,25 @@ class Graphs:
 
         made.replay = again
         if self.device.type == "cuda":
-            # Graphs of one cache never run at once, so they may share the memory between launches.
+            # One cache's graphs never run at once, so they may share memory between launches.
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             made.replay = _capture(again, self.device, self._pool)
         return made
 
 
 def padded_rows(num_rows: int) -> int:
-    """The next power of two: a graph for each of few sizes."""
+    """Round up to a power of two, so few sizes need a graph."""
     return 1 << (num_rows - 1).bit_length() if num_rows else 0
 
 
 class Packing:
-    """Lists of numbers in one int64 tensor, each with room for a fixed count."""
+    """Lists of numbers in one int64 tensor, each with fixed room."""
 
     def __init__(self, **sizes: int) -> None:
         self.sizes = sizes
 
     def pack(self, **values: Sequence[int] | Tensor) -> Tensor:
-        """Lists may be shorter than their room; floats are float64 tensors, packed bit by bit."""
+        """Pack lists up to their room; float64 tensors are packed bit by bit."""
         packed = torch.zeros(sum(self.sizes.values()), dtype=torch.int64)
         for name, room in zip(self.sizes, packed.split([*self.sizes.values()]), strict=True):
             given = torch.as_tensor(values[name])
@@ -165,11 +166,11 @@ class Packing:
 
 
 def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) -> Tensor:
-    """What rows may not see of a whole buffer, bool [P, C].
+    """Return positions hidden from rows over a whole buffer: bool [P, C].
 
     Args:
-        num_visible_1: the first rows of the buffer, which all may see.
-        visible_PS: of the S rows behind them; those behind these are hidden.
+        num_visible_1: number of first buffer rows, visible to all.
+        visible_PS: visibility of the S rows after them; later rows are hidden.
     """
     S = visible_PS.shape[1]
     column_C = torch.arange(num_columns, device=visible_PS.device) - num_visible_1
@@ -181,14 +182,13 @@ def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) 
 def borrow_for(
     owner: nn.Module, holder: object, key: Hashable, make: Callable[[], Borrowed]
 ) -> Borrowed:
-    """Borrow buffers and graphs that an earlier holder of a key left behind, or new ones, until
-    ``holder`` dies.
+    """Borrow buffers and graphs left by an earlier holder of this key, or new ones.
 
-    So texts that follow each other, of one engine or of several, share buffers and graphs.
+    They return when ``holder`` dies, so successive sequences share them, in one engine or several.
 
     Args:
-        owner: keeps what is idle; a network whose weights have moved has nothing.
-        make: the result must not refer to ``holder``.
+        owner: retains idle buffers; a network with moved weights has none.
+        make: creates new ones; must not refer to ``holder``.
     """
     weight = next(owner.parameters())
     kept = vars(owner).setdefault("_idle_graphs", {})
@@ -206,7 +206,7 @@ def borrow_for(
 def _capture(
     compute: Callable[[], None], device: torch.device, pool: "_POOL_HANDLE"
 ) -> Callable[[], None]:
-    """Capture what ``compute`` launches; libraries choose their kernels in runs before."""
+    """Capture the launches of ``compute``; warm-up runs let libraries choose their kernels."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -215,7 +215,7 @@ def _capture(
                 compute()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread may look after a link's transfers meanwhile.
+        # thread_local: another thread may handle a link's transfers meanwhile.
         options = {"pool": pool, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graph, **options):  # type: ignore[arg-type]  # its own handle's type
             compute()

@@ -1,14 +1,14 @@
 """DFlash (arXiv:2602.06036): one forward pass proposes a whole block of draft tokens.
 
-A block stands at the anchor, the newest token of the text: the anchor itself, then mask tokens. Its
-rows see each other, and in every layer the target's hidden states of all positions before the
-anchor, projected to keys and values. Row k gives the logits of the token k positions behind the
-anchor, whatever the tokens in between are.
+A block starts at the anchor, the newest token in the sequence, followed by mask tokens. Its rows
+see each other. In every layer they also see the target's hidden states at all positions before the
+anchor, projected to keys and values. Row k gives the logits for the token k positions after the
+anchor, whatever the tokens between.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
-# B batch, T positions, P = B T context rows, A blocks, R rows of a block, S draft tokens of it
-# G rows of a group of blocks, K keys that a group sees
+# B batch, T positions, P = B T context rows, A blocks, R rows and S draft tokens per block
+# G rows in a group of blocks, K keys visible to a group
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,24 +35,23 @@ from pipedraft.models.layers import (
 
 LARGEST_BLOCK = 256
 GROUP_ROWS = 128
-"""Rows of the blocks that attend in one call: more means more pairs that are masked out."""
+"""Rows attending in one call; with more blocks together, more pairs are masked out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig:
-    """Architecture of the head."""
+    """Architecture of the DFlash head."""
 
     num_layers: int = 5
-    """Decoder layers of the head."""
+    """Decoder layers in the head."""
     block_size: int = 16
-    """Rows of a block, the anchor's included: one more than its draft tokens."""
+    """Rows per block, including the anchor: one more than draft tokens."""
     feature_layers: tuple[int, ...] = ()
-    """Layer indices whose raw hidden states are fused, 0 = embedding; empty: five, evenly from 2 to
-    L - 2."""
+    """Layer indices with fused raw hidden states, 0 = embedding; empty: five, from 2 to L - 2."""
     mask_token_id: int | None = None
-    """Token whose embedding stands at the masked rows; None: the last of the vocabulary."""
+    """Token embedded at masked rows; None: the last token in the vocabulary."""
     draft_vocab_size: int | None = None
-    """U: most frequent tokens of the training data; None: the target's vocabulary."""
+    """U: most frequent tokens in the training data; None: the target's vocabulary."""
     num_target_layers: int = 0
     """L; filled in from the target."""
 
@@ -74,16 +73,16 @@ class DFlashConfig:
 
     @property
     def first_row(self) -> int:
-        """The row of a block that gives its first draft token."""
+        """Block row with the first draft token."""
         return 1
 
     @property
     def num_tokens(self) -> int:
-        """S: draft tokens of a block."""
+        """S: draft tokens per block."""
         return self.block_size - self.first_row
 
     def for_target(self, num_layers: int, vocab_size: int) -> Self:
-        """The configuration with what the target decides filled in."""
+        """Return the configuration with the target's values filled in."""
         mask = vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
         if not 0 <= mask < vocab_size:
             raise ValueError(
@@ -97,28 +96,28 @@ class DFlashConfig:
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Five layers evenly from 2 to L - 2, the authors' choice; of a shallow target fewer."""
+    """Return five layers evenly from 2 to L - 2, the authors' choice; fewer if shallow."""
     if num_layers < 6:
         return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
     return tuple(sorted({round(2 + part * (num_layers - 4) / 4) for part in range(5)}))
 
 
 class _Group(NamedTuple):
-    """Adjacent blocks of one document that attend together."""
+    """Adjacent blocks in one document that attend together."""
 
     blocks: slice
     context: slice
-    """Rows before the last of their anchors."""
+    """Rows before the last anchor in the group."""
     visible_GK: Tensor
-    """bool; the keys are the context's rows, then those of these blocks."""
+    """bool; keys are the context rows, then these blocks' rows."""
 
 
 class DFlash(Draft):
     """c_t = norm(fc([h_1; ..; h_k]_t)); block rows x = [embed(anchor); embed(mask); ..].
 
-    In every layer the keys and values are of [c before the anchor; norm(x)], the queries of
-    norm(x), and attention within the block is bidirectional. Embedding and LM head stay the
-    target's: they are attached, not saved. Layers are Qwen3's, as published, whatever the target's.
+    In every layer, keys and values come from [c before the anchor; norm(x)] and queries from
+    norm(x). Attention within a block is bidirectional. The target's embedding and LM head are
+    attached, not saved. Layers are Qwen3 layers, as published, for every target.
     """
 
     draft_type: ClassVar[str] = "dflash"
@@ -154,7 +153,7 @@ class DFlash(Draft):
         return cast(list[DecoderLayer], list(self.layers))
 
     def attach(self, target: PreTrainedModel) -> None:
-        """Use this target's embedding and LM head. A list keeps them out of the parameters."""
+        """Use this target's embedding and LM head, in lists to keep them out of the parameters."""
         head = target.get_output_embeddings()
         if self.config.draft_vocab_size is not None:
             part = nn.Linear(head.in_features, len(self.draft_ids), bias=False, device="meta")
@@ -164,12 +163,12 @@ class DFlash(Draft):
 
     @property
     def lm_head(self) -> nn.Linear:
-        """The target's, or its rows of the draft vocabulary."""
+        """Target's LM head, or its rows for the draft vocabulary."""
         return self._head[0]
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """The final norm starts as the target's; the deepest fused layer is passed on."""
+        """Copy the target's final norm; fc passes the deepest fused layer through."""
         if draft_ids is not None:
             self.draft_ids.copy_(draft_ids)
         self.attach(target)
@@ -179,12 +178,12 @@ class DFlash(Draft):
         initialize_matrices(self.layers, len(self.layers))
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        """Input of every layer's keys and values: [..., H] from the target's hidden states."""
+        """Return every layer's key-value input: [..., H] from the target's hidden states."""
         fused = [taps[layer] for layer in self.config.feature_layers]
         return self.hidden_norm(self.fc(torch.cat(fused, -1)))
 
     def embed_blocks(self, anchors_A: Tensor, num_rows: int) -> Tensor:
-        """Rows [A, R, H] of blocks: the embedding of the anchor's token, then the mask's."""
+        """Return block rows [A, R, H]: the anchor token's embedding, then the mask's."""
         assert self.config.mask_token_id is not None, "refused above"
         ids_AR = anchors_A.new_full((len(anchors_A), num_rows), self.config.mask_token_id)
         ids_AR[:, 0] = anchors_A
@@ -198,29 +197,29 @@ class DFlash(Draft):
         anchors: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Blocks at many anchors of whole sequences, each as in decoding.
+        """Compute blocks at many anchors in whole sequences, each as in decoding.
 
         Args:
-            taps: hidden states [B, T, H] of the target, by layer index.
-            anchors: of each sequence or document, ascending rows b T + t on the host, t > 0.
-            lengths: of the documents in a packed row [1, T].
+            taps: target hidden states [B, T, H] by layer index.
+            anchors: per sequence or document, ascending rows b T + t on the host, t > 0.
+            lengths: document lengths in a packed row [1, T].
 
         Returns:
-            Outputs [A, S, H], as ``logits`` takes them; row k predicts the token k + 1 positions
-            behind its anchor.
+            Outputs [A, S, H] for ``logits``; row k predicts the token k + 1 positions after its
+                anchor.
         """
         B, T = ids_BT.shape
-        # Blocks of a document see only its rows before their anchor: they attend in groups.
+        # Blocks see only their own document's rows before their anchor: they attend in groups.
         groups, anchors_A = self._groups(anchors, lengths or [T] * B, ids_BT.device)
         feature_PH, R = self.feature(taps).flatten(0, 1), self.config.block_size
-        # A block's rows stand at the positions of the tokens that they take the place of.
+        # A block's rows take the positions of the tokens they predict or stand for.
         positions_P = positions_of(T, lengths, ids_BT.device).repeat(B)
         positions_AR = positions_P[anchors_A, None] + torch.arange(R, device=ids_BT.device)
         context_turn = self.rotary.of_heads(positions_P, feature_PH.dtype)
         turn = [x.unflatten(0, (-1, R)) for x in self._turn(positions_AR.flatten(), feature_PH)]
 
         def advance(layer: DecoderLayer, stream_ARH: Tensor, feature_PH: Tensor) -> Tensor:
-            # The context's keys and values are made of the target's states, in every layer anew.
+            # Every layer projects the target's states to context keys and values anew.
             attention, normed_ARH = layer.self_attn, layer.input_layernorm(stream_ARH)
             context = attention.key_value(feature_PH, *context_turn)
             block = attention.key_value(normed_ARH, *turn)
@@ -238,11 +237,12 @@ class DFlash(Draft):
     def _groups(
         self, anchors: Sequence[Tensor], lengths: Sequence[int], device: torch.device
     ) -> tuple[list[_Group], Tensor]:
-        """Who sees whom, and all anchors [A] on the device."""
+        """Return groups with their visibility, and all anchors [A] on the device."""
         R, anchors_A = self.config.block_size, torch.cat(list(anchors)).to(device)
         groups, first = [], 0
         for document, places in zip(document_slices(lengths), anchors, strict=True):
             starts = range(0, len(places), max(1, GROUP_ROWS // R))
+            # A few blocks per group: one call for all would mask out nearly every pair.
             for start, stop in pairwise([*starts, len(places)]):
                 blocks = slice(first + start, first + stop)
                 context = slice(document.start, int(places[stop - 1]))
@@ -263,13 +263,13 @@ class DFlash(Draft):
         position: int,
         caches: Sequence[KeyValues],
     ) -> Tensor:
-        """Decode-time block: appends the context's keys and values, which the block's never join.
+        """Run a decode-time block: append the context's keys and values, never the block's.
 
         Args:
             anchor: int64 [1], the token at ``position``.
-            num_rows: of the block, the anchor included; more than trained ones are extrapolated.
-            feature_CH: the context that is new, up to the row before the anchor.
-            caches: one for each decoder layer.
+            num_rows: block rows, including the anchor; beyond the trained size it extrapolates.
+            feature_CH: new context, up to the row before the anchor.
+            caches: one per decoder layer.
 
         Returns:
             [S, H] after the final norm.
@@ -294,11 +294,11 @@ class DFlash(Draft):
         caches: Sequence[KeyValues],
         visible_RC: Tensor,
     ) -> Tensor:
-        """``propose`` by tensors of fixed shapes alone; the block's keys and values stay.
+        """Run ``propose`` on fixed-shape tensors; the block's keys and values stay in the caches.
 
         Args:
-            positions: of the context that is new, then of the block.
-            visible_RC: bool, what the block's rows see of the caches.
+            positions: for the new context, then for the block.
+            visible_RC: bool, cache rows visible to the block's rows.
         """
         cos, sin = self._turn(positions, feature_CH)
         num_new = len(feature_CH)
@@ -312,7 +312,7 @@ class DFlash(Draft):
         return self.norm(stream_RH[self.config.first_row :])
 
     def logits(self, state_H: Tensor) -> Tensor:
-        """Draft logits [..., U] of rows after the final norm."""
+        """Return draft logits [..., U] for rows after the final norm."""
         return self.lm_head(state_H)
 
 
@@ -322,7 +322,7 @@ def _attend_in_groups(
     context: tuple[Tensor, Tensor],
     block: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Attention [A, R, N, D] of block rows to the context before their anchor and to their block.
+    """Attend from block rows to the context before their anchor and to their block: [A, R, N, D].
 
     Args:
         context: keys and values [P, J, D].
@@ -330,7 +330,7 @@ def _attend_in_groups(
     """
     outs = []
     for blocks, rows, visible_GK in groups:
-        # The context up to the last anchor, then the blocks themselves; the mask cuts out the rest.
+        # Context up to the last anchor, then the blocks; the mask hides the rest.
         keys_KJD, values_KJD = (
             torch.cat([before_PJD[rows], own_ARJD[blocks].flatten(0, 1)])
             for before_PJD, own_ARJD in zip(context, block, strict=True)
@@ -340,6 +340,7 @@ def _attend_in_groups(
             query_GND, keys_KJD.transpose(0, 1), values_KJD.transpose(0, 1), visible_GK
         )
         outs.append(attended_GND.unflatten(0, (-1, query_ARND.shape[1])))
-    if not outs:  # no block, but a gradient for every parameter, as other processes may have
+    # No block, yet every parameter needs a gradient, as other processes may have blocks.
+    if not outs:
         return query_ARND + 0 * sum(x.sum() for x in (*context, *block))
     return torch.cat(outs)

@@ -1,4 +1,4 @@
-"""What every draft network shares: its checkpoint folder, its tie to one target, its vocabulary."""
+"""Base for every draft network: checkpoint folder, link to one target, draft vocabulary."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -50,13 +50,13 @@ DRAFTS = {
     "dspark": "pipedraft.models.dspark:DSpark",
     "flexspec": "pipedraft.models.flexspec:FlexSpec",
 }
-"""draft_type in a checkpoint -> module and class of the draft, which import this module."""
+"""draft_type in a checkpoint -> the draft's module and class, which import this module."""
 
 Inputs = TypeVarTuple("Inputs")
 Result = TypeVar("Result")
 
 Description = Values
-"""config.json of a checkpoint; `read_description` has checked what every draft has in it."""
+"""A checkpoint's config.json; `read_description` has checked the fields common to all drafts."""
 
 
 class _NamedTarget(msgspec.Struct):
@@ -93,7 +93,7 @@ class _Training(msgspec.Struct):
 
 
 class _Checkpoint(msgspec.Struct):
-    """Parts of a checkpoint that commands and card read before its draft is built."""
+    """Checkpoint fields that commands and cards read before the draft is built."""
 
     draft_type: str
     target: _NamedTarget
@@ -103,7 +103,7 @@ class _Checkpoint(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetReference:
-    """Which target a draft was trained for. The fingerprint decides, the name only finds it."""
+    """Target a draft was trained for. The fingerprint decides; the name only locates it."""
 
     name: str
     revision: str | None = None
@@ -112,10 +112,10 @@ class TargetReference:
     def check_fingerprint(
         self, fingerprint: dict[str, int | str], *, allow_evolved: bool = False
     ) -> None:
-        """Raise ValueError when it is not that of the target the draft was trained for.
+        """Raise ValueError unless the fingerprint matches the target the draft was trained for.
 
         Args:
-            allow_evolved: sizes must agree, hashes need not.
+            allow_evolved: sizes must agree, hashes may differ.
         """
         if allow_evolved:
             fingerprint = {name: x for name, x in fingerprint.items() if isinstance(x, int)}
@@ -128,18 +128,18 @@ class TargetReference:
 
 
 class Draft(nn.Module):
-    """Base of the draft networks.
+    """Base class for draft networks.
 
-    A subclass has a config dataclass, is built as ``cls(config, layer, reference)`` from shapes
-    alone, and is named in ``DRAFTS``.
+    A subclass has a config dataclass, is built from shapes alone as ``cls(config, layer,
+    reference)``, and is listed in ``DRAFTS``.
     """
 
     draft_type: ClassVar[str]
     config_class: ClassVar[type]
     joins_rows: ClassVar[bool] = False
-    """Rows of several sequences can be one forward pass (``draft_calls``)."""
+    """True if rows from several sequences can share one forward pass (``draft_calls``)."""
     checkpointing: bool = False
-    """Training keeps of a layer its input alone, and computes the rest again in backward."""
+    """Save only each layer's input in training; recompute the rest in backward."""
 
     def __init__(self, config: Any, layer: LayerConfig, reference: TargetReference) -> None:
         super().__init__()
@@ -147,22 +147,22 @@ class Draft(nn.Module):
 
     @property
     def num_stages(self) -> int | None:
-        """Pipeline stages it was trained for; None: any number."""
+        """Pipeline stages the draft was trained for; None: any number."""
         return None
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Stage boundaries it was trained for, where they are not the even ones."""
+        """Stage boundaries the draft was trained for, if uneven."""
         return ()
 
     @property
     def initial_layers(self) -> Sequence[int]:
-        """Decoder layers of the target that ``initialize`` copies."""
+        """Target decoder layers copied by ``initialize``."""
         return ()
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layer indices of the target that the draft reads."""
+        """Target layer indices read by the draft."""
         raise NotImplementedError
 
     @property
@@ -170,34 +170,35 @@ class Draft(nn.Module):
         return self.reference.fingerprint["vocab_size"]
 
     def logits(self, state_H: Tensor) -> Tensor:
-        """Draft logits [..., U] of the draft's outputs; entry u is target token draft_ids[u]."""
+        """Return logits [..., U] for the draft's outputs; entry u is target token draft_ids[u]."""
         raise NotImplementedError
 
     def compute(self, function: Callable[[*Inputs], Result], *inputs: *Inputs) -> Result:
-        """function(*inputs), with ``checkpointing`` recomputed in backward by the same products."""
+        """Return function(*inputs); with ``checkpointing`` recompute it identically in backward."""
         if not (self.checkpointing and torch.is_grad_enabled()):
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """One forward pass, in target passes of one token: layers over layers."""
+        """Cost of a forward pass, in target passes over one token: ratio of layers."""
         return self.config.num_layers / target.num_layers
 
     @staticmethod
     def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
-        """Hashes of what a draft needs of a target: recorded in training, compared at loading.
+        """Hash the target weights a draft needs: stored in training, compared at loading.
 
-        A subclass that depends on more weights adds their hash under a name of its own.
+        A subclass depending on more weights adds their hash under its own name.
         """
         return target_fingerprint(target)
 
     @property
     def shares_head(self) -> bool:
-        """The LM head is the target's rows of the draft vocabulary: neither trained nor saved."""
+        """True if the LM head has the target's rows for the draft vocabulary: not trained or
+        saved."""
         return getattr(self.config, "share_head", False)
 
     def attach(self, target: PreTrainedModel) -> None:
-        """Take what the draft uses of its target without saving it; most drafts need nothing."""
+        """Attach target modules used without saving them; most drafts need nothing."""
         if self.shares_head:
             copy_head(self, target.get_output_embeddings().weight)
 
@@ -211,7 +212,7 @@ class Draft(nn.Module):
         """Write config.json and model.safetensors into an existing folder.
 
         Args:
-            weights: the state of a draft of which this process holds a part.
+            weights: full state for a draft sharded over processes.
         """
         description = {
             "draft_type": self.draft_type,
@@ -235,13 +236,13 @@ class Draft(nn.Module):
         try:
             shapes = tensor_shapes(path)
             parts = cls._read_parts(description, len(shapes))
-            with torch.device("meta"):  # nothing is allocated on the word of config.json
+            with torch.device("meta"):  # allocate nothing based on config.json alone
                 empty = cls(*parts)
                 state = {n: x for n, x in empty.state_dict().items() if empty._is_saved(n)}
                 wanted = {name: tuple(x.shape) for name, x in state.items()}
         except (SafetensorError, OSError) as error:
             raise ValueError(_damaged(path, str(error))) from error
-        except Exception as error:  # whatever a network trips over in its shape
+        except Exception as error:  # a network may fail on a wrong shape in any way
             raise ValueError(
                 f"checkpoint: {folder / CONFIG_FILE} is damaged ({type(error).__name__}: "
                 f"{first_line(error)}); train or copy it again"
@@ -268,7 +269,7 @@ class Draft(nn.Module):
     def _read_parts(
         cls, description: Description, num_tensors: int
     ) -> "tuple[Any, LayerConfig, TargetReference]":
-        """Read what a draft is built of; every number a size, and no more layers than tensors."""
+        """Read the draft's constructor arguments; check sizes, no more layers than tensors."""
         architecture, layer = description["architecture"], description["layer"]
         kinds = (cls.config_class, architecture), (LayerConfig, layer)
         for kind, values in kinds:
@@ -295,7 +296,7 @@ def _damaged(path: Path, reason: str) -> str:
 
 @torch.no_grad()
 def initialize_head(draft: Draft, target: PreTrainedModel, draft_ids: Tensor | None) -> None:
-    """Copy the target's final norm, and the rows of its LM head that the draft vocabulary has."""
+    """Copy the target's final norm, and its LM head rows for the draft vocabulary."""
     draft.norm.weight.copy_(norm_factor(target.config, target.get_decoder().norm.weight))
     if draft_ids is not None:
         draft.draft_ids.copy_(draft_ids)
@@ -304,12 +305,12 @@ def initialize_head(draft: Draft, target: PreTrainedModel, draft_ids: Tensor | N
 
 @torch.no_grad()
 def copy_head(draft: Draft, head_VH: Tensor) -> None:
-    """The draft's LM head becomes the rows of the target's that the draft vocabulary has."""
+    """Copy the target's LM head rows for the draft vocabulary."""
     draft.lm_head.weight.copy_(head_VH[cast(Tensor, draft.draft_ids)])
 
 
 def read_description(folder: Path) -> Description:
-    """Read config.json of a checkpoint folder; a ValueError says what to do about a bad one."""
+    """Read a checkpoint folder's config.json; a ValueError tells how to fix a bad one."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
@@ -340,9 +341,9 @@ def load_draft(
     """Load a draft of any type and check that it belongs to ``target``.
 
     Args:
-        path_or_repo: checkpoint folder, output folder of a run (its best checkpoint), or Hub id.
-        allow_evolved: take a target of the same sizes with other weights than the draft's own, to
-            measure what the draft is worth on it.
+        path_or_repo: checkpoint folder, a run's output folder (its best checkpoint), or Hub id.
+        allow_evolved: accept a target with the same sizes and other weights, to measure the draft
+            on it.
 
     Raises:
         ValueError: missing or damaged checkpoint, unknown type, or another target's draft.
@@ -355,7 +356,7 @@ def load_draft(
 
 
 def load_untied(folder: Path) -> Draft:
-    """Load a draft of any type without its target: its weights are right, its target is unseen.
+    """Load a draft of any type without its target: checks the weights, not the target.
 
     Raises:
         ValueError: missing or damaged checkpoint, or unknown type.
@@ -370,12 +371,12 @@ def load_untied(folder: Path) -> Draft:
 
 
 def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
-    """Folder of a checkpoint: itself, the best one of a run's output folder, or a Hub download.
+    """Resolve a checkpoint folder: itself, a run's best checkpoint, or a Hub download.
 
     Raises:
-        ValueError: no such folder, repository or revision, no right to read it, or nothing of it
-            in the cache of downloads while offline.
-        Failure: the Hub cannot be used and nothing is cached.
+        ValueError: folder, repository or revision not found, no access, or not cached while
+            offline.
+        Failure: the Hub is unavailable and nothing is cached.
     """
     folder = Path(packaged(path_or_repo))
     if folder.is_dir():
@@ -398,10 +399,10 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
 
 
 def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:
-    """Ids of the ``size`` most frequent tokens, ascending; ties go to the smaller id.
+    """Return ids of the ``size`` most frequent tokens, ascending; ties go to the smaller id.
 
     Args:
-        token_counts_V: how often each target token is a label in the training data.
+        token_counts_V: label count per target token in the training data.
     """
     if not 0 < size <= len(token_counts_V):
         raise ValueError(
@@ -420,27 +421,27 @@ def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class StagedDraftConfig:
     num_stages: int = 4
-    """n: pipeline stages of the target."""
+    """n: pipeline stages in the target."""
     boundaries: tuple[int, ...] = ()
-    """Stage boundaries 0..L when the split is uneven on purpose; empty: as even as possible."""
+    """Stage boundaries 0..L for an intentionally uneven split; empty: as even as possible."""
     num_target_layers: int = 0
     """L; filled in from the target."""
     draft_vocab_size: int | None = None
-    """U: most frequent tokens of the training data; None: the target's vocabulary."""
+    """U: most frequent tokens in the training data; None: the target's vocabulary."""
     share_head: bool = False
-    """The LM head is the target's, restricted to the draft vocabulary: not trained, not saved."""
+    """Use the target's LM head, restricted to the draft vocabulary: not trained, not saved."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """The boundaries 0..L, even ones too."""
+        """Boundaries 0..L, even ones too."""
         return self.boundaries or stage_boundaries(self.num_target_layers, self.num_stages)
 
 
 class StagedDraft(Draft):
-    """Base of the drafts for a fixed number of stages: decoder layers, a norm and an LM head."""
+    """Base class for drafts with a fixed number of stages: decoder layers, norm and LM head."""
 
     joins_rows: ClassVar[bool] = True
     config: StagedDraftConfig
@@ -469,5 +470,5 @@ class StagedDraft(Draft):
         return cast(list[DecoderLayer], list(self.layers))
 
     def logits(self, stream_H: Tensor) -> Tensor:
-        """Draft logits [..., U] of output rows [..., H]; entry u is target token draft_ids[u]."""
+        """Return logits [..., U] for output rows [..., H]; entry u is target token draft_ids[u]."""
         return self.lm_head(self.norm(stream_H))

@@ -1,11 +1,11 @@
-"""Draft forwards of several sequences as one: rows one after the other, attention apart.
+"""Draft forwards from several sequences as one: rows are joined, attention runs separately.
 
-Every sequence decodes on a thread of its own. Inside ``asking``, what its draft source asks of the
-network goes to whoever makes the calls of all sequences; elsewhere it is made at once.
+Every sequence decodes on its own thread. Inside ``asking``, a draft source's network calls are
+passed to a callback to be joined with other sequences' calls; elsewhere they run at once.
 """
 
-# R rows of all sequences, Q queries among them, C cached rows of one, N query heads, J key heads
-# D head size, H hidden, U draft vocabulary
+# R rows of all sequences, Q queries among them, C cached rows per sequence, N query heads
+# J key heads, D head size, H hidden, U draft vocabulary
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pipedraft.models.layers import KeyValues
 
 R = TypeVar("R")
 ORDER = ("extend_rows", "rows", "step", "propose_rows", "logits")
-"""Of the networks' methods: a sequence that is further waits until the others ask the same."""
+"""Network methods in order: a sequence further along waits until the others make the same call."""
 VISIBLE = "visible_RC"
 
 
 @dataclass(eq=False)
 class DraftCall:
-    """A request of one sequence to its draft."""
+    """One sequence's call to its draft."""
 
     function: MethodType
     """A method of ``ORDER``."""
@@ -45,7 +45,7 @@ class DraftCall:
         return ORDER.index(self.function.__name__), id(self.function.__self__)
 
     def make(self) -> None:
-        """Make this call by itself, joined with no other one."""
+        """Run this call alone."""
         try:
             self._result = self.function(*self.rows, **self.options)
         except Exception as error:
@@ -64,7 +64,7 @@ class DraftCall:
 
 
 _thread = threading.local()
-"""``ask``: takes the calls of this thread, if anybody does."""
+"""``ask``: receives this thread's calls, if set."""
 
 
 @contextmanager
@@ -81,11 +81,11 @@ def call(function: Callable[..., R], *rows: Tensor, **options: object) -> R:
     """DraftCall ``function(*rows, **options)``, perhaps with the rows of other sequences.
 
     Args:
-        function: method of a draft, of a name in ``ORDER``, that computes row by row but for
-            attention, which goes to ``caches``.
-        rows: tensors of this sequence's rows, of which each has a result.
-        options: more of each row, or ``positions_R`` and more, by name, tensors by layer as well;
-            ``caches``; ``visible_RC``, which the function hands to these.
+        function: draft method named in ``ORDER``. It computes row by row, except for attention
+            through ``caches``.
+        rows: tensors with this sequence's rows; each row has a result.
+        options: further data per row (or ``positions_R`` and more) by name, also tensors by layer;
+            ``caches``; ``visible_RC``, passed on to them.
     """
     ask = getattr(_thread, "ask", None)
     if ask is None:
@@ -94,7 +94,7 @@ def call(function: Callable[..., R], *rows: Tensor, **options: object) -> R:
 
 
 def make_first(calls: Sequence[DraftCall]) -> list[DraftCall]:
-    """Make the calls of one kind, the first in order, as one; returns these."""
+    """Run all calls of the first kind in order as one; return these calls."""
     kind = min(one.kind for one in calls)
     chosen = [one for one in calls if one.kind == kind]
     if len(chosen) == 1 or not _are_made_together(chosen):
@@ -104,13 +104,13 @@ def make_first(calls: Sequence[DraftCall]) -> list[DraftCall]:
 
 
 def _are_made_together(calls: Sequence[DraftCall]) -> bool:
-    """False: it failed, and every cache is as it was before."""
+    """Return False after a failure, with every cache unchanged."""
     caches = [(cache, cache.num_rows) for one in calls for cache in one.caches()]
     join = _propose if calls[0].function.__name__ == "propose_rows" else _make_joined
     try:
         for one, result in zip(calls, join(calls), strict=True):
             one.settle(result)
-    except Exception:  # each alone then, so that the one whose rows fail is found
+    except Exception:  # The caller runs each alone to find the failing sequence.
         for cache, num_rows in caches:
             cache.num_rows = num_rows
         return False
@@ -136,7 +136,7 @@ def _joined_options(
     for name in options[0].keys() - {*leaving}:
         parts = [own[name] for own in options]
         if name == VISIBLE:
-            found[name] = parts[0]  # each sequence's own, where its rows attend
+            found[name] = parts[0]  # Each sequence's own mask is applied where its rows attend.
         elif name == "caches":
             layers = zip(*parts, strict=True)
             found[name] = [_SeparateKeyValues(layer, places, visible) for layer in layers]
@@ -152,14 +152,14 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _propose(calls: Sequence[DraftCall]) -> Sequence[Tensor]:
-    """The speculation module's rows, whose deepest ones come first; queries are the last ones."""
+    """Run the SPD head's rows together: deepest rows first, queries last."""
     options = [one.options for one in calls]
     draft: Any = calls[0].function.__self__
     depths = [own["depths"] for own in options]
     first = [0, *accumulate(map(len, depths))]
     order = sorted(
         ((s, row) for s, own in enumerate(depths) for row in range(len(own))),
-        key=lambda at: -depths[at[0]][at[1]],  # stable: within a sequence as before
+        key=lambda at: -depths[at[0]][at[1]],  # Stable sort: order within a sequence is unchanged.
     )
     rows_of: list[list[int]] = [[] for _ in calls]
     for place, (s, _) in enumerate(order):
@@ -180,7 +180,7 @@ def _propose(calls: Sequence[DraftCall]) -> Sequence[Tensor]:
 def _ordered_taps(
     draft: Any, options: Sequence[Values], order: Sequence[tuple[int, int]]
 ) -> dict[int, Tensor]:
-    """Hidden states in the order of all rows; a layer that a row has not passed is not read."""
+    """Return hidden states in joint row order; layers a row has not passed are never read."""
     found: dict[int, dict[int, Tensor]] = {}
     for s, own in enumerate(options):
         for layer in {layer for depth in own["depths"] for layer in draft.feature_layers[depth]}:
@@ -194,7 +194,7 @@ def _ordered_taps(
 
 
 class _SeparateKeyValues(KeyValues):
-    """Stands where one sequence's keys and values stand, and lets each attend to its own rows."""
+    """Cache stand-in for a batch of sequences: each attends to its own keys and values only."""
 
     def __init__(
         self,
@@ -204,8 +204,8 @@ class _SeparateKeyValues(KeyValues):
     ) -> None:
         """
         Args:
-            places: of each sequence's rows among those of the call, ascending.
-            visible: bool [.., C] of each.
+            places: each sequence's rows within the call, ascending.
+            visible: bool [.., C] per sequence.
         """
         super().__init__()
         self._own = list(zip(caches, places, visible, strict=True))
@@ -223,7 +223,7 @@ class _SeparateKeyValues(KeyValues):
     def attend_with(
         self, query_RND: Tensor, keys_KJD: Tensor, values_KJD: Tensor, visible_RC: Tensor
     ) -> Tensor:
-        """Attend with the last rows of the call, ``query_RND``."""
+        """Attend with ``query_RND``, the last rows in the call."""
         out_QND, first = torch.empty_like(query_RND), len(keys_KJD) - len(query_RND)
         for cache, place, own_lC in self._own:
             asks = cast(Tensor, place)[place >= first] - first

@@ -1,13 +1,13 @@
-"""DSpark (arXiv:2607.05147): DFlash's block, each token of which also knows the one before it.
+"""DSpark (arXiv:2607.05147): a DFlash block, where each token also depends on the one before it.
 
-The block is one forward pass of DFlash's. What it says of a place gets a bias that depends on the
-token at the place before, from a table of low rank, so a draft token fits the one it follows: a
-chain is read off from left to right, and every row of a tree has a distribution of its own, without
-another pass. A second head says how probably the token will be accepted.
+One DFlash forward pass gives the block. Each place's logits get a bias from a low-rank table,
+indexed by the token before it. A draft token then fits the one it follows: chains are read left to
+right, and every tree row has its own distribution, without another pass. A second head predicts the
+acceptance probability.
 """
 
 # ... any leading axes, H hidden, r rank of the table, U draft vocabulary
-# B batch, T positions, A blocks, S draft tokens of a block
+# B batch, T positions, A blocks, S draft tokens per block
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ from pipedraft.models.layers import LayerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(DFlashConfig):
-    """Architecture of the head."""
+    """Architecture of the DSpark head."""
 
     block_size: int = 7
-    """Rows of a block, the anchor's included, each of which gives a draft token."""
+    """Rows per block, including the anchor; each row gives a draft token."""
     markov_rank: int = 256
-    """r, rank of the table of token pairs; 0: no table, which leaves DFlash's block."""
+    """r, rank of the token-pair table; 0: no table, leaving a DFlash block."""
     confidence: Literal["pair", "state", "none"] = "pair"
-    """What the acceptance of a draft token is foretold from: the output at its place, with `pair`
-    also the table's row of the token before it; none: it is not."""
+    """Input for predicting acceptance: the output at a token's place, and with `pair` also the
+    table's row for the token before it; none: no prediction."""
     sample_from_anchor: bool = True
-    """Every row gives the token behind its own, the anchor's too; else as in DFlash the masks
-    give their own."""
+    """True: every row predicts the token after its own, including the anchor's. False: each mask
+    row predicts its own token, as in DFlash."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ class DSparkConfig(DFlashConfig):
 
 
 class _Pairs(nn.Module):
-    """Table [V, U] of rank r: W_1 of the token before, W_2 of the draft token."""
+    """Table [V, U] with rank r: W_1 for the token before, W_2 for the draft token."""
 
     def __init__(self, vocabulary: int, rank: int, num_draft: int) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ class _Confidence(nn.Module):
 
 
 class DSpark(DFlash):
-    """logits of place k = LM head(h_k) + W_2 W_1[x_{k-1}]; acceptance = sigmoid(w [h_k; W_1[..]]).
+    """logits at place k = LM head(h_k) + W_2 W_1[x_{k-1}]; acceptance = sigmoid(w [h_k; W_1[..]]).
 
-    h_k is what DFlash's block gives for place k. An output [H + r] is [h_k; W_1[x_{k-1}]].
+    h_k is DFlash's output for place k. An output [H + r] is [h_k; W_1[x_{k-1}]].
     """
 
     draft_type: ClassVar[str] = "dspark"
@@ -86,7 +86,7 @@ class DSpark(DFlash):
         hidden, rank = layer.hidden_size, config.markov_rank
         vocabulary, has_confidence = self.target_vocab_size, config.confidence != "none"
         read = hidden + rank * (config.confidence == "pair")
-        # Named as in the published files.
+        # Names as in the published files.
         self.markov_head = _Pairs(vocabulary, rank, len(self.draft_ids)) if rank else None
         self.confidence_head = _Confidence(read) if has_confidence else None
 
@@ -97,7 +97,7 @@ class DSpark(DFlash):
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """The table starts as no bias: W_2 is 0."""
+        """Initialize the table to zero bias: W_2 = 0."""
         super().initialize(target, draft_ids)
         if self.markov_head is not None:
             nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
@@ -113,7 +113,9 @@ class DSpark(DFlash):
         anchors: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """DFlash's, each place behind the text's token; rows beyond the text hold anything.
+        """Run DFlash's forward, with each place after the sequence's token.
+
+        Rows beyond the sequence have undefined values.
 
         Returns:
             Outputs [A, S, H + r].
@@ -125,13 +127,13 @@ class DSpark(DFlash):
         return self.behind(states_ASH, ids_P[before_AS.clamp(max=len(ids_P) - 1)])
 
     def behind(self, state_H: Tensor, token: Tensor) -> Tensor:
-        """Output [..., H + r] of a place behind ``token`` [...]."""
+        """Return the output [..., H + r] for a place after ``token`` [...]."""
         if self.markov_head is None:
             return state_H
         return torch.cat([state_H, self.markov_head.markov_w1(token).to(state_H.dtype)], -1)
 
     def logits(self, state_H: Tensor) -> Tensor:
-        """Draft logits [..., U] of a block's outputs."""
+        """Return draft logits [..., U] for a block's outputs."""
         hidden = self.layer_config.hidden_size
         logits_U = self.lm_head(state_H[..., :hidden])
         if self.pair_UR is None:
@@ -139,7 +141,7 @@ class DSpark(DFlash):
         return logits_U + F.linear(state_H[..., hidden:], self.pair_UR)
 
     def acceptance(self, state_H: Tensor) -> Tensor:
-        """Logit [...] of the probability that the draft token of an output is accepted."""
+        """Return the acceptance logit [...] for an output's draft token."""
         assert self.confidence_head is not None, "model.confidence is none"
         proj = self.confidence_head.proj
         return proj(state_H[..., : proj.in_features])[..., 0]

@@ -1,14 +1,14 @@
 """EAGLE heads: one decoder layer that continues the target's hidden states.
 
-Row t of a sequence joins the embedding of token t + 1 with the hidden state of position t and
-yields the hidden state of position t + 1, whose logits are those of token t + 2. The first state of
-a row is made of the target's own; below it the head's output is fed back, one row per draft token.
+Row t joins the embedding of token t + 1 with the hidden state at position t. It yields the hidden
+state at position t + 1, whose logits predict token t + 2. A row's first state comes from the
+target; below it the head feeds back its own output, one row per draft token.
 
-This file holds what EAGLE-1 (arXiv:2401.15077), EAGLE-3 and MTP layers share, and EAGLE-1 itself.
+Shared base for EAGLE-1 (arXiv:2401.15077), EAGLE-3 and MTP layers, plus EAGLE-1 itself.
 """
 
-# ... any leading axes, B batch, T positions, R rows of a decode call, P cached rows, H hidden
-# N query heads, J key heads, D head size, U draft vocabulary, M rows of one step of training
+# ... any leading axes, B batch, T positions, R rows per decode call, P cached rows, H hidden
+# N query heads, J key heads, D head size, U draft vocabulary, M rows per training step
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -35,17 +35,17 @@ from pipedraft.models.layers import (
 
 
 class EagleHead(Draft):
-    """Base of the EAGLE heads. The embedding stays the target's: it is attached, not saved.
+    """Base class for EAGLE heads. The target's embedding is attached, not saved.
 
-    A subclass says what the first state is (``feature``), what enters attention (``project``), and
-    how a state becomes logits (``logits``).
+    Subclasses define the first state (``feature``), the attention input (``project``), and the map
+    from state to logits (``logits``).
     """
 
     rotary: RotaryEmbedding
     draft_ids: Tensor
     num_caches: ClassVar[int] = 1
     shift: ClassVar[int] = 1
-    """A row joins a token to the state at the position before it, and stands at that."""
+    """A row joins a token to the state at the position before it, and uses that position."""
     reads_rows: ClassVar[bool] = False
     joins_rows: ClassVar[bool] = True
 
@@ -59,40 +59,40 @@ class EagleHead(Draft):
         return None
 
     def attach(self, target: PreTrainedModel) -> None:
-        """Use this target's embedding. A list keeps the module out of the parameters."""
+        """Use this target's embedding, held in a list to keep it out of the parameters."""
         super().attach(target)
         self._embedding = [plain_embedding(target)]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Frozen token embeddings: ids [...] -> [..., H]."""
+        """Look up frozen token embeddings: ids [...] -> [..., H]."""
         with torch.no_grad():
             return self._embedding[0](ids)
 
     @property
     @abstractmethod
     def taps(self) -> tuple[int, ...]:
-        """Layer indices of the target that the head reads (0 the embedding, L the last, raw)."""
+        """Target layer indices read by the head (0 the embedding, L the last, raw)."""
 
     @abstractmethod
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """Take over from the target what the head starts with, and attach it."""
+        """Copy initial weights from the target and attach it."""
 
     @abstractmethod
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        """Hidden state of each position from the target's raw hidden states: [..., H]."""
+        """Hidden state per position from the target's raw hidden states: [..., H]."""
 
     @abstractmethod
     def project(
         self, embedding_H: Tensor, state_H: Tensor, cos_D: Tensor, sin_D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows [..., H] -> residual, query [..., N, D], keys and values [..., J, D].
+        """Map rows [..., H] to residual, query [..., N, D], keys and values [..., J, D].
 
-        The residual is [..., H], or whatever else of each row ``finish`` needs.
+        The residual is [..., H], plus any further data per row for ``finish``.
         """
 
     @abstractmethod
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
-        """State of the next position, [..., H], from the residual and attention's output."""
+        """Compute the next position's state [..., H] from the residual and the attention output."""
 
     @abstractmethod
     def logits(self, state_H: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ class EagleHead(Draft):
     def causal_rows(
         self, tokens_BR: Tensor, states_BRH: Tensor, lengths: Sequence[int] | None = None
     ) -> Tensor:
-        """Next hidden states [B, R, H] of rows 0 .. R-1, each seeing those up to itself.
+        """Compute next hidden states [B, R, H] for rows 0 .. R-1, with causal attention.
 
         Args:
-            lengths: rows of each document in a packed row.
+            lengths: rows per document in a packed row.
         """
         positions_R = positions_of(tokens_BR.shape[1], lengths, tokens_BR.device)
         cos, sin = self.rotary.of_heads(positions_R, states_BRH.dtype)
@@ -125,22 +125,22 @@ class EagleHead(Draft):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Training-time test: hidden states of decoding at all rows, draft token after draft token.
+        """Run the training-time test: hidden states as in decoding at all rows, token after token.
 
-        Step i continues row t from its own state of step i - 1 (step 0: from the feature) with the
-        sequence's token t + 1 + i, as if all draft tokens before had been accepted, at rotary
-        position t + i; see `ttt_attention` for what it sees.
+        Step i continues row t from its own state in step i - 1 (step 0: the feature) with the
+        sequence's token t + 1 + i, as if all earlier draft tokens were accepted, at rotary position
+        t + i. See `ttt_attention` for visible rows.
 
         Args:
-            rows: at each step, rows b T + t whose state is wanted; a prefix of those before.
-            lengths: of the documents in a packed row [1, T].
+            rows: requested rows b T + t per step; each a prefix of the ones before.
+            lengths: document lengths in a packed row [1, T].
 
         Returns:
-            One [M, H] per step, in the order of its rows. The states of step i are those of the
-            position t + 1 + i, whose logits are of token t + 2 + i.
+            One [M, H] per step, in row order. States in step i belong to position t + 1 + i; their
+                logits predict token t + 2 + i.
         """
         B, T, _ = feature_BTH.shape
-        # After its end a sequence has no rows of any step: any token will do there.
+        # Past its end a sequence has no rows in any step, so any token will do.
         tokens = F.pad(ids_BT, (0, len(rows)))
         positions_T = positions_of(T, lengths, ids_BT.device)
 
@@ -151,10 +151,10 @@ class EagleHead(Draft):
             turn = self.rotary.of_heads(positions_T + step, feature_BTH.dtype)
             token_P = tokens[:, 1 + step : 1 + step + T].flatten()
             turn_P = [x_TD.expand(B, *x_TD.shape).flatten(0, 1) for x_TD in turn]
-            if step:  # only rows that count are continued; no such row sees the others' keys
+            if step:  # continue supervised rows only; no such row sees the others' keys
                 token_P, *turn_P = (x.index_select(0, rows_M) for x in (token_P, *turn_P))
             residual, *heads = self.project(self.embed(token_P), state_MH, *turn_P)
-            # Keys stand at their places in the text: those of a step are a diagonal then.
+            # Place keys at their positions in the sequence: each step's keys form a diagonal.
             if step:
                 zeros = [x.new_zeros(B * T, *x.shape[1:]) for x in heads]
                 heads = [x.index_put((rows_M,), y) for x, y in zip(zeros, heads, strict=True)]
@@ -175,13 +175,13 @@ class EagleHead(Draft):
         state_MH: Tensor,
         counts: Sequence[int],
     ) -> list[Tensor]:
-        """States of every step of ``unroll``.
+        """Return the states for every step of ``unroll``.
 
         Args:
-            advance: a step's number, the states that it continues, and keys and values of all
-                steps before -> its states, keys and values. Step i sees those of step 0 causally
-                and its own row's later ones.
-            counts: rows of each step.
+            advance: step number, states to continue, and keys and values from all earlier steps ->
+                its states, keys and values. Step i sees step 0 causally, and later steps only in
+                its own row.
+            counts: rows per step.
         """
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -204,13 +204,13 @@ class EagleHead(Draft):
         *,
         in_order: bool = True,
     ) -> Tensor:
-        """Decode-time rows: appends their keys and values, returns the next hidden states [R, H].
+        """Run decode-time rows: append keys and values, return the next hidden states [R, H].
 
         Args:
-            tokens_R: token that follows each row's position.
-            caches: the one of the layer.
-            visible_RC: bool, rows of the cache (these R ones included) that each row may see.
-            in_order: makes no difference, as the states are given.
+            tokens_R: token after each row's position.
+            caches: the layer's cache.
+            visible_RC: bool, cache rows (including these R) visible to each row.
+            in_order: ignored, since the states are given.
         """
         cos, sin = self.rotary.of_heads(positions_R, states_RH.dtype)
         residual_RH, query_RND, keys_RJD, values_RJD = self.project(
@@ -221,7 +221,7 @@ class EagleHead(Draft):
 
 
 class TiedHead(EagleHead):
-    """Base of the heads that read the target's state after its final norm, and use its LM head.
+    """Base class for heads that read the target's state after its final norm and use its LM head.
 
     A subclass's configuration has ``num_target_layers``.
     """
@@ -249,7 +249,7 @@ class TiedHead(EagleHead):
 
     @property
     def head_weight(self) -> Tensor:
-        """The target's LM head [V, H]."""
+        """Target's LM head [V, H]."""
         return self._head[0].weight
 
     def logits(self, state_H: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ class TiedHead(EagleHead):
 
     @torch.no_grad()
     def pass_state_on(self) -> None:
-        """fc starts by passing the state on, behind a little of the embedding."""
+        """Initialize fc to pass the state through, plus a little of the embedding."""
         hidden = self.layer_config.hidden_size
         self.fc.weight.normal_(std=0.1 * hidden**-0.5)
         self.fc.weight[:, hidden:] += torch.eye(hidden)
@@ -270,9 +270,9 @@ class EagleConfig:
     num_target_layers: int = 0
     """L; filled in from the target."""
     fc_bias: bool = True
-    """Bias of the projection; some of the authors' heads have none."""
+    """Bias in the projection; some of the authors' heads have none."""
     attention_bias: bool = False
-    """Biases of the query, key and value projections."""
+    """Biases in the query, key and value projections."""
 
     @property
     def num_layers(self) -> int:
@@ -283,14 +283,14 @@ class Eagle(TiedHead):
     """EAGLE-1: regresses the target's final hidden state; the target's own LM head reads it.
 
     z_t = fc([embed(x_{t+1}); f_t])  (2H -> H, bias);  f'_{t+1} = layer(z)_t  without input norm;
-    logits of x_{t+2} = LM head(f'_{t+1}), f being the target's hidden state after its final norm.
+    logits of x_{t+2} = LM head(f'_{t+1}); f is the target's hidden state after its final norm.
     """
 
     draft_type: ClassVar[str] = "eagle"
     config_class: ClassVar[type] = EagleConfig
 
     def __init__(self, config: EagleConfig, layer: LayerConfig, reference: TargetReference) -> None:
-        # As engines build it, whatever the target's family: a Llama's layer.
+        # Inference engines build a Llama layer, whatever the target's family.
         layer = replace(layer, has_query_key_norm=False, has_attention_bias=config.attention_bias)
         super().__init__(config, layer, reference)
         hidden = layer.hidden_size
@@ -300,7 +300,7 @@ class Eagle(TiedHead):
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """fc starts by passing the state on, so that f'_{t+1} starts near f_t."""
+        """Initialize fc to pass the state through, so f'_{t+1} starts near f_t."""
         assert draft_ids is None, "EAGLE-1 reads its logits off the target's LM head"
         self.attach(target)
         self.pass_state_on()

@@ -1,7 +1,7 @@
 """EAGLE-3 (arXiv:2503.01840): three fused layers in, draft logits out, no feature regression."""
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
-# B batch, T rows of a sequence, M rows of one step of training, C = (N + 2 J) D
+# B batch, T rows per sequence, M rows per training step, C = (N + 2 J) D
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,25 +34,25 @@ class Eagle3Config:
     """Architecture of the EAGLE-3 head."""
 
     feature_layers: tuple[int, ...] = ()
-    """Layer indices whose raw hidden states are fused, 0 = embedding; empty: 2, L // 2, L - 3."""
+    """Layer indices with fused raw hidden states, 0 = embedding; empty: 2, L // 2, L - 3."""
     num_target_layers: int = 0
     """L; filled in from the target."""
     draft_vocab_size: int | None = None
-    """U: most frequent tokens of the training data; None: the target's vocabulary."""
+    """U: most frequent tokens in the training data; None: the target's vocabulary."""
     share_head: bool = False
-    """The LM head is the target's, restricted to the draft vocabulary: not trained, not saved."""
+    """Use the target's LM head, restricted to the draft vocabulary: not trained, not saved."""
     norm_output: bool = False
-    """EAGLE-3.1: feed the normed state back instead of the raw one."""
+    """EAGLE-3.1: feed back the normed state instead of the raw one."""
     fc_norm: bool = False
-    """EAGLE-3.1: RMSNorm of each fused hidden state before the projection."""
+    """EAGLE-3.1: apply RMSNorm to each fused hidden state before the projection."""
     norm_before_fc: bool = False
-    """One RMSNorm over the joined hidden states before the projection, as gpt-oss heads have."""
+    """Apply one RMSNorm to the joined hidden states before the projection, as in gpt-oss heads."""
     norm_before_residual: bool = False
-    """The residual stream of the layer starts from the normed state, not from the raw one."""
+    """Start the layer's residual stream from the normed state instead of the raw one."""
     query_key_norm: bool = False
-    """RMSNorm of each query and key head, as heads built from Qwen3's layer have."""
+    """Apply RMSNorm to each query and key head, as in heads built from Qwen3's layer."""
     attention_bias: bool = False
-    """Biases of the query, key and value projections."""
+    """Biases in the query, key and value projections."""
     sliding_window: int | None = None
     """Positions that a row sees in training and decoding, its own included; None: all."""
     rope_theta: float | None = None
@@ -93,23 +93,23 @@ class Eagle3Config:
         return parameters | own
 
     def for_target(self, num_layers: int) -> "Eagle3Config":
-        """The configuration with the target's depth and the fused layers filled in."""
+        """Return the configuration with the target's depth and the fused layers filled in."""
         layers = self.feature_layers or default_feature_layers(num_layers)
         return replace(self, num_target_layers=num_layers, feature_layers=layers)
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """The authors' choice, (2, L // 2, L - 3); a target too shallow for it gives what it has."""
+    """Return the authors' choice, (2, L // 2, L - 3), or fewer layers for a shallow target."""
     if num_layers < 6:
         return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
     return 2, num_layers // 2, num_layers - 3
 
 
 class Eagle3Layer(nn.Module):
-    """Decoder layer whose attention reads [norm(embedding); norm(state)], 2H wide.
+    """Decoder layer with attention over [norm(embedding); norm(state)], 2H wide.
 
-    r = s + attention([norm(e); norm(s)]), out = r + mlp(norm(r)); s itself stays un-normed, unless
-    the head has ``norm_before_residual``.
+    r = s + attention([norm(e); norm(s)]), out = r + mlp(norm(r)). The residual s stays un-normed
+    unless the head has ``norm_before_residual``.
     """
 
     def __init__(self, config: LayerConfig) -> None:
@@ -138,7 +138,7 @@ class Eagle3(EagleHead):
     def __init__(
         self, config: Eagle3Config, layer: LayerConfig, reference: TargetReference
     ) -> None:
-        # As engines build it by default, whatever the target's family: a Llama's layer.
+        # Inference engines build a Llama layer by default, whatever the target's family.
         layer = replace(
             layer,
             has_query_key_norm=config.query_key_norm,
@@ -170,7 +170,7 @@ class Eagle3(EagleHead):
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """LM head and final norm start as the target's; the deepest fused layer is passed on."""
+        """Copy the target's LM head and final norm; fc passes the deepest fused layer through."""
         self.attach(target)
         initialize_head(self, target, draft_ids)
         hidden = self.layer_config.hidden_size
@@ -202,8 +202,9 @@ class Eagle3(EagleHead):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """The base's, faster: the projections are linear in [norm(embedding); norm(state)], so the
-        embedding's half is computed once per token instead of once per step.
+        """Run ``unroll`` faster: projections are linear in [norm(embedding); norm(state)].
+
+        The embedding's half is computed once per token instead of once per step.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         B, T, H = feature_BTH.shape
@@ -211,7 +212,7 @@ class Eagle3(EagleHead):
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         weight_CH, state_weight_CH = torch.cat([p.weight for p in projections]).split(H, 1)
         bias_C = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
-        # After its end a sequence has no rows of any step: any token will do there.
+        # Past its end a sequence has no rows in any step, so any token will do.
         tokens = F.pad(ids_BT, (0, len(rows)))
         embedded_BTC = F.linear(layer.input_layernorm(self.embed(tokens)), weight_CH, bias_C)
         positions_T = positions_of(T, lengths, ids_BT.device)
@@ -220,21 +221,21 @@ class Eagle3(EagleHead):
         def advance(
             step: int, state_MH: Tensor, keys: list[Tensor], values: list[Tensor]
         ) -> tuple[Tensor, Tensor, Tensor]:
-            # Only counted rows are continued; the others' keys are seen by no row that counts.
+            # Continue supervised rows only; no supervised row sees the others' keys.
             rows_M = rows[step]
             normed_MH = layer.hidden_norm(state_MH)
             joint_MC = F.linear(normed_MH, state_weight_CH)
             if step:
-                # Backward of index_put needs the rows alone, that of index_copy joint_MC, too.
+                # Backward of index_put needs only the rows; index_copy would need joint_MC, too.
                 zeros_MC = joint_MC.new_zeros(B * T, joint_MC.shape[1])
                 joint_MC = zeros_MC.index_put((rows_M,), joint_MC)
             joint_BTC = joint_MC.view(B, T, -1) + embedded_BTC[:, 1 + step : 1 + step + T]
             query, key, value = joint_BTC.unflatten(-1, (-1, attention.head_size)).split(sizes, 2)
-            # A drafted row stands one position later at every step.
+            # A drafted row moves one position later at every step.
             turn = self.rotary.of_heads(positions_T + step, embedded_BTC.dtype)
             query_BTND = rotate(attention.q_norm(query), *turn)
             key_BJTD = rotate(attention.k_norm(key), *turn).transpose(1, 2)
-            # Copied, or the values kept for later steps would hold the queries' memory, too.
+            # Copy: otherwise values saved for later steps would keep the queries' memory alive.
             value_BJTD = value.contiguous().transpose(1, 2)
             attended_BNTD = ttt_attention(
                 query_BTND.transpose(1, 2),
@@ -257,7 +258,7 @@ class Eagle3(EagleHead):
         return self.norm(out_H) if self.config.norm_output else out_H
 
     def normed(self, state_H: Tensor) -> Tensor:
-        """Input of the LM head: the state after the head's own final norm, applied once."""
+        """Return the LM head's input: the state after the head's own final norm, applied once."""
         return state_H if self.config.norm_output else self.norm(state_H)
 
     def logits(self, state_H: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which target a draft belongs to, and which tokenizer: by contents and not by names."""
+"""Identify a draft's target and a tokenizer by contents instead of names."""
 
 import hashlib
 import json
@@ -13,18 +13,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipedraft.files import Values
 from pipedraft.pretrained import open_weights, read_config, weight_files
 
-HASH_ROWS = 4096  # weight rows cast to float32 at a time, so that hashing needs no second copy
+HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second copy
 DECODERS = ("model.", "model.language_model.")
-"""Prefixes of a decoder's tensors in its files."""
+"""Prefixes of decoder tensor names in weight files."""
 NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
-"""As safetensors calls them."""
+"""Names in safetensors."""
 
 
 def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
     """Identify the weights a draft shares with its target.
 
     ``hash`` is SHA-256 over the float32 bytes of embedding, final norm and LM head (a tied head
-    once), the same in whichever dtype they are loaded.
+    once), equal for every loading dtype.
     """
     decoder = model.get_decoder()
     weights = {
@@ -42,10 +42,10 @@ def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
 
 
 def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """Weights of a model as its files have them, where loading has rounded those to 16 bits.
+    """Return weights as stored in the model's files, if loading rounded them to 16 bits.
 
     Args:
-        weights: by the names that they have in a file of the decoder alone.
+        weights: keyed by their names in a decoder-only file.
     """
     is_narrow = any(weight.dtype in NARROW for weight in weights.values())
     if not is_narrow or not model.name_or_path:
@@ -53,7 +53,7 @@ def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[Ten
     name, revision = str(model.name_or_path), getattr(model.config, "_commit_hash", None)
     try:
         files = weight_files(name, revision)
-    except ValueError:  # it was made in code, or its folder is gone
+    except ValueError:  # made in code, or its folder is gone
         return [*weights.values()]
     found = []
     for own, weight in weights.items():
@@ -63,7 +63,7 @@ def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[Ten
             with open_weights(name, revision, files[key]) as file:
                 is_rounded = file.get_slice(key).get_dtype() != NARROW[weight.dtype]
                 stored = file.get_tensor(key) if is_rounded else weight
-            # A model may have been tuned since.
+            # Use the stored weight only if the loaded one is its rounding: the model may be tuned.
             if is_rounded and torch.equal(stored.to(weight.dtype), weight.detach().cpu()):
                 weight = stored
         found.append(weight)
@@ -71,7 +71,7 @@ def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[Ten
 
 
 def weights_hash(weights: Sequence[Tensor]) -> str:
-    """SHA-256 over the float32 bytes of weights, in order."""
+    """Return SHA-256 over the weights' float32 bytes, in order."""
     digest = hashlib.sha256()
     for weight in weights:
         for rows in weight.detach().split(HASH_ROWS):
@@ -80,7 +80,7 @@ def weights_hash(weights: Sequence[Tensor]) -> str:
 
 
 def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> str | None:
-    """Name the first field of ``b`` in which two fingerprints differ, with both values."""
+    """Return the first differing field of ``b``, with both values."""
     for name, value in b.items():
         if a.get(name) != value:
             return f"{name}: {a.get(name)} != {value}"
@@ -89,12 +89,12 @@ def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> st
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """Files of a target's folder that an export or an import needs."""
+    """Target files needed by an export or an import."""
 
     config: Values
     """config.json."""
     weights: dict[str, Tensor]
-    """By the target's names: embedding, final norm, and an LM head that is not tied."""
+    """Embedding, final norm and an untied LM head, by the target's names."""
     fingerprint: dict[str, int | str]
 
     @property
@@ -107,15 +107,15 @@ class TargetFiles:
 
     @property
     def head_VH(self) -> Tensor:
-        """A tied one is the embedding."""
+        """Return the LM head; the embedding if tied."""
         return [*self.weights.values(), self.embedding_VH][2]
 
 
 def read_target(name: str, revision: str | None) -> TargetFiles:
-    """Read the configuration and the three weights that the fingerprint covers.
+    """Read the configuration and the three weights covered by the fingerprint.
 
     Raises:
-        ValueError: no such target, or no safetensors weights.
+        ValueError: target not found, or no safetensors weights.
     """
     config = read_config(name, revision)
     sizes = config.get("text_config", config)
@@ -143,11 +143,11 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
     return TargetFiles(config, dict(zip(keys, weights, strict=True)), fingerprint)
 
 
-# Three hashes of a tokenizer, each stored or sent somewhere: its value is a contract.
+# Three tokenizer hashes. Each is stored or sent, so its value is a contract.
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the whole tokenizer, of its vocabulary where it has no serial form (manifest)."""
+    """Hash the whole tokenizer, or its vocabulary without a serial form (for manifests)."""
     if tokenizer.is_fast:
         text = tokenizer.backend_tokenizer.to_str()
     else:
@@ -156,12 +156,12 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the tokens and the chat template (stored hidden states)."""
+    """Hash the tokens and the chat template (for stored hidden states)."""
     parts = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of which token every id is (sessions with a server)."""
+    """Hash the token for every id (for server sessions)."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(msgspec.msgpack.encode(tokens)).hexdigest()

@@ -1,10 +1,10 @@
-"""FlexSpec (arXiv:2601.00644): a small model around a frozen copy of the target's last block.
+"""FlexSpec (arXiv:2601.00644): a small draft model around a frozen copy of the target's last block.
 
-It reads token ids alone, so it can draft on another machine than the target's, and it goes on
-fitting a target that is fine-tuned without touching what it has copied: the anchor.
+It reads token ids alone, so it can draft on another machine. It stays usable for a fine-tuned
+target while the copied block, the anchor, is unchanged.
 """
 
-# ... any leading axes, B batch, T positions, R rows of a decode call, C cached rows, Q known rows
+# ... any leading axes, B batch, T positions, R rows per decode call, C cached rows, Q known rows
 # E readings, H hidden, D head size, U draft vocabulary
 
 from collections.abc import Mapping, Sequence
@@ -39,23 +39,23 @@ SAME_BLOCK = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class FlexSpecConfig:
-    """Architecture of the draft. What is left out is chosen by the preset."""
+    """Architecture of the FlexSpec draft. The preset sets omitted fields."""
 
     preset: Literal["paper", "practical"] = "practical"
-    """paper: embeddings enter the anchor, which has never seen any, and its raw output the MLP.
-    practical: a linear map and an RMSNorm before the anchor, the target's final norm behind it."""
+    """paper: embeddings enter the anchor directly, and its raw output enters the MLP. practical: a
+    linear map and an RMSNorm before the anchor, the target's final norm after it."""
     residual: bool | None = None
-    """The MLP's output is added to its input. Preset: paper no, practical yes."""
+    """Add the MLP's output to its input. Preset: paper no, practical yes."""
     head_init: Literal["random", "target"] | None = None
-    """What the vocabulary projection starts as; target: its LM head. Preset: paper random,
-    practical target."""
+    """Initial vocabulary projection; target: its LM head. Preset: paper random, practical:
+    target."""
     stem_layers: int = 0
     """Trainable decoder layers between the stem and the anchor; practical only."""
     feature_source: Literal["none", "self"] = "none"
-    """self: the sequence is read twice, and the second reading's stem gets, beside the embedding,
-    what the first one made of the position before. Practical only."""
+    """self: read the sequence twice. The second reading's stem gets the first one's output at the
+    previous position next to the embedding. Practical only."""
     draft_vocab_size: int | None = None
-    """U: most frequent tokens of the training data; None: the target's vocabulary."""
+    """U: most frequent tokens in the training data; None: the target's vocabulary."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.stem_layers <= MAX_STEM_LAYERS:
@@ -82,21 +82,21 @@ class FlexSpecConfig:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers that a reading passes, the anchor included."""
+        """Decoder layers per reading, including the anchor."""
         return self.stem_layers + 1
 
 
 class FlexSpec(Draft):
-    """Frozen embedding, trained stem, frozen last block of the target, trained MLP and projection.
+    """Frozen embedding, trained stem, the target's frozen last block, trained MLP and projection.
 
     x_t = embedding of token t;  a = B_L(stem(x));  h_t = MLP(a_t);  logits of t + 1 = head(h_t)
 
-    The copies (embedding, last block B_L, and with preset practical the final norm) are saved with
-    the draft, which decodes where the target is not. A row depends on the tokens up to its own and
-    on nothing else, so what was computed for a draft token stays right when the draft token is
-    accepted. The block's attention is full here, also where the target limits it to a window.
+    The copies (embedding, last block B_L, with preset practical the final norm) are saved with the
+    draft, so it decodes without the target. A row depends only on tokens up to its own, so states
+    computed for a draft token remain valid once it is accepted. The block uses full attention, even
+    if the target limits it to a window.
 
-    A state holds the outputs of all readings of a position, [..., E, H]; the last one is h_t.
+    A state holds all readings' outputs for a position, [..., E, H]; the last one is h_t.
     """
 
     draft_type: ClassVar[str] = "flexspec"
@@ -131,15 +131,15 @@ class FlexSpec(Draft):
 
     @staticmethod
     def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
-        """Fingerprint of the target, with the hash of its last block as ``anchor``.
+        """Return the target's fingerprint, with its last block's hash as ``anchor``.
 
-        Layers 1 .. L-1 are not in it: a target that was fine-tuned in these alone keeps its draft.
+        It excludes layers 1 .. L-1: a target fine-tuned in these alone keeps its draft.
         """
         return {**target_fingerprint(target), "anchor": anchor_hash(target)}
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """No layers: the draft reads no hidden state of the target."""
+        """Return no layers: the draft reads no target hidden state."""
         return ()
 
     @property
@@ -158,14 +158,14 @@ class FlexSpec(Draft):
         return (self.reference.fingerprint["num_layers"] - 1,)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Cost of a forward by weights: all layers of the target have as many as the anchor."""
+        """Cost of a forward pass by weights: every target layer counts as many as the anchor."""
         layer = _num_weights(self.anchor)
         own = layer + sum(_num_weights(part) for part in (self.stem, self.stem_layers, self.mlp))
         return self.config.num_readings * own / (layer * target.num_layers)
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """Copy the frozen parts; with preset practical start as the anchor on plain embeddings."""
+        """Copy the frozen parts; preset practical starts as the anchor on plain embeddings."""
         decoder, hidden = target.get_decoder(), self.layer_config.hidden_size
         self.embedding.load_state_dict(decoder.embed_tokens.state_dict())
         self.anchor.load_state_dict(decoder.layers[-1].state_dict())
@@ -190,13 +190,13 @@ class FlexSpec(Draft):
         return cast(list[DecoderLayer], [*self.stem_layers, self.anchor])
 
     def _enter(self, embedding_H: Tensor, before_H: Tensor) -> Tensor:
-        """Stream that the first decoder layer reads.
+        """Return the stream for the first decoder layer.
 
         Args:
-            before_H: the reading before this one, at the position before this one.
+            before_H: previous reading's output at the previous position.
         """
         if self.config.num_readings > 1:
-            # A state is some 20 times as large as an embedding, and would drown it.
+            # A state is about 20 times as large as an embedding and would dominate it.
             size = embedding_H.shape[-1:]
             parts = (F.rms_norm(part_H, size) for part_H in (embedding_H, before_H))
             embedding_H = torch.cat([*parts], -1)
@@ -208,10 +208,10 @@ class FlexSpec(Draft):
         return stream_H + changed_H if self.config.residual else changed_H
 
     def forward(self, tokens_BT: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """Hidden states [B, T, E, H] of whole sequences; row t predicts token t + 1.
+        """Compute hidden states [B, T, E, H] for whole sequences; row t predicts token t + 1.
 
         Args:
-            lengths: of the documents in a packed row [1, T].
+            lengths: document lengths in a packed row [1, T].
         """
         embedding_BTH = self.embedding(tokens_BT)
         positions_T = positions_of(tokens_BT.shape[1], lengths, tokens_BT.device)
@@ -222,6 +222,7 @@ class FlexSpec(Draft):
             for layer in self._layers:
                 stream_BTH = self.compute(causal_layer, layer, stream_BTH, cos, sin, lengths)
             states.append(self._leave(stream_BTH))
+            # Shift by one position; the first token in each document has none before it.
             before_BTH = F.pad(states[-1][:, :-1], (0, 0, 1, 0))
             before_BTH = before_BTH.masked_fill(positions_T[:, None] == 0, 0)
         return torch.stack(states, -2)
@@ -236,13 +237,13 @@ class FlexSpec(Draft):
         known_QEH: Tensor,
         before_R: Tensor,
     ) -> Tensor:
-        """Decode-time rows: appends their keys and values, returns their hidden states [R, E, H].
+        """Run decode-time rows: append keys and values, return hidden states [R, E, H].
 
         Args:
-            caches: one for each decoder layer of each reading, all with the same rows.
-            visible_RC: bool, rows of the caches (these R ones included) that each row may see.
-            known_QEH: states computed earlier; zeros stand before the first token of a sequence.
-            before_R: int64, the row before each, by its index in these Q followed by the R.
+            caches: one per decoder layer and reading, all with the same rows.
+            visible_RC: bool, cache rows (including these R) visible to each row.
+            known_QEH: states computed earlier; zeros before a sequence's first token.
+            before_R: int64, the row before each, as an index into these Q rows followed by the R.
         """
         embedding_RH = self.embedding(tokens_R)
         cos, sin = self.rotary.of_heads(positions_R, embedding_RH.dtype)
@@ -268,7 +269,7 @@ class FlexSpec(Draft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` as a CUDA graph calls it: the row before each is known, or in order."""
+        """Run ``rows`` with a CUDA graph's signature: predecessors are known, or in order."""
         index_R = torch.arange(len(tokens_R), device=tokens_R.device)
         before_R = torch.where(index_R > 0, index_R + len(tokens_R) - 1, 0)
         return self.rows(
@@ -281,12 +282,12 @@ class FlexSpec(Draft):
         )
 
     def logits(self, states_EH: Tensor) -> Tensor:
-        """Draft logits [..., U] of states [..., E, H]; entry u is target token draft_ids[u]."""
+        """Return logits [..., U] for states [..., E, H]; entry u is target token draft_ids[u]."""
         return self.lm_head(states_EH[..., -1, :])
 
 
 def anchor_hash(target: PreTrainedModel) -> str:
-    """SHA-256 over all weights of the target's last block."""
+    """Return SHA-256 over all weights in the target's last block."""
     last = len(target.get_decoder().layers) - 1
     weights = last_block(target).state_dict().items()
     named = {f"model.layers.{last}.{name}": weight for name, weight in weights}
@@ -294,7 +295,7 @@ def anchor_hash(target: PreTrainedModel) -> str:
 
 
 def last_block(target: PreTrainedModel) -> nn.Module:
-    """The target's last decoder layer; read from its files where another process holds it."""
+    """Return the target's last decoder layer; read it from files if another process has it."""
     block = target.get_decoder().layers[-1]
     if not next(block.parameters()).is_meta:
         return block
@@ -310,7 +311,7 @@ def last_block(target: PreTrainedModel) -> nn.Module:
 
 
 def check_anchor(target: PreTrainedModel) -> None:
-    """Raise ValueError when the target's last block cannot be copied into an anchor."""
+    """Raise ValueError if the target's last block cannot be copied into an anchor."""
     block = target.get_decoder().layers[-1]
     for name, weight in block.named_parameters():
         if not weight.is_floating_point():

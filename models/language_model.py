@@ -1,6 +1,6 @@
-"""An independent language model as the draft: any supported causal LM with the target's tokens."""
+"""Draft model: an independent causal LM with the target's tokenizer."""
 
-# R rows, C rows of a cache, J key heads, D head size, H hidden of the draft, V vocabulary of both
+# R rows, C cache rows, J key heads, D head size, H draft hidden, V vocabulary of both
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,9 +18,9 @@ from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
 
 
 class LanguageModelDraft(nn.Module):
-    """A causal LM that drafts for another one and reads nothing of it but its tokens.
+    """Causal LM drafting for another one; it reads only token ids.
 
-    It drafts for any number of stages and is no checkpoint of this package: ``load_draft_model``
+    It drafts for any number of stages. It is no checkpoint of this package: ``load_draft_model``
     reads it from a Hugging Face folder or the Hub.
     """
 
@@ -36,7 +36,7 @@ class LanguageModelDraft(nn.Module):
     ) -> None:
         """
         Args:
-            num_tokens: of the tokenizer of both; rows after them may differ in number.
+            num_tokens: size of the shared tokenizer; embedding rows after it may differ in number.
 
         Raises:
             ValueError: the vocabularies differ in size.
@@ -56,7 +56,7 @@ class LanguageModelDraft(nn.Module):
         self.register_buffer("draft_ids", torch.arange(shared, device=model.device))
 
     def staged(self) -> StagedTarget:
-        """The model as one stage, with a cache of its own."""
+        """Return the model as one stage with its own cache."""
         return StagedTarget(self.model, 1)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class LanguageModelDraft(nn.Module):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Hidden states of rows, whose keys and values join the caches, before the final norm."""
+        """Return hidden states before the final norm; append keys and values to the caches."""
         decoder = self.model.get_decoder()
         hidden_1RH = decoder.embed_tokens(tokens_R)[None]
         turn = decoder.rotary_emb(hidden_1RH, positions_R[None])
@@ -116,20 +116,20 @@ class LanguageModelDraft(nn.Module):
         return hidden_1RH[0]
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """One forward pass, in target passes of one token: parameters of the layers of both."""
+        """Cost of a forward pass, in target passes over one token: ratio of layer parameters."""
         own, others = (_num_layer_parameters(model) for model in (self.model, target.model))
         return own / others
 
 
 def padded(embedding: nn.Module, num_rows: int) -> nn.Embedding:
-    """An embedding with rows of zeros for the ids that only the target has, which no token is."""
+    """Return an embedding padded with zero rows for ids only the target has."""
     weight = embedding.weight.detach()  # type: ignore[union-attr]
     rows = torch.cat([weight, weight.new_zeros(num_rows - len(weight), weight.shape[1])])
     return nn.Embedding(len(rows), rows.shape[1], _weight=rows).requires_grad_(False)
 
 
 class _LayerCaches:
-    """Stands where transformers expects a cache."""
+    """Cache stand-in for transformers, backed by ``KeyValues``."""
 
     def __init__(self, caches: Sequence[KeyValues]) -> None:
         self.caches = caches
@@ -147,7 +147,7 @@ def _num_layer_parameters(model: PreTrainedModel) -> int:
 
 
 def model_folder(name_or_path: str) -> str:
-    """The best model of a run, if this is its output folder; else the same."""
+    """Return the best model if this is a run's output folder; else the argument."""
     best = Path(name_or_path, "best")
     if (best / CONFIG_FILE).exists() and not Path(name_or_path, CONFIG_FILE).exists():
         return str(best)
@@ -157,14 +157,14 @@ def model_folder(name_or_path: str) -> str:
 def load_draft_model(
     name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> LanguageModelDraft:
-    """Load a causal LM as the draft of a loaded target, on its device and in its dtype.
+    """Load a causal LM as a draft model, on the target's device and in its dtype.
 
     Args:
-        name_or_path: folder of a model, output folder of a run (its best model), or Hub id.
+        name_or_path: model folder, a run's output folder (its best model), or Hub id.
 
     Raises:
-        ValueError: nothing there, a family that is not supported, or another tokenizer or
-            vocabulary than the target's.
+        ValueError: not found, unsupported family, or a tokenizer or vocabulary different from the
+            target's.
     """
     name_or_path = model_folder(name_or_path)
     try:

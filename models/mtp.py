@@ -1,12 +1,12 @@
-"""Multi-token prediction: the layer that a target ships with to continue its own hidden states.
+"""Multi-token prediction: the layer shipped with a target to continue its own hidden states.
 
-Row t joins the embedding of token t + 1 with the target's state of position t after its final norm:
+Row t joins the embedding of token t + 1 with the target's state at position t after its final norm:
 
     s_{t+1} = norm(layer(fc([norm_e(embed(x_{t+1})); norm_h(s_t)])))
     logits of x_{t+2} = LM head(s_{t+1})
 
-and below it the layer's own output is fed back (DeepSeek-V3, arXiv:2412.19437; FastMTP,
-arXiv:2509.18362). The names of the weights are those of Qwen3.5's checkpoints without ``mtp.``.
+Below it the layer's own output is fed back (DeepSeek-V3, arXiv:2412.19437; FastMTP,
+arXiv:2509.18362). Weights are named as in Qwen3.5's checkpoints without ``mtp.``.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size
@@ -32,18 +32,18 @@ from pipedraft.models.layers import (
 )
 
 MTP_PREFIX = "mtp."
-"""Of the names of the layer's weights in a target's files."""
+"""Prefix of the layer's weight names in a target's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MTPConfig:
-    """Architecture of the layer."""
+    """Architecture of the MTP layer."""
 
     num_target_layers: int = 0
     """L; filled in from the target."""
     native: bool = False
-    """Qwen3.5's own layer: an output gate in its attention, and norms that multiply by 1 + weight.
-    Otherwise a Llama's, or a Qwen3's for such a target; filled in by an import."""
+    """Qwen3.5's own layer: output gate in the attention, and norms with factor 1 + weight. False: a
+    Llama layer, or a Qwen3 layer for such a target. Set by an import."""
 
     @property
     def num_layers(self) -> int:
@@ -51,7 +51,7 @@ class MTPConfig:
 
 
 class OffsetRMSNorm(RMSNorm):
-    """RMSNorm whose factor is 1 + weight."""
+    """RMSNorm with factor 1 + weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
@@ -62,7 +62,7 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class GatedAttention(Attention):
-    """Attention of Qwen3.5: q_proj gives each head a query, and a gate of what it attends to."""
+    """Qwen3.5 attention: q_proj gives each head a query and a gate for its output."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__(config)
@@ -72,14 +72,14 @@ class GatedAttention(Attention):
         self.q_norm, self.k_norm = OffsetRMSNorm(size, eps), OffsetRMSNorm(size, eps)
 
     def query_and_gate(self, x_H: Tensor, cos_D: Tensor, sin_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated queries [..., N, D] and gates [..., N D] of normed rows [..., H]."""
+        """Return rotated queries [..., N, D] and gates [..., N D] for normed rows [..., H]."""
         heads = self.q_proj(x_H).unflatten(-1, (self.num_heads, 2 * self.head_size))
         query_ND, gate_ND = heads.chunk(2, -1)
         return rotate(self.q_norm(query_ND), cos_D, sin_D), gate_ND.flatten(-2)
 
 
 class MTP(TiedHead):
-    """A target's MTP layer, or a new one of the same form."""
+    """A target's own MTP layer, or a new one in the same form."""
 
     draft_type: ClassVar[str] = "mtp"
     config_class: ClassVar[type] = MTPConfig
@@ -105,7 +105,7 @@ class MTP(TiedHead):
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """A new layer: fc passes the state on, the final norm starts as the target's."""
+        """Initialize a new layer: fc passes the state through, the final norm is the target's."""
         assert draft_ids is None, "an MTP layer reads its logits off the target's LM head"
         self.attach(target)
         self.pass_state_on()
@@ -134,16 +134,16 @@ class MTP(TiedHead):
         return self.norm(self.layer.finish(residual_H, attended_ND))
 
     def normed(self, state_H: Tensor) -> Tensor:
-        """Input of the LM head: states are normed when they are fed back."""
+        """Return the LM head's input; states are already normed."""
         return state_H
 
     @property
     def lm_head(self) -> nn.Module:
-        """The target's LM head."""
+        """Target's LM head."""
         return self._head[0]
 
 
 def native_parts(settings: PreTrainedConfig) -> tuple[MTPConfig, LayerConfig]:
-    """Shape of the MTP layer of a target of the family Qwen3.5, from its text configuration."""
+    """Return the MTP layer's shape for a Qwen3.5 target, from its text configuration."""
     config = MTPConfig(num_target_layers=settings.num_hidden_layers, native=True)
     return config, LayerConfig.of_target_layer(settings)

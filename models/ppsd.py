@@ -1,12 +1,11 @@
-"""PPSD's early-exit head: the draft of pipeline-parallel self-speculative decoding.
+"""PPSD's early-exit head: draft for pipeline-parallel self-speculative decoding.
 
-The head continues what the first stage of a pipelined target makes of the newest token: a few
-decoder layers, a norm and an LM head on the first stage's output. All of its rows have the same
-depth, in flight and committed, so it is plain causal attention over the sequence, and a row never
-has to be computed twice.
+The head continues the first stage's output for the newest token with a few decoder layers, a norm
+and an LM head. All its rows, in flight or committed, have the same depth. Plain causal attention
+over the sequence suffices, and no row is computed twice.
 """
 
-# B batch, T positions, R rows of a decode call, C cached rows, H hidden, U draft vocabulary
+# B batch, T positions, R rows per decode call, C cached rows, H hidden, U draft vocabulary
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +28,10 @@ from pipedraft.models.layers import (
 
 @dataclass(frozen=True, kw_only=True)
 class PPSDConfig(StagedDraftConfig):
-    """Architecture of the head, which reads the first stage's output."""
+    """Architecture of the PPSD head, which reads the first stage's output."""
 
     num_layers: int = 1
-    """Decoder layers of the head (Ls). Every step waits for them: S = L' L / (Ls n + L)."""
+    """Decoder layers in the head (Ls). Every step waits for them: S = L' L / (Ls n + L)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,8 +47,9 @@ class PPSDConfig(StagedDraftConfig):
 class PPSD(StagedDraft):
     """Decoder layers, norm and LM head on the output of the target's first stage.
 
-    Row t reads the state of position t after that stage and predicts the token at t + 1. Train and
-    decode compute the same function: ``forward`` for whole sequences, ``rows`` for some more rows.
+    Row t reads the state of position t after this stage and predicts the token at t + 1. Training
+    and decoding compute the same function: ``forward`` for whole sequences, ``rows`` for further
+    rows.
     """
 
     draft_type: ClassVar[str] = "ppsd"
@@ -65,7 +65,7 @@ class PPSD(StagedDraft):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layer indices of the target that the head reads."""
+        """Target layer indices read by the head."""
         return (self.exit_layer,)
 
     @property
@@ -86,10 +86,10 @@ class PPSD(StagedDraft):
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """Start from the target: the layers after the first stage, the final norm, the LM head.
+        """Copy the layers after the first stage, the final norm and the LM head from the target.
 
-        Those layers know this very input. Layers of another kind (recurrent, mixture-of-experts)
-        cannot be taken over, and the head's start random in their place.
+        These layers are trained on exactly this input. Layers of another kind (recurrent, mixture
+        of experts) cannot be copied; the head's layers start random instead.
         """
         initialize_head(self, target, draft_ids)
         initialize_matrices(self.layers, len(self.layers))
@@ -99,14 +99,14 @@ class PPSD(StagedDraft):
                 layer.load_state_dict(source.state_dict())
 
     def forward(self, taps: Mapping[int, Tensor], lengths: Sequence[int] | None = None) -> Tensor:
-        """Output rows of whole sequences, each seeing those up to itself.
+        """Compute output rows for whole sequences with causal attention.
 
         Args:
-            taps: hidden states [B, T, H] of the target, by layer index.
-            lengths: of the documents in a packed row [1, T].
+            taps: target hidden states [B, T, H] by layer index.
+            lengths: document lengths in a packed row [1, T].
 
         Returns:
-            [B, T, H], before the norm; row t predicts the token at position t + 1.
+            [B, T, H] before the norm; row t predicts the token at position t + 1.
         """
         stream_BTH = taps[self.exit_layer]
         positions_T = positions_of(stream_BTH.shape[1], lengths, stream_BTH.device)
@@ -123,12 +123,12 @@ class PPSD(StagedDraft):
         caches: Sequence[KeyValues],
         visible_RC: Tensor,
     ) -> Tensor:
-        """Decode-time rows: appends their keys and values, returns the output rows [R, H].
+        """Run decode-time rows: append keys and values, return the output rows [R, H].
 
         Args:
-            stream_RH: the first stage's output.
-            caches: one for each decoder layer, all with the same rows.
-            visible_RC: bool, rows of the caches (these R ones included) that each row may see.
+            stream_RH: first stage's output.
+            caches: one per decoder layer, all with the same rows.
+            visible_RC: bool, cache rows (including these R) visible to each row.
         """
         cos, sin = self.rotary.of_heads(positions_R, stream_RH.dtype)
         for layer, cache in zip(self.decoder_layers, caches, strict=True):
@@ -145,7 +145,7 @@ class PPSD(StagedDraft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` as a CUDA graph calls it."""
+        """Run ``rows`` with a CUDA graph's signature."""
         return self.rows(stream_RH, positions_R=positions_R, caches=caches, visible_RC=visible_RC)
 
 

@@ -1,14 +1,14 @@
-"""SPD's multi-depth speculation module (arXiv:2605.30852).
+"""SPD's multi-depth speculation head (arXiv:2605.30852).
 
-While a pipeline of n stages decodes, the token that entered last has passed 0 stages, the one
-before it 1 stage, and so on: every token has the depth of what the pipeline knows about it. The
-module reads, for each earlier position, the features of exactly that depth and predicts the token
-that should enter next, so that the pipeline never runs empty.
+In a pipeline with n stages, the newest token has passed 0 stages, the one before it 1 stage, and so
+on: each token's known depth depends on its distance from the newest. For every earlier position the
+head reads features of exactly this depth. It predicts the token to enter next, so the pipeline
+never runs empty.
 """
 
 # B batch, T positions, H hidden, N query heads, J key heads, D head size, U draft vocabulary
-# S sequences (of an example at a depth), C key and value blocks of all layers, A = C J D
-# R rows of a decode call, P committed positions, Q query rows
+# S sequences (examples at a depth), C key and value blocks of all layers, A = C J D
+# R rows per decode call, P committed positions, Q query rows
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,29 +36,29 @@ from pipedraft.models.structural import Fill, structural_attention
 
 @dataclass(frozen=True, kw_only=True)
 class SPDConfig(StagedDraftConfig):
-    """Architecture of the module, which runs beside the stages."""
+    """Architecture of the SPD head, run next to the stages."""
 
     num_layers: int = 2
-    """Decoder layers of the module (Ls)."""
+    """Decoder layers in the head (Ls)."""
     features: Literal["paper", "thirds", "anchors", "listed"] = "paper"
-    """Which hidden states make the feature of depth k; see feature_layers."""
+    """Hidden states fused into the depth-k feature; see feature_layers."""
     anchors: tuple[int, ...] = ()
     """Layer indices for ``features: anchors``, ascending."""
     depth_layers: tuple[tuple[int, ...], ...] = ()
-    """Layer indices of depth 1, 2 .. n for ``features: listed``."""
+    """Layer indices for depths 1, 2 .. n with ``features: listed``."""
     layer_projections: bool = False
-    """Each layer has one more projection of the features of each depth 1 .. n, as in the authors'
-    version 10; with ``query: newest``."""
+    """Add one projection per layer for the features at each depth 1 .. n, as in the authors'
+    version 10; requires ``query: newest``."""
     normed_last: bool = False
-    """Index L is the state after the target's final norm, as in the authors' releases."""
+    """Index L means the state after the target's final norm, as in the authors' releases."""
     query: Literal["newest", "all"] = "newest"
     """newest: only the depth-0 stream passes the layers. all: every depth does."""
     timing: Literal["input_states", "output_states"] = "input_states"
-    """The module reads the states before a step or, for decoding with the same timing, those after
-    it: one stage deeper, with as many fewer depths."""
+    """States the head reads: before a step, or after it (one stage deeper, fewer depths). Decode
+    with the same timing."""
     tokens_per_step: int = 1
-    """Draft tokens of a branch at every step, one forward each, for decoding with the same number:
-    where Ls < L / n leaves room for several. Tokens that enter together have the same depth."""
+    """Draft tokens per branch and step, one forward each; useful if Ls < L / n leaves time for
+    several. They enter together with the same depth. Decode with the same number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,30 +103,30 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def lead(self) -> int:
-        """Stages that the newest token has passed, whose depth is 0 to the module."""
+        """Stages passed by the newest token at depth 0."""
         return int(self.timing == "output_states")
 
     @property
     def max_in_flight(self) -> int:
-        """Rows that the newest one is the last of: m n + m - 1 with m tokens a step, of which m - 1
-        have just been drafted; n - 1 after a step. Rows before them are committed."""
+        """Rows before the newest one with their own depth; earlier rows are committed. With m
+        tokens per step: m n + m - 1 (m - 1 just drafted); n - 1 after a step."""
         return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
 
 
 def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
-    """Layer indices whose raw hidden states make the feature of each distance 0..max_in_flight
-    from the newest token: depth 0..n, with output states 1..n, as that token has passed a stage.
+    """Return layer indices whose raw hidden states form the feature at each distance
+    0..max_in_flight from the newest token: depths 0..n, or 1..n with output states.
 
-    With m tokens a step, distance i has depth max((i - m + 1) // m, 0): what is true of the last of
-    a step's m forwards, and no more than is true of the others.
-    Index 0 is the embedding, index i the raw output of layer i - 1, never the final norm's.
-    With l the last layer index that a token of depth k has passed:
+    With m tokens per step, distance i has depth max((i - m + 1) // m, 0): exact for the last of the
+    m forwards in a step, a lower bound for the earlier ones.
+    Index 0 is the embedding, index i the raw output of layer i - 1, never after the final norm.
+    Let l be the last layer index passed at depth k:
       paper    (0, l // 2, l)                              Eq. 1
       thirds   (0, l) and (0, lps, l) at depths 1 and 2, then (0, l // 3, 2 * (l // 3), l), as in
                the authors' first release. Deviation: they clamp l to L - 1 because their index L
                is post-norm; here index L is the raw output and is used.
       anchors  0 and every anchor <= l, as in the authors' later release.
-      listed   what ``depth_layers`` says.
+      listed   the indices in ``depth_layers``.
     """
     depths: list[tuple[int, ...]] = []
     for depth, last in enumerate(config.cut):
@@ -146,10 +146,10 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
 
 
 class SPD(StagedDraft):
-    """Speculation module: features per depth, Ls decoder layers, an LM head of its own.
+    """SPD head: one feature per depth, Ls decoder layers, its own LM head.
 
-    Train and decode compute the same function: ``forward`` for every position of a sequence at a
-    given occupancy, ``extend`` and ``propose`` for one moment of a running pipeline.
+    Training and decoding compute the same function: ``forward`` for every position in a sequence at
+    a given occupancy, ``extend`` and ``propose`` for one moment in a running pipeline.
     """
 
     draft_type: ClassVar[str] = "spd"
@@ -160,11 +160,11 @@ class SPD(StagedDraft):
         super().__init__(config, layer, reference)
         hidden = layer.hidden_size
         self.feature_layers = feature_layers(config)
-        # Depths that read the same layers share one projection and one key block.
+        # Depths reading the same layers share one projection and one key block.
         own = range if config.layer_projections else lambda count: [0] * count
         names = list(zip(own(config.max_in_flight + 1), self.feature_layers, strict=True))
         shared = {name: place for place, name in enumerate(dict.fromkeys(names))}
-        # Depth 0 is the query stream and keeps its own block even where depth 1 reads the same.
+        # Depth 0 is the query stream; it keeps its own block even if depth 1 reads the same layers.
         self.block_of_depth = [shared[name] for name in names]
         self.projections = nn.ModuleList(
             nn.Linear(len(layers) * hidden, hidden, bias=False) for _, layers in shared
@@ -180,15 +180,15 @@ class SPD(StagedDraft):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layer indices of the target that the module reads."""
+        """Target layer indices read by the head."""
         return tuple(sorted(set().union(*self.feature_layers)))
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """Start from the target: its final norm and LM head; features start as the deepest state.
+        """Copy the target's final norm and LM head; start features as the deepest state.
 
-        Each projection starts as the identity on its deepest checkpoint and zero on the others,
-        so that the residual stream begins in the space the norm and the LM head know.
+        Each projection starts as the identity on its deepest layer and zero on the others, so the
+        residual stream starts in the space known to the norm and the LM head.
         """
         initialize_head(self, target, draft_ids)
         hidden = self.layer_config.hidden_size
@@ -201,9 +201,9 @@ class SPD(StagedDraft):
         initialize_matrices(self.layers, len(self.layers))
 
     def feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
-        """g^k = FC_k(concat of the hidden states at the checkpoints of depth k): [..., H].
+        """Return g^k = FC_k(concat of the hidden states in the depth-k feature): [..., H].
 
-        FC_k is applied piece by piece: no concatenation to write, and none to keep for backward.
+        Applies FC_k piece by piece, so no concatenation is written or saved for backward.
         """
         weight = self.projections[self.block_of_depth[depth]].weight
         pieces = weight.split(self.layer_config.hidden_size, 1)
@@ -215,10 +215,11 @@ class SPD(StagedDraft):
         return sum(others, start=first)
 
     def _of_layer(self, index: int, rows_RH: Tensor, depths: Sequence[int]) -> Tensor:
-        """Input of a layer for rows of non-increasing depths; those of depth 0 are streams."""
+        """Return a layer's input for rows with non-increasing depths; depth-0 rows are streams."""
         if not self.config.layer_projections:
             return rows_RH
         projections, parts = cast(list[nn.Linear], self.layer_projections[index]), []
+        # Rows are sorted by depth, so each depth is one slice and one product.
         for depth, run in groupby(range(len(depths)), depths.__getitem__):
             part_RH = rows_RH[..., list(run), :]
             parts.append(projections[depth - 1](part_RH) if depth else part_RH)
@@ -232,22 +233,22 @@ class SPD(StagedDraft):
         occupancy: Sequence[int],
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Output rows of the depth-0 stream for every position at once (structural attention).
+        """Compute the depth-0 output stream for every position at once (structural attention).
 
         Args:
-            taps: hidden states [B, T, H] of the target, by layer index.
-            occupancy: for each example the tokens in flight, 1..n (simulated pipeline fill).
-                Fastest in descending order: depths that no later example has are not computed.
-            lengths: of the documents in a packed row [1, T]; these are then the examples.
+            taps: target hidden states [B, T, H] by layer index.
+            occupancy: tokens in flight per example, 1..n (simulated pipeline fill). Fastest in
+                descending order: depths missing in all later examples are not computed.
+            lengths: document lengths in a packed row [1, T]; the documents are then the examples.
 
         Returns:
-            [B, T, H], before the final norm; row t predicts the token at position t + 1.
+            [B, T, H] before the final norm; row t predicts the token at position t + 1.
         """
         examples = Fill(occupancy, lengths, self.config.max_in_flight)
         if self.config.query == "all":
             return self._forward_all(taps, examples)
-        # Only the newest token's stream changes from layer to layer; what deeper rows offer it is
-        # made of the target's states alone, so that all layers' keys and values are one product.
+        # Only the newest token's stream changes between layers. Deeper rows come from target states
+        # alone, so one product gives keys and values for all layers.
         stream_BTH = self.feature(taps, 0)
         positions_T = positions_of(stream_BTH.shape[1], lengths, stream_BTH.device)
         rotation = self.rotary.of_heads(positions_T, stream_BTH.dtype)
@@ -255,7 +256,7 @@ class SPD(StagedDraft):
 
         def advance(index: int, layer: DecoderLayer, stream_BTH: Tensor) -> Tensor:
             query_BNTD, key_BJTD, value_BJTD = self._project(layer, stream_BTH, rotation)
-            # Each earlier position is looked at in the depth that it has in a filled pipeline.
+            # Each earlier position is seen at the depth it has in a filled pipeline.
             attended_BNTD = structural_attention(
                 query_BNTD,
                 [key_BJTD, *keys[index]],
@@ -273,14 +274,14 @@ class SPD(StagedDraft):
     def _static_key_values(
         self, taps: Mapping[int, Tensor], examples: Fill, rotation: tuple[Tensor, Tensor]
     ) -> tuple[list[list[Tensor]], list[list[Tensor]], list[int]]:
-        """Keys and values of the depths 1..n, whose rows are the same for every layer.
+        """Compute keys and values for depths 1..n, whose rows are the same for every layer.
 
-        The layers' norms differ by their weights only, which are folded into the projections, so
-        one normalization and one product per block serve all layers while its rows are in cache.
+        Layer norms differ only in their weights. Folding these into the projections leaves one
+        normalization and one product per block for all layers.
 
         Returns:
             keys, values: [B_r, J, T_r, D] by layer and block.
-            block_of_depth: of the depths 0..n, counting the query stream as block 0.
+            block_of_depth: for depths 0..n; block 0 is the query stream.
         """
         layers = self.decoder_layers
         projections = [
@@ -296,7 +297,7 @@ class SPD(StagedDraft):
         depths_of: dict[int, list[int]] = {}
         for depth in range(1, self.config.max_in_flight + 1):
             depths_of.setdefault(self.block_of_depth[depth], []).append(depth)
-        # Depths with the same features share a block; its rows are those of the deepest fill.
+        # Depths with equal features share a block; it has the rows of the deepest fill.
         keys: list[list[Tensor]] = [[] for _ in layers]
         values: list[list[Tensor]] = [[] for _ in layers]
         for depths in depths_of.values():
@@ -317,10 +318,10 @@ class SPD(StagedDraft):
         bias_A: Tensor | None,
         rotation: tuple[Tensor, Tensor],
     ) -> list[Tensor]:
-        """Keys and values of one depth, layer after layer: 2 Ls of [B, J, T, D]."""
+        """Return one depth's keys and values, layer after layer: 2 Ls tensors [B, J, T, D]."""
         attention, layers = self.layers[0].self_attn, self.decoder_layers
         shape = (2 * len(layers), attention.num_key_value_heads, attention.head_size)
-        # One norm and one product for the keys and values of every layer.
+        # One norm and one product for all layers' keys and values.
         rows_BTH = self.feature(taps, depth)
         cos, sin = (x[: rows_BTH.shape[1]] for x in rotation)
         if self.config.layer_projections:
@@ -349,7 +350,7 @@ class SPD(StagedDraft):
         num_queries: int | None = None,
         axis: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads-first keys and values of all rows, and queries of the first ones along an axis."""
+        """Return heads-first keys and values for all rows, queries for the first along an axis."""
         normed = layer.input_layernorm(stream_STH)
         keys, values = layer.self_attn.key_value(normed, *rotation)
         asked = normed if num_queries is None else normed.narrow(axis, 0, num_queries)
@@ -357,13 +358,13 @@ class SPD(StagedDraft):
         return query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
     def _forward_all(self, taps: Mapping[int, Tensor], examples: Fill) -> Tensor:
-        """Every depth is a stream of its own: row (depth d, position t) is the module's view of
-        position t while the newest token is d positions later.
+        """Forward with every depth as a stream: row (depth d, position t) is the view of position t
+        with the newest token d positions later.
 
-        The streams of all depths pass the layers as one batch of S sequences (in a packed row: as
-        one long row): the examples of depth 0, then those that have a depth 1, and so on.
+        All depths' streams pass the layers as one batch of S sequences (in a packed row: one long
+        row): the examples at depth 0, then those with a depth 1, and so on.
         """
-        # Examples are sorted by occupancy: a depth in flight ends with the last one that has it.
+        # Examples are sorted by occupancy: a depth ends at the last example in flight there.
         depths, axis = range(self.config.max_in_flight + 1), examples.axis
         counts = [examples.count(depth) for depth in depths]
         stream_STH = torch.cat(
@@ -379,7 +380,7 @@ class SPD(StagedDraft):
         rotation = self.rotary.of_heads(positions_T, stream_STH.dtype)
 
         def advance(layer: DecoderLayer, is_last: bool, stream_STH: Tensor) -> Tensor:
-            # The last layer is asked for depth 0 only.
+            # Only depth 0 is needed from the last layer.
             num_queries = counts[0] if is_last else stream_STH.shape[axis]
             query_SNTD, keys, values = self._project(layer, stream_STH, rotation, num_queries, axis)
             attended_SNTD = structural_attention(
@@ -400,7 +401,7 @@ class SPD(StagedDraft):
     # -- decoding ---------------------------------------------------------------------------
 
     def new_caches(self) -> list[KeyValues]:
-        """Keys and values of the committed positions, for each layer."""
+        """Create empty key-value caches for committed positions, one per layer."""
         return [KeyValues() for _ in self.layers]
 
     def extend(
@@ -409,12 +410,12 @@ class SPD(StagedDraft):
         """Append committed positions (depth n) to the caches.
 
         Args:
-            taps: hidden states [r, H] of consecutive positions from ``first_position`` on.
+            taps: hidden states [r, H] for consecutive positions from ``first_position``.
         """
         rows_RH = taps[self.feature_layers[-1][0]]
         num_rows, num_before = len(rows_RH), caches[0].num_rows
         positions_R = torch.arange(num_rows, device=rows_RH.device) + first_position
-        # A new row sees all positions committed before, and of the new ones those up to itself.
+        # A new row sees all earlier committed positions, and new ones up to itself.
         visible_RC = rows_RH.new_ones(num_rows, num_before + num_rows, dtype=torch.bool)
         rows = {"positions_R": positions_R, "visible_RC": visible_RC.tril_(num_before)}
         call(self.extend_rows, caches=caches, taps=taps, **rows)
@@ -426,7 +427,7 @@ class SPD(StagedDraft):
         positions_R: Tensor,
         visible_RC: Tensor,
     ) -> None:
-        """``extend`` by tensors alone; rows of the caches include these R ones."""
+        """Run ``extend`` on tensors only; cache rows include these R ones."""
         stream_RH = self.feature(taps, self.config.max_in_flight)
         cos, sin = self.rotary.of_heads(positions_R, stream_RH.dtype)
         for index, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=True)):
@@ -440,7 +441,7 @@ class SPD(StagedDraft):
                 )
 
     def is_read_only(self, index: int) -> bool:
-        """Nobody reads what this layer makes of rows of other depths than 0, only their keys."""
+        """Return True if depths other than 0 need only keys and values from this layer."""
         return self.config.query == "newest" or index == len(self.layers) - 1
 
     def propose(
@@ -452,18 +453,18 @@ class SPD(StagedDraft):
         positions: Tensor,
         visible_RR: Tensor,
     ) -> Tensor:
-        """Logits [Q, U] of the tokens that should follow the Q rows of depth 0, the last ones.
+        """Return logits [Q, U] for the tokens after the Q depth-0 rows, the last ones.
 
         Args:
-            caches: of the committed positions; they stay as they are.
-            taps: layer index -> hidden states [r, H] of the first r rows; a row of depth k needs
-                the layers of depth k only, so deeper layers may hold fewer rows.
-            depths: depth under which each of the R rows in flight is presented, oldest first,
-                non-increasing. A row may be presented less deep than it is.
+            caches: committed positions; left unchanged.
+            taps: layer index -> hidden states [r, H] for the first r rows. A row at depth k needs
+                only the layers for depth k, so deeper layers may have fewer rows.
+            depths: depth used for each of the R rows in flight, oldest first, non-increasing. It
+                may be smaller than the row's real depth.
             positions: absolute positions [R].
             visible_RR: ancestors-or-self among the rows in flight.
         """
-        # Committed positions are visible to every row in flight.
+        # Every row in flight sees all committed positions.
         visible_RC = torch.cat(
             [visible_RR.new_ones(len(depths), caches[0].num_rows), visible_RR], 1
         )
@@ -478,8 +479,8 @@ class SPD(StagedDraft):
         positions: Tensor,
         visible_RC: Tensor,
     ) -> Tensor:
-        """``propose`` by what each row sees of the caches and of the rows in flight."""
-        # One product for each run of rows of equal depth: they share a projection.
+        """Run ``propose`` with explicit visibility over cached rows and rows in flight."""
+        # One product per run of equal depths: they share a projection.
         blocks = []
         starts = [i for i in range(len(depths)) if i == 0 or depths[i] != depths[i - 1]]
         for start, stop in pairwise([*starts, len(depths)]):

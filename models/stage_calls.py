@@ -1,14 +1,14 @@
-"""Two faster calls of a stage's layers: captured as a CUDA graph, and several sequences at once.
+"""Two faster ways to run a stage's layers: as a CUDA graph, and for several sequences at once.
 
-Graphs: embedding, masks and rotary tables are made of what is packed on the host, inside the graph.
-Attention looks at the whole capacity of the cache behind a mask.
+Graphs: embedding, masks and rotary tables are computed inside the graph from data packed on the
+host. Attention covers the cache's whole capacity behind a mask.
 
-Together: rows of several sequences, each with its own cache, are put one after the other without
-padding: projections and MLPs see one matrix, so weights are read once for all sequences, and
-attention runs sequence by sequence over its own keys.
+Several sequences: their rows, each with its own cache, are concatenated without padding.
+Projections and MLPs see one matrix, so weights are read once for all sequences. Attention runs per
+sequence over its own keys.
 """
 
-# l rows of a segment, P padded rows, R rows of all segments, H hidden, C rows of a cache
+# l rows in a segment, P padded rows, R rows of all segments, H hidden, C cache rows
 # S mask columns, N query heads, J key heads, D head size
 
 import threading
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from pipedraft.models.target import Stage
 
 MAX_ROWS = 64
-"""Longer segments gain nothing; their kernels are long enough."""
+"""Maximum rows per graph; longer segments gain nothing, as their kernels run long enough."""
 MIN_COLUMNS = 32
-"""So many speculative rows share a graph."""
+"""Minimum mask columns, so smaller speculative sets share a graph."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-"""Whose layers launch the same kernels whatever the rows hold."""
+"""Families whose layers launch the same kernels for any row contents."""
 READ_BY_HOST = ("dynamic", "longrope")
-"""Rotary tables that depend on the longest position."""
+"""Rotary tables depending on the longest position."""
 
 
 def can_capture(config: "PreTrainedConfig") -> bool:
@@ -51,14 +51,14 @@ def can_capture(config: "PreTrainedConfig") -> bool:
 
 
 class StageGraphs(Graphs):
-    """Runs rows through the layers of one stage and into its cache.
+    """Runs rows through one stage's layers and into its cache.
 
-    A step is one copy to the device, the hidden states of the stage before, one graph, and a copy
-    of what it leaves: five launches at most, whatever the model.
+    A step is one copy to the device, the previous stage's hidden states, one graph, and one copy of
+    the output: five launches at most for any model.
     """
 
     def __init__(self, stage: "Stage") -> None:
-        """The stage's cache is made to hold fixed buffers."""
+        """Switch the stage's cache to fixed buffers."""
         super().__init__(stage.device)
         self.stage = stage
         self._capacity = -1
@@ -67,11 +67,11 @@ class StageGraphs(Graphs):
     def forward(
         self, hidden_or_ids: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Forward by a graph, as ``Stage._run``; results are copies that no later step changes.
+        """Run a forward by CUDA graph, like ``Stage._run``; results are copies.
 
         Args:
             hidden_or_ids: ids for a first stage.
-            positions_l: as the mask and the ids best in the host's memory.
+            positions_l: best in host memory, like the mask and the ids.
         """
         cache, num_rows = self.stage.cache, len(positions_l)
         P, S = padded_rows(num_rows), padded_rows(max(visible_lS.shape[1], MIN_COLUMNS))
@@ -91,7 +91,7 @@ class StageGraphs(Graphs):
         return out_KlH[0], dict(zip(own, out_KlH[1:], strict=True))
 
     def move(self, rows: list[int], first: int) -> None:
-        """``StageCache.move`` of all layers in one graph; spare rows stay where they are."""
+        """Run ``StageCache.move`` for all layers in one graph; spare rows stay in place."""
         cache, num_spare = self.stage.cache, padded_rows(len(rows)) - len(rows)
         if num_spare > MAX_ROWS:
             cache.move(rows, first)
@@ -105,13 +105,13 @@ class StageGraphs(Graphs):
             return packed
 
         key = ("move",)
-        if (key, len(packed), 0) not in self._graphs:  # capturing runs it, and more than once
+        if (key, len(packed), 0) not in self._graphs:  # capturing runs the graph, more than once
             itself = torch.arange(len(packed) // 2).repeat(2)
             self.run(key, itself, [], compute)
         self.run(key, packed, [], compute)
 
     def _forget_smaller(self) -> None:
-        """Graphs of smaller buffers read freed memory."""
+        """Drop graphs for smaller buffers: they read freed memory."""
         if self.stage.cache.capacity != self._capacity:
             self.clear()
             self._capacity = self.stage.cache.capacity
@@ -123,7 +123,7 @@ class StageGraphs(Graphs):
         visible_lS: Tensor,
         ids_l: Tensor | Sequence[int],
     ) -> Tensor:
-        """One tensor on the host; spare rows are written behind the cache."""
+        """Pack all inputs into one host tensor; spare rows are written behind the cache."""
         cache, num_rows = self.stage.cache, len(positions_l)
         slots_P = torch.arange(packing.sizes["slots_P"])
         slots_P += torch.where(slots_P < num_rows, cache.num_rows, cache.capacity - num_rows)
@@ -138,9 +138,9 @@ class StageGraphs(Graphs):
     def _compute(
         self, packing: Packing, taps: Sequence[int], packed: Tensor, rows_PH: Tensor | None
     ) -> Tensor:
-        """All of the stage, from fixed buffers to a new one."""
+        """Run the whole stage, from fixed buffers to a new one."""
         stage, cache = self.stage, self.stage.cache
-        # A replay reads all that differs from call to call from `packed`.
+        # A replay reads everything that varies between calls from `packed`.
         given = packing.unpack(packed)
         if rows_PH is None:
             assert stage.embedding is not None
@@ -149,7 +149,7 @@ class StageGraphs(Graphs):
         masks = self._masks(given, hidden_1PH.dtype)
         places = stage.places(hidden_1PH, given["positions_P"], stage.kinds)
         collected = {0: hidden_1PH} if 0 in taps else {}
-        # Spare rows are written behind the cache, where no mask shows them.
+        # Spare rows are written behind the cache, hidden by every mask.
         with cache.writing_to(given["slots_P"]), attending_by(grouped_attention):
             layers = zip(stage.layers, stage.kinds, strict=True)
             for index, (layer, kind) in enumerate(layers, start=stage.start + 1):
@@ -164,12 +164,12 @@ class StageGraphs(Graphs):
         return torch.cat([hidden_1PH, *(collected[index] for index in taps)])
 
     def _masks(self, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Kind of layer -> [1, 1, g, C], additive, over the whole buffers of the cache; see
+        """Return layer kind -> additive mask [1, 1, g, C] over the cache's whole buffers; see
         ``grouped_attention``."""
         stage, positions_P = self.stage, given["positions_P"]
         positions_C = stage.cache.write_positions(given["slots_P"], positions_P)
         visible_PS = given["visible_PS"].view(len(positions_P), -1)
-        # Committed rows are visible, speculative ones as their column says, nothing behind them.
+        # Committed rows are visible, speculative ones by column, rows behind them never.
         hidden_PC = hidden_columns(given["num_committed"], visible_PS, len(positions_C))
         masks = {}
         for kind in set(stage.kinds):
@@ -184,10 +184,10 @@ class StageGraphs(Graphs):
 
 
 def lend_graphs(stage: "Stage") -> StageGraphs:
-    """Graphs, and the cache that they write to, for as long as the stage lives."""
+    """Borrow graphs, and the cache they write to, for the stage's lifetime."""
 
     def make() -> StageGraphs:
-        return StageGraphs(copy(stage))  # a twin, which may outlive it
+        return StageGraphs(copy(stage))  # a twin, since the graphs may outlive the stage
 
     graphs = borrow_for(stage.layers[0], stage, (stage.start, stage.end), make)
     graphs.stage.cache.reset()
@@ -209,25 +209,27 @@ def can_run_together(stage: "Stage") -> bool:
 def forward_together(
     stages: Sequence["Stage"], segments: Sequence[Segment], taps: Collection[int] = ()
 ) -> list[Segment]:
-    """Forward of several sequences' stages at once, to rounding; rows are appended as speculative.
+    """Run several sequences' stages at once; equal to separate runs up to rounding.
+
+    Rows are appended as speculative.
 
     Args:
-        stages: of the same layers of the same model, with caches of their own.
-        taps: of all segments.
+        stages: the same layers in the same model, each with its own cache.
+        taps: for all segments.
     """
     first = stages[0]
     assert all(stage.layers[0] is first.layers[0] for stage in stages), "one model's stages"
     caches = [stage.cache for stage in stages]
     sizes = [segment.num_rows for segment in segments]
     own_positions = [segment.positions.to(first.device) for segment in segments]
-    # Every sequence has a cache of its own; the rows go through the layers side by side.
+    # Every sequence has its own cache; the rows pass the layers side by side.
     known = [cache.begin(p) for cache, p in zip(caches, own_positions, strict=True)]
     parts = [
         stage._enter(segment.ids if stage.embedding is not None else segment.hidden)
         for stage, segment in zip(stages, segments, strict=True)
     ]
     hidden_1RH = torch.cat(parts)[None]
-    # A mask for each kind of layer and sequence: rows see the cache of their own sequence alone.
+    # One mask per layer kind and sequence: rows see only their own sequence's cache.
     masks = {}
     for kind in set(first.kinds):
         window = first.window if kind == "sliding_attention" else None
@@ -243,10 +245,10 @@ def forward_together(
         ]
     places = first.places(hidden_1RH, torch.cat(own_positions), first.kinds)
     apart = _Apart(caches, sizes, is_folded=first.groups > 1)
-    # Never read; without a mask transformers would ask for a causal one.
+    # Never read; without a mask transformers would create a causal one.
     unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
     collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
-    # The weights are read once for all rows; `apart` has each sequence attend by itself.
+    # Weights are read once for all rows; `apart` runs attention per sequence.
     with attending_by(apart.attend):
         for index, (layer, kind) in enumerate(
             zip(first.layers, first.kinds, strict=True), start=first.start + 1
@@ -271,12 +273,12 @@ def forward_together(
 
 
 class _Apart:
-    """Stands where a cache stands, and lets each sequence attend to its own rows."""
+    """Cache stand-in for several sequences: splits the rows, so each attends to its own cache."""
 
     def __init__(
         self, caches: Sequence[StageCache], sizes: Sequence[int], *, is_folded: bool
     ) -> None:
-        """``is_folded``: masks are of query heads as rows of their key head."""
+        """``is_folded``: masks treat query heads as rows of their key head."""
         self.caches, self.sizes, self.is_folded = caches, list(sizes), is_folded
         self.masks: list[Tensor] = []
         self._known: list[tuple[Tensor, Tensor]] = []
@@ -284,7 +286,7 @@ class _Apart:
     def update(
         self, keys_1JRD: Tensor, values_1JRD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """Called by the attention modules; what they get back has the right shape, no more."""
+        """Called by attention modules; the returned tensors only have the right shape."""
         pairs = zip(keys_1JRD.split(self.sizes, 2), values_1JRD.split(self.sizes, 2), strict=True)
         self._known = [
             cache.update(keys, values, layer_idx)
@@ -293,7 +295,7 @@ class _Apart:
         return keys_1JRD, values_1JRD
 
     def attend(self, query_1NRD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
-        """Rows in the order of the sequences: [1, N, R, D]."""
+        """Return rows in sequence order: [1, N, R, D]."""
         attend = grouped_attention if self.is_folded else _masked
         outs = [
             attend(query_1NlD, *known, mask, scale)
@@ -317,12 +319,12 @@ def _masked(
 Attend = Callable[..., Tensor]
 """(query [1, N, R, D], keys, values, mask, scale=) -> [1, N, R, D]."""
 _passing = threading.local()
-"""``attend``: what this thread's pass attends by, if not by transformers' own way."""
+"""``attend``: attention function for this thread's pass, replacing transformers' own."""
 
 
 @contextmanager
 def attending_by(attend: Attend) -> Iterator[None]:
-    # A TorchFunctionMode would do, but is asked at every call: a fourth of a small pass.
+    # A TorchFunctionMode would work, but is called on every operation: a quarter of a small pass.
     AttentionInterface.register("sdpa", _attend)
     _passing.attend = attend
     try:
@@ -332,13 +334,13 @@ def attending_by(attend: Attend) -> Iterator[None]:
 
 
 def shared_heads(config: "PreTrainedConfig", device: torch.device) -> int:
-    """Query heads of a key head which attention takes as rows of it, else 1."""
+    """Return query heads per key head if attention folds them into rows, else 1."""
     is_folded = device.type == "cuda" and config._attn_implementation == "sdpa"
     return config.num_attention_heads // config.num_key_value_heads if is_folded else 1
 
 
 def folding_heads(groups: int) -> AbstractContextManager[None]:
-    """Masks inside are of ``groups`` times the rows; see ``grouped_attention``."""
+    """Expect masks with ``groups`` times the rows inside; see ``grouped_attention``."""
     return attending_by(grouped_attention) if groups > 1 else nullcontext()
 
 
@@ -350,7 +352,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa", unless inside ``attending_by``."""
+    """Run transformers' "sdpa", except inside ``attending_by``."""
     attend = getattr(_passing, "attend", None)
     if attend is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -1,12 +1,12 @@
-"""Structural attention: every past position is seen through exactly one of its n + 1 versions.
+"""Structural attention: each query sees every past position in exactly one of its n + 1 versions.
 
-B batch, S query sequences, N query heads, J key heads, T positions, D head size, R key blocks
-W diagonals of the band (tokens ahead of the query that are still in flight)
+B batch, S query sequences, N query heads, J key heads, T positions, D head size, R key blocks W
+diagonals in the band (tokens ahead of the query still in flight)
 
 A token in flight has a hidden state at every depth it has passed; a finished token has the deepest
-one. So the key of position T' that a query at position t may use depends only on t - T': the
-nearest W positions appear at increasing depth (a band of W diagonals, one key each), all earlier
-ones at depth n, which is ordinary causal attention against one block.
+one. The key a query at position t uses for position T' thus depends only on t - T'. The nearest W
+positions appear at increasing depth (a band with W diagonals, one key each). All earlier ones
+appear at depth n: ordinary causal attention against one block.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from pipedraft.models.banded_attention import EVERY, Band, Place, banded_attenti
 
 @dataclass(frozen=True)
 class Fill:
-    """Tokens in flight in each example of a pass: along the first axis, in a packed row along T."""
+    """Tokens in flight per example in a pass: along the first axis, or along T in a packed row."""
 
     occupancy: Sequence[int]
     lengths: Sequence[int] | None
@@ -31,7 +31,7 @@ class Fill:
         return 0 if self.lengths is None else 1
 
     def count(self, depth: int) -> int:
-        """Entries of the axis up to the last example that has rows of this depth."""
+        """Return entries along the axis up to the last example with rows at this depth."""
         count = len(self.occupancy)
         if 0 < depth < self.max_in_flight:
             count = max((b + 1 for b, a in enumerate(self.occupancy) if a > depth), default=0)
@@ -51,46 +51,46 @@ def structural_attention(
     block_of_depth: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Attention of the rows of depth d over the versions visible with a tokens in flight.
+    """Attend from depth-d rows to the versions visible with `a` tokens in flight.
 
     k(t, T') = d + t - T'  if d + t - T' < a  else n            SPD (arXiv:2605.30852), Eqs. 2 and 3
     out_t    = softmax over T' <= t of q_t . K[block_of_depth[k], T'] / sqrt(D), times V
              = causal attention over block n with T' <= t - W, plus W = a - d diagonals
 
     d = n is plain causal attention over block n. Deviation: the fill rule is generalized to d > 0
-    by the distance to the newest token, which is what decoding computes.
+    by the distance to the newest token, as in decoding.
 
-    For memory order and dtypes see `banded_attention`.
-    Adjacent examples of equal occupancy share one kernel call: sort a batch by occupancy.
+    For memory order and dtypes see `banded_attention`. Adjacent examples with equal occupancy share
+    one kernel call: sort a batch by occupancy.
 
     Args:
         query_SNTD: query head h uses key head h // (N // J).
-        keys: R blocks, each the keys of one depth (or of several, see `block_of_depth`): one tensor
-            [R, B, J, T, D], or R tensors [B_r, J, T, D] with the first B_r examples, where no
-            later example sees a key of block r.
-        values: as the keys.
-        occupancy: B integers a in 1..n, the tokens in flight of each example.
-        depth: d in 0..n of all rows, one sequence of rows per example. Or several depths: their
-            sequences follow one another, those of depth d as the examples in block_of_depth[d].
-        block_of_depth: the block of depth 0..n; default 0..R-1. Depths may share a block.
-        lengths: of the documents in a packed row. They are then the examples: along the positions
-            instead of the first axis, which has 1 entry, also where "first B_r" and "follow one
-            another" are said above.
+        keys: R blocks, each with keys at one depth (or several, see `block_of_depth`): one tensor
+            [R, B, J, T, D], or R tensors [B_r, J, T, D] with the first B_r examples if no later
+            example sees block r.
+        values: like keys.
+        occupancy: B integers a in 1..n, tokens in flight per example.
+        depth: d in 0..n for all rows, one sequence of rows per example. Or several depths: their
+            sequences follow one another, with the examples in block_of_depth[d] at depth d.
+        block_of_depth: block for depths 0..n; default 0..R-1. Depths may share a block.
+        lengths: document lengths in a packed row. The documents are then the examples, along the
+            positions instead of the first axis (1 entry); this also applies to "first B_r" and
+            "follow one another" above.
 
     Returns:
-        out_SNTD. Examples with a <= d < n have no such row: zeros, and no gradient.
+        out_SNTD. Examples with a <= d < n have no such row: zeros, no gradient.
 
     Raises:
-        ValueError: heads, occupancy, depth, blocks or dtype do not fit together.
+        ValueError: heads, occupancy, depth, blocks or dtype do not match.
     """
     keys, values = ([x] if isinstance(x, Tensor) else list(x) for x in (keys, values))
-    # Examples are rows of the batch, or documents along the positions of one packed row.
+    # Examples are batch rows, or documents along one packed row.
     axis = -4 if lengths is None else -2
     sizes = [size for x in keys for size in [x.shape[axis]] * (len(x) if x.ndim == 5 else 1)]
     blocks = tuple(range(len(sizes)) if block_of_depth is None else block_of_depth)
     _check(sizes, occupancy, depth, blocks, lengths)
     examples = _Examples(list(accumulate(lengths or [1] * len(occupancy), initial=0)), lengths)
-    # One band for each run of equal occupancy; the sequences of several depths follow one another.
+    # One band per run of equal occupancy; several depths' sequences follow one another.
     if isinstance(depth, int):
         bands = _bands(occupancy, depth, blocks, examples)
     else:
@@ -99,7 +99,7 @@ def structural_attention(
             size = sizes[blocks[d]]
             bands += _bands(occupancy[: examples.ends.index(size)], d, blocks, examples, first)
             first += size
-    # A block may lack the last examples: none of them may be asked for its keys.
+    # A block may lack the last examples, so no band may use their keys.
     for band in bands:
         used = [r for r, _ in (*band.diagonals, band.causal)]
         stop = band.blocks[lengths is not None].stop
@@ -129,7 +129,7 @@ def _bands(
     examples: _Examples,
     first: int = 0,
 ) -> list[Band]:
-    """Bands of the rows of one depth, which are at ``first`` in the query."""
+    """Return bands for rows at one depth, located at ``first`` in the query."""
     n = len(blocks) - 1
     bands, start = [], 0
     for width, run in groupby(a - depth if depth < n else 0 for a in occupancy):

@@ -1,4 +1,4 @@
-"""Training of draft heads; ``pipedraft.train("eagle3", ...)`` calls ``pipedraft.api.train``."""
+"""Training draft heads; ``pipedraft.train("eagle3", ...)`` calls ``pipedraft.api.train``."""
 
 import sys
 from importlib import import_module
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class _CallableModule(ModuleType):
-    """Let one name be the package and the function: importing a part of it sets the name."""
+    """Callable module: ``pipedraft.train`` is both package and function."""
 
     def __call__(self, method: str, **settings: object) -> "TrainedHead":
         """Train a draft head; see ``pipedraft.api.train`` for the arguments."""

@@ -1,6 +1,6 @@
-"""Training of the DFlash head: blocks at random anchors, the loss of every masked row."""
+"""Training objective for DFlash: blocks at random anchors, with loss on every masked row."""
 
-# B batch, T positions, P = B T, A anchors, S draft tokens of a block, M rows that count
+# B batch, T positions, P = B T, A anchors, S draft tokens per block, M supervised rows
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -21,17 +21,17 @@ from pipedraft.train.objective import ChainObjective, DivergenceConfig, LossOutp
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
-    """The head and its loss."""
+    """DFlash head and its loss."""
 
     num_anchors: int = 512
-    """Blocks of a document in one step, at most; their anchors are drawn anew every time."""
+    """Maximum blocks per document and step; anchors are sampled anew every time."""
     position_weights: Literal["decay", "dpace"] = "decay"
-    """Factors of the loss within a block. decay: exp(-i / decay_gamma) of draft token i, from 0.
-    dpace: D-PACE's, by how far the block is right already."""
+    """Loss weights within a block. decay: exp(-i / decay_gamma) for draft token i, from 0. dpace:
+    D-PACE, by the probability of the block's prefix."""
     decay_gamma: float = 7.0
-    """The paper's: 7 for blocks of 16, 5 for 10, 4 for 8."""
+    """In the paper: 7 for blocks of 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = 0.5
-    """D-PACE's smoothing: 1 weighs all rows of a block by what follows them alone."""
+    """D-PACE's smoothing: 1 weighs a row only by the rows after it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,14 +48,13 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 
 
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
-    """Rows that count in a block at every position, int64 [P] on the host, and the documents.
+    """Return supervised rows per block at every position, int64 [P] on the host, and the documents.
 
-    An anchor and its labels are of one turn, as when text is decoded, whose anchor is never a token
-    of the prompt.
+    An anchor and its labels are in one turn, as in decoding, whose anchor is never a prompt token.
     """
     mask_BT = batch["loss_mask"]
     lengths = document_lengths(batch) or [mask_BT.shape[1]] * len(mask_BT)
-    # Row t of a chain begins with the token at t + 1, which is the anchor here.
+    # Row t of a chain starts at token t + 1, the anchor here.
     counts_BT = F.pad(chain_lengths(mask_BT, num_steps), (1, 0))[:, :-1]
     return counts_BT.flatten().cpu(), document_slices(lengths)
 
@@ -63,7 +62,7 @@ def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, lis
 def draw_anchors(
     counts_P: Tensor, documents: Sequence[slice], most: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Ascending anchors of each document: those with a row that counts, or ``most`` of them."""
+    """Return ascending anchors per document: all with a supervised row, or a sample of ``most``."""
     anchors = []
     for rows in documents:
         found = rows.start + counts_P[rows].nonzero()[:, 0]
@@ -77,7 +76,7 @@ def draw_anchors(
 def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tensor:
     """D-PACE (arXiv:2605.18810): w_i = sum_{j >= i} prod_{k <= j} ((1 - alpha) q_k + alpha), AS.
 
-    q_k is the draft's probability of the label of row k; rows that do not count are left out.
+    q_k is the draft's probability for the label of row k; unsupervised rows are left out.
     """
     smooth_AS = ((1 - alpha) * correct_AS + alpha).where(counted_AS, 1.0)
     prefix_AS = smooth_AS.cumprod(-1) * counted_AS
@@ -85,11 +84,11 @@ def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tenso
 
 
 class DFlashObjective(ChainObjective):
-    """sum over anchors and draft tokens i of w_i KL(target || row i of the block).
+    """Sum over anchors and draft tokens i of w_i KL(target || row i in the block).
 
-    The mean that the loop takes is over the anchors, each of which has at least one row that
-    counts. The paper's loss is the cross-entropy with the token of the text: ``loss: ce`` is that,
-    where the target wrote the text greedily.
+    The loop divides by the anchors, each with at least one supervised row. The paper's loss is the
+    cross-entropy with the sequence's token: ``loss: ce`` equals it if the target wrote the sequence
+    greedily.
     """
 
     draft_class: ClassVar[type[Draft]] = DFlash
@@ -100,7 +99,7 @@ class DFlashObjective(ChainObjective):
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
-        """The draft, its fused layers and mask token chosen by the target."""
+        """Build the draft, with fused layers and mask token chosen by the target."""
         kind = cls.draft_class.config_class
         known = {f.name: getattr(config, f.name) for f in fields(kind)}
         sizes = (int(reference.fingerprint[name]) for name in ("num_layers", "vocab_size"))
@@ -119,11 +118,11 @@ class DFlashObjective(ChainObjective):
     def forward(
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
-        """Loss of one batch; training and evaluation are the same."""
+        """Compute one batch's loss; training and evaluation are the same."""
         ids_BT = batch["input_ids"]
         counts_P, documents = block_lengths(batch, self.num_steps)
         anchors = draw_anchors(counts_P, documents, self.config.num_anchors, generator)
-        # On the host, where all sizes are known without waiting for the device.
+        # On the host, so all sizes are known without waiting for the device.
         anchors_A1, steps_S = torch.cat(anchors)[:, None], torch.arange(self.num_steps)
         counted_AS = steps_S < counts_P[anchors_A1]
         place_M = counted_AS.flatten().nonzero()[:, 0]
@@ -135,7 +134,7 @@ class DFlashObjective(ChainObjective):
         states_ASH = self.draft(taps, ids_BT, anchors, document_lengths(batch))
         states_MH = states_ASH.flatten(0, 1).index_select(0, place_M)
         if self.config.position_weights == "dpace":
-            # The draft's probability of the label, known only after a pass of the LM head.
+            # Draft probability of each label, known only after an LM head pass.
             with torch.no_grad():
                 hard = self.distil_labels(states_MH, label_M, taps, measure=LossKind(kind="ce"))
             correct_AS = hard.divergence_M.new_zeros(counted_AS.numel())
@@ -155,5 +154,5 @@ class DFlashObjective(ChainObjective):
     def add_loss(
         self, output: LossOutput, states_MH: Tensor, acceptance_M: Tensor, weights_M: Tensor
     ) -> LossOutput:
-        """Add a loss of the head's own to the divergence's."""
+        """Add a head's own loss to the divergence."""
         return output

@@ -1,6 +1,6 @@
-"""Training of the DSpark head: DFlash's, the token before each place given, and its confidence."""
+"""Training objective for DSpark: DFlash's with given previous tokens, plus the confidence loss."""
 
-# M rows that count, L rows of the teacher, H hidden and r more, U draft vocabulary
+# M supervised rows, L teacher rows, H hidden plus r, U draft vocabulary
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,14 +17,14 @@ from pipedraft.train.objective import LossOutput
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkTrainConfig(DSparkConfig, DFlashTrainConfig):
-    """The head and its loss."""
+    """DSpark head and its loss."""
 
     loss: Divergence = "ce_l1"
-    """As of DFlash; ce_l1 is the paper's, with a tenth of ce."""
+    """As in DFlash; ce_l1 is the paper's, with one tenth ce."""
     decay_gamma: float = 4.0
-    """The paper's for blocks of 7."""
+    """4 is the paper's value for blocks of 7."""
     confidence_weight: float = 1.0
-    """Of the loss of the confidence, beside the divergence's 1."""
+    """Weight for the confidence loss, relative to 1 for the divergence."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,10 +36,10 @@ class DSparkTrainConfig(DSparkConfig, DFlashTrainConfig):
 
 
 class DSparkObjective(DFlashObjective):
-    """DFlash's loss of the biased logits, and of the confidence c its cross-entropy with a.
+    """DFlash's loss on the biased logits, plus cross-entropy between confidence c and a.
 
-    a = sum_v min(p_v, q_v), the probability that a draft token drawn from q is accepted; it is a
-    label there, without a gradient. Both losses have the weights of the places.
+    a = sum_v min(p_v, q_v) is the probability to accept a draft token sampled from q. It is a label
+    without gradient. Both losses use the position weights.
     """
 
     draft_class: ClassVar[type[Draft]] = DSpark
@@ -67,7 +67,7 @@ class DSparkObjective(DFlashObjective):
         )
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """DFlash's, and how far off the foretold acceptance is, in the mean."""
+        """Return DFlash's metrics and the confidence's mean absolute error."""
         metrics = super().summarize(sums)
         if "confidence_error" in sums:
             rows = sum(sums[f"count_{step}"] for step in range(1, self.num_steps + 1))

@@ -1,4 +1,4 @@
-"""Training of the EAGLE-1 head: regression of the target's hidden states, and distillation."""
+"""Training objective for EAGLE-1: regression of the target's hidden states, and distillation."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ from pipedraft.train.objective import (
     acceptance_length,
 )
 
-# B batch, T positions, R rows (t = 0 .. T-2), H hidden, M counted rows
+# B batch, T positions, R rows (t = 0 .. T-2), H hidden, M supervised rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleTrainConfig(EagleConfig, StartConfig):
-    """The head and its loss."""
+    """EAGLE-1 head and its loss."""
 
     noise: float = 0.2
-    """Training adds U(-1/2, 1/2) * noise * 512 / T to the target's hidden states, T tokens long."""
+    """Add U(-1/2, 1/2) * noise * 512 / T to the target's hidden states in training, T tokens."""
     distillation_weight: float = 0.1
-    """Factor of the distillation beside the regression."""
+    """Weight of the distillation relative to the regression."""
     rows: Literal["turn", "official"] = "turn"
-    """Rows t that count. turn: x_{t+1} and x_{t+2} are of one turn of the assistant. official: x_t
-    is an assistant token, as in the authors' code."""
+    """Supervised rows t. turn: x_{t+1} and x_{t+2} are in one assistant turn. official: x_t is an
+    assistant token, as in the authors' code."""
 
     def __post_init__(self) -> None:
         for name in ("noise", "distillation_weight"):
@@ -44,34 +44,34 @@ class EagleTrainConfig(EagleConfig, StartConfig):
 
 
 def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
-    """Rows t whose tokens t+1 .. t+1+depth are all of one assistant turn: bool [B, T-1].
+    """Return rows t with tokens t+1 .. t+1+depth all in one assistant turn: bool [B, T-1].
 
-    Row t is fed token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` draft
-    tokens.
+    Row t reads token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` draft tokens.
     """
     return chain_lengths(loss_mask_BT, depth)[:, :-1] >= depth
 
 
 def counted_rows(batch: dict[str, Tensor], rows: str) -> Tensor:
-    """Rows in the loss: bool [B, T-1]; see ``EagleTrainConfig.rows``. The last has no label."""
+    """Return supervised rows: bool [B, T-1]; see ``EagleTrainConfig.rows``. The last has no
+    label."""
     if rows == "turn":
         return chain_rows(batch["loss_mask"])
     return inner_mask(batch)[:, :-1]
 
 
 def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-    """U(-1/2, 1/2) * 512 / T, T being each example's own length as in the authors' data loader.
+    """Return U(-1/2, 1/2) * 512 / T, with each example's own length T as in the authors' code.
 
     Args:
-        lengths: one for each row, or for each document of a packed row.
+        lengths: one per row, or one per document in a packed row.
     """
     device = features_BTH.device
-    if device.type != "cpu":  # millions of numbers: drawn there, from a seed that is drawn here
+    if device.type != "cpu":  # millions of numbers: sampled on the device, from a seed sampled here
         seed = int(torch.randint(2**62, (), generator=generator))
         generator = torch.Generator(device).manual_seed(seed)
     uniform_BTH = torch.rand(features_BTH.shape, generator=generator, device=device)
     uniform_BTH = uniform_BTH.to(features_BTH.dtype)
-    # A packed row has several lengths: every position gets that of its own document.
+    # A packed row has several lengths: every position uses its own document's.
     if len(lengths) > len(features_BTH):
         lengths_BT = lengths.repeat_interleave(lengths)[None]
     else:
@@ -80,18 +80,18 @@ def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Genera
 
 
 def row_lengths(lengths: list[int] | None) -> list[int] | None:
-    """Document lengths of a packed row without its last token, which predicts nothing."""
+    """Return a packed row's document lengths without its last token, which predicts nothing."""
     if lengths is None:
         return None
     return [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
 
 
 class EagleObjective(DraftObjective):
-    """SmoothL1(f', f) + w * KL(target || draft), f' and f being hidden states of the next one.
+    """SmoothL1(f', f) + w * KL(target || draft) for the next hidden states f' and f.
 
     Both are summed over rows, the regression after a mean over H. The paper's second term is the
-    cross-entropy with the target's distribution: KL differs from it by that distribution's entropy,
-    which the draft cannot change, so gradients are the paper's and values are comparable with SPD.
+    cross-entropy with the target's distribution. KL differs from it by a constant entropy, so
+    gradients match the paper's and values are comparable with SPD.
     """
 
     draft_class: ClassVar[type[Draft]] = Eagle
@@ -111,17 +111,17 @@ class EagleObjective(DraftObjective):
         depth: int | None = None,
         name: str = "",
     ) -> LossOutput:
-        """Loss of one batch.
+        """Compute one batch's loss.
 
         Args:
-            depth: evaluation: no noise, and rates of chains of this many draft tokens.
+            depth: evaluation: no noise, and rates for chains with this many draft tokens.
         """
         draft, ids_BT = self.draft, batch["input_ids"]
         features_BTH = states_BTH = draft.feature(self.hidden(batch))
         if depth is None and self.config.noise > 0:
             noise_BTH = feature_noise(features_BTH, batch["lengths"], generator)
             states_BTH = features_BTH + self.config.noise * noise_BTH
-        # Row t reads the noisy state of t and the next token; it is compared with the clean t + 1.
+        # Row t reads the noisy state t and the next token; its label is the clean state t + 1.
         predicted_BRH = draft.causal_rows(
             ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(document_lengths(batch))
         )
@@ -141,10 +141,10 @@ class EagleObjective(DraftObjective):
     def _deeper(
         self, batch: dict[str, Tensor], features_BTH: Tensor, depth: int
     ) -> dict[str, Tensor]:
-        """Sums of draft tokens 2 .. depth, each over the rows whose chain stays inside the turn."""
+        """Return sums for draft tokens 2 .. depth, over rows with a chain inside the turn."""
         ids_BT, lengths = batch["input_ids"], row_lengths(document_lengths(batch))
         every_M = torch.arange(ids_BT.numel() - len(ids_BT), device=ids_BT.device)
-        # On CUDA this attention has no float32 kernel; training can do without the attention.
+        # This attention has no float32 kernel on CUDA; training does not need it.
         autocast = torch.autocast("cuda", torch.bfloat16) if ids_BT.is_cuda else nullcontext()
         with torch.no_grad(), autocast:
             unrolled = self.draft.unroll(features_BTH[:, :-1], ids_BT, [every_M] * depth, lengths)
@@ -164,7 +164,7 @@ class EagleObjective(DraftObjective):
         return [{"depth": EVALUATED_DEPTH}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Evaluation adds the rates of every draft token of a chain, and the tokens per round."""
+        """Compute metrics. Evaluation adds rates per draft token, and tokens per round."""
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement")
         metrics = {name: sums[name] / count for name in names}

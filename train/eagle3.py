@@ -1,6 +1,6 @@
-"""Training by training-time test, the loss of every draft token of a chain: the EAGLE-3 head."""
+"""Training-time test: the loss on every draft token in a chain, and the EAGLE-3 objective."""
 
-# B batch, T positions, H hidden, M rows of one step or of all of them, S steps
+# B batch, T positions, H hidden, M rows in one step or in all of them, S steps
 
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -20,10 +20,10 @@ from pipedraft.train.objective import ChainObjective, DivergenceConfig, LossOutp
 
 @dataclass(frozen=True, kw_only=True)
 class UnrolledConfig(DivergenceConfig):
-    """The loss of a head that is trained on chains of its own states."""
+    """Loss for heads trained on chains of their own states."""
 
     num_steps: int = 7
-    """Draft tokens of a chain that are trained, the authors' 7."""
+    """Draft tokens trained per chain; 7 in the authors' code."""
     step_decay: float = 0.8
     """The loss of draft token i (from 0) is multiplied by step_decay ** i."""
     rows: Literal["turn", "speculators", "specforge", "official"] = "turn"
@@ -42,7 +42,7 @@ class UnrolledConfig(DivergenceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
-    """The head and its loss."""
+    """EAGLE-3 head and its loss."""
 
     def __post_init__(self) -> None:
         Eagle3Config.__post_init__(self)
@@ -50,24 +50,25 @@ class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
 
 
 def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
-    """Number of steps that count at each row: int64 [B, T] in 0 .. num_steps.
+    """Return the number of supervised steps per row: int64 [B, T] in 0 .. num_steps.
 
-    Step i counts at row t if x_{t+1} and its label x_{t+2+i} are of the same turn, which is to say
-    that all tokens from one to the other are assistant tokens.
+    Step i counts at row t if x_{t+1} and its label x_{t+2+i} are in the same turn, so all tokens
+    between them are assistant tokens.
     """
     T = loss_mask_BT.shape[1]
     positions_T = torch.arange(T, device=loss_mask_BT.device)
-    ends_BT = torch.where(loss_mask_BT.bool(), T, positions_T)  # T, or a token outside any turn
+    # T, or the position of a token outside any turn
+    ends_BT = torch.where(loss_mask_BT.bool(), T, positions_T)
     turn_end_BT = ends_BT.flip(1).cummin(1).values.flip(1)
     next_end_BT = F.pad(turn_end_BT[:, 1:], (0, 1), value=T)
     return (next_end_BT - positions_T - 2).clamp(0, num_steps)
 
 
 def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor:
-    """Whether step i counts at a row: bool [B, T, S]; see ``Eagle3TrainConfig.rows``.
+    """Return bool [B, T, S]: True if step i counts at a row; see ``Eagle3TrainConfig.rows``.
 
-    Alone, padded and packed a document has the same rows. As in the packages, the last token of a
-    document counts nowhere, so that a row reads the target's distribution inside its document.
+    A document has the same rows alone, padded or packed. As in these packages, its last token never
+    counts, so a row reads the target's distribution inside its document.
     """
     if rows == "turn":
         steps_S = torch.arange(num_steps, device=batch["loss_mask"].device)
@@ -82,11 +83,11 @@ def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor
 
 
 class UnrolledObjective(ChainObjective):
-    """sum_i step_decay^i KL(target || draft of step i), summed over the rows that count at step i.
+    """sum_i step_decay^i KL(target || draft at step i), summed over rows supervised at step i.
 
-    The mean that the loop takes is over the rows of step 0 (``num_counted``), so that a text counts
-    as much as for any other head, and later steps as little as they have rows. The paper's loss is
-    the cross-entropy: KL differs from it by the target's entropy, which the draft cannot change.
+    The loop divides by the rows at step 0 (``num_counted``). A sequence thus weighs as much as for
+    any other head, and later steps as little as their rows. The paper's loss is the cross-entropy:
+    KL differs from it by the target's constant entropy.
     """
 
     noted: ClassVar[tuple[str, ...]] = ("loss", "num_steps", "step_decay")
@@ -99,21 +100,21 @@ class UnrolledObjective(ChainObjective):
     def forward(
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
-        """Loss of one batch; training and evaluation are the same."""
+        """Compute one batch's loss; training and evaluation are the same."""
         draft, num_steps = self.draft, self.config.num_steps
         counted_MS = counted_steps(batch, num_steps, self.config.rows).flatten(0, 1)
         steps_S = torch.arange(num_steps, device=counted_MS.device)
-        # Longest chains first: the rows of a step are then a prefix of those of the step before.
+        # Longest chains first: each step's rows are then a prefix of the previous step's.
         ends_M = (counted_MS * (steps_S + 1)).amax(1)
         lengths, order = ends_M.sort(descending=True, stable=True)
-        # Of these the ones that count; by turns they are all of them. Sizes and places of all steps
-        # at once, because the host waits for the device each time that it asks.
+        # Supervised ones among these (with turns: all). One transfer for all steps' sizes and
+        # places, because each transfer makes the host wait for the device.
         flags_SM = counted_MS[order].T
         counts_S = flags_SM.sum(1)
         sizes = torch.stack([(lengths[:, None] > steps_S).sum(0), counts_S]).tolist()
         counts = sizes[0]
         picked = flags_SM.nonzero()[:, 1].split(sizes[1])
-        # Later steps run on fewer rows, but on no fewer than a product does as fast.
+        # Later steps run on fewer rows, but never fewer than a product handles as fast.
         rows = [order[: cpu.whole_rows(count)] for count in counts]
         taps = self.hidden(batch)
         states = draft.unroll(
@@ -133,7 +134,7 @@ class UnrolledObjective(ChainObjective):
 
 
 class Eagle3Objective(UnrolledObjective):
-    """Training-time test of an EAGLE-3 head."""
+    """EAGLE-3 objective: the training-time test."""
 
     draft_class: ClassVar[type[Draft]] = Eagle3
     config: Eagle3TrainConfig
@@ -141,7 +142,7 @@ class Eagle3Objective(UnrolledObjective):
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle3:
-        """The draft, its fused layers chosen by the target's depth."""
+        """Build the draft, with fused layers chosen by the target's depth."""
         known = {f.name: getattr(config, f.name) for f in fields(Eagle3Config)}
         depth = int(reference.fingerprint["num_layers"])
         return Eagle3(Eagle3Config(**known).for_target(depth), layer, reference)

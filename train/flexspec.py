@@ -1,4 +1,4 @@
-"""Training of FlexSpec's draft: regression of the target's final hidden state, and distillation."""
+"""Training objective for FlexSpec: regression of the target's final hidden state, distillation."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,14 +26,14 @@ from pipedraft.train.objective import (
 
 @dataclass(frozen=True, kw_only=True)
 class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
-    """The draft and its loss."""
+    """FlexSpec draft and its loss."""
 
     feature_weight: float = 0.1
-    """Factor of the regression (the paper's lambda_1); 0 leaves it out."""
+    """Weight of the regression (lambda_1 in the paper); 0 turns it off."""
     distillation_weight: float = 1.0
-    """Factor of the distillation (lambda_2)."""
+    """Weight of the distillation (lambda_2)."""
     distillation_temperature: float = 1.0
-    """Temperature of both distributions in the distillation, which is multiplied by its square."""
+    """Temperature for both distilled distributions; the loss is multiplied by its square."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,22 +54,22 @@ class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
 
 
 def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Chains of 1 .. depth draft tokens below each row: how many are accepted as a whole.
+    """Sum the acceptance of chains with 1 .. depth draft tokens below each row.
 
-    The sequence stands in for the draft tokens, as if all before had been accepted.
+    The sequence stands in for draft tokens, as if all earlier ones were accepted.
 
     Args:
-        rates_M: probability that the draft token after each counted row is accepted.
-        labeled_BS: bool, the rows whose next token is of an assistant turn.
+        rates_M: acceptance probability for the draft token after each supervised row.
+        labeled_BS: bool, rows before an assistant token.
 
     Returns:
-        Sums [depth] of the products of 1 .. depth rates in a row, and the numbers [depth] of rows
-        that have as many counted ones from themselves on.
+        Sums [depth] over products of 1 .. depth consecutive rates, and counts [depth] of rows
+            starting as many supervised rows.
     """
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
     alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(labeled_BS)
     num_rows, sums, counts = labeled_BS.shape[1], [], []
-    # A chain of one more draft token survives if the shorter one did, and the row after it does.
+    # A longer chain survives if the shorter one did and the row after it does.
     for step in range(depth):
         rows = slice(step, step + num_rows)
         alive_BS = alive_BS * F.pad(rates_BS, (0, depth))[:, rows]
@@ -80,11 +80,11 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
 
 
 class FlexSpecObjective(DraftObjective):
-    """l1 * mean_H (W_p h_d - h_t)^2 + l2 * T^2 * KL(target || draft), of the same positions.
+    """l1 * mean_H (W_p h_d - h_t)^2 + l2 * T^2 * KL(target || draft), at the same positions.
 
-    h_t is the target's hidden state after its final norm, h_d what the vocabulary projection reads
-    (the paper's equations 5 and 6). Both terms are summed over the rows that the assistant
-    continues. W_p is not a part of the draft.
+    h_t is the target's hidden state after its final norm, h_d the vocabulary projection's input
+    (equations 5 and 6 in the paper). Both terms are summed over rows before an assistant token. W_p
+    is not part of the draft.
     """
 
     draft_class: ClassVar[type[Draft]] = FlexSpec
@@ -120,19 +120,19 @@ class FlexSpecObjective(DraftObjective):
         depth: int | None = None,
         name: str = "",
     ) -> LossOutput:
-        """Loss of one batch.
+        """Compute one batch's loss.
 
         Args:
-            depth: evaluation: how long chains of 1 .. depth draft tokens survive.
+            depth: evaluation: measure survival of chains with 1 .. depth draft tokens.
         """
         config, temperature = self.config, self.config.distillation_temperature
         labeled_BS = labeled_rows(batch)
-        # Both terms compare the same rows: what the two LM heads read where a label follows.
+        # Both terms compare the LM heads' inputs on the same rows, those before a label.
         last_BTH = self.hidden(batch)[self.num_target_layers]
         readings_BTEH = self.draft(batch["input_ids"], document_lengths(batch))
         wanted_MH = self.teacher(last_BTH, labeled_BS)
         hidden_MH = readings_BTEH[:, :-1, -1][labeled_BS]
-        # Heads are linear: to divide what they read divides the logits.
+        # Heads are linear: dividing their inputs divides the logits.
         result = self.distil(hidden_MH / temperature, wanted_MH / temperature)
         loss = config.distillation_weight * temperature**2 * result.loss
         sums = {"kl": result.loss.detach(), **result.sums()}
@@ -142,7 +142,7 @@ class FlexSpecObjective(DraftObjective):
             sums["regression"] = regression.detach()
         if not config.draft_vocab_size:
             del sums["mass_outside"]
-        if temperature != 1:  # not the acceptance of the distribution that is decoded
+        if temperature != 1:  # not the acceptance under the decoded distribution
             del sums["acceptance"]
         if depth is not None:
             sums |= self._survival(hidden_MH, wanted_MH, labeled_BS, depth)
@@ -157,7 +157,7 @@ class FlexSpecObjective(DraftObjective):
     def _survival(
         self, hidden_MH: Tensor, wanted_MH: Tensor, labeled_BS: Tensor, depth: int
     ) -> dict[str, Tensor]:
-        """Sums of chains of each length, greedy and at temperature 1, whatever the loss has."""
+        """Return sums for chains of each length, greedy and at temperature 1, whatever the loss."""
         result = self.distil(hidden_MH, wanted_MH)
         sums = {"acceptance": result.acceptance_M.sum()}
         for key, rates_M in (("T0", result.agreement_M), ("T1", result.acceptance_M)):
@@ -171,8 +171,8 @@ class FlexSpecObjective(DraftObjective):
         return [{"depth": EVALUATED_DEPTH}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Evaluation adds the measured survival of chains and the tokens per round that follow:
-        1 + sum_j s_j, s_j the share of chains of j draft tokens that are accepted as a whole."""
+        """Compute metrics. Evaluation adds measured chain survival and tokens per round: 1 + sum_j
+        s_j, with s_j the share of fully accepted chains with j draft tokens."""
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement", "mass_outside")
         metrics = {name: sums[name] / count for name in names if name in sums}

@@ -1,10 +1,10 @@
 """Divergence between the target's and the draft's next-token distributions, in bounded memory.
 
-M counted rows, L rows of the teacher, C of these or those in one chunk
-H hidden size of the matrix at hand, V target vocabulary, U draft vocabulary (U = V without one)
+M supervised rows, L teacher rows, C rows of either kind in one chunk H hidden size of the matrix at
+hand, V target vocabulary, U draft vocabulary (U = V without one)
 
-Logits exist for one chunk of rows at a time. The gradient with respect to them is known in closed
-form, so it is multiplied out in the forward pass and the logits are dropped: backward only scales.
+Logits exist for one chunk of rows at a time. Their gradient has a closed form, so it is multiplied
+out in the forward pass and the logits are dropped: backward only scales.
 """
 
 from collections.abc import Iterator
@@ -21,47 +21,48 @@ from pipedraft.models import cpu
 
 Divergence = Literal["kl", "tv", "lk", "lk_hybrid", "ce", "ce_l1", "rkl", "jsd", "topk_kl"]
 SOFT_LABELS = ("kl", "lk_hybrid", "ce", "ce_l1", "topk_kl")
-"""Their gradient has a part q minus labels."""
+"""Losses whose gradient contains q minus labels."""
 CHUNK_BYTES = 1 << 30
-"""Of a chunk's logits over the target's vocabulary; three such tensors exist at the same time.
+"""Chunk size in bytes of logits over the target's vocabulary; three such tensors exist at once.
 
-The gradient of the head is read and written once a chunk: with the 1,081 rows of 248,320 tokens
-that takes a GPU a quarter of the time of the products, with MAX_ROWS half of that."""
+Every chunk reads and writes the head's gradient. On a GPU this takes a quarter of the products'
+time with 1,081 rows over 248,320 tokens, and half of that with MAX_ROWS.
+"""
 MAX_ROWS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossKind:
-    """How a row's loss is computed from the target's and the draft's distribution."""
+    """Loss per row, computed from the target's and the draft's distribution."""
 
     kind: Divergence = "kl"
     eta: float = 3.0
-    """Of lk_hybrid."""
+    """Parameter of lk_hybrid."""
     top_k: int = 10
-    """Of topk_kl."""
+    """Parameter of topk_kl."""
     ce_share: float = 0.1
-    """Of ce_l1."""
+    """Parameter of ce_l1."""
     drops_outside: bool = False
-    """A row counts nothing whose most likely target token the draft vocabulary lacks."""
+    """Ignore rows whose top target token is missing from the draft vocabulary."""
 
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """Sums over rows, so that micro-batches and ranks add up; divide by `count` at the end."""
+    """Sums over rows, so micro-batches and ranks add up; divide by `count` at the end."""
 
     loss: Tensor
     """Weighted sum of the divergence; differentiable once."""
     divergence_M: Tensor
-    """Divergence of each row, without its weight."""
+    """Divergence per row, without its weight."""
     acceptance_M: Tensor
-    """sum_v min(p_v, q_v) of each row, with the target's p over its whole vocabulary."""
+    """sum_v min(p_v, q_v) per row, with the target's p over its whole vocabulary."""
     agreement_M: Tensor
-    """1 where target and draft have the same most likely token, else 0."""
+    """1 if target and draft agree on the most likely token, else 0."""
     mass_outside_M: Tensor
-    """Target probability on tokens that the draft vocabulary lacks."""
+    """Target probability outside the draft vocabulary."""
 
     def sums(self) -> dict[str, Tensor]:
-        """Sums over the rows, which the training loop adds up for the metrics."""
+        """Return sums over rows; the training loop adds them up for metrics."""
         return {
             "acceptance": self.acceptance_M.sum(),
             "agreement": self.agreement_M.sum(),
@@ -82,43 +83,41 @@ def chunked_distillation(
     weights_M: Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> DistillationLoss:
-    """Distil the target's distribution p into the draft's q, summed over rows.
+    """Distill the target's distribution p into the draft's q, summed over rows.
 
-    p = softmax(teacher_hidden teacher_head^T), q = softmax(hidden head^T), temperature 1; with a
-    draft vocabulary p' is p restricted to it and renormalized, else p' = p. a = sum_v min(p, q) is
-    the acceptance rate, with p over the target's whole vocabulary: what the draft lacks is lost.
-    kl: sum_v p' (log p' - log q)              SPD (arXiv:2605.30852)
-    tv: 1 - a                                  Leviathan et al. 2023 (arXiv:2211.17192), Th. 3.5
-    lk: -log a                                 LK losses (arXiv:2602.23881), its alpha
-    lk_hybrid: w kl + (1 - w) tv               the same paper's lambda, w = exp(-eta a) a constant
-    ce: -log q of the most likely token of p'
-    ce_l1: c ce + (1 - c) sum_v |p - q|        DSpark (arXiv:2607.05147), c its ce_share
-    rkl: sum_v q (log q - log p')
-    jsd: (KL(p' || m) + KL(q || m)) / 2, m = (p' + q) / 2
-    topk_kl: kl with the top_k most likely tokens of p', renormalized, for p'
-    Deviation: SpecForge takes w from the mean a of a batch, here as in speculators each row's own.
+    p = softmax(teacher_hidden teacher_head^T), q = softmax(hidden head^T), temperature 1. With a
+    draft vocabulary, p' is p restricted to it and renormalized; else p' = p. a = sum_v min(p, q) is
+    the acceptance rate, with p over the target's whole vocabulary: tokens the draft lacks are lost.
+    kl: sum_v p' (log p' - log q)              SPD (arXiv:2605.30852) tv: 1 - a
+    Leviathan et al. 2023 (arXiv:2211.17192), Th. 3.5 lk: -log a                                 LK
+    losses (arXiv:2602.23881), its alpha lk_hybrid: w kl + (1 - w) tv               the same paper's
+    lambda, w = exp(-eta a) a constant ce: -log q of the most likely token of p' ce_l1: c ce + (1 -
+    c) sum_v |p - q|        DSpark (arXiv:2607.05147), c its ce_share rkl: sum_v q (log q - log p')
+    jsd: (KL(p' || m) + KL(q || m)) / 2, m = (p' + q) / 2 topk_kl: kl with the top_k most likely
+    tokens of p', renormalized, for p' Deviation: SpecForge computes w from a batch's mean a, here
+    as in speculators from each row's a.
 
-    Products run in the dtype of the inputs (autocast's, when enabled), everything else in float32
-    (float64 for float64 inputs), in which the products for the gradient of the head add up, too:
-    it is rounded to the head's dtype once, at the end. Largest memory: three [chunk_rows, V]
-    float32 tensors and that [U, H] gradient, which a frozen head does not have.
+    Products use the inputs' dtype (autocast's if enabled), everything else float32 (float64 for
+    float64 inputs). The head's gradient is summed in this precision, too, and rounded to the head's
+    dtype once, at the end. Largest memory: three [chunk_rows, V] float32 tensors and the [U, H]
+    gradient (none for a frozen head).
 
     Args:
-        hidden_MH: what the draft's head is applied to; counted rows only.
+        hidden_MH: input to the draft's head; supervised rows only.
         head_weight_UH: the draft's head.
-        pair_weight_UR: a second head, whose logits are added; it is applied to what follows the
-            first H columns of ``hidden``.
-        teacher_hidden_LH: what the target's head is applied to; its H may differ.
+        pair_weight_UR: second head with added logits; applied to the columns of ``hidden`` after
+            the first H.
+        teacher_hidden_LH: input to the target's head; its H may differ.
         teacher_head_VH: the target's head; no gradient.
-        teacher_index_M: ascending, the teacher's row for each row of hidden: rows that share one
-            share its softmax. Without it the rows are the same ones, L = M.
-        teacher_rows_U: target id of every draft token, without repeats; needed if U < V.
-        weights_M: factor of each row in the loss; the metrics are not weighted.
-        chunk_rows: rows at a time, by default those that CHUNK_BYTES, or a processor's caches,
-            hold; the result does not depend on it beyond rounding.
+        teacher_index_M: ascending, the teacher row for each row of hidden. Rows with the same one
+            share its softmax. Without it the rows correspond, L = M.
+        teacher_rows_U: target id for every draft token, without repeats; needed if U < V.
+        weights_M: factor for each row in the loss; metrics are not weighted.
+        chunk_rows: rows at a time, by default as many as fit CHUNK_BYTES or a processor's caches;
+            the result is independent of it up to rounding.
 
     Raises:
-        ValueError: unknown kind, or shapes that do not fit together.
+        ValueError: unknown kind, or mismatched shapes.
     """
     teacher = (teacher_hidden_LH.detach(), teacher_head_VH.detach())
     _check(hidden_MH, head_weight_UH, teacher, measure.kind, teacher_index_M, teacher_rows_U)
@@ -163,9 +162,9 @@ class _Distillation(torch.autograd.Function):
         x_MH, teacher_x_LH, teacher_head_VH, *heads = _for_products(
             hidden_MH, *teacher, *head_weights
         )
-        # Every head has columns of its own; one head, the usual case, has all of them.
+        # Every head has its own columns; a single head, the usual case, has all.
         widths = [head.shape[1] for head in heads]
-        # Products in the dtype of the inputs, everything summed or compared in at least float32.
+        # Products use the inputs' dtype; sums and comparisons use at least float32.
         M, L = len(hidden_MH), len(teacher_x_LH)
         exact = torch.promote_types(hidden_MH.dtype, torch.float32)
         needs_hidden, _, _, *needs_heads = (differentiable and x for x in ctx.needs_input_grad)
@@ -184,7 +183,7 @@ class _Distillation(torch.autograd.Function):
         target_3L = hidden_MH.new_zeros(3, L, dtype=exact)
         draft_3M = hidden_MH.new_zeros(3, M, dtype=exact)
         for first, stop, blocks in _chunks(M, L, index_M, chunk_rows):
-            # The teacher's distribution once, for every row of the draft that is compared with it.
+            # Teacher distribution once, for every draft row compared with it.
             logits_CV = _logits(teacher_x_LH[first:stop], teacher_head_VH, exact)
             p_CU, target_3L[:, first:stop] = _restrict(logits_CV, rows_U)
             for rows in blocks:
@@ -201,7 +200,7 @@ class _Distillation(torch.autograd.Function):
                 )
                 if measure.drops_outside and rows_U is not None:
                     weights_M[rows] *= torch.isin(target_3L[2, chosen], rows_U.to(exact))
-                # Multiplied out at once, so that backward needs no logits, only a factor.
+                # Multiply out at once: backward then needs no logits, only a factor.
                 if needs_hidden:
                     dparts = [F.linear(dlogits_CU, head.t()) for head in heads]
                     dx_CH = dparts[0] if len(dparts) == 1 else torch.cat(dparts, 1)
@@ -218,7 +217,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, _):
-        """Scales in place and hands over: a second backward through one loss is an error."""
+        """Scale in place and hand over: a second backward through one loss is an error."""
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were already handed to a backward")
         gradients, ctx.gradients = ctx.gradients, None
@@ -234,14 +233,14 @@ def _for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _logits(x_CH: Tensor, head_VH: Tensor, exact: torch.dtype) -> Tensor:
-    """Logits in the dtype ``exact``; a GPU, which adds up in it, does not round them before."""
+    """Return logits in dtype ``exact``; a GPU accumulates in it without rounding in between."""
     if x_CH.is_cuda and x_CH.dtype != exact:
         return torch.mm(x_CH, head_VH.t(), out_dtype=exact)
     return F.linear(x_CH, head_VH).to(exact)
 
 
 def _add_product(total_UH: Tensor, left_UC: Tensor, right_CH: Tensor) -> None:
-    """total += left right, without rounding the product to the dtype of its factors."""
+    """total += left right, without rounding the product to its factors' dtype."""
     exact = total_UH.dtype
     if total_UH.is_cuda and left_UC.dtype != exact:
         torch.addmm(total_UH, left_UC, right_CH, out_dtype=exact, out=total_UH)
@@ -252,12 +251,12 @@ def _add_product(total_UH: Tensor, left_UC: Tensor, right_CH: Tensor) -> None:
 def _chunks(
     M: int, L: int, index_M: Tensor | None, size: int
 ) -> Iterator[tuple[int, int, list[slice]]]:
-    """(first, stop) of the teacher's rows, and blocks of the rows that are compared with them."""
+    """Yield (first, stop) of teacher rows, and blocks of draft rows compared with them."""
     stops = list(range(size, L, size)) + [L]
     ends = stops
     if index_M is not None:
         ends = torch.searchsorted(index_M, torch.tensor(stops, device=index_M.device)).tolist()
-    # Rows of the draft ascend by their teacher, so that each chunk has a run of them.
+    # Draft rows ascend by teacher row, so each chunk has one run of them.
     first = start = 0
     for stop, end in zip(stops, ends, strict=True):
         yield first, stop, [slice(i, min(i + size, end)) for i in range(start, end, size)]
@@ -265,23 +264,23 @@ def _chunks(
 
 
 def _take(p_CU: Tensor, rows: slice | Tensor, first: int) -> Tensor:
-    """Rows numbered from ``first`` on."""
+    """Return rows, numbered from ``first``."""
     if isinstance(rows, slice):
         return p_CU[rows.start - first : rows.stop - first]
     return p_CU.index_select(0, rows - first)
 
 
 def _restrict(logits_CV: Tensor, rows_U: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target's distribution over the draft vocabulary; consumes its logits.
+    """Return the target's distribution over the draft vocabulary; consumes its logits.
 
     Returns:
         p_CU, renormalized.
-        target_3C: sum_u p log p, probability of the draft vocabulary, and the most likely token of
-            the whole one: ids are exact in float32.
+        target_3C: sum_u p log p, draft-vocabulary probability, and most likely token in the whole
+            vocabulary (ids are exact in float32).
     """
     p_CU, log_z_C, top_C = _softmax(logits_CV)
     logits_CU, inside_C = logits_CV, torch.ones_like(log_z_C)
-    # What the draft cannot say counts against it: the most likely token may be outside.
+    # Tokens the draft lacks count against it: the most likely token may be outside.
     if rows_U is not None:
         whole_log_z_C, logits_CU = log_z_C, logits_CV.index_select(-1, rows_U)
         p_CU, log_z_C, _ = _softmax(logits_CU)
@@ -298,14 +297,14 @@ def _compare(
     measure: LossKind,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the loss with respect to the draft's logits, whose memory this consumes.
+    """Return the loss gradient with respect to the draft's logits; consumes their memory.
 
-    That is, for labels l: q - l. tv, with m = [q < p]: q (q . m - m). lk: that of tv / a. For
+    For labels l: q - l. For tv, with m = [q < p]: q (q . m - m). For lk: tv's gradient / a. For
     others, with g the gradient with respect to q: q (g - q . g).
 
     Args:
-        target_3C: as ``_restrict`` gives it.
-        dtype: of the gradient.
+        target_3C: from ``_restrict``.
+        dtype: for the gradient.
 
     Returns:
         gradient_CU.
@@ -313,17 +312,17 @@ def _compare(
     """
     kind, (negentropy_C, inside_C, _) = measure.kind, target_3C
     q_CU, log_z_C, top_C = _softmax(draft_CU)
-    # Labels are the teacher's distribution, or its most likely tokens alone.
+    # Labels: the teacher's distribution, or only its most likely tokens.
     labels_CU = p_CU
     if kind in ("ce", "ce_l1", "topk_kl"):
         count = measure.top_k if kind == "topk_kl" else 1
         labels_CU, negentropy_C = _most_likely(p_CU, count)
-    # What needs logits comes first: later other things take their memory.
+    # Use the logits first: later results take their memory.
     if kind in SOFT_LABELS:
-        # log q itself is never made, only its sum with the labels.
+        # log q itself is never stored, only its sum with the labels.
         divergence_C = negentropy_C + log_z_C - draft_CU.mul_(labels_CU).sum(-1)
     elif kind in ("rkl", "jsd"):
-        # q weighs the slope: its mean under q is the loss, and what the gradient is centered by.
+        # q weighs the slope: its mean under q is the loss, and centers the gradient.
         log_q_CU, log_p_CU = draft_CU.sub_(log_z_C[:, None]), _above_zero(p_CU).log()
         if kind == "jsd":
             log_m_CU = _above_zero((p_CU + q_CU) / 2).log()
@@ -332,12 +331,12 @@ def _compare(
             slope_CU, rest_C = log_q_CU - log_p_CU, torch.zeros_like(log_z_C)
         mean_C = (q_CU * slope_CU).sum(-1)
         gradient_CU, loss_C = slope_CU.sub_(mean_C[:, None]).mul_(q_CU), mean_C + rest_C
-    # Acceptance counts against the whole vocabulary: what the draft cannot say is never right.
+    # Acceptance uses the whole vocabulary: tokens the draft lacks are never accepted.
     whole_CU = p_CU if rows_U is None else p_CU * inside_C[:, None]
     overlap_C = torch.minimum(whole_CU, q_CU, out=draft_CU).sum(-1)
     if kind in ("tv", "lk", "lk_hybrid", "ce_l1"):
         loss_C, gradient_CU = 1 - overlap_C, torch.lt(q_CU, whole_CU, out=draft_CU).mul_(q_CU)
-        # Tokens with q < p gain by a larger q; the others pay for it.
+        # Tokens with q < p gain from a larger q; the others pay for it.
         capped_C1 = gradient_CU.sum(-1, keepdim=True)
         gradient_CU.neg_().addcmul_(q_CU, capped_C1)
         if kind == "lk":
@@ -358,7 +357,7 @@ def _compare(
 
 
 def _most_likely(p_CU: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """p of the most likely tokens, renormalized, and sum_u p log p of it."""
+    """Return renormalized p over the most likely tokens, and its sum_u p log p."""
     best_CK, index_CK = p_CU.topk(min(count, p_CU.shape[-1]))
     best_CK /= best_CK.sum(-1, keepdim=True)
     negentropy_C = torch.xlogy(best_CK, best_CK).sum(-1)
@@ -366,7 +365,7 @@ def _most_likely(p_CU: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _rates(target_3M: Tensor, draft_3M: Tensor) -> Tensor:
-    """Rows [4, M]: loss, acceptance, agreement, and mass outside the draft vocabulary."""
+    """Return rows [4, M]: loss, acceptance, agreement, and mass outside the draft vocabulary."""
     _, inside_M, target_top_M = target_3M
     loss_M, accepted_M, top_M = draft_3M
     agreed_M = (top_M == target_top_M).to(loss_M.dtype)
@@ -374,12 +373,12 @@ def _rates(target_3M: Tensor, draft_3M: Tensor) -> Tensor:
 
 
 def _above_zero(x: Tensor) -> Tensor:
-    """Disjoint distributions round to an overlap of 0: lk is then large, and has no gradient."""
+    """Clamp above 0: if an overlap rounds to 0, lk is large and has no gradient."""
     return x.clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities, log normalizer (from the largest entry, not by a second exp), argmax."""
+    """Return probabilities, log normalizer (from the largest entry, no second exp), argmax."""
     top_C = cpu.argmax(logits_CV)
     probs_CV, top_C1 = logits_CV.softmax(-1), top_C[:, None]
     log_normalizer_C1 = logits_CV.gather(-1, top_C1) - probs_CV.gather(-1, top_C1).log_()

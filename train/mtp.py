@@ -1,4 +1,4 @@
-"""Training of an MTP layer (FastMTP, arXiv:2509.18362): one layer unrolled for several tokens."""
+"""Training objective for an MTP layer (FastMTP, arXiv:2509.18362): one layer, unrolled."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,16 +12,16 @@ from pipedraft.train.objective import load_start
 
 @dataclass(frozen=True, kw_only=True)
 class MTPTrainConfig(UnrolledConfig):
-    """An MTP layer's loss; init_from takes what `pipedraft models import --from TARGET` makes."""
+    """MTP layer's loss; init_from takes the output of `pipedraft models import --from TARGET`."""
 
     num_steps: int = 3
-    """Draft tokens of a chain that are trained, the paper's 3."""
+    """Draft tokens trained per chain; 3 in the paper."""
     step_decay: float = 0.6
-    """The loss of draft token i (from 0) is multiplied by step_decay ** i; 0.6 is the paper's."""
+    """Multiply the loss for draft token i (from 0) by step_decay ** i; 0.6 in the paper."""
 
 
 class MTPObjective(UnrolledObjective):
-    """The loss of EAGLE-3's training-time test with an MTP layer."""
+    """EAGLE-3's training-time test with an MTP layer."""
 
     draft_class: ClassVar[type[Draft]] = MTP
     config: MTPTrainConfig
@@ -29,7 +29,7 @@ class MTPObjective(UnrolledObjective):
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> MTP:
-        """Shaped as the checkpoint that it starts from."""
+        """Build the layer, shaped like the checkpoint in init_from."""
         if config.init_from is not None:
             start = load_start(config.init_from, MTP)
             return MTP(start.config, start.layer_config, reference)

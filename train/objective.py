@@ -1,4 +1,4 @@
-"""Objectives: the interface of methods to the training loop, and the base of all drafts."""
+"""Training objectives: interface between methods and the training loop, and shared base classes."""
 
 # B batch, T positions, P = B T, M labeled rows, L distinct labels, H hidden, S steps
 
@@ -40,108 +40,108 @@ EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of all heads compar
 
 
 class LossOutput(NamedTuple):
-    """A tuple, so that ZeRO-3 finds the tensors in it."""
+    """Named tuple, so ZeRO-3 finds its tensors."""
 
     loss: Tensor
-    """SUM over the counted tokens of this forward pass, differentiable."""
+    """SUM over this forward pass's supervised tokens, differentiable."""
     counted: Tensor
-    """Counted tokens of this forward pass, int64 scalar."""
+    """Supervised tokens in this forward pass, int64 scalar."""
     sums: dict[str, Tensor]
-    """Detached sums for the metrics; ratios are computed after summing over processes."""
+    """Detached sums for metrics; ratios are computed after summing over processes."""
 
 
 class Objective(nn.Module, ABC):
-    """A module whose ``forward(batch, generator)`` is a method's ``LossOutput``.
+    """Module whose ``forward(batch, generator)`` returns a method's ``LossOutput``.
 
-    Only networks that are trained are its submodules, so a frozen target inside gets no optimizer
-    state, is never saved and never broadcast.
+    Only trained networks are submodules: a frozen target inside gets no optimizer state, and is
+    never saved or broadcast.
     """
 
     features: "Features | None" = None
-    """Hidden states computed before or elsewhere; the target then needs no layers."""
+    """Hidden states computed earlier or elsewhere; the target then needs no layers."""
 
     @abstractmethod
     def num_counted(self, batch: dict[str, Tensor]) -> int:
-        """Tokens that ``forward`` will count, known without running it."""
+        """Return the number of tokens ``forward`` will count, without running it."""
 
     @abstractmethod
     def use_checkpointing(self) -> None:
-        """Keep of every layer its input alone, and compute the rest again in backward."""
+        """Save only each layer's input and recompute the rest in backward."""
 
     def start_on(self, batches: Iterable[dict[str, Tensor]]) -> None:
-        """Fit the weights that a method starts from data, before they are trained.
+        """Fit initial weights from data before training.
 
         Args:
-            batches: of training rows, made one by one as they are asked for.
+            batches: training batches, created on demand.
         """
 
     def evaluation_passes(self) -> list[Values]:
-        """Keyword arguments of one validation pass each; their sums are prefixed by ``name``."""
+        """Return keyword arguments for each validation pass; ``name`` prefixes their sums."""
         return [{}]
 
     @abstractmethod
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Metrics from summed sums; the key ``score`` (higher is better) selects the best."""
+        """Compute metrics from sums; ``score`` (higher is better) selects the best checkpoint."""
 
     @abstractmethod
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
-        """Write the network in the checkpoint format of its method.
+        """Write the network in its method's checkpoint format.
 
         Args:
-            weights: the module's whole state; the processes may hold a part of it each.
+            weights: the module's whole state, possibly sharded over processes.
         """
 
 
 def labeled_rows(batch: dict[str, Tensor]) -> Tensor:
-    """Rows whose NEXT token is an assistant token: bool [B, T-1]."""
+    """Return rows with an assistant token NEXT: bool [B, T-1]."""
     return batch["loss_mask"][:, 1:].bool()
 
 
 def acceptance_length(rates: list[float]) -> float:
-    """Tokens per round of chains whose draft tokens are accepted at these rates.
+    """Tokens per round for chains with these acceptance rates.
 
-    1 + sum_j prod_{i<=j} rates_i, as if draft tokens were accepted independently of each other.
+    1 + sum_j prod_{i<=j} rates_i, as if draft tokens were accepted independently.
     """
     return 1 + float(np.cumprod(rates).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig:
-    """Where a draft's weights start."""
+    """Initial weights for a draft."""
 
     init_from: str | None = None
-    """Trained draft of the same method, architecture and target, a folder or a Hub id, whose
-    weights and draft vocabulary this run starts with. None: a new draft."""
+    """Trained draft (folder or Hub id) with the same method, architecture and target. This run
+    starts with its weights and draft vocabulary. None: a new draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceConfig(StartConfig):
-    """The loss of heads that are trained by distillation alone."""
+    """Loss for heads trained by distillation alone."""
 
     loss: Divergence = "kl"
-    """kl: KL(target || draft), the papers'. tv, lk: total variation and -log of the acceptance
-    probability, which are what decoding pays for. lk_hybrid: kl where little is accepted, tv
-    where much is. ce: the target's most likely token as the label. rkl, jsd: reverse KL and
-    Jensen-Shannon. topk_kl: kl with the target's most likely tokens alone."""
+    """kl: KL(target || draft), as in the papers. tv, lk: total variation and -log of the acceptance
+    probability, which determine decoding speed. lk_hybrid: kl if little is accepted, tv if much is.
+    ce: the target's most likely token as the label. rkl, jsd: reverse KL and Jensen-Shannon.
+    topk_kl: kl over the target's most likely tokens only."""
     loss_eta: float = 3.0
-    """Of lk_hybrid: how soon tv takes over; 3 is its paper's."""
+    """For lk_hybrid: how soon tv takes over; 3 in its paper."""
     loss_top_k: int = 10
-    """Of topk_kl: the most likely tokens that it compares."""
+    """For topk_kl: number of most likely tokens to compare."""
     loss_ce: float = 0.1
-    """Of ce_l1: the share of ce, the rest is the distance's; 0.1 is DSpark's."""
+    """For ce_l1: share of ce, the rest is the distance; 0.1 in DSpark."""
     outside: Literal["count", "drop"] = "count"
-    """Rows whose most likely target token the draft vocabulary lacks count in the loss, or are
-    dropped from it as SpecForge and SPD's authors do."""
+    """Rows whose top target token is missing from the draft vocabulary: count them in the loss, or
+    drop them as SpecForge and SPD's authors do."""
     teacher_vocabulary: Literal["target", "draft"] = "target"
-    """draft: training steps compute the teacher's logits of the draft vocabulary alone, so that
-    their metrics leave out what it lacks; validation computes all of them."""
+    """draft: training computes teacher logits over the draft vocabulary only, so its metrics ignore
+    missing tokens; validation computes all of them."""
 
     @property
     def measure(self) -> LossKind:
-        """The distance between target and draft that these settings name.
+        """Return the divergence selected by these settings.
 
         Raises:
-            ValueError: a setting outside its range.
+            ValueError: a setting is out of range.
         """
         if not 0 <= self.loss_eta < float("inf"):
             raise ValueError(f"model.loss_eta: {self.loss_eta} is not in [0, inf); 3 is usual")
@@ -159,14 +159,15 @@ class DivergenceConfig(StartConfig):
 
 
 def load_start(place: str, kind: type[Draft]) -> Draft:
-    """The trained draft that a run starts with, on the CPU.
+    """Load the trained draft this run starts from, on the CPU.
 
     Raises:
-        ValueError: none there, or one of another method.
+        ValueError: not found, or a draft for another method.
     """
-    with torch.device("cpu"):  # also where networks are made on the meta device
+    with torch.device("cpu"):  # also inside a meta-device context
         draft = load_untied(resolve_folder(place))
-    if draft.draft_type != kind.draft_type:  # a DSpark head is a DFlash head to isinstance
+    # isinstance would accept a DSpark head as a DFlash head
+    if draft.draft_type != kind.draft_type:
         raise ValueError(
             f"model.init_from: {place!r} holds a draft of type {draft.draft_type!r}; give one of "
             f"type {kind.draft_type!r}, or leave it out"
@@ -175,21 +176,21 @@ def load_start(place: str, kind: type[Draft]) -> Draft:
 
 
 class DraftObjective(Objective):
-    """Base of the objectives that distil a frozen target into a draft.
+    """Base class for objectives that distill a frozen target into a draft.
 
-    The target is held outside the module tree. A subclass names its draft class, implements
-    ``forward`` and ``summarize``, and overrides what differs from a loss on the rows whose next
-    token is the assistant's.
+    The target stays outside the module tree. A subclass names its draft class and implements
+    ``forward`` and ``summarize``. The default loss covers rows before an assistant token; override
+    the rest as needed.
     """
 
     draft_class: ClassVar[type[Draft]]
     noted: ClassVar[tuple[str, ...]] = ()
-    """Fields of the configuration that the checkpoint tells about its training."""
+    """Configuration fields recorded in the checkpoint's training note."""
     config: Any
-    """The draft's architecture and its loss, by the method's dataclass."""
+    """Draft architecture and loss, as the method's dataclass."""
     draft: Draft
     card: Callable[[Values], str] | None = None
-    """Makes the README.md of a checkpoint from its config.json."""
+    """Creates a checkpoint's README.md from its config.json."""
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class DraftObjective(Objective):
     ) -> None:
         """
         Args:
-            fingerprint: of the target; None: it is computed, from weights.
+            fingerprint: the target's; None: compute it from the weights.
         """
         super().__init__()
         self.config, self._target, self._data = config, [target], data
@@ -253,11 +254,11 @@ class DraftObjective(Objective):
 
     @staticmethod
     def check(config: Any, target: PreTrainedModel) -> None:
-        """Raise ValueError for a configuration that does not fit the target; needs no data."""
+        """Raise ValueError for a configuration that does not match the target; needs no data."""
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
-        """The draft of a configuration, from shapes alone."""
+        """Build a configuration's draft from shapes alone."""
         kind = cls.draft_class.config_class
         known: Values = {f.name: getattr(config, f.name) for f in fields(kind)}
         if "num_target_layers" in known:
@@ -266,12 +267,12 @@ class DraftObjective(Objective):
 
     @classmethod
     def num_auxiliary(cls, config: Any, layer: LayerConfig) -> int:
-        """Parameters that are trained beside the draft and are no part of it."""
+        """Parameters trained in addition to the draft."""
         return 0
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """Restricts the draft's LM head to the most frequent labels of the data."""
+        """Size of the draft vocabulary: the most frequent labels in the data; None: all."""
         return vars(self.config).get("draft_vocab_size")
 
     @property
@@ -288,9 +289,10 @@ class DraftObjective(Objective):
         return int(self.reference.fingerprint["num_layers"])
 
     def hidden(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
-        """Raw hidden states [B, T, H] of the layers the draft reads, and of the last, the teacher.
+        """Return raw hidden states [B, T, H] for the layers read by the draft, and the last
+        (teacher).
 
-        From the target, or from a dump of it.
+        They come from the target or from its stored hidden states.
         """
         ids_BT, layers = batch["input_ids"], {*self.draft.taps, self.num_target_layers}
         if self.features is None:
@@ -302,7 +304,7 @@ class DraftObjective(Objective):
         return hidden
 
     def teacher(self, last_BTH: Tensor, labeled_BT: Tensor) -> Tensor:
-        """Input of the target's LM head on the labeled rows [M, H]; last is layer L, raw."""
+        """Return LM head inputs [M, H] on labeled rows; last is layer L, raw."""
         with torch.no_grad():
             return self._normed(last_BTH[:, :-1][labeled_BT])
 
@@ -312,12 +314,12 @@ class DraftObjective(Objective):
         return decoder.norm(last_LH) / logits_divisor(decoder.config)
 
     def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
-        """Divergence of what the draft's LM head says from what the target's says.
+        """Return the divergence between the draft's and the target's LM head outputs.
 
         Args:
-            options: of ``chunked_distillation``.
+            options: for ``chunked_distillation``.
         """
-        draft: Any = self.draft  # of a class with an LM head
+        draft: Any = self.draft  # any class with an LM head
         head_VH: Any = self.target.get_output_embeddings().weight
         rows_U = None if self.draft_vocab_size is None else draft.draft_ids
         if rows_U is not None and self.skips_outside and torch.is_grad_enabled():
@@ -360,24 +362,24 @@ def own_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class ChainObjective(DraftObjective):
-    """Base for heads whose draft token i of a chain, step i, has rows of its own in the loss."""
+    """Base class for heads with separate loss rows for each draft token i in a chain (step i)."""
 
     @property
     def num_steps(self) -> int:
-        """S: draft tokens of a chain that are trained."""
+        """S: draft tokens trained per chain."""
         return int(self.config.num_steps)
 
     def distil_labels(
         self, hidden_MH: Tensor, label_M: Tensor, taps: Mapping[int, Tensor], **options: Any
     ) -> DistillationLoss:
-        """Divergence of rows that predict given tokens, in their order.
+        """Return the divergence for rows predicting given tokens, in row order.
 
         Args:
-            hidden_MH: what the draft's LM head is applied to.
-            label_M: the predicted token of each row, as b T + t.
-            options: of ``chunked_distillation``.
+            hidden_MH: input to the draft's LM head.
+            label_M: predicted token per row, as b T + t.
+            options: for ``chunked_distillation``.
         """
-        # By label: the rows that predict the same token share the target's distribution of it.
+        # Sort by label: rows predicting the same token share the target's distribution for it.
         sorted_M, order_M = label_M.sort(stable=True)
         label_L, teacher_index_M = sorted_M.unique_consecutive(return_inverse=True)
         weights_M = options.pop("weights_M", None)
@@ -398,7 +400,7 @@ class ChainObjective(DraftObjective):
         return replace(result, **{n: x[place_M] for n, x in rows.items() if n.endswith("_M")})
 
     def by_step(self, result: DistillationLoss, step_M: Tensor, counts_S: Tensor) -> LossOutput:
-        """The loss, and rates of every step; counted are the rows of the first."""
+        """Return the loss and rates per step; supervised tokens are the first step's rows."""
         zeros_S = result.loss.new_zeros(self.num_steps)
         sums_S = {
             "count": counts_S,
@@ -411,7 +413,7 @@ class ChainObjective(DraftObjective):
         return LossOutput(result.loss, counts_S[0], sums)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Rates of every draft token of a chain after right ones, and the tokens per round."""
+        """Return rates per draft token after accepted ones, and tokens per round."""
         metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
         steps = range(1, self.num_steps + 1)
         if self.draft_vocab_size:
@@ -425,7 +427,7 @@ class ChainObjective(DraftObjective):
 
 
 class StagedObjective(DraftObjective):
-    """Base for drafts of a target cut into stages, whose row t predicts the token at t + 1."""
+    """Base class for drafts on a staged target; row t predicts the token at t + 1."""
 
     noted: ClassVar[tuple[str, ...]] = ("loss",)
     draft: StagedDraft
@@ -442,17 +444,18 @@ class StagedObjective(DraftObjective):
     def compare(
         self, stream_BTH: Tensor, labeled_BT: Tensor, teacher_MH: Tensor
     ) -> DistillationLoss:
-        """Divergence of the draft's output rows from the teacher's, at temperature 1."""
+        """Return the divergence between the draft's and the teacher's rows, at temperature 1."""
         rows_MH = self.draft.norm(stream_BTH[:, :-1][labeled_BT])
         return self.distil(rows_MH, teacher_MH, measure=self.measure)
 
     def add_rates(
         self, metrics: dict[str, float], rates: Mapping[str, list[float]], tokens_per_step: int = 1
     ) -> dict[str, float]:
-        """Metrics with the L' that follows if draft tokens are accepted independently.
+        """Add rates and the expected acceptance length L' (teacher-forced, independent draft
+        tokens).
 
         Args:
-            rates: agreement and acceptance, each with 1, 2 .. tokens in the pipeline, or always.
+            rates: agreement and acceptance with 1, 2 .. tokens in the pipeline, or one for all.
         """
         for key, temperature in (("agreement", 0), ("acceptance", 1)):
             metrics[key] = rates[key][-1]
@@ -464,8 +467,8 @@ class StagedObjective(DraftObjective):
 
 
 def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
-    """Count each token's uses as an assistant token of the training rows: int64 [V]."""
-    real = torch.device("cpu")  # also where networks are made on the meta device
+    """Count each token's uses as an assistant token in the training rows: int64 [V]."""
+    real = torch.device("cpu")  # also inside a meta-device context
     counts = torch.zeros(vocab_size, dtype=torch.int64, device=real)
     for start in range(0, len(data.train), 1000):
         rows = data.train[start : start + 1000]

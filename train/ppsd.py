@@ -1,4 +1,4 @@
-"""Training of PPSD's early-exit head: distillation, every row as it is in decoding."""
+"""Training objective for PPSD's early-exit head: distillation, with every row as in decoding."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,11 +21,11 @@ from pipedraft.train.objective import (
 
 @dataclass(frozen=True, kw_only=True)
 class PPSDTrainConfig(PPSDConfig, DivergenceConfig):
-    """The head and its loss."""
+    """PPSD head and its loss."""
 
 
 class PPSDObjective(StagedObjective):
-    """KL(target || head) at temperature 1, summed over rows that the assistant continues."""
+    """KL(target || head) at temperature 1, summed over rows before an assistant token."""
 
     draft_class: ClassVar[type[Draft]] = PPSD
     config: PPSDTrainConfig

@@ -1,4 +1,4 @@
-"""Training of SPD's speculation module: distillation with simulated pipeline fill."""
+"""Training objective for the SPD head: distillation with simulated pipeline fill."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,24 +23,24 @@ from pipedraft.train.objective import (
 # B batch, T positions, P = B T, H hidden, M labeled rows
 
 RIDGE_ROWS = 40_000
-"""Tokens that the start is fitted on; twice as many changed nothing."""
+"""Tokens used for the initial fit; twice as many changed nothing."""
 RIDGE = 0.03
-"""Penalty of the fit as a share of the mean squared embedding entry."""
+"""Fit penalty as a share of the mean squared embedding entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SPDTrainConfig(SPDConfig, DivergenceConfig):
-    """The module and its loss."""
+    """SPD head and its loss."""
 
     full_probability: float = 0.5
-    """Share of examples seen with the pipeline full, n tokens in flight (n - 1 with output states,
-    m n to m n + m - 1 with m tokens a step); the others get 1 or more."""
+    """Share of examples with a full pipeline, n tokens in flight (n - 1 with output states, m n to
+    m n + m - 1 with m tokens per step); the others get 1 or more."""
     fills: int = 1
-    """Fill draws per batch: the module runs once for each, the target once for all of them."""
+    """Fill samples per batch: the head runs once for each, the target once for all."""
     start: Literal["deepest", "ridge"] = "deepest"
-    """Start of the newest token's projection. deepest: the identity, so that the stream begins as
-    the embedding. ridge: the linear map from embeddings to normed final states that fits training
-    rows best, which an LM head can read from the first step on."""
+    """Initial projection of the newest token. deepest: identity, so the stream starts as the
+    embedding. ridge: the linear map from embeddings to normed final states with the best fit on
+    training rows; an LM head can read it from the first step on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,10 +56,10 @@ def sample_occupancy(
     generator: torch.Generator,
     num_full: int = 1,
 ) -> list[int]:
-    """Tokens in flight for each example: one of the most with ``full_probability``, else uniform
-    below these ``num_full``, which a full pipeline has before the forwards of a step.
+    """Sample tokens in flight per example: full with ``full_probability``, else uniform below.
 
-    Drawn per example as in the paper. Deviation from the authors' code, which draws once per
+    Full is one of the ``num_full`` largest counts, the ones in a full pipeline during a step's
+    forwards. Samples per example, as in the paper. Deviation: the authors' code samples once per
     micro-batch.
     """
     if most == 1:
@@ -73,7 +73,7 @@ def sample_occupancy(
 
 
 class SPDObjective(StagedObjective):
-    """KL(target || module) at temperature 1, summed over rows that the assistant continues."""
+    """KL(target || head) at temperature 1, summed over rows before an assistant token."""
 
     draft_class: ClassVar[type[Draft]] = SPD
     config: SPDTrainConfig
@@ -81,13 +81,13 @@ class SPDObjective(StagedObjective):
 
     @torch.no_grad()
     def start_on(self, batches: Iterable[dict[str, Tensor]]) -> None:
-        """Start the newest token's projection by ridge regression, in closed form.
+        """Initialize the newest token's projection by ridge regression, in closed form.
 
         W = argmin sum_t |W e_t - u_t|^2 + lambda |W|^2,  u_t = h_t / rms(h_t)
 
         e_t is the token's embedding, h_t its state after the target's last layer, before the final
-        norm; the head's own norm then gives the LM head rows of the scale that it knows. Without
-        this the stream begins as the embedding, from which a tied LM head reads the token itself.
+        norm. The head's own norm then gives the LM head rows at a familiar scale. Without this the
+        stream starts as the embedding, and a tied LM head reads the token itself from it.
         """
         weight_HH: Tensor = self.draft.projections[self.draft.block_of_depth[0]].weight  # type: ignore[assignment]
         if self.config.start != "ridge" or self.config.init_from is not None or weight_HH.is_meta:
@@ -123,14 +123,14 @@ class SPDObjective(StagedObjective):
         occupancies: Sequence[int] | None = None,
         name: str = "",
     ) -> LossOutput:
-        """Loss of one batch.
+        """Compute one batch's loss.
 
         Args:
-            occupancies: evaluation: run every example at each of these instead of a random draw.
+            occupancies: evaluation: run every example at each of these instead of a sample.
         """
         if occupancies is None:
             batch, drawn = self._fill(batch, generator)
-        # The target runs once, however often the module does.
+        # The target runs once, however often the head does.
         taps = self.hidden(batch)
         if occupancies is None:
             runs = [(batch, taps, drawn)]
@@ -146,12 +146,12 @@ class SPDObjective(StagedObjective):
             result = self.compare(stream_BTH, labeled_BT, teacher_MH)
             losses.append(result.loss)
             found = result.sums()
-            # Rates depend on the fill; what the draft vocabulary lacks does not.
+            # Rates depend on the fill; mass outside the draft vocabulary does not.
             sums["mass_outside"] = found.pop("mass_outside")
             for name, value in found.items():
                 if occupancies is not None:
                     sums[f"fill{fill[0]}_{name}"] = value
-                else:  # the mean over the draws, as every token is counted once
+                else:  # mean over the fills, since every token counts once
                     sums[name] = sums.get(name, torch.zeros_like(value)) + value / len(runs)
         loss = losses[-1]
         if occupancies is None and len(losses) > 1:
@@ -161,7 +161,7 @@ class SPDObjective(StagedObjective):
     def _fill(
         self, batch: dict[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], list[int]]:
-        """Draw the occupancies, and order the batch by them, fullest first, as the module likes."""
+        """Sample occupancies and sort the batch by them, fullest first (fastest for the head)."""
         drawn = sample_occupancy(
             len(batch["lengths"]),
             self.draft.config.max_in_flight,
@@ -175,7 +175,7 @@ class SPDObjective(StagedObjective):
     def _refill(
         self, batch: dict[str, Tensor], taps: dict[int, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], dict[int, Tensor], list[int]]:
-        """Draw once more, and order the batch and the target's states by that draw."""
+        """Sample again; reorder the batch and the target's states accordingly."""
         named = {f"tap{index}": x for index, x in taps.items()}
         ordered, fill = self._fill({**batch, **named}, generator)
         return ordered, {index: ordered.pop(f"tap{index}") for index in taps}, fill

@@ -1,4 +1,4 @@
-"""Edge and cloud: links, draft lengths, sessions and their messages, gRPC server and client."""
+"""Edge and cloud: links, draft lengths, sessions and messages, gRPC server and client."""
 
 from dataclasses import dataclass
 

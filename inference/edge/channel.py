@@ -1,15 +1,15 @@
-"""A virtual link between an edge device and the cloud: when a message arrives, and what it costs.
+"""Virtual link between an edge device and the cloud: arrival times and cost of messages.
 
-Bandwidth and delay are piecewise constant in time, so transmission times are exact integrals.
-Nothing here waits or sends: a runtime on the virtual clock asks ``Channel.transmit`` for arrival
-times, and a policy asks ``Link.state`` or a ``LinkEstimate`` what a round would cost.
+Bandwidth and delay are piecewise constant, so transmission times are exact integrals. Nothing here
+waits or sends: a runtime on the virtual clock asks ``Channel.transmit`` for arrival times, and a
+policy asks ``Link.state`` or a ``LinkEstimate`` for a round's cost.
 
     channel = Channel(PRESETS["wifi"], seed=0)
     arrival_s = channel.transmit(0.0, 72, "up")
 
     load_link("wifi")                                   # constants
-    load_link("5g:assets/net_traces/wifi_busy.csv")     # 5G's bandwidth, the delays of a trace
-    load_link("assets/net_traces/drive.csv")            # bandwidth and delays of a trace
+    load_link("5g:assets/net_traces/wifi_busy.csv")     # 5G's bandwidth, delays from a trace
+    load_link("assets/net_traces/drive.csv")            # bandwidth and delays from a trace
 """
 
 import csv
@@ -30,15 +30,15 @@ Direction = Literal["up", "down"]
 """up: from the edge to the cloud."""
 BYTES_PER_MEGABIT = 1e6 / 8
 PACKET_BYTES = 1500
-"""Ethernet's largest packet: longer messages are lost packet by packet."""
+"""Ethernet's largest packet; longer messages are lost packet by packet."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A function of time that is constant between its starts, and repeats after its period."""
+    """Periodic step function of time."""
 
     starts_s: tuple[float, ...]
-    """Rising from 0."""
+    """Ascending from 0."""
     values: tuple[float, ...]
     period_s: float
 
@@ -50,9 +50,9 @@ class Steps:
         return self.values[self._piece(time_s % self.period_s)]
 
     def reach(self, start_s: float, amount: float) -> float:
-        """The earliest t at which the integral from ``start_s`` to t is ``amount``.
+        """Return the earliest t with an integral of ``amount`` from ``start_s`` to t.
 
-        Whole periods are divided off, the rest is looked up: no time stepping, whatever the length.
+        Whole periods are divided off and the rest looked up: no time stepping for any length.
         """
         if not amount:
             return start_s
@@ -60,9 +60,9 @@ class Steps:
         piece = self._piece(phase_s)
         before = self._sums[piece] + self.values[piece] * (phase_s - self.starts_s[piece])
         repeats, target = divmod(before + amount, self._sums[-1])
-        if not target:  # reached where a period ends, even if the next one begins with zeros
+        if not target:  # reached at a period's end, even if the next one begins with zeros
             repeats, target = repeats - 1, self._sums[-1]
-        last = bisect_left(self._sums, target) - 1  # the sum rises to the target in this piece
+        last = bisect_left(self._sums, target) - 1  # the sum reaches the target in this piece
         end_s = self.starts_s[last] + (target - self._sums[last]) / self.values[last]
         return start_s + (end_s - phase_s) + (repeats * self.period_s if repeats else 0.0)
 
@@ -78,30 +78,30 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkState:
-    """A link at one moment, or somebody's estimate of it."""
+    """Link at one moment, or an estimate of it."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
     round_trip_s: float
-    """Both one-way delays; neither transmission nor anybody's computing."""
+    """Both one-way delays, without transmission or computing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Bandwidth, latency and losses of a link; ``Channel`` sends over it."""
+    """Bandwidth, latency and losses; ``Channel`` sends over it."""
 
     up_bytes_per_s: Steps
-    """0: an outage. What is being sent waits."""
+    """0: an outage; messages being sent wait."""
     down_bytes_per_s: Steps
     delay_s: Steps
     """One way, the same in both directions."""
     jitter_s: float = 0.0
-    """Each message's delay is off by up to this much either way, uniformly (as netem's default)."""
+    """Maximum deviation of each message's delay, uniform either way (as netem's default)."""
     loss: float = 0.0
-    """Probability that a packet is lost, each time that it is sent."""
+    """Loss probability per packet and transmission."""
     retransmit_round_trips: float = 2.0
-    """A lost packet is sent again this many round trips after its last bit left: TCP's tail loss
-    probe (RFC 8985) waits two. Messages here are too small for later packets to reveal a loss."""
+    """Round trips from a lost packet's last bit to its retransmission: TCP's tail loss probe (RFC
+    8985) waits two. Messages here are too small for later packets to reveal a loss."""
     header_bytes: int = 62
     """Added to every message: IPv4 20, TCP 20, a TLS 1.3 record 22."""
 
@@ -138,11 +138,12 @@ class Link:
         jitter_ms: float = 0.0,
         loss: float = 0.0,
     ) -> "Link":
-        """Constants in the units of papers: megabits per second, and milliseconds of a round trip.
+        """Build a constant link in the papers' units: megabits per second, milliseconds per round
+        trip.
 
         Args:
-            down_mbps: None: as ``up_mbps``.
-            jitter_ms: of the round trip; each direction has half of it.
+            down_mbps: None: same as ``up_mbps``.
+            jitter_ms: per round trip; each direction gets half.
         """
         down_mbps = up_mbps if down_mbps is None else down_mbps
         return cls(
@@ -154,7 +155,7 @@ class Link:
         )
 
     def state(self, time_s: float) -> LinkState:
-        """Bandwidths and round trip at this moment, jitter and loss aside."""
+        """Return bandwidths and round trip at this moment, without jitter and loss."""
         return LinkState(
             up_bytes_per_s=self.up_bytes_per_s.at(time_s),
             down_bytes_per_s=self.down_bytes_per_s.at(time_s),
@@ -174,15 +175,15 @@ trips, jitter and loss are our assumptions."""
 
 @dataclass(kw_only=True)
 class Traffic:
-    """Messages and bytes that one direction has carried."""
+    """Messages and bytes carried in one direction."""
 
     messages: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
-    """Headers and lost packets included."""
+    """Including headers and lost packets."""
     lost_packets: int = 0
     airtime_s: float = 0.0
-    """Time in which bits left: T_up and T_down of the papers' energy models, outages included."""
+    """Time spent sending bits: T_up and T_down in the papers' energy models, including outages."""
 
 
 class _Lane:
@@ -197,9 +198,9 @@ class _Lane:
 
 
 class Channel:
-    """A link in use: messages queue for the bandwidth and arrive in order.
+    """Link in use: messages queue for the bandwidth and arrive in order.
 
-    Same link, seed and calls: same times. The two directions draw from generators of their own.
+    Equal link, seed and calls give equal times. Each direction has its own random generator.
     """
 
     def __init__(self, link: Link, *, seed: int = 0) -> None:
@@ -214,16 +215,16 @@ class Channel:
         return self._lanes[direction].traffic
 
     def transmit(self, now_s: float, num_bytes: int, direction: Direction) -> float:
-        """Send a message; calls of one direction are in the order of sending.
+        """Send a message; calls per direction are in sending order.
 
-        A message waits until the one before it has left, and then, if packets are lost, until they
-        have been sent again: what follows a lost packet could be delivered no sooner anyway.
+        A message waits until the one before it has left, and until lost packets have been resent:
+        TCP could not deliver it earlier.
 
         Args:
             num_bytes: payload; the link adds its header.
 
         Returns:
-            Arrival time, never before that of an earlier message.
+            Arrival time, never before an earlier message's.
         """
         link, lane = self.link, self._lanes[direction]
         sizes = packet_sizes(num_bytes + link.header_bytes)
@@ -252,24 +253,24 @@ class Channel:
 
 
 def packet_sizes(num_bytes: int) -> list[int]:
-    """A message cut into packets; the last one holds the rest."""
+    """Cut a message into packets; the last one holds the rest."""
     full, rest = divmod(num_bytes, PACKET_BYTES)
     return [PACKET_BYTES] * full + ([rest] if rest else [])
 
 
 class LinkEstimate:
-    """What the edge knows of its link: the bandwidth it is told, the round trips it has seen."""
+    """The edge's estimate of its link: reported bandwidth, observed round trips."""
 
     weight = 1 / 8
-    """Of a new round trip beside those before it, as TCP's (RFC 6298)."""
+    """Weight of a new round trip against earlier ones, as in TCP (RFC 6298)."""
 
     def __init__(self, state: LinkState) -> None:
-        """``state``: believed before anything is measured."""
+        """``state``: estimate before any measurement."""
         self.state = state
 
     def set_bandwidth(self, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
-        """The radio's report (FlexSpec's R_n). A 0 is ignored: nobody knows when an outage ends,
-        and no draft length helps in it."""
+        """Set the radio's report (FlexSpec's R_n). Ignore 0: an outage's end is unknown, and no
+        draft length helps during it."""
         self.state = replace(
             self.state,
             up_bytes_per_s=up_bytes_per_s or self.state.up_bytes_per_s,
@@ -277,7 +278,7 @@ class LinkEstimate:
         )
 
     def observe(self, network_s: float, *, up_bytes: int, down_bytes: int) -> None:
-        """Take note of how long a request and its answer took, without the cloud's computing.
+        """Record the time for a request and its answer, without the cloud's computing.
 
         Args:
             up_bytes, down_bytes: on the wire, headers included.
@@ -291,21 +292,21 @@ class LinkEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyModel:
-    """Energy of the edge device. Constants are the device's; there are no defaults."""
+    """Energy model for the edge device. Constants are device-specific, without defaults."""
 
     joules_per_draft_token: float
     joules_per_byte_up: float
     joules_per_byte_down: float
     idle_w: float = 0.0
-    """Over the whole time: what radio and processor draw beside sending and drafting."""
+    """Power over the whole time, in addition to sending and drafting."""
     tail_j: float = 0.0
-    """Once at the end, before the radio sleeps again."""
+    """Energy once at the end, before the radio sleeps again."""
 
     def __post_init__(self) -> None:
         check_ranges(self, dict.fromkeys(vars(self), "[0, inf)"), "energy.")
 
     def joules(self, channel: Channel, *, num_drafted: int, elapsed_s: float) -> dict[str, float]:
-        """Energy by cause: draft, up, down, idle, tail."""
+        """Return energy by cause: draft, up, down, idle, tail."""
         return {
             "draft": self.joules_per_draft_token * num_drafted,
             "up": self.joules_per_byte_up * channel.traffic("up").wire_bytes,
@@ -316,10 +317,10 @@ class EnergyModel:
 
 
 def load_link(text: str) -> Link:
-    """The link ``5g``, ``4g``, ``wifi``, ``FILE.csv`` or ``PRESET:FILE.csv``.
+    """Load the link ``5g``, ``4g``, ``wifi``, ``FILE.csv`` or ``PRESET:FILE.csv``.
 
     Raises:
-        ValueError: none of these, or a file that does not say what it should.
+        ValueError: unknown name, or an invalid file.
     """
     if text in PRESETS:
         return PRESETS[text]
@@ -338,14 +339,14 @@ TRACE_COLUMNS = ("rtt_ms", "up_mbps", "down_mbps")
 
 
 def read_trace(path: Path, *, base: Link | None = None) -> Link:
-    """A CSV file with a header: ``t_ms`` from 0, and ``rtt_ms``, ``up_mbps`` or ``down_mbps``.
+    """Read a CSV file with a header: ``t_ms`` from 0, and ``rtt_ms``, ``up_mbps`` or ``down_mbps``.
 
     A row holds until the next one, the last one as long as the one before it. Further columns
-    (signal strength) are ignored. Jitter and loss are those of ``base`` unless the file has round
+    (signal strength) are ignored. Jitter and loss come from ``base``, unless the file has round
     trips: these were measured with both.
 
     Args:
-        base: has what the file has no column for.
+        base: provides values without a column in the file.
     """
     rows = _trace_rows(path)
     starts_s = tuple(row["t_ms"] / 1e3 for row in rows)
@@ -370,7 +371,7 @@ def read_trace(path: Path, *, base: Link | None = None) -> Link:
         if f"{name}_mbps" in columns:
             fields[f"{name}_bytes_per_s"] = _scaled(columns[f"{name}_mbps"], BYTES_PER_MEGABIT)
     try:
-        # Without a base the file has a column for all that is not the same in every preset.
+        # Without a base the file has columns for every value on which presets differ.
         return replace(base or PRESETS["5g"], **fields)  # type: ignore[arg-type] # by name
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -1,17 +1,16 @@
-"""How many tokens the edge drafts before it asks the cloud: policies, and what they estimate.
+"""Draft-length policies for the edge, and the estimates they use.
 
-A policy is asked once per round and told what became of it:
+The runtime asks a policy once per round and reports the result:
 
     policy = parse_policy("geometric", max_length=8)
     num_drafted = policy.choose(cost)                 # cost: RoundCost, from the link's estimate
     policy.observe(num_drafted, num_accepted)
 
-A round that was accepted to its end does not say how many more tokens would have been: the count
-is censored there. ``Geometric`` is made for that, the published average of accepted over drafted is
-not.
+A fully accepted round does not tell how many more tokens would have been accepted: the count is
+censored. ``Geometric`` handles this; the published average of accepted over drafted does not.
 """
 
-# K draft lengths 1..max_length, or positions of a draft token in its round
+# K draft lengths 1..max_length, or positions in a round
 
 import math
 from abc import ABC, abstractmethod
@@ -23,56 +22,55 @@ import numpy as np
 from pipedraft.inference.edge.channel import LinkEstimate, LinkState
 
 MAX_AWAY = 32
-"""Batches at most: half of the messages that a target's side holds before one that is late."""
+"""Maximum batches in flight: half of the out-of-order messages a target buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundShape:
-    """What one round computes and sends; headers included."""
+    """Compute times and message sizes for one round, headers included."""
 
     draft_s: float
     """One draft token on the edge."""
     verify_s: float
-    """The target's pass over a round of no draft tokens."""
+    """The target's pass over a round without draft tokens."""
     verify_row_s: float = 0.0
-    """Each draft token's addition to it."""
+    """Added per draft token."""
     up_bytes: int
-    """A request without draft tokens."""
+    """Request without draft tokens."""
     up_bytes_per_token: int
     down_bytes: int
-    """A verdict."""
+    """Verification result."""
     reject_bytes: int = 0
-    """Added to the verdict where a token is rejected: the distribution to resample from."""
+    """Added to the result on a rejection: the distribution to resample from."""
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Seconds of a round by its number of draft tokens, and the tokens it may emit."""
+    """Seconds per round by number of draft tokens, and the tokens it may emit."""
 
     hit_s_K: np.ndarray
     """All draft tokens accepted."""
     miss_s_K: np.ndarray
     """One of them rejected."""
     has_bonus: bool = True
-    """A hit emits K + 1 tokens; without, K: the next round, already drafted, tests its first token
-    where the bonus would have been drawn."""
+    """True: a full acceptance emits K + 1 tokens. False: K; the next round, drafted already, tests
+    its first token in place of the bonus."""
     early_s_K: np.ndarray | float = 0.0
-    """What a round lasts less if its first token is rejected: the row that tests it may have been
-    computed while the edge drafted."""
+    """Seconds saved if the first token is rejected: its row may be computed during drafting."""
 
     @classmethod
     def stop_and_wait(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
-        """FlexSpec, DSSD: draft, send, verify, answer, one after the other.
+        """FlexSpec, DSSD: draft, send, verify, answer, in sequence.
 
-        T_step = T_fixed + K T_marg        FlexSpec Eq. 10
-        Addition: a rejection may cost more, by its larger answer.
+        T_step = T_fixed + K T_marg        FlexSpec Eq. 10 Addition: a rejection may cost more, due
+        to its larger answer.
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         return cls(drafted_K + away_K, drafted_K + away_K + reject_s)
 
     @classmethod
     def asynchronous(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
-        """PicoSpec: the next round is drafted while this one is away.
+        """PicoSpec: the next round is drafted while this one is in flight.
 
         E[T] = a^K max(T_d, RTT + T_v) + (1 - a^K) (T_d + RTT + T_v)      PicoSpec Eqs. 5-10
         """
@@ -82,11 +80,12 @@ class RoundCost:
 
     @classmethod
     def pipelined(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
-        """PicoSpec with as many rounds away as hide link and cloud, B = ceil((RTT + T_v) / T_d).
+        """PicoSpec with enough rounds in flight to hide link and cloud, B = ceil((RTT + T_v) /
+        T_d).
 
-        A hit costs its drafting alone, as the verdict on an earlier round comes meanwhile. The
-        cloud verifies all that has come in one pass: a round that is drafted faster than verified
-        waits for half a pass on average.
+        A full acceptance costs its drafting alone, since earlier results arrive meanwhile. The
+        cloud verifies all arrived rows in one pass: a round drafted faster than verified waits half
+        a pass on average.
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         verify_K = shape.verify_s + shape.verify_row_s * np.arange(1, max_length + 1)
@@ -98,17 +97,17 @@ class RoundCost:
         return len(self.hit_s_K)
 
     def expected_s(self, survival_K: np.ndarray) -> np.ndarray:
-        """Mean seconds of a round of 1 to K draft tokens, [K]."""
+        """Mean seconds per round with 1 to K draft tokens, [K]."""
         mean_s_K = survival_K * self.hit_s_K + (1 - survival_K) * self.miss_s_K
         return mean_s_K - (1 - survival_K[0]) * self.early_s_K
 
     def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
-        """Mean tokens of a round, [K]: 1 + S(1) + .. + S(K), without bonus to S(K - 1)."""
+        """Mean tokens per round, [K]: 1 + S(1) + .. + S(K); without bonus up to S(K - 1)."""
         tokens_K = 1 + np.cumsum(survival_K)
         return tokens_K if self.has_bonus else tokens_K - survival_K
 
     def best_length(self, survival_K: np.ndarray) -> int:
-        """The length of the highest rate: mean tokens over mean seconds; the shortest of equals."""
+        """Return the length with the most mean tokens per mean second; the shortest on ties."""
         rate_K = self.expected_tokens(survival_K) / self.expected_s(survival_K)
         return int(rate_K.argmax()) + 1
 
@@ -116,7 +115,7 @@ class RoundCost:
 def _times(
     shape: RoundShape, link: LinkState, max_length: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Seconds of drafting [K], from the last draft token to the verdict [K], of a rejection."""
+    """Return seconds to draft [K], from last draft token to result [K], and per rejection."""
     assert link.up_bytes_per_s > 0 and link.down_bytes_per_s > 0, "an outage: ask the one before"
     number_K = np.arange(1, max_length + 1)
     up_bytes_K = shape.up_bytes + shape.up_bytes_per_token * number_K
@@ -132,14 +131,14 @@ def _times(
 
 @dataclass(kw_only=True)
 class Estimates:
-    """What the draft's side expects of computing and link; measurements replace it (weight 1/8)."""
+    """The draft side's estimates for computing and link, updated by measurements (weight 1/8)."""
 
     draft_s: float
     verify_s: float
     verify_row_s: float
     link: LinkEstimate
     header_bytes: int = 62
-    """That the link adds to every message."""
+    """Bytes added to every message by the link."""
 
     def observe_draft(self, seconds: float) -> None:
         self.draft_s += (seconds - self.draft_s) / 8
@@ -150,11 +149,11 @@ class Estimates:
 
     @property
     def away_s(self) -> float:
-        """Seconds that a batch is away: RTT + T_v."""
+        """Seconds a batch is in flight: RTT + T_v."""
         return self.link.state.round_trip_s + self.verify_s
 
     def window(self, batch_size: int) -> int:
-        """Batches away that keep the target busy: ceil((RTT + T_v) / T_d)."""
+        """Batches in flight to keep the target busy: ceil((RTT + T_v) / T_d)."""
         drafting_s = batch_size * self.draft_s
         # An exact multiple must not round up to one more.
         needed = math.ceil(self.away_s / drafting_s - 1e-9) if drafting_s else MAX_AWAY
@@ -170,12 +169,12 @@ class Estimates:
         early: bool,
         needs_q: bool,
     ) -> RoundCost:
-        """What a round costs at each draft length, by the estimates so far.
+        """Return a round's cost at each draft length, by current estimates.
 
         Args:
             round_bytes: fields of ``RoundShape``.
-            drafts_on, window, early: of the schedule.
-            needs_q: of the rule.
+            drafts_on, window, early: from the schedule.
+            needs_q: from the rule.
         """
         shape = RoundShape(
             draft_s=self.draft_s,
@@ -191,8 +190,9 @@ class Estimates:
         cost = kind(shape, self.link.state, max_length)
         if not early:
             return cost
-        # Time for a pass over the row that tests a round's first draft token. Without q the target
-        # knows the correction itself, and begins while its verdict travels.
+        # Time for a pass over the row testing a round's first draft token. Without q the target
+        # knows
+        # the correction itself, and starts while its result travels.
         spare_s = 0.0 if needs_q else self.link.state.round_trip_s
         time_s_K = spare_s + self.draft_s * np.arange(1, max_length + 1)
         return replace(cost, early_s_K=np.where(time_s_K >= self.verify_s, self.verify_s, 0.0))
@@ -201,12 +201,12 @@ class Estimates:
 class DraftLengthPolicy(ABC):
     """Chooses a draft length from 1 to ``max_length``, round by round.
 
-    No length is 0: without draft tokens there is nothing to learn from, and plain decoding in the
-    cloud, which streams its tokens, needs no round trips at all.
+    Length 0 is excluded: without draft tokens there is nothing to learn from, and autoregressive
+    decoding in the cloud streams tokens without any round trips.
     """
 
     caveat: ClassVar[str] = ""
-    """What is wrong with a published rule; for tables."""
+    """Known fault of a published rule, for tables."""
 
     def __init__(self, max_length: int) -> None:
         if max_length < 1:
@@ -215,14 +215,14 @@ class DraftLengthPolicy(ABC):
 
     @abstractmethod
     def choose(self, cost: RoundCost) -> int:
-        """The draft length of the coming round.
+        """Return the next round's draft length.
 
         Args:
-            cost: of the coming round; of ``max_length`` lengths.
+            cost: for the next round, with ``max_length`` lengths.
         """
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:  # noqa: B027 (may stay empty)
-        """Take note of what became of a round."""
+        """Record a round's result."""
 
 
 class Fixed(DraftLengthPolicy):
@@ -233,7 +233,7 @@ class Fixed(DraftLengthPolicy):
 
 
 class _Published(DraftLengthPolicy):
-    """FlexSpec's running acceptance, and a rate that is linear in it.
+    """FlexSpec's running acceptance, with tokens linear in it.
 
     gamma <- gamma + mu (tau / K - gamma)       gamma 0.8 at first; mu is not published: 0.1 here
     Biased: the mean of tau / K is (S(1) + .. + S(K)) / K, the acceptance rate only for K = 1.
@@ -267,8 +267,9 @@ class Eq11(_Published):
 class Alg2(_Published):
     """K* = argmax (1 + gamma K) / T_step(K)      FlexSpec Algorithm 2, as published.
 
-    The slope in K has the sign of gamma T_fixed - T_marg at every K, so the best is at an end. With
-    the biased gamma, low after long rounds and right after short ones, it can jump between both.
+    The slope in K has the sign of gamma T_fixed - T_marg at every K, so the best K is at an end.
+    The biased gamma is low after long rounds and right after short ones, so K can jump between
+    both.
     """
 
     caveat = "published; always 1 or the longest, from a biased estimate"
@@ -278,13 +279,13 @@ class Alg2(_Published):
 
 
 class Geometric(DraftLengthPolicy):
-    """Highest rate if acceptance is i.i.d.: tokens (1 - a^(K + 1)) / (1 - a); the default.
+    """Highest rate for i.i.d. acceptance: tokens (1 - a^(K + 1)) / (1 - a); the default.
 
     One acceptance rate for all positions, from censored counts:
 
         a = sum tau / sum (tau + [tau < K])     tau accepted of K drafted: accepted over tested
 
-    The maximum-likelihood estimate under i.i.d. acceptance, with counts that fade.
+    The maximum-likelihood estimate under i.i.d. acceptance, with fading counts.
     """
 
     def __init__(
@@ -292,9 +293,9 @@ class Geometric(DraftLengthPolicy):
     ) -> None:
         """
         Args:
-            memory: rounds; each one multiplies the counts by 1 - 1 / memory. Infinite: none fades.
-            acceptance: believed before the first round.
-            weight: of that belief, in tests; it does not fade.
+            memory: rounds; each one multiplies the counts by 1 - 1 / memory. Infinite: no fading.
+            acceptance: prior before the first round.
+            weight: prior's weight in tests; it does not fade.
         """
         super().__init__(max_length)
         self.keep, self.prior, self.weight = 1 - 1 / memory, acceptance, weight
@@ -310,7 +311,7 @@ class Geometric(DraftLengthPolicy):
         return (self.accepted + self.weight * self.prior) / (self.tested + self.weight)
 
     def survival(self) -> np.ndarray:
-        """Chance that the first k draft tokens are all accepted, [K]: a^k."""
+        """Probability for all first k draft tokens to be accepted, [K]: a^k."""
         return self.acceptance ** np.arange(1, self.max_length + 1)
 
     def choose(self, cost: RoundCost) -> int:
@@ -323,14 +324,14 @@ POLICIES: dict[str, type[DraftLengthPolicy]] = {
     "alg2": Alg2,
     "geometric": Geometric,
 }
-"""What a runtime can be told to use."""
+"""Policies a runtime can use."""
 
 
 def parse_policy(text: str, *, max_length: int = 8) -> DraftLengthPolicy:
-    """Make the policy of a name: ``fixed:K``, or one of those in ``POLICIES``.
+    """Return the named policy: ``fixed:K``, or a key of ``POLICIES``.
 
     Raises:
-        ValueError: none of these.
+        ValueError: unknown name.
     """
     name, _, size = text.partition(":")
     if name == "fixed" and size.isdecimal() and int(size) <= max_length:

@@ -1,7 +1,7 @@
-"""A target behind a virtual link: real networks make the tokens, constants make the time.
+"""Target behind a virtual link: real networks compute tokens, constants set the time.
 
-Draft and target each compute one thing at a time. Messages cross a ``Channel`` as the bytes they
-are encoded to, and are decoded on the other side.
+Draft and target each compute one thing at a time. Messages cross a ``Channel`` in encoded form and
+are decoded on the other side.
 """
 
 import heapq
@@ -30,7 +30,7 @@ from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds of computing."""
+    """Compute times in seconds."""
 
     draft_s: float
     """One draft token on the edge."""
@@ -39,11 +39,11 @@ class Times:
     verify_row_s: float = 0.0
     """Each further row."""
     cloud_draft_s: float
-    """One draft token where the target runs."""
+    """One draft token on the target's machine."""
     alone_s: float | None = None
-    """A token of the target that decodes alone, which tests nothing; None: ``verify_s``."""
+    """One token of autoregressive decoding by the target; None: ``verify_s``."""
     edge_layer_s: float = 0.0
-    """One layer of the target over one row on the edge."""
+    """One target layer over one row on the edge."""
 
     def __post_init__(self) -> None:
         check_ranges(self, dict.fromkeys(vars(self), "[0, inf)"), "times.")
@@ -55,9 +55,9 @@ class Times:
 
 
 class LinkPipeline(LinkedPipeline):
-    """A link on a virtual clock, event by event.
+    """Link pipeline on a virtual clock, event by event.
 
-    Time passes while the draft computes and while a reply is waited for.
+    Time passes while the draft computes and while a reply is awaited.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class LinkPipeline(LinkedPipeline):
     ) -> None:
         """
         Args:
-            is_colocated: the draft runs beside the target, and the link of a session has no length;
+            is_colocated: the draft runs next to the target. The session's link then has no length;
                 only the prompt crosses the given one.
-            token_bytes: that go up with each draft token besides its id.
+            token_bytes: sent up with each draft token, in addition to its id.
         """
         super().__init__(target)
         self.shared, self.link, self.times, self.is_colocated = shared, link, times, is_colocated
@@ -85,9 +85,9 @@ class LinkPipeline(LinkedPipeline):
     def _begin(self) -> Estimates:
         seed = self.settings.seed * 1_000_003 + self.settings.prompt
         self.channel = Channel(self.link, seed=seed)
-        """Of this prompt, with what has crossed it."""
+        """This prompt's channel, with its traffic."""
         self.num_passes = 0
-        """After the prompt's."""
+        """Target passes after the prompt's."""
         self._session = TargetSession(self.shared)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -128,20 +128,20 @@ class LinkPipeline(LinkedPipeline):
         self._pass_time(math.inf)
 
     def _pass_time(self, until_s: float) -> None:
-        """Let time pass to a moment, or if that is infinite to the next event."""
+        """Advance time to a moment, or to the next event if it is infinite."""
         while True:
             self._compute()
             next_s = min(self._events[0][0], until_s) if self._events else until_s
             assert next_s < math.inf, "draft and target wait for each other"
             self._now_s = next_s
-            # What happens at the same moment is all known before anyone acts on it.
+            # Process all events at one moment before anyone reacts to them.
             while self._events and self._events[0][0] == next_s:
                 heapq.heappop(self._events)[2]()
             if until_s in (next_s, math.inf):
                 return
 
     def _hear_of_link(self) -> None:
-        """The radio reports its bandwidths."""
+        """Receive the radio's bandwidth report."""
         if not self.is_colocated:
             state = self.link.state(self._now_s)
             self.estimates.link.set_bandwidth(
@@ -173,7 +173,7 @@ class LinkPipeline(LinkedPipeline):
     # -- messages ---------------------------------------------------------------------------
 
     def _transmit(self, num_bytes: int, direction: Direction) -> float:
-        """Arrival time of a message."""
+        """Return a message's arrival time."""
         if self.is_colocated:
             return self._now_s
         return self.channel.transmit(self._now_s, num_bytes, direction)

@@ -1,8 +1,8 @@
-"""The draft's side of a target behind a network: batches of draft tokens up, verdicts down.
+"""Draft side of a target behind a network: sends batches of draft tokens, receives results.
 
-A session (``edge/session_messages.py``) speaks of one chain: tokens that are certain, and
-draft tokens behind them. A subclass carries the messages, each reply once and in order, and knows
-the time; what it waits for and what it costs to be wrong is in ``Estimates``.
+A session (``edge/session_messages.py``) covers one chain: verified tokens, then draft tokens. A
+subclass transports the messages, each reply once and in order, and provides the time. ``Estimates``
+holds waiting times and the cost of a rejection.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ Expected = TypeVar("Expected", bound=Reply)
 
 @dataclass
 class RemoteTarget:
-    """What the draft's side knows of a target that is elsewhere: one stage, a chain at a time."""
+    """Description of a remote target for the draft side: one stage, a chain at a time."""
 
     eos_token_ids: tuple[int, ...] = ()
     max_positions: int = sys.maxsize
-    """Until a session is open."""
+    """Unlimited until a session is open."""
     vocab_size: int = sys.maxsize
     num_stages: int = field(default=1, init=False)
     boundaries: tuple[int, ...] = field(default=(0, 1), init=False)
 
 
 def check_draft(source: DraftSource) -> None:
-    """Refuse a draft that cannot work across a link.
+    """Reject a draft that cannot run across a link.
 
     Raises:
-        ValueError: a draft that reads hidden states of the target.
+        ValueError: the draft reads the target's hidden states.
     """
     if source.taps:
         raise ValueError(
@@ -88,73 +88,72 @@ def check_draft(source: DraftSource) -> None:
 
 @dataclass
 class Batch:
-    """Draft tokens that are going to have one verdict."""
+    """Draft tokens sharing one verification result."""
 
     start: int
     """Position of the first one."""
     size: int
-    """Draft tokens that are planned; once it is sent, those that it has."""
+    """Planned draft tokens; once sent, the actual number."""
     started_s: float
     num_drafted: int = 0
     seq: int = -1
-    """Of its last message, once that is sent."""
+    """Number of its last message, once sent."""
     num_bytes: int = 0
-    """Of that message, with the link's header."""
+    """Size of this message with the link's header."""
     sent_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkVerdict(Returned):
-    """A reply's verdict on the chain."""
+    """Verification result for the chain, from a reply."""
 
     num_rows: int = 1
-    """Of the tree, the root alone: who sends batches reads the fields below."""
+    """The root alone; link schedules use the fields below."""
     verdicts: Tensor = torch.empty(0)
     num_accepted: int
-    """Draft tokens below the root."""
+    """Accepted draft tokens below the root."""
     token: int | None = None
-    """The target's own, behind them."""
+    """The target's own token after them."""
     payload: Payload | None = None
-    """What stands for the draft token behind them, which was rejected."""
+    """Replaces the rejected draft token after them."""
     outcomes: tuple[tuple[int, int], ...] = ()
-    """Of the batches that are decided: draft tokens, and how many of them were right."""
+    """Decided batches: draft tokens, accepted draft tokens."""
 
 
 class LinkedPipeline(Pipeline):
-    """One session for each prompt.
+    """One session per prompt.
 
-    ``batch`` is being drafted, ``flights`` are away. Replies are taken one by each ``tick``, which
-    waits for it.
+    ``batch`` is being drafted, ``flights`` are in flight. Each ``tick`` waits for one reply.
     """
 
     is_link: ClassVar[bool] = True
     estimates: Estimates
-    """Of the sequence under way."""
+    """Estimates for the current sequence."""
 
     def __init__(self, target: RemoteTarget) -> None:
         self.target = target
         self.timeline = Timeline("draft")
         self.last_rows = []
         self.anchor = ""
-        """Hash of the target's last block that the draft contains; "": none."""
+        """Hash of the target's last block contained in the draft; "": none."""
         self.fallback = ""
-        """Why the target decodes alone although there is a draft; "": it does not."""
+        """Reason for the target decoding alone despite a draft; "": it does not."""
 
     # -- what a subclass adds ---------------------------------------------------------------
 
     @abstractmethod
     def _begin(self) -> Estimates:
-        """Prepare for a session that is about to be opened."""
+        """Prepare for opening a session."""
 
     draft_vocab_size = sys.maxsize
-    """Tokens that the draft can read."""
+    """Vocabulary size of the draft."""
 
     @abstractmethod
     def _send(self, request: Request) -> None: ...
 
     @abstractmethod
     def _wait(self) -> None:
-        """Wait for something; replies are appended to ``_inbox``, with their times."""
+        """Wait for an event; append replies to ``_inbox`` with their times."""
 
     # -- a sequence -------------------------------------------------------------------------
 
@@ -179,18 +178,18 @@ class LinkedPipeline(Pipeline):
         self._restart()
 
     def _restart(self) -> None:
-        """Begin a session of the same sequence."""
+        """Restart with a new session for the same sequence."""
         self.batch: Batch | None = None
         self.flights: deque[Batch] = deque()
         self.num_batches = 0
-        """Sent in this epoch."""
+        """Batches sent in this epoch."""
         self.knows_root = True
         self._tokens: list[int] = []
-        """Certain, and known at the target."""
+        """Verified tokens known to the target."""
         self._sent: list[int] = []
-        """Draft tokens behind them that it knows, too."""
+        """Draft tokens after them known to the target."""
         self._stream_request: Open | Stream | None = None
-        """To decode alone, from the present epoch on."""
+        """Pending request to decode alone, from the current epoch on."""
         self._inbox: deque[tuple[Reply, float]] = deque()
         self._epoch = self._next_seq = 0
 
@@ -201,7 +200,7 @@ class LinkedPipeline(Pipeline):
         return self._open_session(input_ids.tolist()), {}
 
     def _open_session(self, tokens: list[int]) -> int:
-        """Open a session on the target's side, which computes the prompt.
+        """Open a session at the target, which computes the prompt.
 
         Returns:
             The target's next token.
@@ -242,12 +241,12 @@ class LinkedPipeline(Pipeline):
             self.batch.num_drafted += num_tokens
 
     def send(self, certain: list[int], ids: list[int], q: list[float], *, is_early: bool) -> None:
-        """Send what is new of the batch.
+        """Send the batch's new draft tokens.
 
         Args:
-            certain: the root, where the target does not know it.
-            q: probability that each draft token was drawn with, where the rule needs it.
-            is_early: more of the batch follows; for a pass ahead of it.
+            certain: the root, if unknown to the target.
+            q: sampling probability of each draft token, if the rule needs it.
+            is_early: more draft tokens in this batch follow; the target may compute these now.
         """
         batch = self.batch
         assert batch is not None
@@ -290,14 +289,14 @@ class LinkedPipeline(Pipeline):
 
     @property
     def is_streaming(self) -> bool:
-        """The target has been asked to decode alone, from the present epoch on."""
+        """Return True once the target was asked to decode alone, from the current epoch on."""
         return self._stream_request is not None
 
     def stream(self, certain: list[int]) -> None:
-        """Ask the target to decode alone, from the present epoch on.
+        """Ask the target to decode alone, from the current epoch on.
 
         Args:
-            certain: as of ``send``.
+            certain: as in ``send``.
         """
         self._streams, self.batch = True, None
         request = self._next(Stream, **self._prefix(self._tokens, certain))
@@ -306,11 +305,11 @@ class LinkedPipeline(Pipeline):
         self._post(request)
 
     def _next(self, kind: Callable[..., Numbered], **fields: object) -> Numbered:
-        """The next request of the session."""
+        """Build the session's next request."""
         return kind(epoch=self._epoch, seq=self._next_seq, **fields)
 
     def _size(self, request: Request) -> int:
-        """Bytes of a message, without the link's header."""
+        """Return a message's bytes without the link's header."""
         return len(REQUESTS.to_bytes(request))
 
     def _post(self, request: Request) -> None:
@@ -318,7 +317,7 @@ class LinkedPipeline(Pipeline):
         self._send(request)
 
     def round_bytes(self) -> dict[str, int]:
-        """Sizes of messages, as ``RoundShape`` names them; measured once."""
+        """Return message sizes by ``RoundShape`` field; measured once."""
         if self._message_bytes is None:
             verifier, last = self.settings.verifier, self.target.vocab_size - 1
             certain = [] if self.knows_root else [0]
@@ -340,10 +339,10 @@ class LinkedPipeline(Pipeline):
         return bool(self._inbox)
 
     def tick(self, ahead: Ahead | None = None) -> LinkVerdict:
-        """Take the next verdict of the target's side.
+        """Receive the next verification result.
 
         Raises:
-            ValueError: the target's side refuses, or does not follow the protocol.
+            ValueError: the target refuses, or violates the protocol.
         """
         reply = self._next_reply(Result, Reject)
         if isinstance(reply, Result):
@@ -368,7 +367,7 @@ class LinkedPipeline(Pipeline):
         return reply
 
     def _check_tokens(self, reply: Reply) -> None:
-        """Raise ValueError for a token that the target's vocabulary does not have."""
+        """Raise ValueError for a token outside the target's vocabulary."""
         size, found = self.target.vocab_size, -1
         payload = reply.payload if isinstance(reply, Reject | Samples) else None
         if isinstance(reply, Opened):
@@ -386,7 +385,7 @@ class LinkedPipeline(Pipeline):
             raise ValueError(f"server: token {found} is outside the vocabulary of {size}")
 
     def _measure(self, verdict: Result | Reject, arrived_s: float) -> None:
-        """Measure link and target by the answer to a batch."""
+        """Update link and target estimates from a batch's answer."""
         batch = next((batch for batch in self.flights if batch.seq == verdict.seq), None)
         if batch is None:
             return
@@ -428,10 +427,10 @@ class LinkedPipeline(Pipeline):
         return LinkVerdict(num_accepted=num_accepted, payload=payload, outcomes=outcomes)
 
     def _accept(self, length: int) -> int:
-        """Make draft tokens certain up to a length; returns how many.
+        """Move draft tokens up to a length to the verified ones; return their number.
 
         Raises:
-            ValueError: a length that the sequence cannot have.
+            ValueError: impossible length.
         """
         count = length - len(self._tokens)
         if not 0 <= count <= len(self._sent):
@@ -444,10 +443,10 @@ class LinkedPipeline(Pipeline):
         return count
 
     def _start_epoch(self, token: int | None) -> None:
-        """Begin an epoch: what is away or being drafted belongs to another sequence.
+        """Start an epoch: batches in flight or being drafted belong to another sequence.
 
         Args:
-            token: the new root, if it is the target's own.
+            token: new root, if it is the target's own.
         """
         self._epoch += 1
         self._sent.clear()
@@ -469,7 +468,7 @@ class LinkedPipeline(Pipeline):
         return Verdict(path[:-1], tree.tokens[last], tests)
 
     def _corrected(self, verifier: Verifier, tree: TokenTree, row: int, payload: Payload) -> int:
-        """The token in place of a rejected one; payloads may have to be asked for."""
+        """Return the correction for a rejected token, requesting payloads as needed."""
         rejected = DraftToken(tree.tokens[row], tree.draft_probabilities[row])
         payloads = [payload]
         while True:
@@ -481,5 +480,5 @@ class LinkedPipeline(Pipeline):
             payloads.append(self._next_reply(Samples).payload)
 
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
-        """The target's side has kept what its verdict said."""
+        """Do nothing: the target has already applied its result."""
         return {}

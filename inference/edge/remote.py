@@ -1,8 +1,8 @@
-"""A target behind a server: the draft computes in the caller's thread, messages cross gRPC.
+"""Target behind a server: the draft computes in the caller's thread, messages cross gRPC.
 
-A session that breaks is opened again with the output so far, at the cost of one prefill. Random
-numbers belong to positions, so a greedy output, and a sampled one by the rules ``match`` and
-``gumbel``, is the one that an unbroken session would have given.
+A broken session is reopened with the output so far, at the cost of one prefill. Random numbers are
+keyed by position. Greedy outputs, and sampled ones under the rules ``match`` and ``gumbel``, thus
+equal those of an unbroken session.
 """
 
 import math
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from pipedraft.models.language_model import LanguageModelDraft
 
 TRIAL_TOKENS = 32
-"""Over so many, drafting is compared with what the target alone would take."""
+"""Tokens over which drafting is compared with the target decoding alone."""
 TOLERANCE = 1.25
-"""How much slower drafting may look: the estimate of the target leaves out its other sessions."""
+"""Tolerated slowdown: the target's estimate ignores its other sessions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalDraft:
-    """A draft on this machine, for a target that is not."""
+    """Draft on this machine for a remote target."""
 
     network: "Draft | LanguageModelDraft"
     target: str = ""
-    """Hash of the embedding, final norm and LM head that it was trained with; "": any."""
+    """Hash of the embedding, final norm and LM head it was trained with; "": any."""
     anchor: str = ""
-    """Hash of the target's last block that it holds; "": none."""
+    """Hash of the target's last block it contains; "": none."""
 
     def mismatch(self, about: Description) -> str:
-        """Why it does not belong to a server's target; "": it does."""
+        """Return the reason it does not match a server's target; "": it does."""
         pairs = {
             "embedding, final norm or LM head": (self.target, about.fingerprint),
             "last block": (self.anchor, about.anchor),
@@ -66,7 +66,7 @@ class LocalDraft:
 
     @torch.inference_mode()
     def measure(self, tokens: list[int]) -> float:
-        """Seconds of a draft token; the first one, which loads kernels, is left out."""
+        """Return seconds per draft token, without the first one, which loads kernels."""
         source, times_s = make_source(self.network), list[float]()
         source.begin({}, tokens[-8:])
         tree = TokenTree(tokens[-1], min(len(tokens), 8) - 1)
@@ -92,14 +92,14 @@ class RemotePipeline(LinkedPipeline):
     ) -> None:
         """
         Args:
-            keeps_drafting: also where the target alone would be faster.
-            tokenizer: hash of the vocabulary, as the server's must be; "": not compared.
+            keeps_drafting: draft even if the target alone would be faster.
+            tokenizer: vocabulary hash, compared with the server's; "": not compared.
         """
         super().__init__(RemoteTarget())
         self.connection, self.draft, self.warn = connection, draft, warn
         self.keeps_drafting, self.tokenizer = keeps_drafting, tokenizer
         self.num_reopened = 0
-        """Sessions that broke after their first token; each cost a prefill."""
+        """Sessions broken after their first token; each cost a prefill."""
         if draft is not None:
             self.draft_vocab_size = draft.network.target_vocab_size
         self._stream: SessionStream | None = None
@@ -111,7 +111,7 @@ class RemotePipeline(LinkedPipeline):
         self._max_new_tokens = config.max_new_tokens
         self._first_about: Description | None = None
         self._times_s: list[float] = []
-        """When each token after the first was certain."""
+        """Verification time of each token after the first."""
         self._drafting_s = 0.0
 
     def now(self) -> float:
@@ -143,7 +143,7 @@ class RemotePipeline(LinkedPipeline):
             self.anchor = self.draft.anchor
             self._streams = bool(self.fallback)
         self._stream, self._lost = SessionStream(self.connection), None
-        # The bandwidth is not known: what it costs shows in the round trips.
+        # The bandwidth is unknown: its cost shows in the round trips.
         state = LinkState(
             up_bytes_per_s=math.inf, down_bytes_per_s=math.inf, round_trip_s=round_trip_s
         )
@@ -165,22 +165,22 @@ class RemotePipeline(LinkedPipeline):
                 self._begin_again(tokens, lost)
 
     def _begin_again(self, tokens: list[int], lost: SessionLost) -> None:
-        """Prepare a session for the output so far, once the server can be asked again.
+        """Prepare a session for the output so far, once the server is reachable again.
 
         Raises:
             Failure: there was no reply for too long.
-            ValueError: the server refuses, or came back with another target.
+            ValueError: the server refuses, or returned with another target.
         """
         self._hang_up()
         self.connection.patience.wait(lost)
-        self._times_s, self._drafting_s = [], 0.0  # the draft is not why the server was away
+        self._times_s, self._drafting_s = [], 0.0  # the draft did not cause the outage
         self._restart()
         self.estimates = self._begin()
         left = self._max_new_tokens - (len(tokens) - self._num_prompt)
         self.settings = msgspec.structs.replace(self.settings, max_new_tokens=left)
 
     def _reopen(self, lost: SessionLost) -> int:
-        """Go on in a new session; returns its first token."""
+        """Continue in a new session; return its first token."""
         tokens = self._tokens
         self.num_reopened += 1
         self.warn(
@@ -212,16 +212,16 @@ class RemotePipeline(LinkedPipeline):
             return self._reopen(lost)
 
     def _compare(self, num_pending: int) -> None:
-        """Fall back if drafting is slower than the target alone, which sends a token a pass.
+        """Fall back if drafting is slower than the target alone, one token per pass.
 
         Args:
-            num_pending: draft tokens without a verdict, which are taken to be right: drafting that
-                is too slow even so is given up before the verdict.
+            num_pending: unverified draft tokens, assumed accepted: drafting too slow even then is
+                given up before the result.
         """
         if self.keeps_drafting or self._streams:
             return
         num_certain = max(TRIAL_TOKENS - num_pending, 0)
-        # Of an output with fewer tokens only the drafting counts: prompts of others may delay it.
+        # Before any later token only drafting counts: other clients' prompts may cause delays.
         trial_s = self._drafting_s
         if len(self._times_s) > num_certain:
             trial_s = self.now() - self._times_s[-1 - num_certain]
@@ -239,10 +239,10 @@ class RemotePipeline(LinkedPipeline):
             self.warn(f"{reason}; {consequence}")
 
     def close(self) -> int:
-        """End the session; returns the passes that the server computed.
+        """End the session; return the server's passes.
 
         Returns:
-            0: unknown, as a session broke.
+            0: unknown, since a session broke.
         """
         assert self._stream is not None
         num_passes = self._stream.close(self._next(Close))
@@ -269,13 +269,13 @@ class RemotePipeline(LinkedPipeline):
         self._take(waits=True)
 
     def verdict_waits(self) -> bool:
-        """Whether a verdict waits, or the next step begins with a new session."""
+        """Return True if a result waits, or the next step starts with a new session."""
         while self._lost is None and self._take(waits=False):
             pass
         return self._lost is not None or super().verdict_waits()
 
     def _take(self, *, waits: bool) -> bool:
-        """Whether something came."""
+        """Return True if a reply arrived."""
         assert self._stream is not None
         try:
             found = self._stream.take(waits=waits)

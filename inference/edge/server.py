@@ -1,7 +1,7 @@
-"""A target as a gRPC server: a session for each stream, forward passes for all of them at once.
+"""Target as a gRPC server: a session per stream, shared forward passes.
 
-One thread computes; everything else is the event loop's. Sessions that have rows to compute when a
-pass ends share the next one, so nobody waits for a batch to fill.
+One thread computes; the rest runs on the event loop. Sessions with rows to compute at the end of a
+pass share the next one, so none waits for a batch to fill.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ SWEEP_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """How a server is reached."""
+    """Access settings for a server."""
 
     certificate: bytes | None = None
     """PEM chain; None: plain text."""
@@ -59,7 +59,7 @@ class Security:
 
 
 class Server:
-    """Serves one target until ``stop``; ``start`` says on which port."""
+    """Serves one target until ``stop``; ``start`` returns the port."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Server:
             is_serving=True,
         )
         self.num_passes = self.num_session_passes = 0
-        """Passes over the target; how many each of them was for, summed."""
+        """Target passes, and sessions served summed over passes."""
         self._due = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._tasks: list[asyncio.Task] = []
@@ -104,10 +104,10 @@ class Server:
         """Listen for clients.
 
         Returns:
-            The port; another one than asked for if that was 0.
+            The port; a free one if 0 was requested.
 
         Raises:
-            ValueError: the port cannot be had, or the certificate cannot be used.
+            ValueError: the port is unavailable, or the certificate is unusable.
         """
         grpc = self._grpc
         message_bytes = self.limits.max_message_kb * 2**10
@@ -136,7 +136,7 @@ class Server:
         """Wait until ``ended`` is set.
 
         Raises:
-            Exception: what stopped the forward passes.
+            Exception: the error that stopped the forward passes.
         """
         waiting = asyncio.create_task(ended.wait())
         done, _ = await asyncio.wait([waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -145,10 +145,10 @@ class Server:
             task.result()
 
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> int:
-        """Take no new sessions, let the open ones end, then end them; with ``hurry`` at once.
+        """Accept no new sessions, let the open ones finish, then end them; with ``hurry`` at once.
 
         Returns:
-            Sessions that were cut off.
+            Number of sessions cut off.
         """
         self.table.is_draining = True
         until_s = time.monotonic() + grace_s
@@ -204,7 +204,7 @@ class Server:
 
     @contextmanager
     def _ending_alone(self, session: HeldSession) -> Iterator[None]:
-        """An exception in the body ends this session, and no other one."""
+        """End only this session on an exception in the body."""
         try:
             yield
         except Exception as error:
@@ -217,10 +217,12 @@ class Server:
         session.stream.finish(SessionRefused("INTERNAL", text))
 
     def _next_batch(self) -> list[HeldSession]:
-        """Start passes, and return their sessions: all with rows, and one prompt, so that many new
-        sessions do not hold up the others for longer than that."""
+        """Start passes and return their sessions: all with rows, plus one prompt.
+
+        A single prompt bounds the delay new sessions cause to others.
+        """
         batch, has_prompt = [], False
-        # Those that waited longest come first.
+        # Longest waiting first.
         for session in sorted(self.table.held.values(), key=lambda held: held.seen_s):
             is_prompt = session.core.wants_prefill
             if is_prompt and has_prompt:
@@ -281,7 +283,7 @@ class Server:
             context.set_trailing_metadata(((wire.NUM_PASSES, str(session.num_passes)),))
 
     async def _read(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> None:
-        """Read until the stream ends; what is wrong with it becomes its status."""
+        """Read until the stream ends; its error becomes the stream's status."""
         try:
             session = await self._enter(requests, stream)
             pace = MessageRate(self.limits.max_messages_s)
@@ -297,7 +299,7 @@ class Server:
             log.error("stream ended: %s", describe_failure(error))
             stream.finish(SessionRefused("INTERNAL", "stream: the server failed; its log says why"))
         else:
-            # The edge has nothing more to say, as after a Close.
+            # The edge has sent everything, as after a Close.
             stream.finish(SessionRefused("OK", ""))
 
     async def _enter(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> HeldSession:
@@ -338,9 +340,9 @@ class Server:
 
 @torch.inference_mode()
 def measure(target: SharedTarget) -> tuple[float, float, int]:
-    """Seconds of a pass over one row, of each further row, and bytes of a token's keys and values.
+    """Measure seconds per one-row pass, per further row, and key-value bytes per token.
 
-    These passes also load the kernels before the first client comes.
+    These passes also load the kernels before the first client.
     """
     staged = target.staged()
     (stage,) = staged.stages
@@ -355,7 +357,7 @@ def measure(target: SharedTarget) -> tuple[float, float, int]:
         )
         hidden_RH = stage.forward(segment).hidden
         assert hidden_RH is not None
-        # To the host, as a verdict needs them: a GPU would still be computing.
+        # Copy to the host, as a result needs it: a GPU may still be computing.
         staged.logits(hidden_RH).cpu()
         stage.keep(KeepRows((), 0))
         return time.perf_counter() - started_s
@@ -366,20 +368,20 @@ def measure(target: SharedTarget) -> tuple[float, float, int]:
 
 
 def describe_failure(error: Exception) -> str:
-    """One line for the operator: what failed, and where."""
+    """Return one line for the operator: what failed, and where."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
 
 
 def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
-    """Run the passes together; if that fails, those that are still owed one by one.
+    """Run the passes together; after a failure run the remaining ones one by one.
 
     Returns:
-        Sessions whose own pass failed, and what happened; all others have their rows.
+        Sessions whose own pass failed, with the reason; all others have their rows.
 
     Raises:
-        Exception: the target cannot compute a row of its own either, so no session is to blame.
+        Exception: the target cannot compute its own row either, so no session is at fault.
     """
     try:
         run_together(sessions)
@@ -392,7 +394,7 @@ def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
         try:
             session.run()
         except Exception as error:
-            # The line alone: the traceback would hold on to the tensors of the pass.
+            # Keep the line alone: the traceback would keep the pass's tensors alive.
             failures[session] = describe_failure(error)
     if failures:
         sessions[0].target.staged().prefill(torch.zeros(1, dtype=torch.long))

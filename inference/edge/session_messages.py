@@ -1,12 +1,12 @@
-"""What edge and cloud say to each other, and its bytes.
+"""Messages between edge and cloud, and their encoding.
 
 A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., the cloud's have
-``number`` 0, 1, .... The cloud takes requests in the order of ``seq``, so a repeated or late one
-changes nothing; the edge refuses a reply out of order. Each reply names the ``seq`` it answers.
+``number`` 0, 1, .... The cloud processes requests in ``seq`` order, so a repeated or late one
+changes nothing. The edge rejects a reply out of order. Each reply names the ``seq`` it answers.
 
-An epoch ends whenever the cloud's or the edge's own token follows (a correction, a bonus): what was
-drafted before that token was known belongs to another sequence. What still
-arrives from an ended epoch is stale and dropped.
+An epoch ends at every token from the cloud or the edge itself (a correction, a bonus): tokens
+drafted before it belong to another sequence. Late messages from an ended epoch are stale and
+dropped.
 
     Open(prompt) ->                     <- Opened(first token)
     Preverify(known prefix) ->
@@ -15,8 +15,8 @@ arrives from an ended epoch is stale and dropped.
     Stream() ->                         <- Result(token), Result(token), ...
     Close() ->                          <- Error(text), at any time
 
-Frames of two ``Codec``s, one for each direction. A session lives as long as its gRPC stream. When
-the stream breaks, the edge opens a new session with the output so far as its prompt.
+Two ``Codec``s frame them, one per direction. A session lives as long as its gRPC stream. If the
+stream breaks, the edge opens a new session with the output so far as its prompt.
 """
 
 import hashlib
@@ -42,11 +42,11 @@ from pipedraft.inference.rules.sampled import (
 
 PROTOCOL = 4
 MAX_BYTES = 16 * 2**20
-"""Of one message: the logits of a vocabulary of four million."""
+"""Maximum bytes per message: logits for a vocabulary of four million."""
 MAX_DRAFT_TOKENS = 256
 MAX_PROMPT = 2**20
 WINDOW = 64
-"""Messages that may arrive before one that precedes them."""
+"""Messages accepted before a missing earlier one."""
 
 Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -58,7 +58,7 @@ PrefixHash = Annotated[bytes, Meta(min_length=8, max_length=8)]
 
 
 class Settings(Message, kw_only=True):
-    """How a session draws its tokens; equal on both sides."""
+    """Sampling settings for a session, equal on both sides."""
 
     rule: RuleName = "match"
     temperature: float = 0.0
@@ -66,13 +66,13 @@ class Settings(Message, kw_only=True):
     filters: TokenFilters = UNFILTERED
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     prompt: Count = 0
-    """Index of the prompt: with the seed the key of all random numbers."""
+    """Prompt index: with the seed, the key for all random numbers."""
     payload_tokens: Annotated[int, Meta(ge=1, le=4096)] = 10
     """Tokens in a ``Top``."""
     tail_samples: Annotated[int, Meta(ge=1, le=4096)] = 4
-    """Draws in the first ``Top``."""
+    """Samples in the first ``Top``."""
     has_bonus: bool = True
-    """A batch that is accepted to its end gets one more token."""
+    """A fully accepted batch gets one more token."""
     pre_verifies: bool = False
     """Rows of a known prefix may be computed before the batch is complete."""
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 128
@@ -85,7 +85,7 @@ class Settings(Message, kw_only=True):
 
     @property
     def verifier(self) -> Verifier:
-        """The rule, with this session's random numbers; at temperature 0 all are ``match``."""
+        """Return the rule with this session's random numbers; at temperature 0 ``match``."""
         return make_verifier(
             self.rule,
             self.temperature,
@@ -97,12 +97,12 @@ class Settings(Message, kw_only=True):
 
 
 class Open(Message, kw_only=True, tag="open"):
-    """The first message of a session; its ``seq`` is 0."""
+    """First message in a session; its ``seq`` is 0."""
 
     prompt_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_PROMPT)]
     settings: Settings
     anchor: Annotated[str, Meta(max_length=128)] = ""
-    """Hash of the target's last block that the draft contains; "": none."""
+    """Hash of the target's last block contained in the draft; "": none."""
     streams: bool = False
     """The cloud decodes alone, token by token."""
 
@@ -121,45 +121,44 @@ class _OfSession(Message):
 
 
 class _Continues(_OfSession):
-    """Tokens that follow ``base`` others, draft tokens that wait for their verdict included."""
+    """Tokens following ``base`` earlier ones, including draft tokens awaiting verification."""
 
     base: Count
     prefix_hash: PrefixHash
-    """Of these ``base`` tokens."""
+    """Hash of these ``base`` tokens."""
     certain: Ids
-    """Tokens that the edge has drawn itself from a payload."""
+    """Tokens sampled by the edge itself from a payload."""
 
 
 class _DraftTokens(_Continues):
     ids: Ids
     q: Annotated[list[Probability], Meta(max_length=MAX_DRAFT_TOKENS)]
-    """Probability that each draft token was drawn with, where the rule needs it; else empty."""
+    """Probability used to sample each draft token, if the rule needs it; else empty."""
     next_s: Seconds
-    """When the edge will complete its next batch: counted from this message, or from the verdict
-    on it."""
+    """Time until the edge completes its next batch, from this message or from its result."""
 
 
 class Preverify(_DraftTokens, tag="pre"):
-    """First draft tokens of a batch, or only what precedes it; nothing needs an answer."""
+    """First draft tokens in a batch, or only the prefix; needs no answer."""
 
 
 class Verify(_DraftTokens, tag="verify"):
-    """The last draft tokens of a batch, which wants a verdict."""
+    """Last draft tokens in a batch; requests verification."""
 
 
 class More(_OfSession, tag="more"):
-    """The samples of a payload are used up."""
+    """Request further samples for a payload."""
 
     count: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
-    """How many more; 0: all logits instead."""
+    """Number of samples; 0: all logits instead."""
 
 
 class Stream(_Continues, tag="stream"):
-    """Draft tokens are over: the cloud is to decode alone from its own tokens on."""
+    """Stop drafting: the cloud decodes alone from its own tokens on."""
 
 
 class Close(_OfSession, tag="close"):
-    """The edge has what it wants."""
+    """Close a session after its output is complete."""
 
 
 Request: TypeAlias = Open | Preverify | Verify | More | Stream | Close
@@ -171,14 +170,14 @@ Request: TypeAlias = Open | Preverify | Verify | More | Stream | Close
 class _Numbered(Message):
     number: Count
     seq: Count
-    """Of the message that it answers."""
+    """Number of the message answered."""
     epoch: Count
-    """In which it was sent."""
+    """Epoch of that message."""
 
 
 class Opened(_Numbered, tag="opened"):
     token: Count
-    """The first one after the prompt."""
+    """First token after the prompt."""
     vocab_size: Count
     max_positions: Count
     eos_token_ids: Annotated[list[Count], Meta(max_length=64)]
@@ -187,22 +186,22 @@ class Opened(_Numbered, tag="opened"):
 
 class _Verdict(_Numbered):
     length: Count
-    """Tokens that are certain, without the one that comes with the verdict."""
+    """Verified tokens, without the one in this result."""
     held_s: Seconds
-    """From the arrival of the message to this answer."""
+    """Seconds from the message's arrival to this answer."""
     forward_s: Seconds
-    """Of the last pass over the target."""
+    """Seconds for the last target pass."""
 
 
 class Result(_Verdict, tag="result"):
-    """All draft tokens before ``length`` are right."""
+    """All draft tokens before ``length`` are accepted."""
 
     token: Count | None
-    """A bonus, or a streamed token; it ends the epoch."""
+    """Bonus or streamed token; it ends the epoch."""
 
 
 class Reject(_Verdict, tag="reject"):
-    """The draft token at ``length`` is wrong; the epoch has ended."""
+    """The draft token at ``length`` is rejected; the epoch has ended."""
 
     payload: Payload
 
@@ -224,32 +223,32 @@ REPLIES: Codec[Reply] = Codec(Reply, max_header_bytes=2**16, max_tensor_bytes=MA
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's description and state; msgpack, a map, so that every version can read it."""
+    """Server description and state; a msgpack map, readable by every version."""
 
     protocol: int
     target: str
-    """Its name, as the server was given it."""
+    """Name given to the server."""
     fingerprint: str
     """Hash of embedding, final norm and LM head."""
     anchor: str
     """Hash of the last block."""
     weights: str
-    """Hash of one row of every weight: changes with any fine-tuning."""
+    """Hash over one row of every weight: changes with any fine-tuning."""
     tokenizer: str
     """Hash of the vocabulary."""
     vocab_size: int
     max_prompt_tokens: int
     max_new_tokens: int
     forward_s: Seconds
-    """A pass over one row, as measured before serving."""
+    """One-row pass, measured before serving."""
     row_s: Seconds
-    """What each further row adds."""
+    """Added per further row."""
     sessions: int
-    """Held now."""
+    """Open sessions."""
     cache_bytes: int
-    """Of their keys and values."""
+    """Memory for their keys and values."""
     is_serving: bool
-    """False: it is shutting down, and takes no new sessions."""
+    """False: shutting down, accepts no new sessions."""
 
 
 def prefix_hash(ids: Sequence[int]) -> bytes:

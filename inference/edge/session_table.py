@@ -1,4 +1,4 @@
-"""Sessions of a server: admission by its limits, the replies on their way, and expiry.
+"""Server sessions: admission by limits, queued replies, and expiry.
 
 A session lives as long as its stream. The caller passes the time.
 """
@@ -14,42 +14,42 @@ from pipedraft.inference.edge.target_session import MAX_PENDING, SharedTarget, T
 from pipedraft.models.stage_cache import MIN_CAPACITY
 
 UNSENT_BYTES = 4 * 2**20
-"""Replies that an edge may leave unread, in bytes, before the server stops reading its requests."""
+"""Unread reply bytes per edge before the server stops reading its requests."""
 
 
 class SessionRefused(ValueError):
-    """A stream that ends with a status; the message is one line for its client."""
+    """Ends a stream with a status; the message is one line for its client."""
 
     def __init__(self, code: str, text: str) -> None:
         """
         Args:
-            code: name of a ``grpc.StatusCode``; an edge tries again after ``UNAVAILABLE``.
+            code: name of a ``grpc.StatusCode``; an edge retries after ``UNAVAILABLE``.
         """
         super().__init__(text)
         self.code = code
 
 
 class MessageRate:
-    """Rate limit of messages per second, with bursts of one second; the caller passes the time."""
+    """Rate limit in messages per second, with bursts of one second; the caller passes the time."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self._free_s = -math.inf
-        """When all messages so far would have been let through at this rate."""
+        """Time when all messages so far would have passed at this rate."""
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds to wait before the next message is read."""
+        """Return the seconds to wait before reading the next message."""
         self._free_s = max(self._free_s, now_s - 1) + 1 / self.rate
         return max(0.0, self._free_s - now_s)
 
 
 class ReplyStream:
-    """Replies on their way to one connected edge."""
+    """Queued replies for one connected edge."""
 
     def __init__(self) -> None:
         self.session: HeldSession | None = None
         self.end: SessionRefused | None = None
-        """Why the stream is to end; code OK: the sequence is complete."""
+        """Reason to end the stream; code OK: the sequence is complete."""
         self._replies: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._num_unread = 0
         self._drained = asyncio.Event()
@@ -64,12 +64,12 @@ class ReplyStream:
             self._drained.clear()
 
     def finish(self, end: SessionRefused) -> None:
-        """End the stream after the replies so far; only the first call counts."""
+        """End the stream after queued replies; only the first call counts."""
         self.end = self.end or end
         self._replies.put_nowait(None)
 
     async def drained(self) -> None:
-        """Wait while the edge leaves too much unread."""
+        """Wait while the edge has too many unread replies."""
         await self._drained.wait()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -82,7 +82,7 @@ class ReplyStream:
 
 @dataclass(eq=False)
 class HeldSession:
-    """An open session and its memory."""
+    """Open session and its memory."""
 
     number: int
     core: TargetSession
@@ -90,18 +90,18 @@ class HeldSession:
     reserved_bytes: int
     opened_s: float
     seen_s: float
-    """When its edge was last heard of."""
+    """Time of the edge's last message."""
     num_passes: int = 0
-    """Passes over the target after the prompt's."""
+    """Target passes after the prompt's."""
 
 
 class SessionTable:
-    """Open sessions, and the memory that they may take."""
+    """Open sessions and their memory budget."""
 
     def __init__(self, target: SharedTarget, limits: SessionLimits, row_bytes: int) -> None:
         """
         Args:
-            row_bytes: keys and values of one token.
+            row_bytes: keys and values per token.
         """
         self.target, self.limits, self.row_bytes = target, limits, row_bytes
         self._max_positions = target.staged().max_positions
@@ -116,14 +116,14 @@ class SessionTable:
 
     @property
     def cache_bytes(self) -> int:
-        """Allocated now; never more than ``reserved_bytes``."""
+        """Bytes allocated now; never more than ``reserved_bytes``."""
         return sum(session.core.cache_bytes for session in self.held.values())
 
     def open(self, opening: Open, now_s: float, stream: ReplyStream) -> HeldSession:
         """Open a session and reserve its memory.
 
         Raises:
-            SessionRefused: no room, or more is asked for than the server allows.
+            SessionRefused: no room, or the request exceeds the server's limits.
         """
         reserved = self._admit(opening)
         self.num_opened += 1
@@ -170,19 +170,19 @@ class SessionTable:
         return reserved
 
     def _max_rows(self, num_tokens: int) -> int:
-        """Return the most rows that a session's buffers have: they double from ``MIN_CAPACITY``."""
+        """Return a session's maximum buffer rows: buffers double from ``MIN_CAPACITY``."""
         return max(MIN_CAPACITY, 2 * min(num_tokens + MAX_PENDING, self._max_positions))
 
     def drop(self, session: HeldSession) -> None:
-        """Forget a session and its memory; harmless where that is done."""
+        """Remove a session and its memory; no effect if removed."""
         self.held.pop(session.number, None)
 
     def expire(self, now_s: float) -> list[tuple[HeldSession, str]]:
-        """Drop the sessions whose time is over; return each with the line for its edge."""
+        """Remove expired sessions; return each with the message for its edge."""
         over = []
         for session in list(self.held.values()):
             if session.core.owes:
-                session.seen_s = now_s  # an edge that waits for the server is not silent
+                session.seen_s = now_s  # an edge waiting for the server is not silent
             if now_s - session.opened_s > self.limits.request_s:
                 over.append((session, f"session: open for {self.limits.request_s:g} s"))
             elif now_s - session.seen_s > self.limits.idle_s:

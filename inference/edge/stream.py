@@ -1,8 +1,8 @@
-"""Client side of a session on a gRPC server: one stream, which ends with the session.
+"""Client side of a session on a gRPC server: one stream per session.
 
-The caller's thread sends and takes; a thread of each stream puts what comes into a queue, so
-replies are seen, with the time of their arrival, while the draft computes. A stream that breaks is
-not resumed: ``SessionLost`` asks the caller to open a new session with the output so far.
+The caller's thread sends and takes; a thread per stream queues incoming replies with their arrival
+time, so they are seen while the draft computes. A broken stream is not resumed: ``SessionLost``
+asks the caller to open a new session with the output so far.
 """
 
 import random
@@ -30,35 +30,35 @@ from pipedraft.inference.edge.session_messages import (
 NUMBER = re.compile(r"[0-9]{1,9}")
 HOST = re.compile(r"[\w.-]+|\[[\w.:%]+\]")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
-"""Between attempts to reach a server; doubled each time."""
+"""Seconds between attempts to reach a server, doubled each time."""
 CLOSING_S = 2.0
-"""For the server's last word, once the output is complete."""
+"""Seconds to wait for the server's last message after the output is complete."""
 RECOVERABLE = frozenset(
     ["UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "OK"]
 )
-"""Codes of a stream that broke, of a session that expired, and of a server that is down or full."""
+"""Status codes for a broken stream, an expired session, and a server down or full."""
 
 
 class SessionLost(Exception):
-    """A session ended before its output did, or the server could not be reached."""
+    """The session ended before its output, or the server is unreachable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Where a server is and how it is reached."""
+    """Server address and access settings."""
 
     server: str
     """host:port"""
     uses_tls: bool = False
     root_certificates: bytes | None = None
-    """PEM, that the server's certificate is signed by; None: the system's."""
+    """PEM certificates that sign the server's; None: the system's."""
     token: str = ""
     connect_s: float = 10.0
-    """For one attempt."""
+    """Seconds per connection attempt."""
     answer_s: float = 30.0
-    """Without an answer that is owed for so long, the session counts as lost."""
+    """Seconds without a due answer before the session counts as lost."""
     give_up_s: float = 60.0
-    """Without a reply for so long, the output ends in a ``Failure``."""
+    """Seconds without a reply before the output ends in a ``Failure``."""
 
     def __post_init__(self) -> None:
         host, _, port = self.server.rpartition(":")
@@ -66,7 +66,7 @@ class Access:
             raise ValueError(f"--server: {self.server!r}; give host:port, as 127.0.0.1:50051")
 
     def lost(self, end: "Break") -> SessionLost:
-        """Make the exception for a call that ended.
+        """Return the exception for an ended call.
 
         Raises:
             ValueError: the server refuses for good.
@@ -78,7 +78,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Break:
-    """How a call ended."""
+    """End of a call."""
 
     code: str
     text: str
@@ -86,7 +86,7 @@ class Break:
 
     @classmethod
     def of(cls, call: wire.Untyped) -> "Break":
-        """Read the end of a call; ``call``: one that is over, or the error that it raised."""
+        """Read a call's end; ``call``: a finished one, or the error it raised."""
         passes = str(dict(call.trailing_metadata() or ()).get(wire.NUM_PASSES))
         num_passes = int(passes) if NUMBER.fullmatch(passes) else None
         return cls(call.code().name, " ".join(str(call.details()).split()), num_passes)
@@ -94,7 +94,7 @@ class Break:
 
 @dataclass
 class Bytes:
-    """Payloads of the messages, without gRPC's 5, HTTP/2's 9 and the headers below."""
+    """Payload bytes, without gRPC's 5, HTTP/2's 9 and lower headers."""
 
     up: int = 0
     down: int = 0
@@ -103,7 +103,7 @@ class Bytes:
 
 
 class Patience:
-    """How long to go on trying: ``give_up_s`` without a reply."""
+    """Retry limit: ``give_up_s`` without a reply."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -124,14 +124,14 @@ class Patience:
             raise Failure(
                 f"server: {access.server} could not be used for {access.give_up_s:g} s ({lost})"
             )
-        # Many clients of one server that went down must not come back at the same moment.
+        # Jitter: clients of a server that went down must not all return at once.
         wait_s = min(self._wait_s, LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
         time.sleep(min(wait_s, left_s))
         self._wait_s = 2 * self._wait_s
 
 
 class Connection:
-    """A channel to a server; ``with``."""
+    """Channel to a server; use with ``with``."""
 
     def __init__(self, access: Access) -> None:
         self.grpc, self.access = wire.import_grpc(), access
@@ -157,13 +157,13 @@ class Connection:
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def call(self) -> "SessionCall":
-        """Begin the stream of a session."""
+        """Start a session's stream."""
         requests: SimpleQueue[bytes | None] = SimpleQueue()
         answers = self._session(iter(requests.get, None), metadata=self._metadata)
         return SessionCall(answers, requests, self.bytes, self.grpc.RpcError)
 
     def describe(self) -> tuple[Description, float]:
-        """Ask what the server is, and measure the round trip once the connection is up."""
+        """Ask for the server's description, and measure the round trip once connected."""
         options = {"metadata": self._metadata, "timeout": self.access.connect_s}
         while True:
             try:
@@ -176,10 +176,10 @@ class Connection:
 
 
 def read_description(data: bytes) -> Description:
-    """Read how a server describes itself.
+    """Read a server's description of itself.
 
     Raises:
-        ValueError: not what a server of this version says.
+        ValueError: not from a server of this version.
     """
     try:
         about = msgspec.msgpack.decode(data, type=Description)
@@ -196,7 +196,7 @@ def read_description(data: bytes) -> Description:
 
 
 class SessionCall:
-    """One gRPC stream; what comes of it, and at last how it ended, goes into ``arrived``."""
+    """One gRPC stream; its replies, and finally its end, are queued in ``arrived``."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class SessionCall:
         self._requests.put(data)
 
     def take(self, timeout_s: float) -> tuple[bytes | Break, float] | None:
-        """Return the next thing that came, with its time; None: nothing did."""
+        """Return the next reply or end with its time; None: timeout."""
         try:
             data, arrived_s = self.arrived.get(timeout_s > 0, max(timeout_s, 0))
         except Empty:
@@ -235,7 +235,7 @@ class SessionCall:
         return data, arrived_s
 
     def hang_up(self) -> None:
-        """End the stream without a word; harmless where it is over."""
+        """End the stream without a message; no effect if it is over."""
         self._answers.cancel()
         self._requests.put(None)
 
@@ -252,14 +252,14 @@ class SessionStream:
         self._call.write(REQUESTS.to_bytes(request))
 
     def take(self, *, waits: bool) -> tuple[Reply, float] | None:
-        """Return the next reply and when it arrived.
+        """Return the next reply and its arrival time.
 
         Args:
-            waits: for an answer that is owed; else None where nothing has come.
+            waits: True: wait for a due answer. False: return None if nothing has arrived.
 
         Raises:
             SessionLost: the stream broke, or the answer did not come.
-            ValueError: the server refuses for good, or what came is no reply.
+            ValueError: the server refuses for good, or sent no valid reply.
         """
         found = self._call.take(self._access.answer_s if waits else 0.0)
         if found is None:
@@ -277,10 +277,10 @@ class SessionStream:
         return reply, arrived_s
 
     def close(self, closing: Close) -> int | None:
-        """End the session; the server's last word is how many passes it took.
+        """End the session; the server's last message reports its passes.
 
         Returns:
-            Passes over the target after the prompt's; None: unknown.
+            Target passes after the prompt's; None: unknown.
         """
         self.send(closing)
         until_s = time.monotonic() + CLOSING_S
@@ -292,5 +292,5 @@ class SessionStream:
         return None if end is None else end.num_passes
 
     def hang_up(self) -> None:
-        """Leave without a word."""
+        """End without a message."""
         self._call.hang_up()

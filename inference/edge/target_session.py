@@ -1,16 +1,16 @@
-"""The target's half of a session: the sequence, its cache, and verdicts on draft tokens.
+"""Target side of a session: the sequence, its cache, and verification of draft tokens.
 
     session = TargetSession(SharedTarget(model))
     replies = session.receive(request, now_s)
-    while session.start(now_s):              # rows that a forward pass has to compute
-        session.run()                        # the only heavy call; may be in another thread
+    while session.start(now_s):              # rows due for a forward pass
+        session.run()                        # the only heavy call; may use another thread
         replies += session.finish(now_s)
 
 Between ``start`` and ``finish`` requests are only stored, so a pass never sees its rows change.
-``run_together`` runs the passes of several sessions.
+``run_together`` runs several sessions' passes.
 """
 
-# V vocabulary, R rows of a pass, S speculative rows of the cache, H hidden
+# V vocabulary, R rows in a pass, S speculative cache rows, H hidden
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 MAX_PENDING = 512
-"""Draft tokens that may wait for their verdict: each may have a row of logits in memory."""
+"""Maximum draft tokens awaiting verification: each may hold a row of logits in memory."""
 
 
 MAX_MORE = 16
-"""Payloads of one correction; draws are doubled, and then all logits asked for."""
+"""Maximum payloads per correction; samples double, then all logits are sent."""
 
 
 class SharedTarget:
-    """A target that sessions share; each has a cache of its own."""
+    """Target shared by sessions, each with its own cache."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         self.model = model
@@ -76,20 +76,20 @@ class SharedTarget:
 
 
 class RequestRefused(ValueError):
-    """A request that cannot be served; one line for its sender."""
+    """Request that cannot be served; the message is one line for its sender."""
 
 
 @dataclass(frozen=True)
 class _Batch:
     seq: int
     end: int
-    """Length of the sequence if all of it is accepted."""
+    """Sequence length if the batch is fully accepted."""
     arrived_s: float
     next_s: float
 
 
 class TargetSession:
-    """One sequence. Nothing here waits; ``now_s`` is the caller's clock."""
+    """One sequence. Never waits; ``now_s`` is the caller's clock."""
 
     def __init__(self, target: SharedTarget) -> None:
         self.target = target
@@ -99,28 +99,28 @@ class TargetSession:
         self._opening: Open | None = None
         self._rule: Verifier
         self._tokens: list[int] = []
-        """Certain tokens; the last one is the root, whose row is the first speculative one."""
+        """Verified tokens; the last one is the root, whose row is the first speculative one."""
         self._num_prompt = 0
         self._draft_tokens: list[int] = []
-        """Behind the certain ones, not tested yet."""
+        """Untested draft tokens after the verified ones."""
         self._q: list[float] = []
         self._logits: deque[Tensor] = deque()
-        """[V] of the root and of the first draft tokens, as far as they are computed."""
+        """[V] for the root and the first draft tokens, as far as computed."""
         self._rejected: Tensor | None = None
-        """Logits behind the certain tokens where the edge draws the next token."""
+        """Logits after the verified tokens, if the edge samples the next token."""
         self._num_samples = self._num_more = 0
         self._batches: deque[_Batch] = deque()
         self._epoch = self._next_number = 0
         self.next_seq = 0
-        """Of the first request that is missing."""
+        """First missing request."""
         self._waiting: dict[int, tuple[Request, float]] = {}
         self._streams_for: int | None = None
         """``seq`` of the request to decode alone."""
         self._stop_reason = ""
         self._segment: Segment | None = None
-        """Rows of the pass under way; a prefill has none."""
+        """Rows in the current pass; None for a prefill."""
         self.is_running = False
-        """Between ``start`` and ``finish``."""
+        """True between ``start`` and ``finish``."""
         self._started_s = self._expected_s = 0.0
         self._forward_s = 0.0
         self._computed_RV: Tensor | None = None
@@ -128,9 +128,9 @@ class TargetSession:
     # -- messages ---------------------------------------------------------------------------
 
     def receive(self, request: Request, now_s: float) -> list[Reply]:
-        """Take a request in; returns what can be answered without a forward pass.
+        """Accept a request; return the answers possible without a forward pass.
 
-        Requests count in the order of their ``seq``; one that comes again changes nothing.
+        Requests are processed in ``seq`` order; a repeated one changes nothing.
         """
         if self.is_closed:
             return []
@@ -276,7 +276,7 @@ class TargetSession:
         )
 
     def _retain(self, num_rows: int, num_committed: int = 0) -> None:
-        """Keep the first computed rows, some of them for good; the others are forgotten."""
+        """Keep the first computed rows, some permanently; drop the others."""
         self._stage.keep(KeepRows(tuple(range(num_rows)), num_committed))
         for _ in range(len(self._logits) - num_rows):
             self._logits.pop()
@@ -284,7 +284,7 @@ class TargetSession:
             self._logits.popleft()
 
     def _end_epoch(self) -> None:
-        """The root's row is certain, and what follows it is not what was drafted."""
+        """End the epoch: the root's row is verified, and drafted tokens after it are invalid."""
         self._retain(1, 1)
         self._draft_tokens, self._q = [], []
         self._batches.clear()
@@ -310,7 +310,7 @@ class TargetSession:
 
     @property
     def _hits_end(self) -> bool:
-        """Whether the oldest batch is accepted to its end."""
+        """Return True if the oldest batch is fully accepted."""
         return bool(self._batches) and len(self._tokens) >= self._batches[0].end
 
     def _test_one(self, now_s: float) -> Reject | None:
@@ -335,7 +335,7 @@ class TargetSession:
         return reject
 
     def _answer_hit(self, now_s: float) -> Result:
-        """All of the oldest batch is certain, or the sequence has ended in it."""
+        """Answer for the oldest batch: fully accepted, or the sequence has ended in it."""
         assert self._opening is not None
         batch = self._batches[0]
         if self._opening.settings.has_bonus and not self._stop_reason:
@@ -344,7 +344,7 @@ class TargetSession:
         return self._verdict(Result, batch, now_s, token=None)
 
     def _add_own(self, batch: _Batch, now_s: float) -> Result:
-        """A token of the target's own behind the certain ones."""
+        """Append the target's own token after the verified ones."""
         token = self._rule.draw(self._logits[0], len(self._tokens))
         result = self._verdict(Result, batch, now_s, token=token)
         self._end_epoch()
@@ -355,7 +355,7 @@ class TargetSession:
     def _verdict(
         self, kind: Callable[..., Answer], batch: _Batch | None, now_s: float, **fields: object
     ) -> Answer:
-        """``batch`` None: draft tokens that came before their batch was complete."""
+        """Build a result; ``batch`` None: draft tokens from an incomplete batch."""
         return self._numbered(
             kind,
             self.next_seq - 1 if batch is None else batch.seq,
@@ -369,37 +369,37 @@ class TargetSession:
 
     @property
     def cache_bytes(self) -> int:
-        """Allocated for keys, values and recurrent states."""
+        """Bytes allocated for keys, values and recurrent states."""
         return self._stage.cache.num_bytes
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the target decodes alone."""
+        """Return True if the target decodes alone."""
         return self._streams_for is not None
 
     @property
     def wants_prefill(self) -> bool:
-        """Whether the next pass is over the prompt."""
+        """Return True if the next pass is over the prompt."""
         return self._opening is not None and not self._tokens
 
     @property
     def owes(self) -> bool:
-        """The edge waits: for its prompt's turn, for a verdict, or for a streamed token."""
+        """Return True while the edge waits for its prompt, a result or a streamed token."""
         is_asked = bool(self._batches) or self._streams_for is not None
         return self.is_running or self.wants_prefill or (is_asked and not self._stop_reason)
 
     @property
     def num_prompt(self) -> int:
-        """Tokens that a prefill computes."""
+        """Number of tokens computed by a prefill."""
         return 0 if self._opening is None else len(self._opening.prompt_ids)
 
     @property
     def is_computed(self) -> bool:
-        """``run`` has succeeded, ``finish`` is due."""
+        """Return True after ``run`` succeeded, before ``finish``."""
         return self._computed_RV is not None
 
     def start(self, now_s: float) -> int:
-        """Begin a forward pass if one is due; returns its number of rows, 0: nothing to do."""
+        """Start a forward pass if due; return its number of rows, 0: nothing to do."""
         assert not self.is_running, "finish the pass under way first"
         num_rows = self._num_due(now_s)
         if not num_rows:
@@ -423,13 +423,13 @@ class TargetSession:
         num_rows = 1 + len(self._draft_tokens) - len(self._logits)
         if self._batches or self._streams_for is not None:
             return num_rows
-        # A pass that would end after the batch has come would only delay it.
+        # A pass ending after the batch's arrival would only delay it.
         is_early = now_s + self._forward_s <= self._expected_s + 1e-9
         return num_rows if self._opening.settings.pre_verifies and is_early else 0
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Compute the rows; again from the start where an earlier attempt failed on the way."""
+        """Compute the rows, from the start again after a failed attempt."""
         assert self.is_running and self._opening is not None, "nothing has been started"
         if self._segment is None:
             prompt = torch.tensor(self._opening.prompt_ids)
@@ -442,7 +442,7 @@ class TargetSession:
         self._computed_RV = self._staged.logits(hidden_RH)
 
     def finish(self, now_s: float) -> list[Reply]:
-        """Take the rows in; returns what they decide."""
+        """Process the computed rows; return the resulting replies."""
         assert self._computed_RV is not None and self._opening is not None, "run it first"
         computed_RV, self._computed_RV, self.is_running = self._computed_RV, None, False
         replies: list[Reply] = []
@@ -470,7 +470,7 @@ class TargetSession:
 
 
 def run_together(sessions: Sequence[TargetSession]) -> None:
-    """Run the passes of several sessions that have started: rows of all in one, prompts apart."""
+    """Run passes for several started sessions: all rows in one pass, prompts separately."""
     rows = [session for session in sessions if session._segment is not None]
     if len(rows) < 2 or not can_run_together(rows[0]._stage):
         rows = []
@@ -485,5 +485,5 @@ def run_together(sessions: Sequence[TargetSession]) -> None:
             computed_RV = rows[0]._staged.logits(torch.cat(hidden))
         sizes = [part.num_rows for part in parts]
         for session, part_RV in zip(rows, computed_RV.split(sizes), strict=True):
-            # A view would keep the logits of all sessions for as long as one of them needs its own.
+            # A view would keep all sessions' logits alive while one needs its own.
             session._computed_RV = part_RV.clone()

@@ -1,4 +1,4 @@
-"""Where the stages of a target run: one interface for all, and the states of rows in flight."""
+"""Pipeline interface: runs a target's stages and stores hidden states for rows in flight."""
 
 # R rows, H hidden
 
@@ -27,86 +27,86 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Returned:
-    """The first rows of the token tree, back from the last stage."""
+    """First rows of the token tree, returned by the last stage."""
 
     num_rows: int
     verdicts: Tensor
-    """[R, ...]: what the verifier's ``judge`` made of their logits."""
+    """[R, ...]: results of the verifier's ``judge`` on their logits."""
     logits: Tensor | None = None
-    """[R, V], where the sequence wants them."""
+    """[R, V], if the sequence requests logits."""
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """A segment for the step after the coming one, if the coming verdict keeps it."""
+    """Segment for the step after the next, valid if the next verification result keeps it."""
 
     segment: Segment
     keep_after: Callable[[Returned], KeepRows]
-    """The KeepRows that a verdict will lead to."""
+    """Computes the KeepRows a result will lead to."""
 
 
 class Pipeline(ABC):
     """All stages of a target; one ``tick`` is one pipeline step."""
 
     is_link: ClassVar[bool] = False
-    """The target is behind a network: verdicts come when they come, and hidden states do not."""
+    """True if the target is behind a network: results arrive at any time, without hidden states."""
     knows_root: bool = False
-    """The target's side has drawn the root of a fresh tree, so it need not be sent."""
+    """True if the target side sampled a fresh tree's root, so it need not be sent."""
     timeline: Timeline
     last_rows: list[int]
-    """Rows that each stage processed in the last tick."""
+    """Rows processed by each stage in the last tick."""
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:  # noqa: B027 (may stay empty)
-        """Begin a sequence: its prompt follows."""
+        """Begin a sequence; its prompt follows."""
 
     def demand(self, mask: EndMask, *, keeps_logits: bool) -> None:
-        """Mask the logits of the sequence that was opened, and keep them.
+        """Set the logit mask for the open sequence, and retain its logits on request.
 
         Raises:
-            ValueError: the logits are elsewhere.
+            ValueError: the logits are in another process.
         """
         if mask.token_ids or keeps_logits:
             raise ValueError("min_tokens and logprobs: they need the stages in one process")
 
     @property
     def first_logits(self) -> Tensor | None:
-        """Logits [V] behind the prompt, if they are kept."""
+        """Logits [V] behind the prompt, if retained."""
         return None
 
     @abstractmethod
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, Mapping[int, Tensor]]:
-        """Commit a prompt; returns the target's next token and the tapped hidden states [P, H]."""
+        """Commit a prompt; return the target's next token and the tapped hidden states [P, H]."""
 
     @abstractmethod
     def inject(self, segment: Segment) -> None:
         """Queue rows at the first stage; one segment enters per step."""
 
     def start(self) -> None:  # noqa: B027 (may stay empty)
-        """The next segment may enter now: everything that precedes the step is known."""
+        """Let the next segment enter now: everything before this step is known."""
 
     @abstractmethod
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
-        """Every stage processes what waits at its input; returns what leaves the last one.
+        """Run every stage on its waiting input; return the last stage's output.
 
         Args:
-            ahead: what may be begun before this step's verdict is here.
+            ahead: segment to start before this step's verification result arrives.
         """
 
     def features(self) -> Mapping[int, Tensor]:
-        """Hidden states [r, H] of the rows in flight as they are now, by tapped layer."""
+        """Current hidden states [r, H] for rows in flight, by tapped layer."""
         return {}
 
     def features_with(self, waiting: Sequence[int]) -> Mapping[int, Tensor]:
-        """Join ``features`` and the embeddings of draft tokens that are injected after these."""
+        """Return ``features`` plus embeddings for draft tokens injected after them."""
         features = self.features()
         if waiting and 0 in features:
             return {**features, 0: torch.cat([features[0], self.embed(torch.tensor(waiting))])}
         return features
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings [r, H] of token ids [r]: the hidden states of layer 0.
+        """Return embeddings [r, H] for token ids [r]: the hidden states of layer 0.
 
         Raises:
             AssertionError: the pipeline has no hidden states.
@@ -114,58 +114,58 @@ class Pipeline(ABC):
         raise AssertionError("this pipeline has no hidden states")
 
     def verdict_waits(self) -> bool:
-        """Rows are back before they are due: drafting on would delay them."""
+        """Return True if rows arrived early, so more drafting would delay them."""
         return False
 
     def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Verdict:
-        """Walk the tree by the verdicts of the rows that returned."""
+        """Walk the tree by the results for returned rows."""
         return verifier.walk(tree, returned.verdicts)
 
     @abstractmethod
     def keep(self, keep: KeepRows) -> Mapping[int, Tensor]:
-        """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
+        """Commit, prune, roll back or flush everywhere; return the committed rows' features."""
 
     def make_clock(
         self, cost: CostModel, boundaries: Sequence[int], draft_forward: float
     ) -> VirtualClock:
-        """The clock of one sequence."""
+        """Return one sequence's clock."""
         return VirtualClock(cost, boundaries, draft_forward)
 
     def now(self) -> float:
-        """Time in seconds; differences count."""
+        """Return the time in seconds; only differences matter."""
         return time.perf_counter()
 
     def drafted(self, num_tokens: int, started_s: float) -> None:  # noqa: B027 (may stay empty)
-        """The draft has made so many tokens since a moment of ``now``."""
+        """Record ``num_tokens`` drafted since the time ``started_s`` (by ``now``)."""
 
     def close(self) -> int | None:
         """End the sequence.
 
         Returns:
-            Passes over the target after the prompt's, where no step was counted.
+            Target passes after the prompt if no steps were counted, else None.
         """
         return None
 
     def abandon(self) -> None:  # noqa: B027 (may stay empty)
-        """The sequence ends where it is: something has failed."""
+        """End the sequence after a failure."""
 
     def reports(self) -> list[Values]:
-        """Times and counts of every process since the last ``clear``."""
+        """Return times and counts for every process since the last ``clear``."""
         return [self.timeline.report()]
 
     def clear(self) -> None:
-        """Start measuring anew."""
+        """Restart the measurement."""
         self.timeline.clear()
 
 
 # -- hidden states of the rows in flight --------------------------------------------------------
 
 MIN_ROWS = 64
-"""Of a buffer."""
+"""Minimum buffer size."""
 
 
 def pick_rows(rows_RH: Tensor, places: Sequence[int]) -> Tensor:
-    """Some rows, in ascending order; adjacent ones without an index, which a GPU has to be sent."""
+    """Return rows in ascending order; adjacent rows need no index tensor sent to the GPU."""
     if not _are_neighbors(places):
         return rows_RH[list(places)]
     first = places[0] if places else 0
@@ -177,10 +177,10 @@ def _are_neighbors(places: Sequence[int]) -> bool:
 
 
 class FeatureStore:
-    """Hidden states of the rows in flight, per layer index, in the order of the token tree.
+    """Hidden states for rows in flight, per layer index, in token-tree order.
 
-    Rows enter and leave the stages first-in first-out, so the rows that have passed a layer are
-    always a prefix of the tree's rows, and a KeepRows acts on them as on a stage's cache.
+    Rows pass the stages first-in first-out. The rows past a layer are thus always a prefix of the
+    tree's rows, and KeepRows acts on them as on a stage's cache.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class FeatureStore:
 
     @torch.inference_mode()
     def append(self, states: Mapping[int, Tensor]) -> None:
-        """Layer index -> [R, H]: rows that have passed it; one launch for all layers."""
+        """Append rows [R, H] per layer index; one kernel launch for all layers."""
         rooms = [
             self._rows.setdefault(layer, _StoredRows()).room(hidden_RH, len(hidden_RH))
             for layer, hidden_RH in states.items()
@@ -197,15 +197,15 @@ class FeatureStore:
             torch._foreach_copy_(rooms, list(states.values()))
 
     def view(self) -> dict[int, Tensor]:
-        """Layer index -> [r, H] for the first r rows of the tree, r falling with the layer."""
+        """Return layer index -> [r, H] for the first r rows in the tree; r falls with the layer."""
         return {layer: rows.view() for layer, rows in self._rows.items()}
 
     @torch.inference_mode()
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
-        """Prune; returns the committed rows [a, H] of every layer."""
+        """Prune; return the committed rows [a, H] for every layer."""
         most = max((rows.end - rows.start for rows in self._rows.values()), default=0)
         places, committed = keep.cached(most), {}
-        index_R = None  # one, as a GPU has to be sent it
+        index_R = None  # One index for all layers: each one costs a copy to the GPU.
         if not _are_neighbors(places):
             device = next(iter(self._rows.values())).view().device
             index_R = torch.tensor(places, device=device)
@@ -217,9 +217,9 @@ class FeatureStore:
 
 
 class _StoredRows:
-    """Rows [start, end) of a buffer that is written once, from its front to its back.
+    """Rows [start, end) in a buffer written once, front to back.
 
-    So what was read before stays what it was, and reading is free.
+    Views stay valid after later writes, and reading copies nothing.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,8 @@ class _StoredRows:
         return self._buffer_CH[self.start : self.end]
 
     def room(self, like_RH: Tensor, num_rows: int) -> Tensor:
-        """The next rows, to be written."""
+        """Return the next rows for writing."""
+        # Full: move the live rows to a new buffer; old views still reference the old one.
         if self._buffer_CH is None or self.end + num_rows > len(self._buffer_CH):
             count = self.end - self.start
             size = max(2 * (count + num_rows), MIN_ROWS)
@@ -243,7 +244,7 @@ class _StoredRows:
         return self._buffer_CH[self.end - num_rows : self.end]
 
     def keep(self, places: Sequence[int], index_R: Tensor | None) -> None:
-        """Keep rows at these places; ``index_R`` begins with them, unless they are neighbors."""
+        """Keep rows at ``places``; ``index_R`` begins with them, unless they are adjacent."""
         if _are_neighbors(places):
             self.start += places[0] if places else 0
             self.end = self.start + len(places)

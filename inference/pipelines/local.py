@@ -1,4 +1,4 @@
-"""A pipelined target in one process: stages step together, one segment each."""
+"""Pipelined target in one process: all stages step together, one segment per stage."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segme
 
 
 class LocalPipeline(Pipeline):
-    """All stages of a target in this process; one ``tick`` is one pipeline step."""
+    """Runs all stages of a target in this process; one ``tick`` is one pipeline step."""
 
     def __init__(self, target: StagedTarget, timeline: Timeline | None = None) -> None:
         self.target = target
         self.timeline = timeline or Timeline("one process", device=target.device)
         self.is_prefilling = False
-        """Waiting segments are rows of the prompt: committed by each stage that they leave."""
+        """True while waiting segments are prompt rows: each stage commits them as they leave."""
         self.error: Exception | None = None
-        """Of a step in which this sequence's own rows failed."""
+        """Exception from a step in which this sequence's own rows failed."""
         self._num_expected = 0
         self._mask = EndMask(token_ids=(), end=0)
         self._keeps_logits = False
@@ -39,7 +39,7 @@ class LocalPipeline(Pipeline):
         self._waiting: list[Segment | None] = [None] * self.num_stages
         self._returned: Returned | None = None
         self.last_rows: list[int] = [0] * self.num_stages
-        """Rows that each stage processed in the last tick."""
+        """Rows processed by each stage in the last tick."""
 
     @property
     def num_stages(self) -> int:
@@ -57,7 +57,7 @@ class LocalPipeline(Pipeline):
         return self._first_logits
 
     def first_token(self, logits_V: Tensor, num_prompt: int, verifier: Verifier) -> int:
-        """Draw the token behind the prompt."""
+        """Sample the token behind the prompt."""
         self._first_logits = logits_V if self._keeps_logits else None
         last = torch.tensor([num_prompt - 1])
         return int(verifier.target_tokens(self._mask.apply(logits_V[None], last), last))
@@ -65,7 +65,7 @@ class LocalPipeline(Pipeline):
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
-        """Commit a prompt; returns the target's next token and the tapped hidden states [P, H]."""
+        """Commit a prompt; return the target's next token and the tapped hidden states [P, H]."""
         self._restart(taps, verifier)
         self.target.reserve(len(input_ids) + self._num_expected)
         logits_V, features = self.target.prefill(input_ids, taps)
@@ -85,26 +85,26 @@ class LocalPipeline(Pipeline):
             self._features.append({0: self.embed(segment.ids)})
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
-        """Every stage processes what waits at its input; returns what leaves the last one.
+        """Run every stage on its waiting input; return the last stage's output.
 
         Args:
-            ahead: nothing can be done about it before the verdict here.
+            ahead: ignored: the verification result is always here first.
         """
         step_together([self])
         return self.take_returned()
 
     def take_returned(self) -> Returned | None:
-        """Rows that left the last stage in the step that has just been made.
+        """Return rows from the last stage in the latest step.
 
         Raises:
-            Exception: what this sequence's rows failed with.
+            Exception: the error raised by this sequence's rows.
         """
         if self.error is not None:
             raise self.error
         return self._returned
 
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
-        """Commit, prune, roll back or flush everywhere; returns the committed rows' features."""
+        """Commit, prune, roll back or flush everywhere; return the committed rows' features."""
         for index, segment in enumerate(self._waiting):
             if segment is not None:
                 self._waiting[index] = prune_segment(segment, keep, segment.lo)
@@ -118,7 +118,7 @@ class LocalPipeline(Pipeline):
 
     @property
     def next_rows(self) -> list[int]:
-        """Rows that each stage will process in the next step."""
+        """Rows each stage will process in the next step."""
         first = self._entrance[0] if self._entrance else None
         return [0 if s is None else s.num_rows for s in (first, *self._waiting[1:])]
 
@@ -128,7 +128,7 @@ class LocalPipeline(Pipeline):
             self._waiting[0] = self._entrance.popleft()
 
     def run_alone(self, index: int, segment: Segment) -> Segment:
-        """Run a segment of this sequence alone through a stage."""
+        """Run one segment from this sequence alone through a stage."""
         stage, taps = self.target.stages[index], self._deeper
         if not self.is_prefilling:
             return stage.forward(segment, taps)
@@ -153,7 +153,7 @@ class LocalPipeline(Pipeline):
     def _judge(self, segment: Segment) -> Returned:
         assert segment.hidden is not None and self._verifier is not None
         with self.timeline.span("verify", segment.num_rows):
-            if self.is_prefilling:  # only the last row's are of use
+            if self.is_prefilling:  # Only the last row's logits are used.
                 return Returned(segment.num_rows, self.target.logits(segment.hidden[-1:]))
             logits_RV = self.target.logits(segment.hidden)
             masked_RV = self._mask.apply(logits_RV, segment.positions)
@@ -162,14 +162,15 @@ class LocalPipeline(Pipeline):
 
 
 def step_together(pipelines: Sequence[LocalPipeline]) -> None:
-    """One step of several sequences: every stage runs what waits at its input, of all of them.
+    """Run one step for several sequences: every stage processes all waiting inputs together.
 
-    Each has stages and caches of its own of the same layers of the same model. Rows of several
-    sequences are one forward pass where ``can_run_together``, else one pass after the other. A
-    sequence whose rows fail has its ``error``, and nothing of the others is touched.
+    Each sequence has its own stages and caches for the same model layers. Rows from several
+    sequences share a forward pass if ``can_run_together``, else they run one after the other. If a
+    sequence's rows fail, its ``error`` is set and the others are unaffected.
     """
     for pipeline in pipelines:
         pipeline.begin_step()
+    # Last stage first: an output then waits for the next step instead of passing on in this one.
     for index in reversed(range(pipelines[0].num_stages if pipelines else 0)):
         pairs = []
         for pipeline in pipelines:
@@ -190,7 +191,7 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
 
 
 def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) -> bool:
-    """False: it failed, and every cache is as it was before."""
+    """Return False after a failure, with every cache unchanged."""
     stages = [pipeline.target.stages[index] for pipeline, _ in pairs]
     segments = [segment for _, segment in pairs]
     taps = {layer for pipeline, _ in pairs for layer in pipeline._deeper}
@@ -198,7 +199,7 @@ def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) ->
     try:
         with timeline.span("stage", sum(segment.num_rows for segment in segments)):
             outputs = forward_together(stages, segments, taps)
-    except Exception:  # each alone then, so that the one whose rows fail is found
+    except Exception:  # The caller runs each alone to find the failing sequence.
         return False
     for (pipeline, segment), stage, output in zip(pairs, stages, outputs, strict=True):
         try:

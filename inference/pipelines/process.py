@@ -1,8 +1,8 @@
-"""The controller's side of a pipeline of processes.
+"""Controller side for a pipeline with one process per stage.
 
-It tracks where every row would be in the lock-step pipeline and so counts the same steps as
-``LocalPipeline``, but it waits only for what it needs: a step in which nothing can come back costs
-no time, and nothing but the next verdict is on the critical path.
+Tracks each row's place in the equivalent lock-step pipeline, so it counts the same steps as
+``LocalPipeline``. It waits only for needed data: steps without a returning row cost no time, and
+only the next verification result is on the critical path.
 """
 
 # P prompt rows, R rows, H hidden
@@ -40,26 +40,26 @@ MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 512
 
 @dataclass
 class _Flight:
-    """A segment from its injection until no row of it is speculative any more."""
+    """Segment from injection until none of its rows is speculative."""
 
     segment: Segment | None
-    """What is to be sent; None once it was."""
+    """Segment to send; None once sent."""
     alive: list[int]
-    """Rows as sent that no KeepRows has pruned or committed yet, in the order of the tree."""
+    """Rows (numbered as sent) not pruned or committed yet, in tree order."""
     sequence: int = -1
     entered: int = -1
-    """Number of the step in which the first stage processes it."""
+    """Step number in which the first stage processes it."""
     answered: set[int] = field(default_factory=set)
-    """Stages whose hidden states of these rows are here."""
+    """Stages that have returned hidden states for these rows."""
     verdicts: Tensor | None = None
 
 
 class SequenceFailed(RuntimeError):
-    """A stage could not compute this sequence's rows; it says why."""
+    """A stage failed on this sequence's rows; the message gives the reason."""
 
 
 class _Features(Mapping[int, Tensor]):
-    """Hidden states of the rows in flight as the lock-step pipeline has them now, on demand."""
+    """Lazy mapping: current hidden states for rows in flight, as in the lock-step pipeline."""
 
     def __init__(self, pipeline: "ProcessPipeline") -> None:
         self._pipeline = pipeline
@@ -75,7 +75,7 @@ class _Features(Mapping[int, Tensor]):
 
 
 class ProcessPipeline(Pipeline):
-    """A target whose stages are other processes (the first may be in this one)."""
+    """Target with stages in other processes (the first may be in this one)."""
 
     def __init__(
         self,
@@ -88,18 +88,18 @@ class ProcessPipeline(Pipeline):
     ) -> None:
         """
         Args:
-            target: only its embedding and its description are used here.
-            answers: of the stages, to this sequence and to others that share the pipeline.
-            cancels: links past the pipeline to every stage that is not in this process.
+            target: used for its embedding and its description only.
+            answers: the stages' answers to this sequence and to others in the pipeline.
+            cancels: direct links to every stage outside this process.
         """
         self.target, self.timeline = target, timeline
         self.taps: tuple[int, ...] = ()
         self.first_stage, self.answers, self.cancels = first_stage, answers, cancels
         self._mailbox = answers.open()
         self.last_rows: list[int] = [0] * target.num_stages
-        """Rows that each stage processed in the last step of the lock-step pipeline."""
+        """Rows each stage processed in the last step of the lock-step pipeline."""
         self.runs_ahead = True
-        """Begins with a draft token before the verdict that it depends on is here."""
+        """True to start a draft token before the verification result it depends on."""
         self._sequence, self._is_bitwise = 0, False
         self._forget()
 
@@ -108,12 +108,12 @@ class ProcessPipeline(Pipeline):
         self._has_started = False
         self._flights: list[_Flight] = []
         self._states = FeatureStore()
-        """Of the rows alive, those of the segment ahead included."""
+        """States for live rows, including the segment ahead."""
         self._keeps: list[KeepRows] = []
         self._ahead: _Flight | None = None
-        """Sent before its step; it joins the flights when it is injected."""
+        """Segment sent before its step; joins the flights once injected."""
         self._keep_after: Callable[[Returned], KeepRows] | None = None
-        """While the segment ahead is sent, and computed if the first stage is in this process."""
+        """Set while the segment ahead is sent, or computed by a first stage in this process."""
 
     @property
     def num_stages(self) -> int:
@@ -154,6 +154,7 @@ class ProcessPipeline(Pipeline):
         parts: dict[int, list[Tensor]] = {layer: [] for layer in taps}
         first_sequence = self._sequence
         token = -1
+        # Chunk k is at stage index - k: take its results num_stages iterations after sending it.
         for index in range(len(chunks) + self.num_stages):
             if index < len(chunks):
                 is_last = index == len(chunks) - 1
@@ -170,21 +171,21 @@ class ProcessPipeline(Pipeline):
         return token, {layer: torch.cat(part) for layer, part in parts.items()}
 
     def _chunk_rows(self, num_rows: int) -> int:
-        """Rows of a prompt's chunks."""
-        if self._is_bitwise:  # rows have the same bits in chunks of the same size alone
+        """Return rows per prompt chunk."""
+        if self._is_bitwise:  # Bitwise equality needs chunks of one size.
             return PROMPT_ROWS
         return min(max(-(-num_rows // self.num_stages), MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
 
     def _reserved_rows(self, num_prompt: int) -> int:
-        """Rows of the caches for which the stages make room at once."""
+        """Return the cache rows to allocate at once."""
         return 0
 
     def _step_prompt(self) -> None:
-        """The chunks on their way are one stage further in the lock-step pipeline."""
+        """Advance in-flight chunks by one stage in the lock-step pipeline."""
         self._now += 1
 
     def _take_chunk(self, sequence: int, ids: Tensor, parts: dict[int, list[Tensor]]) -> int:
-        """Take in a chunk's hidden states; returns the token after it if it was the last one."""
+        """Receive a chunk's hidden states; return the next token after the last chunk."""
         token = -1
         for stage in self._answering():
             is_last_stage = stage == self.num_stages - 1
@@ -223,7 +224,7 @@ class ProcessPipeline(Pipeline):
         return flight
 
     def start(self) -> None:
-        """Send what enters in the coming step; the draft may run while the stages do."""
+        """Send the next step's input now, so drafting overlaps with the stages."""
         if self._has_started:
             return
         self._has_started = True
@@ -240,12 +241,12 @@ class ProcessPipeline(Pipeline):
         self._send(Step.of(keeps, segment))
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
-        """One step of the lock-step pipeline; waits only for rows that come back in it.
+        """Run one lock-step pipeline step; wait only for rows returning in it.
 
         Args:
-            ahead: sent before this step's verdict is here. So the first stage does not wait for the
-                last one, and how long each takes may vary from step to step. A verdict that does
-                not keep it ends it before its next layer.
+            ahead: segment to send before this step's verification result arrives. The first stage
+                then never waits for the last one, and stage times may vary. A result that drops the
+                segment stops it before its next layer.
         """
         self.start()
         self._has_started = False
@@ -257,7 +258,7 @@ class ProcessPipeline(Pipeline):
         return None if due is None else self._returned(due)
 
     def _due(self) -> _Flight | None:
-        """Flights whose verdicts end the step under way."""
+        """Return the flight with a result due in the current step."""
         for flight in self._flights:
             has_entered = flight.segment is None
             if has_entered and flight.alive and flight.entered + self.num_stages == self._now:
@@ -270,7 +271,7 @@ class ProcessPipeline(Pipeline):
         return Returned(len(due.alive), due.verdicts[due.alive])
 
     def _start_ahead(self, ahead: Ahead) -> None:
-        """Send a segment of the next step, unless one comes before it or the verdict is here."""
+        """Send the next step's segment early, unless another precedes it or the result is here."""
         is_late = self._due() is not None and self.verdict_waits()
         if is_late or any(flight.segment is not None for flight in self._flights):
             return
@@ -279,7 +280,7 @@ class ProcessPipeline(Pipeline):
         self._keep_after = None
 
     def is_wanted(self) -> bool:
-        """Whether no verdict has come that ends the work of a first stage in this process."""
+        """Return False once a verification result has made the first stage's segment useless."""
         due = self._due()
         if self._keep_after is None or due is None or not self.verdict_waits():
             return True
@@ -291,7 +292,7 @@ class ProcessPipeline(Pipeline):
 
     @property
     def next_rows(self) -> list[int]:
-        """Rows that each stage processes in the next step, of what has been sent."""
+        """Rows each stage processes in the next step, from segments already sent."""
         rows = [0] * self.num_stages
         for flight in self._flights:
             stage = self._now - flight.entered
@@ -303,7 +304,7 @@ class ProcessPipeline(Pipeline):
         return _Features(self)
 
     def verdict_waits(self) -> bool:
-        """The oldest rows under way are back already, so drafting on would delay them."""
+        """Return True if the oldest rows in flight have returned: drafting would delay them."""
         last = self.num_stages - 1
         while self._mailbox.has_arrived(last):
             self._take_answer(last)
@@ -311,12 +312,13 @@ class ProcessPipeline(Pipeline):
         return oldest is not None and oldest.verdicts is not None
 
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
-        """Commit, prune, roll back or flush everywhere; returns the committed rows' features.
+        """Commit, prune, roll back or flush everywhere; return the committed rows' features.
 
         The KeepRows itself travels with the next segment.
         """
         self._keeps.append(keep)
         lost = self._lost_ahead(keep)
+        # Fetch committed rows' states first: after the pruning below a flight may be gone.
         ends = accumulate((len(flight.alive) for flight in self._flights), initial=0)
         places = list(zip(self._flights, pairwise(ends), strict=True))
         for flight, (first, _) in places:
@@ -335,20 +337,21 @@ class ProcessPipeline(Pipeline):
         return committed
 
     def _lost_ahead(self, keep: KeepRows) -> list[_Flight]:
-        """The segment ahead, if it is no part of the tree any more."""
+        """Return the segment ahead if it has left the tree, and forget it."""
         if self._ahead is None or self._keeps_ahead(keep):
             return []
         flight, self._ahead = self._ahead, None
         return [flight]
 
     def _drop_finished(self, lost: list[_Flight]) -> None:
-        """Forget flights without a speculative row; those still under way are cancelled."""
+        """Forget flights without speculative rows; cancel the ones still computing."""
         gone = [flight for flight in self._flights if not flight.alive] + lost
         self._flights = [flight for flight in self._flights if flight.alive]
         under_way = [f.sequence for f in gone if f.verdicts is None and f.sequence >= 0]
         wanted = [f.sequence for f in self._flights if f.segment is None]
         if self._ahead is not None:
             wanted.append(self._ahead.sequence)
+        # Cancel works by sequence number, so it may only cover messages older than every live one.
         if under_way and (not wanted or max(under_way) < min(wanted)):
             self._cancel(max(under_way))
 
@@ -362,7 +365,7 @@ class ProcessPipeline(Pipeline):
             self._cancel(self._sequence - 1)
 
     def rows_past(self, layer: int) -> Tensor:
-        """Live rows that have passed a layer in the lock-step pipeline: [r, H]."""
+        """Return live rows past a layer in the lock-step pipeline: [r, H]."""
         if layer not in self.taps:
             raise KeyError(layer)
         stage = next((k for k in range(self.num_stages) if layer <= self._end(k)), 0)
@@ -383,7 +386,7 @@ class ProcessPipeline(Pipeline):
         return self.target.boundaries[stage + 1]
 
     def _layers(self, stage: int) -> list[int]:
-        """Tapped layers whose hidden states a stage sends."""
+        """Return tapped layers with hidden states sent by a stage."""
         start, end = self.target.boundaries[stage : stage + 2]
         return [layer for layer in self.taps if start < layer <= end]
 
@@ -404,20 +407,20 @@ class ProcessPipeline(Pipeline):
         return message
 
     def _receive_answer(self, stage: int, sequence: int) -> AnyMessage:
-        """The answer to one message; those about the sequence before may come first."""
+        """Return the answer to one message, skipping answers about the previous sequence."""
         while (message := self._receive(stage)).sequence != sequence:
             pass
         return message
 
     def _take_answer(self, stage: int) -> None:
-        """Receive one answer and put it to its flight; the flight may be gone, pruned."""
+        """Receive one answer and store it in its flight, unless the flight was pruned."""
         message = self._receive(stage)
         assert isinstance(message, StageResult)
         under_way = self._flights if self._ahead is None else [*self._flights, self._ahead]
         for flight in under_way:
             if flight.sequence == message.sequence:
                 flight.answered.add(stage)
-                device = self.target.device  # a frame's states arrive in the host's memory
+                device = self.target.device  # A frame's states arrive in host memory.
                 taps = {i: rows.to(device) for i, rows in message.taps.items()}
                 alive = {i: pick_rows(rows, flight.alive) for i, rows in taps.items()}
                 self._states.append(alive)
@@ -425,7 +428,7 @@ class ProcessPipeline(Pipeline):
                     flight.verdicts = message.verdicts
 
     def _fetch(self, stage: int, flight: _Flight) -> None:
-        """Take in what a stage has to say of a live flight, if that was not done before."""
+        """Receive a stage's answers until this live flight has its own."""
         while stage not in flight.answered:
             self._take_answer(stage)
 
@@ -434,7 +437,7 @@ class ProcessPipeline(Pipeline):
             self._fetch(stage, flight)
 
     def reports(self) -> list[Values]:
-        """Times and counts of every stage since the last ``clear``, in their order."""
+        """Return times and counts for every stage since the last ``clear``, in stage order."""
         sequence = self._sequence
         self._send(MeasureRequest(action="report"))
         found = []
@@ -447,6 +450,6 @@ class ProcessPipeline(Pipeline):
         return [self.timeline.report(), *found]
 
     def clear(self) -> None:
-        """Start measuring anew, here and at every stage."""
+        """Restart the measurement here and at every stage."""
         self.timeline.clear()
         self._send(MeasureRequest(action="clear"))

@@ -1,4 +1,4 @@
-"""One sequence's view of a pipeline whose steps it shares with others."""
+"""One sequence's view of a pipeline shared with other sequences."""
 
 from __future__ import annotations
 
@@ -28,31 +28,30 @@ if TYPE_CHECKING:
 
 
 class Sharing(TypedDict):
-    """What a sequence shares with others."""
+    """Settings and state shared by all sequences."""
 
     clock: BatchClock
     wait: Callable[[], None]
-    """Returns when a step has been made in which this sequence took part."""
+    """Block until a step including this sequence has run."""
     counts_alone: bool
-    """It drafts, and its time is counted, as if it had the pipeline alone."""
+    """True to draft and measure time as if this sequence were alone in the pipeline."""
     prompt_rows: int
-    """Of a chunk: the prompt travels through the stages in chunks, one entering at each step,
-    beside the rows of sequences that decode already."""
+    """Rows per prompt chunk: chunks enter one per step, next to other sequences' decoding rows."""
 
 
 class SharedPipeline(Pipeline):
-    """A pipeline with caches of its own whose ``tick`` waits for the shared step."""
+    """Pipeline with its own caches and a shared step: ``tick`` waits for it."""
 
     is_prefilling: bool
     next_rows: list[int]
-    """Rows that each stage will process in the next step."""
+    """Rows each stage will process in the next step."""
 
     def share(self, sharing: Sharing) -> None:
-        """Called once, by the constructor."""
+        """Set the shared state; called once, by the constructor."""
         self.clock, self.prompt_rows = sharing["clock"], sharing["prompt_rows"]
         self.num_emitted = 0
         self.num_waiting_forwards = 0
-        """Of the draft since the last step, while this sequence's rows wait."""
+        """Draft forwards since the last step, made while this sequence's rows wait."""
         self._own_clock: VirtualClock | None = None
         self._wait, self._counts_alone = sharing["wait"], sharing["counts_alone"]
         self._num_expected = 0
@@ -73,15 +72,15 @@ class SharedPipeline(Pipeline):
         return self._own_clock
 
     def let_go(self) -> None:
-        """The sequence has ended: whoever is asked no more leads to no caches.
+        """Drop references at the end, so the caches are freed at once.
 
-        Else they would be there until a garbage collection, which may be hundreds of them later.
+        A garbage collection may come only hundreds of sequences later.
         """
         self._own_clock, self._wait = None, _is_over
 
     @property
     def time_alone(self) -> float:
-        """T of the steps of this sequence, as if it were alone."""
+        """T for this sequence's steps, as if it were alone."""
         return self._own_clock.time if self._own_clock else 0.0
 
 
@@ -90,7 +89,7 @@ def _is_over() -> None:
 
 
 class SharedStages(SharedPipeline, LocalPipeline):
-    """Stages in this process; ``step_together`` makes the step."""
+    """Stages in this process; ``step_together`` runs the step."""
 
     def __init__(self, target: StagedTarget, timeline: Timeline, sharing: Sharing) -> None:
         LocalPipeline.__init__(self, target, timeline)
@@ -105,6 +104,7 @@ class SharedStages(SharedPipeline, LocalPipeline):
         for stage in self.target.stages:
             stage.cache.reserve(num_rows, stage.device)
         self.is_prefilling = True
+        # Chunks enter one per step, so decoding sequences wait for one chunk only.
         positions = torch.arange(len(input_ids)).split(self.prompt_rows)
         chunks = list(zip(input_ids.split(self.prompt_rows), positions, strict=True))
         for ids, at in chunks:
@@ -124,14 +124,14 @@ class SharedStages(SharedPipeline, LocalPipeline):
 
 
 class SharedRanks(SharedPipeline, ProcessPipeline):
-    """Stages on another pipeline's ranks; ``step_ranks`` sends what the step begins with.
+    """Stages on another pipeline's ranks; ``step_ranks`` sends the inputs for each step.
 
-    The ranks go on while others wait, and a sequence that stands still is told later what came of
-    its rows; so its steps are those of ``SharedStages``.
+    Ranks continue while others wait. A sequence that skips a step receives its rows' results later,
+    so its steps match ``SharedStages``.
     """
 
     def __init__(self, root: ProcessPipeline, target: StagedTarget, sharing: Sharing) -> None:
-        """``root``: which one sequence has alone."""
+        """Share the ranks of ``root``, a pipeline for a single sequence."""
         self.root, self.unsent = root, Local()
         ProcessPipeline.__init__(
             self, target, self.unsent, root.answers, root.timeline, cancels=root.cancels
@@ -153,7 +153,7 @@ class SharedRanks(SharedPipeline, ProcessPipeline):
         return super().tick()
 
     def verdict_waits(self) -> bool:
-        """No: what is drafted must not depend on what the other sequences take."""
+        """Return False: drafting must not depend on other sequences' timing."""
         return False
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class SharedRanks(SharedPipeline, ProcessPipeline):
 
 
 def step_ranks(pipelines: Sequence[SharedRanks]) -> None:
-    """One step of several sequences: one message takes to the first stage what enters of them."""
+    """Run one step for several sequences: send all their inputs in one message."""
     parts: list[Part] = []
     for pipeline in pipelines:
         pipeline.last_rows = pipeline.next_rows
@@ -185,7 +185,7 @@ def step_ranks(pipelines: Sequence[SharedRanks]) -> None:
 
 
 def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:
-    """Rows of a sequence's keys and values, with those of draft tokens in flight."""
+    """Return rows in a sequence's key-value cache, including draft tokens in flight."""
     return max(min(num_prompt + num_new, max_positions) + MAX_ROWS, MIN_CAPACITY)
 
 

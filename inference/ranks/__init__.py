@@ -1,12 +1,12 @@
-"""Ranks: a process for each stage of a target."""
+"""Ranks: one process per target stage."""
 
 import os
 import signal
 
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-"""That end a rank, and a command that has ranks."""
+"""Signals that end a rank, or a command with ranks."""
 
 
 def is_launched() -> bool:
-    """Whether a launcher made this process one of several."""
+    """Return True if a launcher started this process as one of several."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()

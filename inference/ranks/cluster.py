@@ -1,7 +1,7 @@
-"""The ranks of one launch: who holds which stage, how they find each other, how they end.
+"""Ranks of one launch: stage assignment, rendezvous, and shutdown.
 
-Rank 0 is the controller and holds the draft. With one rank more than stages the stages are ranks
-1..n; with as many ranks as stages the first stage lives on rank 0, too.
+Rank 0 is the controller and runs the draft. With one rank more than stages, the stages are ranks
+1..n; with as many ranks as stages, rank 0 also runs the first stage.
 """
 
 import os
@@ -49,7 +49,7 @@ LOAD_TIMEOUT = timedelta(hours=2)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The job of a launch, which rank 0 tells the others."""
+    """Job description sent by rank 0 to the others."""
 
     target: str
     revision: str | None
@@ -63,7 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Cluster:
-    """Use as a context on every rank; leaving it ends the other ranks, in order or in failure."""
+    """Context for every rank; leaving it ends the other ranks, in order or after a failure."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Cluster:
     ) -> None:
         """
         Args:
-            links: the way of hidden states. device: beside their frames, by NCCL between GPUs (by
-                gloo where there are none); host: inside them, through host memory; auto: device
-                where every rank has a GPU of its own.
-            on_cpu: although there are GPUs.
+            links: transport for hidden states. device: next to their frames, by NCCL between GPUs
+                (gloo without GPUs). host: inside the frames, through host memory. auto: device if
+                every rank has its own GPU.
+            on_cpu: ignore GPUs.
 
         Raises:
             ValueError: this process was not started by a launcher.
@@ -110,14 +110,15 @@ class Cluster:
         self.watch.start()
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
         if loopback and os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # nobody is elsewhere
+            # no rank is on another machine
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
         dist.init_process_group("gloo", timeout=CONNECT_TIMEOUT)
         if self._links == "device" or (self._links == "auto" and self._have_own_devices()):
             self._open_device_links()
         return self
 
     def _have_own_devices(self) -> bool:
-        """Whether every rank has a GPU that no other rank has."""
+        """Return True if every rank has its own GPU."""
         if self.device.type == "cpu":
             mine = ""
         else:
@@ -129,9 +130,9 @@ class Cluster:
         return all(devices) and len(set(devices)) == len(devices)
 
     def _open_device_links(self) -> None:
-        """Each to the next rank, and each back to the controller: on all ranks in this order.
+        """Open links to the next rank and back to the controller, in the same order on all ranks.
 
-        NCCL connects two ranks when they first use a link: here, not in a step with a time limit.
+        NCCL connects two ranks at a link's first use: do it here, not in a step with a time limit.
         """
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         forward = [(rank, rank + 1, FORWARD) for rank in range(self.world_size - 1)]
@@ -154,7 +155,7 @@ class Cluster:
             if os.environ.get("PIPEDRAFT_TRACEBACK"):
                 raise error
             self.watch.fail_with(error)
-        if error is not None:  # bad input: the caller prints its line; the others leave quietly
+        if error is not None:  # bad input: the caller prints its line; the others exit quietly
             self.watch.announce(f"{self.watch.name}: {BAD_INPUT}")
             return
         for sender in self.watch.sent:
@@ -168,10 +169,10 @@ class Cluster:
     # -- the controller -----------------------------------------------------------------------
 
     def num_stages(self, wanted: int | None) -> int:
-        """Stages of this launch.
+        """Return the number of stages in this launch.
 
         Raises:
-            ValueError: the number of processes fits neither layout.
+            ValueError: the number of processes matches neither layout.
         """
         num_stages = self.world_size if wanted is None else wanted
         if self.world_size not in (num_stages, num_stages + 1):
@@ -191,7 +192,7 @@ class Cluster:
         dtype: torch.dtype = torch.float32,
         traces: bool = False,
     ) -> "PreTrainedModel":
-        """Tell every rank to load its part; returns the controller's part as a model."""
+        """Make every rank load its part; return the controller's part as a model."""
         layers = read_config(name, revision)
         count = layers.get("text_config", layers)["num_hidden_layers"]
         cut = tuple(boundaries) or stage_boundaries(count, num_stages)
@@ -208,10 +209,10 @@ class Cluster:
         return self._load_part(job, has_embedding=True, has_head=True)
 
     def connect(self, target: StagedTarget) -> ProcessPipeline:
-        """The pipeline over all ranks; ``target`` is what ``load_target`` returned, staged.
+        """Connect the pipeline over all ranks; ``target``: from ``load_target``, staged.
 
         Raises:
-            ValueError: the target was cut elsewhere than the ranks have been told.
+            ValueError: the target's boundaries differ from the ranks'.
         """
         if target.boundaries != self.job.boundaries:
             raise ValueError(
@@ -242,7 +243,7 @@ class Cluster:
     # -- the stages ---------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Hold a stage until the controller closes the pipeline."""
+        """Run a stage until the controller closes the pipeline."""
         quieten()
         store = self.watch.store
         store.wait([JOB_KEY], LOAD_TIMEOUT)
@@ -266,7 +267,7 @@ class Cluster:
         thread.join()
 
     def _listen(self, cancels: Receiver, worker: SharedWorker) -> None:
-        """Cancellations overtake the segments that they are about."""
+        """Read cancellations, which overtake the segments they refer to."""
         try:
             while isinstance(message := cancels.receive(), Cancel):
                 worker.cancel(message)
@@ -276,7 +277,7 @@ class Cluster:
     # -- both ---------------------------------------------------------------------------------
 
     def _measured(self, job: Job) -> Timeline:
-        """Timeline of this rank; the watch looks at it, too."""
+        """Return this rank's timeline, also read by the watch."""
         self.watch.timeline = Timeline(self.watch.name, traces=job.traces, device=self.device)
         return self.watch.timeline
 

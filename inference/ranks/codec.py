@@ -1,15 +1,15 @@
-"""Messages as bytes: a typed header, then the raw bytes of its tensors.
+"""Messages as bytes: a typed header, then the raw tensor bytes.
 
-A message set is a union of ``Message`` classes, whose fields declare types, sizes and ranges, and
+A message set is a union of ``Message`` classes. Their fields declare types, sizes and ranges, and
 may be tensors. A ``Codec`` turns one message into one frame:
 
     prefix   magic, bytes of the header, bytes of the tensors
     header   msgpack: dtype and shape of every tensor, then the message
     tensors  each starts at a multiple of 8 bytes and ends at one; bool as packed bits
 
-Nothing is pickled. Frames are judged before memory is taken for them, and what is read from a
-stream takes memory as its bytes come, not on the word of a header. On an accelerator tensors may
-travel apart, from device to device; the frame then has their shapes only.
+Nothing is pickled. Frames are checked before memory is allocated. Stream reads allocate as bytes
+arrive, never by a header's claim. On an accelerator tensors may travel separately, from device to
+device; the frame then has only their shapes.
 """
 
 import math
@@ -32,15 +32,15 @@ from pipedraft.models.target import KeepRows, Segment
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 FillBuffer: TypeAlias = Callable[[memoryview], None]
-"""Waits for as many bytes as fit, or raises."""
+"""Blocks until the buffer is full, or raises."""
 Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Receives the next tensor that travels apart, of this shape and dtype."""
+"""Receives the next separately sent tensor, with this shape and dtype."""
 
 PREFIX = struct.Struct("<IIQ")
 MAGIC = 0x50444632
-"""Its first byte on the wire is not 0: by it a posted buffer tells whether a frame has come."""
+"""Its first byte on the wire is nonzero, so a posted buffer shows if a frame has arrived."""
 PIECE_BYTES = 1 << 16
-"""Memory taken for a frame before any byte of it is there."""
+"""Memory allocated for a frame before its bytes arrive."""
 MAX_AXES = 3
 MAX_TENSORS = 4096
 MAX_REASON = 200
@@ -57,9 +57,9 @@ Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Fields in the order of declaration; the tag comes first.
+    """Message base: fields in declaration order, the tag first.
 
-    A rule between fields belongs into ``__post_init__``, as a ``ValueError``.
+    Put checks across fields into ``__post_init__``, as a ``ValueError``.
     """
 
 
@@ -86,14 +86,14 @@ _headers = msgspec.msgpack.Decoder(Header)
 
 @dataclass(frozen=True)
 class Frame:
-    """A message ready to be sent."""
+    """Message ready to be sent."""
 
     buffers: list[Buffer]
     apart: list[Tensor]
-    """Tensors to be sent beside it, in this order."""
+    """Tensors sent separately, in this order."""
 
     def join(self) -> bytearray:
-        """The frame as one piece of memory."""
+        """Return the frame as one piece of memory."""
         return bytearray().join(self.buffers)
 
 
@@ -102,23 +102,23 @@ Decoded = TypeVar("Decoded")
 
 
 class Codec(Generic[M]):
-    """Frames of one message set. Whatever is refused is a ``ValueError`` of one line."""
+    """Encodes and decodes one message set; invalid input is a one-line ``ValueError``."""
 
     def __init__(
         self, messages: UnionType | type[M], *, max_header_bytes: int, max_tensor_bytes: int
     ) -> None:
         """
         Args:
-            max_tensor_bytes: of one message, those that travel apart included.
+            max_tensor_bytes: per message, including separately sent tensors.
         """
         self.messages = messages
         self.max_header_bytes, self.max_tensor_bytes = max_header_bytes, max_tensor_bytes
 
     def encode(self, message: M, device: torch.device | None = None) -> Frame:
-        """A message as a frame: a header, and the bytes of its tensors behind it.
+        """Encode a message as a frame: a header, then its tensor bytes.
 
         Args:
-            device: tensors on it travel apart.
+            device: tensors on it are sent separately.
         """
         tensors: list[Tensor] = []
 
@@ -144,11 +144,11 @@ class Codec(Generic[M]):
         return Frame([PREFIX.pack(MAGIC, *sizes), header, gap, *buffers], apart)
 
     def to_bytes(self, message: M) -> bytes:
-        """The whole frame, for a link that carries messages of any length."""
+        """Return the whole frame, for links carrying messages of any length."""
         return b"".join(self.encode(message).buffers)
 
     def decode(self, frame: Buffer, fetch: Fetch | None = None) -> M:
-        """The message of one whole frame; its tensors are copies."""
+        """Decode one whole frame; its tensors are copies."""
         view = memoryview(frame)
 
         def take(size: int) -> bytearray:
@@ -164,16 +164,16 @@ class Codec(Generic[M]):
         return message
 
     def read(self, fill: FillBuffer, max_tensor_bytes: int | None = None) -> M:
-        """The next message of a stream.
+        """Read the next message from a stream.
 
         Args:
-            max_tensor_bytes: of this message, if fewer than usual are due.
+            max_tensor_bytes: for this message, if fewer than usual are due.
         """
         limit = self.max_tensor_bytes if max_tensor_bytes is None else max_tensor_bytes
         return self._decode(lambda size: _read(fill, size), limit, None)
 
     def frame_bytes(self, start: Buffer) -> int:
-        """Length of a frame whose first bytes are ``start``."""
+        """Return a frame's length from its first bytes."""
         header_bytes, tensor_bytes = self._sizes(start, self.max_tensor_bytes)
         return PREFIX.size + _header_room(header_bytes, tensor_bytes) + tensor_bytes
 
@@ -231,7 +231,7 @@ class Codec(Generic[M]):
         try:
             return decode()
         except (ValueError, RecursionError) as error:
-            reason = " ".join(str(error).split())[:MAX_REASON]  # it may quote what came
+            reason = " ".join(str(error).split())[:MAX_REASON]  # it may quote the input
             raise ValueError(
                 f"message: not one of this protocol ({reason}); want a peer of this version"
             ) from error
@@ -240,7 +240,7 @@ class Codec(Generic[M]):
 def check_tensor(
     name: str, tensor: Tensor, dtypes: Collection[torch.dtype], *shape: int | None
 ) -> None:
-    """Refuse a tensor of another dtype or shape: for ``__post_init__`` of a message.
+    """Reject a tensor with another dtype or shape; for a message's ``__post_init__``.
 
     Args:
         shape: None for an axis of any size.
@@ -260,7 +260,7 @@ def check_tensor(
 
 
 def _read(fill: FillBuffer, size: int) -> bytearray:
-    """The next bytes of a stream, in pieces that double: memory follows what has come."""
+    """Read stream bytes in doubling pieces, so memory follows the received data."""
     data = bytearray()
     while len(data) < size:
         piece = bytearray(min(size - len(data), max(len(data), PIECE_BYTES)))
@@ -277,7 +277,7 @@ def _raw(tensor: Tensor) -> Buffer:
 
 
 def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
-    """A view of ``data``, which it keeps alive; bool is unpacked."""
+    """Return a view that keeps ``data`` alive; bool is unpacked."""
     num_items = math.prod(head.shape)
     if num_items == 0:
         return torch.empty(head.shape, dtype=DTYPES[head.dtype])
@@ -290,7 +290,7 @@ def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
 
 
 def _header_room(header_bytes: int, tensor_bytes: int) -> int:
-    """Bytes between the prefix and the first tensor; without tensors nothing is aligned."""
+    """Return bytes between the prefix and the first tensor; without tensors nothing is aligned."""
     return _padded(header_bytes) if tensor_bytes else header_bytes
 
 
@@ -299,7 +299,7 @@ def _padded(size: int) -> int:
 
 
 MAX_HEADER_BYTES = 1 << 25
-"""A report with its trace is the longest."""
+"""Enough for the longest message, a report with its trace."""
 MAX_TENSOR_BYTES = 1 << 30
 MAX_ROWS = 1 << 16
 MAX_PARTS = 1 << 12
@@ -315,18 +315,18 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 class StageMessage(Message, kw_only=True):
     sequence: Number = 0
-    """Number in the order of the controller's sending; an answer has that of its question."""
+    """Number in the controller's sending order; an answer repeats its question's number."""
     slot: Number = 0
-    """Whose caches it is for: each of several sequences has a slot of its own, alone it is 0."""
+    """Cache slot: each of several sequences has its own; a single one uses 0."""
 
 
 class Prefill(StageMessage, tag="prefill"):
-    """Rows of a prompt, and how the tokens after it are to be drawn."""
+    """Prompt rows, and sampling settings for the tokens after them."""
 
     rows: Tensor
     """int64 [l] tokens for the first stage, [l, H] for the others."""
     first_position: Count
-    """0: a new sequence, everything before it is forgotten."""
+    """0: a new sequence; everything before is dropped."""
     is_last: bool
     taps: Layers
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
@@ -335,27 +335,27 @@ class Prefill(StageMessage, tag="prefill"):
     seed: Int64
     prompt: Count
     is_bitwise: bool = False
-    """Rows are computed as plain decoding would."""
+    """Compute rows as in autoregressive decoding."""
     reserved_rows: Count = 0
-    """Room that its caches take at once."""
+    """Cache rows to allocate at once."""
 
     def __post_init__(self) -> None:
         check_rows("rows", self.rows, 1 if self.rows.dtype == torch.int64 else 2)
 
 
 class Step(StageMessage, tag="step"):
-    """Keeps in the order of their making, then a segment."""
+    """KeepRows in creation order, then a segment."""
 
     kept: Annotated[tuple[tuple[Rows, Count], ...], Meta(max_length=MAX_ROWS)]
-    """Of each KeepRows, the rows and how many of them are committed."""
+    """Rows and number of committed ones, per KeepRows."""
     positions: Tensor
     """int64 [l]."""
     visible: Tensor
     """bool [l, S]."""
     rows: Tensor | None
-    """int64 [l] tokens for the first stage, [l, H] for the others, None when cancelled."""
+    """int64 [l] tokens for the first stage, [l, H] for the others, None if cancelled."""
     is_cancelled: bool = False
-    """No row of it is wanted any more: caches make room, nothing is computed."""
+    """No row is needed any more: caches make room, nothing is computed."""
 
     @classmethod
     def of(cls, keeps: Sequence[KeepRows], segment: Segment, *, is_cancelled: bool = False) -> Self:
@@ -396,7 +396,7 @@ class Step(StageMessage, tag="step"):
 
 
 class StageResult(StageMessage, tag="result"):
-    """A stage's answer: hidden states that the draft reads; verdicts if it is the last stage."""
+    """A stage's answer: hidden states for the draft; results from the last stage."""
 
     taps: Annotated[dict[Layer, Tensor], Meta(max_length=1000)] = {}
     """Layer index -> [l, H]."""
@@ -411,20 +411,20 @@ class StageResult(StageMessage, tag="result"):
 
 
 class Failed(StageMessage, tag="failed"):
-    """A stage could not compute what a sequence's message asks for: that sequence ends alone."""
+    """A stage failed on a sequence's message: only this sequence ends."""
 
     reason: Annotated[str, Meta(max_length=MAX_REASON)]
 
 
 class Leave(StageMessage, tag="leave"):
-    """A sequence has ended; its caches go."""
+    """A sequence has ended; free its caches."""
 
 
 Part: TypeAlias = Prefill | Step | StageResult | Failed | Leave
 
 
 class Together(StageMessage, tag="together"):
-    """Messages of several sequences that share a step, at most one of each; or their answers."""
+    """Messages for sequences sharing a step, at most one each; or their answers."""
 
     parts: Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
@@ -434,19 +434,19 @@ class Cancel(StageMessage, tag="cancel"):
 
 
 class MeasureRequest(StageMessage, tag="measure"):
-    """A question of the controller that travels down the stages."""
+    """Request from the controller, passed down the stages."""
 
     action: Literal["report", "clear"]
 
 
 class StageReport(StageMessage, tag="report"):
-    """Times and counts that a stage measured."""
+    """A stage's measured times and counts."""
 
     json: str
 
 
 class CloseRanks(StageMessage, tag="close"):
-    """The last message of a link."""
+    """Last message on a link."""
 
 
 AnyMessage: TypeAlias = (
@@ -467,7 +467,7 @@ CODEC: Codec[AnyMessage] = Codec(
 
 
 def check_rows(name: str, tensor: Tensor, axes: int) -> int:
-    """Tokens [l] or hidden states [l, H]; returns l."""
+    """Check tokens [l] or hidden states [l, H]; return l."""
     check_tensor(name, tensor, IDS if axes == 1 else HIDDEN, None, *([None] * (axes - 1)))
     if not 0 < len(tensor) <= MAX_ROWS:
         raise ValueError(f"{name}: {len(tensor)}; want 1 to {MAX_ROWS}")

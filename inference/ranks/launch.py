@@ -1,8 +1,7 @@
-"""The ranks of a command on this machine, without a launcher: they meet at 127.0.0.1, end together.
+"""Start a command's ranks on this machine without a launcher, with rendezvous at 127.0.0.1.
 
-This process loads no library and is alone to see Ctrl-C, so that it ends them at any moment, with
-one line. ``python -m ... DESCRIPTOR`` is the store of a launch on a socket that is given, until
-stdin ends.
+This process loads no library and alone receives Ctrl-C, so it can end the ranks at any moment, with
+one line. ``python -m ... DESCRIPTOR`` serves a launch's store on the given socket until stdin ends.
 """
 
 import os
@@ -18,17 +17,17 @@ from typing import NoReturn
 from pipedraft.inference.ranks import SIGNALS
 
 LEAVE_S = 10.0
-"""For the other ranks once one has failed: they find out by themselves, and say why."""
+"""Seconds for the other ranks to exit after a failure: they detect it themselves and report why."""
 
 
 def run_ranks(
     num_ranks: int, command: Sequence[str] = (), *, passes_signals: bool = False
 ) -> NoReturn:
-    """Run a command as so many ranks; leave as the first one that fails, or with 0.
+    """Run a command as ``num_ranks`` ranks; exit with the first failing status, or 0.
 
     Args:
         command: default: this process's.
-        passes_signals: two SIGTERM or Ctrl-C go to the ranks, which end when they are done.
+        passes_signals: pass up to two SIGTERM or Ctrl-C to the ranks, which end when done.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
@@ -57,7 +56,7 @@ def run_ranks(
         os.write(2, f"error: {said}\n".encode())
         os._exit(128 + number)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the others inherit it
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # child processes inherit it
     store = [sys.executable, "-m", __name__, str(listener.fileno())]
     started.append(subprocess.Popen(store, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]))
     for rank in range(num_ranks):

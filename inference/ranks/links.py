@@ -1,8 +1,8 @@
-"""Ordered messages from one rank to another over torch.distributed's point-to-point operations.
+"""Ordered messages between ranks over torch.distributed's point-to-point operations.
 
-Receives are posted ahead into static buffers, so that a frame never waits for its receiver to ask,
-and sends return at once. A frame that does not fit a static buffer comes in two pieces. Where every
-rank has an accelerator of its own, hidden states go from device to device beside their frame.
+Receives are posted ahead into static buffers, so a frame never waits for its receiver, and sends
+return at once. A frame too large for a static buffer arrives in two pieces. If every rank has its
+own accelerator, hidden states go from device to device next to their frame.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ from pipedraft.models.cuda_graphs import UNDER_WAY
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2
 MAX_UNSENT = 64
-"""Sends under way at most; beyond them a send waits for the oldest."""
+"""Maximum unfinished sends; beyond, a send waits for the oldest."""
 MEMORY_SIGNS = (
     "can't allocate memory",  # torch's CPU allocator
     "not enough memory",  # the same on Windows
@@ -34,26 +34,26 @@ MEMORY_SIGNS = (
     "CUDA error: out of memory",  # CUDA itself, past torch's allocator
 )
 FORWARD, ANSWER, CANCEL = range(3)
-"""Channels: links between the same two ranks that do not wait for each other."""
+"""Channels: independent links between the same two ranks."""
 DAY = timedelta(days=1)
-"""Receives have no timeout of their own: ``Watch`` ends a process whose peer is silent or dead."""
+"""Receives have no timeout of their own: ``Watch`` ends a process if a peer is silent or dead."""
 
 
 class Inbox(Protocol):
-    """Where messages come from: a ``Receiver``, or a ``Local`` link."""
+    """Message source: a ``Receiver``, or a ``Local`` link."""
 
     def has_arrived(self) -> bool: ...
     def receive(self) -> AnyMessage: ...
 
 
 class Outbox(Protocol):
-    """Where messages go: a ``Sender``, or a ``Local`` link."""
+    """Message destination: a ``Sender``, or a ``Local`` link."""
 
     def send(self, message: AnyMessage) -> None: ...
 
 
 class LostLink(ConnectionError):
-    """The other side of a link is gone, or sends what is no message."""
+    """The peer is gone, or sends invalid messages."""
 
     def __init__(self, peer: int, reason: str) -> None:
         super().__init__(reason)
@@ -61,7 +61,7 @@ class LostLink(ConnectionError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA's allocator and Python's raise types of their own, all others a ``RuntimeError``."""
+    """Return True for out-of-memory errors: CUDA's and Python's types, RuntimeErrors by text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in MEMORY_SIGNS)
@@ -74,7 +74,7 @@ def _naming(peer: int) -> Iterator[None]:
     except (RuntimeError, ConnectionError, ValueError) as error:
         if is_out_of_memory(error):
             raise
-        reason = str(error).partition(". This is typically")[0]  # gloo goes on with advice
+        reason = str(error).partition(". This is typically")[0]  # drop gloo's advice
         raise LostLink(peer, reason) from error
 
 
@@ -82,16 +82,15 @@ def _naming(peer: int) -> Iterator[None]:
 class DeviceLink:
     """One direction between two accelerators, in a process group of these two ranks.
 
-    Operations of a group run in the order of their posting, so that two links in one group could
-    wait for each other's receivers. ``wait`` without a limit makes NCCL's streams wait, not this
-    thread.
+    Operations in a group run in posting order, so two links in one group could wait for each
+    other's receivers. ``wait`` without a limit blocks NCCL's streams, not this thread.
     """
 
     group: dist.ProcessGroup
     device: torch.device
 
     def open(self, peer: int, sends: bool) -> None:
-        """Both ranks connect: a number crosses the link."""
+        """Connect both ranks: send a number over the link."""
         if sends:
             self.send(torch.zeros(1, device=self.device), peer)[0].wait()
         else:
@@ -147,13 +146,13 @@ class Sender:
         self._under_way.append((work, piece))
 
     def is_sending(self) -> bool:
-        """Whether the peer has not taken all hidden states from this device yet."""
+        """Return True while the peer has not received all hidden states from this device."""
         while self._apart and self._apart[0][0].is_completed():
             self._apart.popleft()
         return bool(self._apart)
 
     def close(self) -> None:
-        """Answer every receive that the other side has posted, and see them all through."""
+        """Answer every receive posted by the peer, and wait for all of them."""
         for _ in range(NUM_BUFFERS):
             self.send(CloseRanks())
         for work, _ in self._under_way:
@@ -180,21 +179,21 @@ class Receiver:
 
     @property
     def is_open(self) -> bool:
-        """Whether a message may follow those that were received."""
+        """Return True if further messages may follow."""
         return bool(self._posted)
 
     def has_arrived(self) -> bool:
-        """The next message is here, or its first bytes are."""
+        """Return True if the next message or its first bytes have arrived."""
         try:
             return bool(self._posted[0][1][0])
-        except IndexError:  # closed, perhaps by another thread in this moment
+        except IndexError:  # closed, perhaps by another thread just now
             return False
 
     def receive(self) -> AnyMessage:
-        """The next message; waits for it.
+        """Return the next message; wait for it.
 
         Raises:
-            LostLink: the link broke, or what came is no message.
+            LostLink: the link broke, or the data is no message.
         """
         with _naming(self.peer):
             return self._receive()
@@ -225,19 +224,19 @@ class Receiver:
 
 
 class Answers:
-    """Answers of the stages, sorted by the sequence that they are for.
+    """Answers from the stages, sorted by sequence.
 
-    Answers to a sequence whose ``Mailbox`` nobody holds any more are dropped.
+    Answers for a sequence without a live ``Mailbox`` are dropped.
     """
 
     def __init__(self, links: Sequence[Inbox]) -> None:
-        """``links``: of each stage."""
+        """``links``: one per stage."""
         self._links = links
         self._num_opened = 0
         self._open: WeakValueDictionary[int, Mailbox] = WeakValueDictionary()
 
     def open(self) -> "Mailbox":
-        """Open answers for one more sequence; the first one has slot 0."""
+        """Open a mailbox for one more sequence; the first one has slot 0."""
         box = Mailbox(self, self._num_opened, [deque() for _ in self._links])
         self._open[box.slot] = box
         self._num_opened += 1
@@ -247,7 +246,7 @@ class Answers:
         return self._links[stage].has_arrived()
 
     def sort(self, stage: int) -> None:
-        """Wait for the next message of a stage, and give its parts to whom they are for."""
+        """Wait for a stage's next message and deliver its parts."""
         message = self._links[stage].receive()
         for part in message.parts if isinstance(message, Together) else [message]:
             if part.slot in self._open:
@@ -256,7 +255,7 @@ class Answers:
 
 @dataclass(eq=False)
 class Mailbox:
-    """Answers to one sequence, of every stage."""
+    """One sequence's answers from every stage."""
 
     answers: Answers
     slot: int
@@ -268,14 +267,14 @@ class Mailbox:
         return bool(self.waiting[stage])
 
     def receive(self, stage: int) -> AnyMessage:
-        """The next answer of a stage; waits for it."""
+        """Return a stage's next answer; wait for it."""
         while not self.waiting[stage]:
             self.answers.sort(stage)
         return self.waiting[stage].popleft()
 
 
 class Local:
-    """A link inside one process: what is sent is handled, or waits to be received."""
+    """Link inside one process: sent messages are handled at once, or wait to be received."""
 
     def __init__(self, handle: Callable[[AnyMessage], None] | None = None) -> None:
         self._handle = handle
@@ -294,7 +293,7 @@ class Local:
         return self._waiting.popleft()
 
     def take_parts(self) -> list[Part]:
-        """All that waits; nothing but parts of a message has been sent here."""
+        """Return all waiting messages; only message parts are sent here."""
         taken = cast(list[Part], list(self._waiting))
         self._waiting.clear()
         return taken

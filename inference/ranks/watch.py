@@ -1,10 +1,9 @@
-"""Ends this process, with one line, when it or another rank can no longer do its part.
+"""Watchdog threads of a rank: exit the process with a one-line reason if this rank or a peer fails.
 
-One thread looks after signals, this rank's own progress and the launcher; another one exchanges
-signs of life with the other ranks, through the store of the launch. A stage waits in C++ for
-messages that may never come, and so does whoever asks a store that cannot be reached: nothing here
-needs the main thread, and the first thread nothing of the second. The process is left at once, with
-the line on stderr and status 1.
+One thread checks signals, this rank's progress and the launcher. Another exchanges heartbeats with
+the other ranks through the launch's store. A stage may wait in C++ for messages that never arrive,
+and a store request may hang, too. So the watchdog needs no main thread, and the first thread does
+not depend on the second. The process exits at once, with the line on stderr and status 1.
 """
 
 import os
@@ -26,36 +25,37 @@ from pipedraft.inference.ranks.links import LostLink, Receiver, Sender, is_out_o
 from pipedraft.inference.timeline import Timeline
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
-"""For those who start beside this rank."""
+"""For ranks starting at the same time."""
 BEAT_S = 0.25
 REPEAT_S = 1.0
-"""Signals within it are one: Ctrl-C reaches a rank from the terminal and from its launcher."""
+"""Repeated signals within it count once: Ctrl-C reaches a rank from terminal and launcher."""
 TELL_S = 1.0
-"""For telling the other ranks why this one leaves."""
+"""Time to notify the other ranks of this one's reason."""
 FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchLimits:
-    """Seconds until something counts as failed; all below the 10 s in which every rank ends."""
+    """Failure timeouts in seconds; all below the 10 s within which every rank ends."""
 
     silence_s: float = 5.0
-    """Without a sign of life of a rank, or an answer of the launch's store."""
+    """Without a heartbeat from a rank, or an answer from the launch's store."""
     undelivered_s: float = 5.0
-    """After a rank says it sent a message that did not come."""
+    """After a rank reports a sent message not received yet."""
     step_s: float = 8.0
-    """One forward pass of a stage or of the draft. Raise it for targets that need longer."""
+    """For one forward pass of a stage or the draft. Raise it for slower targets."""
 
     @classmethod
     def of_step(cls, step_s: float) -> Self:
-        """Whoever waits longer for a step waits as long for the processes that make it."""
+        """Build limits from a step limit: a longer step also lengthens the waits for other
+        ranks."""
         if step_s <= cls.step_s:
             return cls(step_s=step_s)
         return cls(step_s=step_s, silence_s=step_s, undelivered_s=step_s)
 
 
 class Beat(msgspec.Struct, forbid_unknown_fields=True):
-    """A sign of life of one rank."""
+    """Heartbeat of one rank."""
 
     beats: int
     sent: dict[str, int]
@@ -64,18 +64,18 @@ class Beat(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass
 class Watch:
-    """``start`` it before torch makes threads: they inherit the blocked signals."""
+    """Call ``start`` before torch creates threads: they inherit the blocked signals."""
 
     rank: int
     world_size: int
     names: list[str]
-    """Of every rank, as "stage 0"; in messages."""
+    """Every rank's name for messages, such as "stage 0"."""
     limits: WatchLimits = field(default_factory=WatchLimits)
 
     def __post_init__(self) -> None:
         self.timeline: Timeline | None = None
         self.on_signal: Callable[[], object] | None = None
-        """Called at SIGTERM and Ctrl-C by a thread, instead of ending all ranks."""
+        """Called in a thread on SIGTERM and Ctrl-C, instead of ending all ranks."""
         self.sent: list[Sender] = []
         self.received: list[Receiver] = []
         self._parent = os.getppid()
@@ -83,7 +83,7 @@ class Watch:
         self._seen: dict[int, tuple[int, float]] = {}
         self._late: dict[Receiver, tuple[int, float]] = {}
         self._failure = ""
-        """What the other ranks are to be told."""
+        """Reason to send to the other ranks."""
         self._wake, self._notified = threading.Event(), threading.Event()
         self._stopping = threading.Event()
         self._failing = threading.Lock()
@@ -111,7 +111,7 @@ class Watch:
         self._outward.start()
 
     def stop(self) -> None:
-        """The work is done: other ranks may leave in any order now."""
+        """Finish: other ranks may now exit in any order."""
         self._stopping.set()
         self._wake.set()
         self._inward.join()
@@ -119,14 +119,14 @@ class Watch:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def fail(self, reason: str) -> NoReturn:
-        """Say why, tell the other ranks, and leave; if another rank failed first, say that."""
-        self._failing.acquire()  # for good: what another thread of this rank finds comes later
+        """Report the reason, notify the other ranks and exit; an earlier failure elsewhere wins."""
+        self._failing.acquire()  # held forever: later findings by other threads are dropped
         line = f"{self.name}: {reason}"
         self.announce(line)
         self._leave(line)
 
     def fail_with(self, error: BaseException) -> NoReturn:
-        """``fail`` for an error that is not the user's."""
+        """Call ``fail`` for an error not caused by the user."""
         text = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, LostLink):
             self.fail(f"lost rank {error.peer} ({self.names[error.peer]}): {text}")
@@ -141,10 +141,10 @@ class Watch:
         self.fail(f"{type(error).__name__}: {text}")
 
     def announce(self, line: str) -> None:
-        """Tell every other rank to end, and why."""
+        """Tell every other rank to end, with the reason."""
         self._failure = line
         if threading.current_thread() is self._outward:
-            # Any of these may be why this rank leaves.
+            # Any of these may be the cause of this rank's exit.
             with suppress(RuntimeError, MemoryError, ConnectionError):
                 self._exchange_causes()
         else:
@@ -167,8 +167,8 @@ class Watch:
     def _look_here(self) -> None:
         notified_s = -REPEAT_S
         while not self._stopping.is_set():
-            # Not with a time to wait: after a stop (Ctrl-Z, a debugger) beyond it Python makes up a
-            # signal, from whatever its memory holds.
+            # No timeout: after a stop (Ctrl-Z, a debugger) longer than it, Python makes up a signal
+            # from uninitialized memory.
             received = signal.sigtimedwait(SIGNALS, 0)
             if received is None:
                 self._stopping.wait(BEAT_S)
@@ -178,7 +178,7 @@ class Watch:
                     self.on_signal()
                 notified_s = time.monotonic()
             elif received is not None:
-                # A launcher ends all ranks when one is gone; what this rank sees of that says more.
+                # A launcher ends all ranks if one is gone; this rank's own finding tells more.
                 time.sleep(BEAT_S)
                 self.fail(f"ended by {signal.Signals(received.si_signo).name}")
             if self._stopping.is_set():
@@ -208,11 +208,11 @@ class Watch:
             )
 
     def _exchange_causes(self) -> None:
-        """Tell this rank's failure, and leave if another one's came first."""
+        """Publish this rank's failure; exit if another rank failed first."""
         cause = self.store.compare_set(FAILED_KEY, "", self._failure).decode(errors="replace")
         if cause and not cause.startswith(f"rank {self.rank} ("):
             if cause.endswith(BAD_INPUT):
-                os._exit(2)  # whoever found it says it
+                os._exit(2)  # the other thread reports it
             self._leave(f"{self.name}: stopped, because {cause}")
         if cause:
             self._notified.set()

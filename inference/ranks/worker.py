@@ -1,4 +1,4 @@
-"""One stage in its process: it answers messages in the order of their arrival."""
+"""One stage in its process: handles messages in arrival order."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -32,18 +32,18 @@ from pipedraft.models.target import Segment, StagedTarget
 
 @dataclass(eq=False, kw_only=True)
 class StageWorker:
-    """Layers and cache of one stage, and where its output goes.
+    """Layers and cache of one stage, and its output link.
 
-    Keeps and segments come in one stream, so the cache changes in the same order on every stage
-    and a segment's rows never change between the first stage and the last. What a KeepRows removed
-    from a segment that is further on is dropped by the controller when its verdicts come back.
+    KeepRows and segments arrive in one stream, so the cache changes in the same order on every
+    stage, and a segment's rows never change between first and last stage. For rows a KeepRows
+    removed from a segment further on, the controller drops the results.
     """
 
     target: StagedTarget
     index: int
-    """Of its stage."""
+    """Stage index."""
     following: Outbox | None
-    """The next stage; None: this is the last one."""
+    """Next stage; None: this is the last one."""
     controller: Outbox
     timeline: Timeline
 
@@ -52,7 +52,7 @@ class StageWorker:
         self.first_live = 0
         """Steps below this number are cancelled; another thread may raise it."""
         self.is_still_wanted: Callable[[], bool] = lambda: True
-        """Asked before every layer; for the stage in the process of the controller."""
+        """Called before every layer, for the stage in the controller's process."""
         self.taps: tuple[int, ...] = ()
         self._verifier: Verifier | None = None
 
@@ -67,14 +67,14 @@ class StageWorker:
                 self._report(message)
 
     def cancel(self, message: Cancel) -> None:
-        """Called by a thread that reads cancellations while this one computes."""
+        """Record a cancellation; called by another thread while this one computes."""
         self.first_live = max(self.first_live, message.sequence + 1)
 
     def _is_wanted(self, step: Step) -> bool:
         return step.sequence >= self.first_live and self.is_still_wanted()
 
     def begin(self, step: Step) -> bool:
-        """Apply the Keeps; False: nobody wants the segment, and the caches have made room."""
+        """Apply the KeepRows; return False for an unwanted segment, with room made in caches."""
         for keep in step.keeps:
             self.stage.keep(keep)
         if step.is_cancelled or not self._is_wanted(step):
@@ -83,7 +83,7 @@ class StageWorker:
         return True
 
     def run(self, step: Step) -> None:
-        """Compute a segment that has begun, and pass it on."""
+        """Compute a started segment and pass it on."""
         segment = step.segment
         try:
             with self.timeline.span("stage", segment.num_rows):
@@ -94,7 +94,7 @@ class StageWorker:
         self.finish(step, output)
 
     def finish(self, step: Step, output: Segment) -> None:
-        """Pass on what a segment has become, and answer."""
+        """Pass on the segment's output, and answer."""
         segment, taps = step.segment, {i: output.taps[i] for i in self.taps}
         output.taps = {}
         self._pass_on(Step.of(step.keeps, output), step)
@@ -108,7 +108,7 @@ class StageWorker:
             self._answer(result, step)
 
     def _skip(self, step: Step) -> None:
-        """Caches make room here and further on; nothing is computed."""
+        """Make room in the caches here and further on; compute nothing."""
         with self.timeline.span("skip", step.segment.num_rows):
             self.stage.skip(step.segment)
         self._pass_on(replace(step, rows=None, is_cancelled=True), step)
@@ -158,16 +158,16 @@ class StageWorker:
 
 
 class SharedWorker(StageWorker):
-    """A worker for one sequence alone and for several, each with caches of its own.
+    """Worker for one or several sequences, each with its own caches.
 
-    Rows of several sequences are one forward pass where ``can_run_together``. What fails in one of
-    them is passed on and answered as ``Failed``, and nothing of the others is touched.
+    Rows from several sequences share a forward pass if ``can_run_together``. A failure in one
+    sequence is passed on and answered as ``Failed``; the others are unaffected.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._of: dict[int, StageWorker] = {}
-        """By slot."""
+        """Workers by slot."""
         self._onward, self._answers = Local(), Local()
 
     def handle(self, message: AnyMessage) -> None:
@@ -224,13 +224,13 @@ class SharedWorker(StageWorker):
                     worker.run(step)
 
     def _run_together(self, pairs: Sequence[tuple[StageWorker, Step]]) -> bool:
-        """False: it failed, and every cache is as it was before."""
+        """Return False after a failure, with every cache unchanged."""
         segments = [step.segment for _, step in pairs]
         taps = {layer for worker, _ in pairs for layer in worker.taps}
         try:
             with self.timeline.span("stage", sum(segment.num_rows for segment in segments)):
                 outputs = forward_together([worker.stage for worker, _ in pairs], segments, taps)
-        except Exception:  # each alone then, so that the one whose rows fail is found
+        except Exception:  # the caller runs each alone to find the failing sequence
             return False
         for (worker, step), output in zip(pairs, outputs, strict=True):
             with self._contained(step):

@@ -1,1 +1,1 @@
-"""Acceptance rules, their random numbers, and filters of distributions."""
+"""Acceptance rules, their random numbers, and sampling filters."""

@@ -1,13 +1,13 @@
-"""What an acceptance rule is, and the rules whose verdicts are token ids.
+"""Base class for acceptance rules, and the rules with token ids as verification results.
 
-A rule has two halves, ``judge`` where the logits are and ``walk`` where the tree is, with the link
-from the last stage to the controller between them: a rule whose verdicts are token ids sends
-nothing larger. Across a network the target tests draft tokens itself (``test``), and the draft's
-side draws what stands in their place (``correct``). Emitted tokens are distributed as the target's,
-for every schedule, unless ``caveat`` says otherwise.
+A rule has two halves connected by the link from the last stage to the controller: ``judge`` runs on
+the logits, ``walk`` runs on the tree. Rules with token-id results send nothing larger. Across a
+network the target tests draft tokens itself (``test``), and the draft side samples the correction
+(``correct``). Under every schedule, emitted tokens follow the target's distribution unless
+``caveat`` says otherwise.
 """
 
-# V target vocabulary, U draft vocabulary, R returned rows, Q leaves
+# V target vocabulary, U draft vocabulary, R returned rows, Q leaves, D distinct positions
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ from pipedraft.inference.rules.random import (
 from pipedraft.inference.tree import TokenTree
 
 PENALTY = 8.0
-"""On the draft's log-probability of tokens that the filters remove from it (docs/methods.md)."""
+"""Subtracted from the draft's log-probability for filtered tokens (docs/methods.md)."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one verification."""
+    """Result of one verification."""
 
     path: list[int]
-    """Accepted rows, the root first; all of them had their logits."""
+    """Accepted rows, root first; logits were present for all of them."""
     next_token: int
-    """Token after the path: a child in the tree whose logits are still in flight, or not in it."""
+    """Token after the path: a child with logits still in flight, or outside the tree."""
     tests: list[bool]
-    """One entry for each token that was tested against draft tokens: whether one was right."""
+    """One entry per position with draft tokens: True if one was accepted."""
     restarts: bool = False
-    """Nothing of the tree is left, whatever follows the path."""
+    """True if no row in the tree remains valid, whatever follows the path."""
 
 
 # -- the rules ------------------------------------------------------------------------------
 
 
 class Verifier(ABC):
-    """An acceptance rule at one temperature, with the random numbers of one prompt."""
+    """Acceptance rule at one temperature, with one prompt's random numbers."""
 
     name: ClassVar[RuleName]
     needs_q: ClassVar[bool] = False
-    """Draft tokens are drawn from q, which the test compares with p."""
+    """True if draft tokens are sampled from q and the test compares q with p."""
     caveat: ClassVar[str] = ""
-    """Why emitted tokens are not distributed as the target's; "": they are."""
+    """Reason why emitted tokens deviate from the target's distribution; "" if they don't."""
 
     def __init__(
         self,
@@ -77,16 +77,16 @@ class Verifier(ABC):
     ) -> None:
         """
         Args:
-            filters: of the target's distribution and of the draft's alike.
-            payload_tokens: tokens of a ``Top``.
-            tail_samples: draws in the first ``Top`` of a rejection.
+            filters: applied to target and draft distributions alike.
+            payload_tokens: number of tokens in a ``Top``.
+            tail_samples: number of samples in the first ``Top`` after a rejection.
         """
         self.temperature, self.random, self.filters = temperature, random, filters
         self.payload_tokens, self.tail_samples = payload_tokens, tail_samples
         self._ids: tuple[Tensor, Tensor] | None = None
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """The distribution [..., V], float64, that logits of target or draft stand for."""
+        """Return the distribution for target or draft logits: float64 [..., V]."""
         return probabilities(logits_V, self.temperature, self.filters)
 
     # Where the draft is.
@@ -94,24 +94,24 @@ class Verifier(ABC):
     def propose(
         self, logits_U: Tensor, ids_U: Tensor, position: int, *, attempt: int
     ) -> DraftToken:
-        """The draft's next token: its most likely one.
+        """Return the draft's next token: the most likely one.
 
         Args:
-            ids_U: target token of each entry.
-            attempt: number of the round; a position is drafted once in each.
+            ids_U: target token for each entry.
+            attempt: round number; a position is drafted once per round.
         """
         ranked_1U = self.rank(logits_U[None], self.noise_rows(ids_U, [position]))
         return DraftToken(int(ids_U[ranked_1U[0].argmax()]))
 
     def noise_rows(self, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor | None:
-        """What the rule adds to the draft's log-probabilities: float64 [Q, U] on the CPU."""
+        """Noise added to the draft's log-probabilities: float64 [Q, U] on the CPU."""
         return None
 
     def rank(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        """Logits by which children are chosen: the draft's own, or log q plus the target's noise.
+        """Logits for choosing children: the draft's own, or log q plus the target's noise.
 
-        With noise the largest entry is the draft's draw. What the filters remove from the draft
-        comes at the end: the target may keep it.
+        With noise the largest entry is the draft's sample. Filtered tokens go to the end, not away:
+        the target may keep them.
         """
         ranked_QU = logits_QU
         if noise_QU is not None:
@@ -123,27 +123,27 @@ class Verifier(ABC):
         return ranked_QU - PENALTY * is_removed_QU
 
     def child_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        """Log-probabilities [Q, U] by which children are chosen and trees ordered.
+        """Log-probabilities [Q, U] for choosing children and ordering trees.
 
-        Those of the draft. Where the rule shares the target's noise, those after the noise: a token
-        that the noise favors is more likely the target's own token, too.
+        Uses the draft's log-probabilities, after the noise if the rule shares it: a token favored
+        by the noise is also more likely to be the target's own token.
         """
         return torch.log_softmax(self.rank(logits_QU, noise_QU).float(), -1)
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
-        """Walk through the first R rows of the tree."""
+        """Walk through the first R rows in the tree and return the verification result."""
         raise NotImplementedError
 
     def correct(
         self, draft_token: DraftToken, position: int, payloads: Sequence[Payload]
     ) -> int | None:
-        """The token instead of a rejected draft token; None: ask for more.
+        """Return the token to replace a rejected draft token; None: ask for more payloads.
 
         Args:
-            payloads: of this rejection so far.
+            payloads: received so far for this rejection.
 
         Raises:
-            ValueError: payloads that this rule cannot read.
+            ValueError: this rule cannot read the payloads.
         """
         match payloads:
             case [Token(id=token)]:
@@ -160,14 +160,14 @@ class Verifier(ABC):
     # Where the logits are.
 
     def draw(self, logits_V: Tensor, position: int) -> int:
-        """The target's own token at a position: argmax when greedy."""
+        """Sample the target's own token at a position: argmax if greedy."""
         if self.temperature == 0:
             return int(logits_V.argmax())
         uniform = self.random.uniform(position, "target")
         return draw(self.probabilities(logits_V), uniform)
 
     def target_tokens(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """The target's own token after each row, int64 [R]."""
+        """Return the target's own token after each row: int64 [R]."""
         if self.temperature == 0:
             return logits_RV.argmax(-1).cpu()
         positions = [position + 1 for position in positions_R.tolist()]
@@ -177,39 +177,39 @@ class Verifier(ABC):
         return torch.tensor([self.draw(logits_V, position) for logits_V, position in rows])
 
     def draw_on_device(self, logits_RV: Tensor, positions: Sequence[int]) -> Tensor:
-        """``draw`` of each row, above temperature 0; the tokens [R] alone come to the CPU."""
+        """Run ``draw`` for each row above temperature 0; copy only tokens [R] to the CPU."""
         uniforms = [self.random.uniform(position, "target") for position in positions]
         return draw_on_device(self.probabilities(logits_RV), uniforms)
 
     def host_ids(self, ids_U: Tensor) -> Tensor:
-        """The draft vocabulary in the host's memory, copied once."""
+        """Return the draft vocabulary in host memory, copied once."""
         if self._ids is None or self._ids[0] is not ids_U:
             self._ids = ids_U, ids_U.cpu()
         return self._ids[1]
 
     def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Verdicts on returned rows, all that ``walk`` has to know: [R, ...], on the CPU."""
+        """Return one result per returned row, everything ``walk`` needs: [R, ...] on the CPU."""
         raise NotImplementedError
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
-        """None: the draft token at this position is accepted."""
+        """Test the draft token at this position; None: accepted."""
         raise NotImplementedError
 
     def more(self, logits_V: Tensor, position: int, first: int, count: int) -> Payload:
-        """Further samples of a rejection, for a draft that asks for them.
+        """Return further samples for a rejection.
 
         Raises:
-            ValueError: no payload of this rule has samples.
+            ValueError: this rule's payloads have no samples.
         """
         raise ValueError(f"more: rule {self.name!r} sends no samples; do not ask for more")
 
     def payload_bytes(self, vocab_size: int) -> int:
-        """Approximate bytes that a rejection adds to a verdict."""
+        """Approximate bytes added to a verification result by a rejection."""
         return 4
 
 
 class SampledVerifier(Verifier):
-    """Draft tokens are drawn from q, which is stored with them; a verdict is the row's logits."""
+    """Rule base: samples draft tokens from q, stores q with them, returns the rows' logits."""
 
     needs_q = True
 
@@ -225,18 +225,18 @@ class SampledVerifier(Verifier):
         return logits_RV.cpu()
 
     def q_of(self, tree: TokenTree, row: int) -> Tensor:
-        """The distribution that a row's draft token was drawn from, float64 [V], on the CPU."""
+        """Return the distribution used to sample a row's draft token: float64 [V] on the CPU."""
         q_V = tree.draft_probabilities[row]
         assert q_V is not None, "the rule needs the q that a draft token was drawn from"
         return q_V.cpu()
 
 
 class MatchVerifier(Verifier):
-    """Draw x ~ p(. | node), argmax when greedy; go to child x if the tree has it.
+    """Sample x ~ p(. | node), argmax if greedy; move to child x if the tree has it.
 
-    Exact for any tree that is a function of earlier draws only, whichever siblings were verified
-    before: the draw at a node never looks at its children (EAGLE's sequential test with q = 1
-    has the same distribution). A verdict is the drawn token.
+    Exact for any tree computed from earlier samples only, in whatever order siblings are verified:
+    sampling at a node never looks at its children. EAGLE's sequential test with q = 1 has the same
+    distribution. The verification result is the sampled token.
     """
 
     name: ClassVar[RuleName] = "match"
@@ -263,9 +263,9 @@ class MatchVerifier(Verifier):
 
 
 class GumbelVerifier(MatchVerifier):
-    """``match`` with shared noise: target and draft draw with the same, so they agree more often.
+    """``match`` with shared noise: target and draft use the same noise, so they agree more often.
 
-    The emitted token never depends on the tree, so the output is plain decoding's by this rule.
+    Emitted tokens never depend on the tree, so the output equals autoregressive decoding.
     """
 
     name: ClassVar[RuleName] = "gumbel"
@@ -282,7 +282,7 @@ class GumbelVerifier(MatchVerifier):
             return int((self.noise.exponential(position, len(p_V)) / p_V).argmin())
 
     def draw_on_device(self, logits_RV: Tensor, positions: Sequence[int]) -> Tensor:
-        # Rows of a tree share few positions, whose noise is sent once.
+        # Tree rows share few positions; copy the noise to the device once per position.
         place = {position: index for index, position in enumerate(dict.fromkeys(positions))}
         noise = [self.noise.exponential(position, logits_RV.shape[1]) for position in place]
         noise_DV = torch.from_numpy(np.stack(noise)).to(logits_RV.device)
@@ -296,15 +296,17 @@ class GumbelVerifier(MatchVerifier):
         size = int(ids.max()) + 1
         with np.errstate(divide="ignore"):
             rows = [
-                -np.log(self.noise.exponential(position, size)[ids]) for position in positions_Q
+                # log q + Gumbel noise: the largest entry is the draft's sample.
+                -np.log(self.noise.exponential(position, size)[ids])
+                for position in positions_Q
             ]
         return torch.from_numpy(np.stack(rows))
 
 
 class ArgmaxVerifier(Verifier):
-    """FlexSpec's Algorithm 2 at T > 0: a draft token must be the target's most likely one.
+    """FlexSpec's Algorithm 2 at T > 0: accepts a draft token only if it is the target's argmax.
 
-    A verdict is that token and the target's own draw, which stands where the test fails.
+    The verification result is the argmax plus the target's own sample, used after a rejection.
     """
 
     name: ClassVar[RuleName] = "argmax"
@@ -324,7 +326,7 @@ class ArgmaxVerifier(Verifier):
                 tests.append(child is not None)
             if child is None:
                 drawn = tree.child(path[-1], own)
-                # A child that failed the test and is drawn all the same: its verdict is spent.
+                # The sampled child failed the test, so its own result has been used up.
                 spent = drawn is not None and drawn < len(verdicts_R)
                 return Verdict(path, own, tests, restarts=spent)
             if child >= len(verdicts_R):

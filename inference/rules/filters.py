@@ -1,6 +1,6 @@
-"""Filters of sampling: tokens that may be drawn at all, as transformers chooses them."""
+"""Sampling filters: remove tokens from a distribution as transformers does."""
 
-# R rows, V vocabulary, K likeliest (or most typical) tokens in order
+# R rows, V vocabulary, K most likely (or most typical) tokens in order
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FIRST_TOKENS = 64
-"""That are sorted before more are: most often they hold the mass that is asked for."""
+"""Tokens sorted first; usually enough for the requested mass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFilters:
-    """What a distribution keeps after the temperature, in the order of the fields.
+    """Filters applied after the temperature, in field order.
 
-    The order and the meaning of ``GenerationMixin`` of transformers: each filter works on what the
-    one before it left, renormalized, and the likeliest (or most typical) token always stays.
+    Order and meaning match ``GenerationMixin`` in transformers: each filter works on the
+    renormalized result from the one before, and the most likely (most typical) token stays.
     """
 
     top_k: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """The K most likely tokens, those that tie with the last one included; 0: all."""
+    """Keep the K most likely tokens, including ties with the last one; 0: all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """The fewest most likely tokens whose probabilities add up to P (nucleus sampling)."""
+    """Keep the smallest set of most likely tokens with total probability P (nucleus sampling)."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Tokens with at least the share P of the largest probability."""
+    """Keep tokens with at least P times the largest probability."""
     typical_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """The tokens whose surprisal is nearest to the entropy, until they add up to P
+    """Keep tokens with surprisal nearest to the entropy, up to total probability P
     (arXiv:2202.00666)."""
 
     def __post_init__(self) -> None:
@@ -47,10 +47,10 @@ class TokenFilters:
                 raise ValueError(f"{name}: {value} is out of range; {fix}")
 
     def check_at(self, temperature: float) -> None:
-        """Refuse filters at a temperature where nothing is sampled.
+        """Reject filters at temperature 0.
 
         Raises:
-            ValueError: something is filtered, and nothing is sampled.
+            ValueError: a filter is active, but decoding is greedy.
         """
         if temperature == 0 and self.active:
             name, value = next(iter(self.active.items()))
@@ -61,21 +61,21 @@ class TokenFilters:
 
     @property
     def filters(self) -> TokenFilters:
-        """Nothing but the filters, where a subclass has more."""
+        """Return the filters alone; a subclass has more fields."""
         return TokenFilters(
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(TokenFilters)}
         )
 
     @property
     def active(self) -> dict[str, float]:
-        """Filters that remove something, by name."""
+        """Return active filters by name."""
         values = (
             (f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(TokenFilters)
         )
         return {name: value for name, value, default in values if value != default}
 
     def apply(self, logits_RV: Tensor) -> Tensor:
-        """Logits [..., V] that were divided by the temperature; -inf for every removed token."""
+        """Set removed tokens to -inf in logits [..., V] already divided by the temperature."""
         if 0 < self.top_k < logits_RV.shape[-1]:
             last_R1 = logits_RV.topk(self.top_k).values[..., -1:]
             logits_RV = logits_RV.masked_fill(logits_RV < last_R1, -math.inf)
@@ -91,24 +91,25 @@ class TokenFilters:
 
 
 def sampling_label(temperature: float, active: Mapping[str, float]) -> str:
-    """Temperature and active filters for tables, "1, top-k 50"; who differs here is not alike."""
+    """Return temperature and active filters for tables, "1, top-k 50"; equal labels are
+    comparable."""
     filters = (f", {name.replace('_', '-')} {value:g}" for name, value in active.items())
     return f"{temperature:g}" + "".join(filters)
 
 
 def _in_nucleus(logits_RV: Tensor, top_p: float) -> Tensor:
-    """bool [..., V]: tokens before which less than ``top_p`` of the mass lies."""
+    """Return bool [..., V]: tokens preceded by less than ``top_p`` of the mass."""
     logits_RK, p_RK = _ordered(logits_RV, logits_RV.softmax(-1), top_p)
     count_R1 = (p_RK.cumsum(-1) - p_RK < top_p).sum(-1, keepdim=True)
     last_R1 = logits_RK.gather(-1, (count_R1 - 1).clamp_min(0))
-    # Of equal tokens at the edge the first ones stay; in transformers it depends on the machine.
+    # Among ties at the edge keep the first; in transformers this depends on the machine.
     above_RV, tied_RV = logits_RV > last_R1, logits_RV == last_R1
     room_R1 = count_R1 - above_RV.sum(-1, keepdim=True)
     return above_RV | (tied_RV & (tied_RV.cumsum(-1) <= room_R1))
 
 
 def _is_typical(logits_RV: Tensor, typical_p: float) -> Tensor:
-    """bool [..., V]: tokens nearest to the entropy, ties with the last one included."""
+    """Return bool [..., V]: tokens nearest to the entropy, including ties with the last one."""
     logp_RV = logits_RV.log_softmax(-1)
     p_RV = logp_RV.exp()
     entropy_R1 = -(logp_RV * p_RV).nansum(-1, keepdim=True)
@@ -119,10 +120,10 @@ def _is_typical(logits_RV: Tensor, typical_p: float) -> Tensor:
 
 
 def _ordered(order_RV: Tensor, p_RV: Tensor, mass: float) -> tuple[Tensor, Tensor]:
-    """The first K entries in descending order, and their probabilities, which reach ``mass``.
+    """Return the first K entries in descending order and their probabilities (sum >= ``mass``).
 
-    A few tokens hold nearly all of a language model's distribution, so that a ``topk``, grown until
-    it suffices for every row, replaces the sort of the vocabulary.
+    A few tokens hold nearly all of a language model's mass. Growing a ``topk`` until it suffices
+    for every row is faster than sorting the vocabulary.
     """
     size, vocab_size = FIRST_TOKENS, order_RV.shape[-1]
     while True:

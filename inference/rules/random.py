@@ -1,4 +1,4 @@
-"""Random numbers that are a function of the position, draws by them, and what a rejection sends."""
+"""Counter-based random numbers keyed by position, sampling with them, and rejection payloads."""
 
 # V target vocabulary, K top entries, M samples
 
@@ -24,22 +24,22 @@ UNDRAWABLE = (
     "is NaN or infinite, load another checkpoint"
 )
 Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "branch", "thin"]
-"""noise: Gumbel's; tail, branch and thin: draws from a distribution that is known in parts."""
+"""noise: Gumbel noise. tail, branch, thin: samples from a partly known distribution."""
 
 
 @dataclass(frozen=True)
 class KeyedRandom:
-    """Uniform numbers that are a function of (seed, prompt, position, purpose, attempt).
+    """Uniform random numbers as a function of (seed, prompt, position, purpose, attempt).
 
-    Counter-based, so the numbers of a position do not depend on the schedule that reaches it, and
-    no number serves two decisions.
+    Counter-based: numbers at a position do not depend on the schedule reaching it, and two
+    decisions never share a number.
     """
 
     seed: int
     prompt: int
 
     def uniform(self, position: int, purpose: Purpose, attempt: int = 0) -> float:
-        """A number in [0, 1) with 53 random bits."""
+        """Return a number in [0, 1) with 53 random bits."""
         key = f"{self.seed}:{self.prompt}:{position}:{purpose}:{attempt}".encode()
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
@@ -47,7 +47,7 @@ class KeyedRandom:
     def uniforms(
         self, position: int, purpose: Purpose, count: int, attempt: int | None = None
     ) -> np.ndarray:
-        """Uniform numbers, float64 [count] in [0, 1): by Philox, the same on every machine."""
+        """Return uniform numbers, float64 [count] in [0, 1), by Philox: equal on all machines."""
         last = "" if attempt is None else f":{attempt}"
         key = f"{self.seed}:{self.prompt}:{position}:{purpose}{last}".encode()
         digest = hashlib.blake2b(key, digest_size=16).digest()
@@ -56,10 +56,10 @@ class KeyedRandom:
 
 
 def scaled(logits_V: Tensor, temperature: float, filters: TokenFilters = UNFILTERED) -> Tensor:
-    """logits / temperature in float64, -inf where a token may not be drawn.
+    """Return logits / temperature in float64, -inf for tokens removed by the filters.
 
-    No temperature above 0 overflows: below the smallest one that commands take, the largest logit
-    is subtracted first, which would change the last bits of all others.
+    No temperature above 0 overflows: below the commands' minimum the largest logit is subtracted
+    first. At other temperatures this would change the last bits.
     """
     logits_V = logits_V.double()
     if temperature < MIN_TEMPERATURE:
@@ -70,18 +70,18 @@ def scaled(logits_V: Tensor, temperature: float, filters: TokenFilters = UNFILTE
 def probabilities(
     logits_V: Tensor, temperature: float, filters: TokenFilters = UNFILTERED
 ) -> Tensor:
-    """The distribution of samples, float64: sums over a large vocabulary stay exact."""
+    """Return the sampling distribution in float64, so sums over a large vocabulary stay exact."""
     return torch.softmax(scaled(logits_V, temperature, filters), -1)
 
 
 def draw(probabilities_V: Tensor, uniform: float) -> int:
-    """Inverse-CDF sample: the first token whose cumulative probability exceeds ``uniform``.
+    """Inverse-CDF sample: the first token with cumulative probability above ``uniform``.
 
-    The weights need not add up to 1. A token of probability 0 is never returned: uniforms are at
-    most 1 - 2^-53, and that times the sum is less than the sum after rounding, too.
+    The weights need not sum to 1. A token with probability 0 is never returned: uniforms are at
+    most 1 - 2^-53, and times the sum this stays below the sum after rounding, too.
 
     Raises:
-        ValueError: the weights add up to 0, infinity or NaN.
+        ValueError: the weights sum to 0, infinity or NaN.
     """
     cumulative = probabilities_V.numpy(force=True).cumsum()
     if not 0 < cumulative[-1] < np.inf:
@@ -90,10 +90,10 @@ def draw(probabilities_V: Tensor, uniform: float) -> int:
 
 
 def draw_on_device(probabilities_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """``draw`` of each row where the rows are: int64 [R], on the CPU."""
+    """Run ``draw`` for each row on the rows' device: int64 [R] on the CPU."""
     size, cumulative_RV = probabilities_RV.shape[1], probabilities_RV.cumsum(-1)
     uniform_R1 = torch.tensor(uniforms, dtype=torch.float64)[:, None].to(cumulative_RV.device)
-    # A sum in parts may rise by a last bit where nothing is added.
+    # A parallel cumulative sum may rise by a last bit at a zero weight.
     is_past_RV = (cumulative_RV > uniform_R1 * cumulative_RV[:, -1:]) & (probabilities_RV > 0)
     index_V = torch.arange(size, device=cumulative_RV.device)
     is_drawable_R1 = cumulative_RV[:, -1:].isfinite()
@@ -104,21 +104,21 @@ def draw_on_device(probabilities_RV: Tensor, uniforms: Sequence[float]) -> Tenso
 
 
 class SharedNoise:
-    """Numbers by which target and draft draw the same token where their distributions agree.
+    """Noise shared by target and draft: they sample the same token if their distributions agree.
 
-    The token of the smallest E_v / p_v, with E_v exponential, is distributed as p; the logarithm
-    makes it the largest log p_v + g_v with Gumbel noise g_v = -log E_v.
+    The token with the smallest E_v / p_v, for exponential E_v, follows p. Taking logarithms, this
+    is the largest log p_v + g_v with Gumbel noise g_v = -log E_v.
     """
 
     NUM_KEPT: ClassVar[int] = 64
-    """Positions whose numbers are kept: more than a tree is deep, for draft and target."""
+    """Positions cached for draft and target: more than a tree's depth."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self.random = random
         self._kept: dict[int, np.ndarray] = {}
 
     def exponential(self, position: int, size: int) -> np.ndarray:
-        """Exponential numbers of a position, float64 [size]; a shorter one begins a longer."""
+        """Return a position's exponential numbers, float64 [size]; shorter results are prefixes."""
         kept = self._kept.get(position)
         if kept is None or len(kept) < size:
             if len(self._kept) >= self.NUM_KEPT:
@@ -133,13 +133,13 @@ class SharedNoise:
 
 
 class Token(Message, tag="t"):
-    """The token that stands where the draft token stood."""
+    """Token replacing the rejected draft token."""
 
     id: Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Logits(Message, tag="l"):
-    """All of the target's logits: both sides compute the same probabilities of them, to the bit."""
+    """All target logits: both sides compute bitwise equal probabilities from them."""
 
     values: Tensor
     """float32 [V]."""
@@ -149,10 +149,10 @@ class Logits(Message, tag="l"):
 
 
 class Top(Message, tag="k"):
-    """The most likely tokens, the mass of the others, and draws from these."""
+    """Most likely tokens, the mass of the remaining ones, and samples from these."""
 
     ids: Tensor
-    """int32 [K + M]: the K most likely tokens, then M drawn from the target's distribution over
+    """int32 [K + M]: the K most likely tokens, then M samples from the target's distribution over
     the others."""
     p: Tensor
     """float64 [K + M]: their probabilities under the whole distribution."""
@@ -168,7 +168,7 @@ class Top(Message, tag="k"):
 
     @property
     def num_samples(self) -> int:
-        """M: drawn tokens behind the best ones."""
+        """M: number of samples after the top tokens."""
         return len(self.ids) - self.num_top
 
 
@@ -177,13 +177,13 @@ Payload: TypeAlias = Token | Logits | Top
 
 @dataclass(frozen=True)
 class DraftToken:
-    """A draft token and the distribution that it was drawn from."""
+    """Draft token and the distribution it was sampled from."""
 
     token: int
     q_V: Tensor | None = None
-    """float64, over the target's vocabulary or its first tokens; None: not drawn at random."""
+    """float64, over the target's vocabulary or its first tokens; None: not sampled."""
 
     @property
     def q(self) -> float:
-        """Probability of the draft token, 1 where it was not drawn."""
+        """Probability of the draft token; 1 if it was not sampled."""
         return 1.0 if self.q_V is None else float(self.q_V[self.token])

@@ -1,6 +1,6 @@
-"""Rules that test draft tokens by the q they were drawn from, and the table of all rules."""
+"""Rules for draft tokens sampled from q, and the table with all rules."""
 
-# V target vocabulary, U draft vocabulary, R returned rows or nodes, W children of each, K top
+# V target vocabulary, U draft vocabulary, R returned rows or nodes, W children per row, K top
 # entries, M samples
 
 from __future__ import annotations
@@ -39,42 +39,43 @@ from pipedraft.inference.tree import TokenTree
 
 @dataclass
 class _Node:
-    """A node of the path that is looked at, as its rejected children leave it."""
+    """Path node under test, updated as its children are rejected."""
 
     row: int
     children: Iterator[int]
-    """Rows that were not looked at."""
+    """Rows not tested yet."""
     weight: float
-    """Probability that the text goes through the node."""
+    """Probability for the output to pass through this node."""
     p_V: Tensor
-    """Distribution of the token behind it, if so."""
+    """Distribution for the token after it in this case."""
     q_V: Tensor
-    """Distribution that the next child was drawn from."""
+    """Distribution used to sample the next child."""
 
 
 class BlockVerifier(SampledVerifier):
-    """Block verification of a chain (Sun et al., arXiv:2403.10444, Algorithm 2).
+    """Block verification for chains (Sun et al., arXiv:2403.10444, Algorithm 2).
 
     With X_i ~ q(. | X_<i), w_0 = 1 and w_i = min(w_{i-1} p(X_i | X_<i) / q(X_i | X_<i), 1), the
-    first i of M draft tokens pass, each by a uniform of its own, with probability h_M = w_M and
+    first i of M draft tokens pass, each by its own uniform, with probability h_M = w_M and
 
         h_i = S_i / (S_i + 1 - w_i),  S_i = sum_v (w_i p(v | X_<=i) - q(v | X_<=i))+  for i < M.
 
-    The longest prefix that passes is accepted, and the token after it comes from (w p - q)+, from p
-    after all M. On average at least as many are accepted as by ``rejection``.
+    Accepts the longest passing prefix, then samples the next token from (w p - q)+, or from p after
+    all M. On average it accepts at least as many tokens as ``rejection``.
 
-    A token behind the accepted ones was tested and is drafted again, so that the uniforms of the
-    tests are keyed by the round.
+    Tokens behind the accepted prefix were tested and are drafted again, so the round number is part
+    of the random-number key for tests.
     """
 
     name: ClassVar[RuleName] = "block"
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
-        """Walk from the leaves of a tree that is back as a whole (``TraversalVerifier``)."""
+        """Verify from the leaves up, after the whole tree has returned (``TraversalVerifier``)."""
         path = [self._open(tree, 0, 1.0, verdicts_R)]
         while True:
             node = path[-1]
             child = next(node.children, None)
+            # Go down to a leaf first: a node is tested only after everything below it was rejected.
             if child is not None and node.q_V[tree.tokens[child]]:  # else q is used up
                 token = tree.tokens[child]
                 weight = self.weigh(node.weight, float(node.p_V[token] / node.q_V[token]))
@@ -87,7 +88,7 @@ class BlockVerifier(SampledVerifier):
             self.reject(path[-1], tree.tokens[node.row])
         uniform = self.random.uniform(tree.position(node.row) + 1, "residual")
         tests = [True] * (len(path) - 1) + [False] * bool(tree.children(node.row))
-        # The token may be a child that was not drawn; that row is back already.
+        # The token may be an unsampled child; its row has returned already.
         return Verdict([each.row for each in path], draw(node.p_V, uniform), tests, restarts=True)
 
     def _open(self, tree: TokenTree, row: int, weight: float, verdicts_R: Tensor) -> _Node:
@@ -96,11 +97,11 @@ class BlockVerifier(SampledVerifier):
         return _Node(row, iter(children), weight, p_V, q_V)
 
     def weigh(self, weight: float, ratio: float) -> float:
-        """A child's weight, of its parent's and p / q there."""
+        """Return a child's weight from its parent's weight and p / q."""
         return min(weight * ratio, 1.0)
 
     def reject(self, parent: _Node, token: int) -> None:
-        """Distribution that is left of a node without its next child."""
+        """Replace a node's distribution by the residual without its next child."""
         rest_V = (parent.weight * parent.p_V - parent.q_V).clamp_min(0)
         gain = float(rest_V.sum())
         parent.weight = gain / max(gain + 1 - parent.weight, sys.float_info.min)
@@ -111,34 +112,34 @@ class BlockVerifier(SampledVerifier):
 
 
 class RecursiveVerifier(SampledVerifier):
-    """Recursive rejection of children drawn without replacement (Jeon et al., arXiv:2402.14160).
+    """Recursive rejection for children sampled without replacement (Jeon et al., arXiv:2402.14160).
 
-    The children x_1, x_2, .. of a node are drawn by Gumbel top-k, each ~ q without those before it.
-    With p_1 = p and q_1 = q, x_j is accepted with probability min(1, p_j(x_j) / q_j(x_j)), else
+    Gumbel top-k samples a node's children x_1, x_2, ..., each ~ q without the ones before it. With
+    p_1 = p and q_1 = q, x_j is accepted with probability min(1, p_j(x_j) / q_j(x_j)), else
 
         p_{j+1} = (p_j - q_j)+ / sum_v (p_j - q_j)+,  q_{j+1}(v) ~ q_j(v) for v != x_j, 0 for x_j;
 
-    after the last child the token comes from p_{k+1}. The distribution stays p as long as nobody
-    has looked at x_j when it is decided whether the node gets a j-th child. EAGLE-2's order by the
-    child's own probability has; here a tree's shape is a function of ranks alone (``score``).
+    after the last child the token comes from p_{k+1}. The output stays exact only if x_j itself has
+    no influence on giving the node a j-th child. EAGLE-2 orders by the child's own probability and
+    breaks this; here a tree's shape depends on ranks alone (``score``).
     """
 
     name: ClassVar[RuleName] = "recursive"
     accepts: ClassVar[tuple[float, float]] = (0.8, 0.35)
-    """Share assumed of first children that are accepted, and of others that are tested."""
+    """Assumed acceptance rates: first children, and tested later children."""
 
     def draw_children(
         self, logits_RU: Tensor, ids_U: Tensor, position: int, width: int, *, attempt: int
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [R, W] below R nodes, in the order of drawing, and q [R, V'] of each node.
+        """Sample children for R nodes: tokens [R, W] in sampling order, and q [R, V'] per node.
 
         Args:
-            position: of all of them; one call in each round, so that no two nodes share a number.
+            position: shared by all nodes. Call once per round, so two nodes never share a number.
         """
         q_RU = self.probabilities(logits_RU).cpu()
         ids = ids_U.cpu()
         uniforms = self.random.uniforms(position, "draft", q_RU.numel(), attempt)
-        # The smallest E / q is q's draw, the next one q's without it, and so on.
+        # The smallest E / q is q's sample, the next one is a sample without it, and so on.
         exponential_RU = torch.from_numpy(-np.log1p(-uniforms)).view_as(q_RU)
         drawn_RW = (exponential_RU / q_RU).topk(min(width, len(ids)), largest=False).indices
         q_RV = q_RU.new_zeros(len(q_RU), int(ids.max()) + 1)
@@ -146,12 +147,12 @@ class RecursiveVerifier(SampledVerifier):
         return ids[drawn_RW], q_RV
 
     def score(self, rank: int) -> float:
-        """Log-probability assumed of a node's child to be accepted, by its rank."""
+        """Return a child's assumed log-probability of acceptance, by rank."""
         first, other = self.accepts
         return math.log(first if rank == 0 else (1 - first) * other * (1 - other) ** (rank - 1))
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
-        """Walk through a tree that is back as a whole."""
+        """Verify top-down, after the whole tree has returned."""
         path: list[int] = [0]
         tests: list[bool] = []
         while True:
@@ -173,7 +174,7 @@ class RecursiveVerifier(SampledVerifier):
                 tests.append(accepted is not None)
             if accepted is None:
                 token = draw(p_V, self.random.uniform(position, "residual"))
-                # It may be a child that was not drawn; that row is back already.
+                # The token may be an unsampled child; its row has returned already.
                 return Verdict(path, token, tests, restarts=True)
             path.append(accepted)
 
@@ -183,22 +184,23 @@ class RecursiveVerifier(SampledVerifier):
 
 
 class TraversalVerifier(BlockVerifier, RecursiveVerifier):
-    """Traversal verification of a tree, leaves first (Weng et al., arXiv:2505.12398).
+    """Traversal verification for trees, leaves first (Weng et al., arXiv:2505.12398).
 
-    Children are drawn as those of ``recursive``. A node has a weight w, 1 for the root: the
-    probability that the text goes through it, given its token and what was rejected before. Child
-    x_1 ~ q, for which the weight is min(w p(x_1) / q(x_1), 1), is looked at with all that descends
-    from it. If nothing of it is accepted, the node goes on with
+    Children are sampled as in ``recursive``. Each node has a weight w, 1 for the root: the
+    probability for the output to pass through it, given its token and earlier rejections. Child x_1
+    ~ q gets weight min(w p(x_1) / q(x_1), 1) and is tested with all its descendants. If none is
+    accepted, the node continues with its next child and
 
         w' = S / (S + 1 - w),  p' = (w p - q)+ / S,  q'(v) ~ q(v) for v != x_1, 0 for x_1,
 
-    S = sum_v (w p(v) - q(v))+, and its next child. Behind the last one a uniform accepts it, with
-    the path to it and a token from p', with probability w'; else its parent has lost a child.
+    with S = sum_v (w p(v) - q(v))+. After the last child, a uniform accepts the node with
+    probability w', together with the path to it and a token from p'. Otherwise its parent has lost
+    a child.
 
-    Exact: by induction a node is in the text with probability w, and the token behind it is then
-    distributed as p. A child x takes q(x) min(w p(x) / q(x), 1) = min(w p(x), q(x)) of w p(x) and
-    leaves (w p(x) - q(x))+, in all S, which has to come from where the child was rejected: of
-    probability 1 - w + S. On a chain this is block verification.
+    Exact: by induction a node is in the output with probability w, and the next token then follows
+    p. A child x uses up q(x) min(w p(x) / q(x), 1) = min(w p(x), q(x)) from w p(x) and leaves (w
+    p(x) - q(x))+, in total S. S must come from rejections of this child, with probability 1 - w +
+    S. On a chain this is block verification.
     """
 
     name: ClassVar[RuleName] = "traversal"
@@ -208,10 +210,11 @@ class TraversalVerifier(BlockVerifier, RecursiveVerifier):
 class RejectionVerifier(SampledVerifier):
     """Speculative sampling on a chain of sampled draft tokens: accept x ~ q with min(1, p / q).
 
-    On rejection the token comes from the residual (p - q)+ (Leviathan et al., arXiv:2211.17192).
-    The acceptance probability is sum_v min(p, q), more than the match rule's sum_v p q. Only for
-    chains whose tokens were sampled from the stored q: deterministic or several children would
-    change the distribution. A verdict is the row's logits: the residual needs all of p.
+    After a rejection the token comes from the residual (p - q)+ (Leviathan et al.,
+    arXiv:2211.17192). The acceptance probability is sum_v min(p, q), more than sum_v p q for
+    ``match``. Use it only for chains sampled from the stored q: deterministic draft tokens or
+    several children would change the distribution. The verification result is the row's logits,
+    because the residual needs all of p.
     """
 
     name: ClassVar[RuleName] = "rejection"
@@ -230,7 +233,8 @@ class RejectionVerifier(SampledVerifier):
             tests.append(payload is None)
             if payload is not None:
                 token = self._corrected(draft_token, verdicts_R[row], position, payload)
-                # An approximate rule may draw the rejected token again: its verdict is spent.
+                # An approximate rule may resample the rejected token: its own result has been used
+                # up.
                 return Verdict(path, token, tests, restarts=True)
             if child >= len(verdicts_R):
                 return Verdict(path, draft_token.token, tests)
@@ -239,7 +243,7 @@ class RejectionVerifier(SampledVerifier):
     def _corrected(
         self, draft_token: DraftToken, logits_V: Tensor, position: int, payload: Payload
     ) -> int:
-        """``correct`` until it has what it needs, in one place."""
+        """Call ``correct`` in one process until it has enough payloads."""
         payloads, num_samples = [payload], self.tail_samples
         while (token := self.correct(draft_token, position, payloads)) is None:
             count = self.next_samples(len(payloads))
@@ -248,7 +252,7 @@ class RejectionVerifier(SampledVerifier):
         return token
 
     def next_samples(self, num_payloads: int) -> int:
-        """Samples to ask for after so many payloads; 0: all of the distribution."""
+        """Number of samples to request after ``num_payloads``; 0: the whole distribution."""
         return 4 * self.tail_samples if num_payloads == 1 else 0
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
@@ -258,7 +262,7 @@ class RejectionVerifier(SampledVerifier):
         return self.payload(logits_V, position)
 
     def payload(self, logits_V: Tensor, position: int) -> Payload:
-        """Values of the target that a correction at a position needs."""
+        """Return the target values needed for a correction at a position."""
         return Logits(values=logits_V.float().cpu())
 
     def payload_bytes(self, vocab_size: int) -> int:
@@ -281,11 +285,10 @@ class RejectionVerifier(SampledVerifier):
 
 
 class TopKVerifier(RejectionVerifier):
-    """PicoSpec's separate rejection sampling as published: only the K most likely tokens come down.
+    """PicoSpec's separate rejection sampling as published: only the K most likely tokens are sent.
 
-    The correction is drawn from (p - q)+ among them. The distribution of a tested position is off
-    by the sum of (p - q)+ outside them (total variation), ``top_k_bias``; at most the others' mass
-    under p.
+    Samples the correction from (p - q)+ among them. At a tested position the total variation from p
+    is the sum of (p - q)+ outside the top K (``top_k_bias``), at most their mass under p.
     """
 
     name: ClassVar[RuleName] = "topk"
@@ -327,18 +330,18 @@ class TopKVerifier(RejectionVerifier):
         )
 
     def _residual(self, draft_token: DraftToken, top: Top) -> tuple[Tensor, Tensor]:
-        """Tokens [K] and (p - q)+ [K]."""
+        """Return tokens [K] and (p - q)+ [K]."""
         ids_K, p_K = top.ids[: top.num_top], top.p[: top.num_top]
         return ids_K, (p_K - _entries(draft_token, ids_K)).clamp_min(0)
 
 
 class TailEscapeVerifier(TopKVerifier):
-    """The K most likely tokens come down, the others' mass and some draws from these; exact.
+    """Sends the K most likely tokens, the remaining mass and a few samples from it; exact.
 
-    r mass of (p - q)+ among the K tokens, t mass of p outside them. Again and again: with
-    probability r / (r + t) draw among the K from (p - q)+; else take the next sample y ~ p outside
-    them with probability (p(y) - q(y))+ / p(y). Each turn ends at a token v with probability
-    (p(v) - q(v))+ / (r + t), wherever v is.
+    Let r be the mass of (p - q)+ among the K tokens and t the mass of p outside. Repeat: with
+    probability r / (r + t), sample from (p - q)+ among the K. Otherwise take the next sample y ~ p
+    outside and accept it with probability (p(y) - q(y))+ / p(y). Each turn ends at token v with
+    probability (p(v) - q(v))+ / (r + t), inside or outside the K.
     """
 
     name: ClassVar[RuleName] = "tail_escape"
@@ -366,7 +369,7 @@ class TailEscapeVerifier(TopKVerifier):
         if not parts or len(parts) < len(tops):
             raise self._wrong(payloads)
         ids_K, residual_K = self._residual(draft_token, parts[0])
-        # Tokens beyond the K best are drawn by the target in advance, and thinned here by p - q.
+        # The target sampled tokens outside the top K in advance; thin them here by p - q.
         sample_M = torch.cat([part.ids[part.num_top :] for part in parts])
         p_M = torch.cat([part.p[part.num_top :] for part in parts])
         inside, outside = float(residual_K.sum()), parts[0].tail_mass
@@ -374,7 +377,7 @@ class TailEscapeVerifier(TopKVerifier):
         samples = iter(zip(sample_M.tolist(), p_M.tolist(), q_M.tolist(), strict=True))
         turn = 0
         while True:
-            # `not <` so that an empty remainder (rounding alone) ends among the K.
+            # Use `not <` so an empty residual (rounding alone) ends among the K.
             if not self.random.uniform(position, "branch", turn) * (inside + outside) >= inside:
                 uniform = self.random.uniform(position, "residual")
                 return int(ids_K[draw(residual_K, uniform)])
@@ -385,7 +388,7 @@ class TailEscapeVerifier(TopKVerifier):
             if self.random.uniform(position, "thin", turn) * p < p - q:
                 return token
             turn += 1
-        # All turns so far ended without a token, so what is left is the whole residual again.
+        # No turn returned a token, so the whole residual is left: sample from it.
         if logits_V is None:
             return None
         return self._from_all(draft_token, position, logits_V, attempt=1)
@@ -416,7 +419,7 @@ def make_verifier(
     payload_tokens: int,
     tail_samples: int,
 ) -> Verifier:
-    """The rule of a name; at temperature 0 all rules are ``match``."""
+    """Return the named rule; at temperature 0 every rule is ``match``."""
     rule = RULES[name if temperature else "match"]
     return rule(
         temperature,
@@ -428,9 +431,9 @@ def make_verifier(
 
 
 def top_k_bias(p_V: Tensor, q_V: Tensor, top_k: int) -> float:
-    """Total variation by which ``topk`` misses p at a tested position: (p - q)+ outside the top K.
+    """Total variation between ``topk`` and p at a tested position: (p - q)+ outside the top K.
 
-    Not if (p - q)+ is 0 on all of the K; then it is larger.
+    It is larger if (p - q)+ is 0 on all K tokens.
     """
     residual_V = (p_V - q_V).clamp_min(0)
     inside = residual_V[p_V.topk(min(top_k, len(p_V))).indices].sum()
@@ -438,14 +441,14 @@ def top_k_bias(p_V: Tensor, q_V: Tensor, top_k: int) -> float:
 
 
 def _padded(draft_token: DraftToken, size: int) -> Tensor:
-    """q over the whole vocabulary; 0 behind the draft's last token."""
+    """Return q over the whole vocabulary, 0 past the draft's last token."""
     q_V = draft_token.q_V
     assert q_V is not None, "only tokens that were drawn from q are tested against it"
     return torch.nn.functional.pad(q_V, (0, size - len(q_V)))
 
 
 def _entries(draft_token: DraftToken, ids: Tensor) -> Tensor:
-    """q of some tokens; 0 behind the draft's last token, however large an id is."""
+    """Return q for some tokens, 0 past the draft's last token, however large an id is."""
     q_V = draft_token.q_V
     assert q_V is not None, "only tokens that were drawn from q are tested against it"
     known = ids < len(q_V)

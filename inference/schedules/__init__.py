@@ -1,4 +1,4 @@
-"""Who drafts and injects when: a schedule for each file, all on the same session verbs."""
+"""Schedules decide when to draft and when to inject: one file each, on the same session verbs."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -7,7 +7,7 @@ from pipedraft.inference.schedules.base import Schedule
 
 
 def _find_schedules() -> dict[str, type[Schedule]]:
-    """Every schedule of this folder's files, by its name."""
+    """Import the files in this folder and return every schedule by name."""
     found: dict[str, type[Schedule]] = {}
     for file in iter_modules(__path__):
         for kind in vars(import_module(f"{__name__}.{file.name}")).values():

@@ -1,4 +1,4 @@
-"""Plain decoding on a pipelined target: one token travels through all stages, then the next."""
+"""Autoregressive decoding on a pipelined target: each token crosses all stages before the next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Autoregressive(Schedule):
 
     @property
     def auto_rule(self) -> RuleName:
-        """The one whose output a tree's equals; a verdict is a token id, not its logits."""
+        """Return ``gumbel``: trees then give the same output, and stages return token ids only."""
         return "gumbel"
 
     def run(self, session: Session) -> None:

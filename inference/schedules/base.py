@@ -1,4 +1,4 @@
-"""Base classes of schedules: checked settings, ``run``, and a label."""
+"""Base classes for schedules: checked settings, ``run``, and a label."""
 
 from __future__ import annotations
 
@@ -13,73 +13,73 @@ if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
 
 Growth = Literal["layers", "trees", "micro_batches"]
-"""Growing verbs of a draft source."""
+"""Method a schedule calls to extend the token tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """Who drafts and injects when. The fields of a subclass are its settings and its options."""
+    """Decides when to draft and inject. Fields in a subclass are its settings and options."""
 
     name: ClassVar[str]
     grows: ClassVar[Growth | None] = None
-    """Verb of the draft source that it needs; None: no draft."""
+    """Growth verb required from the draft source; None: the schedule uses no draft."""
     needs_link: ClassVar[bool] = False
-    """Made for a target behind a network: it decides by time and by what is away."""
+    """True for a target behind a network: decisions depend on time and on batches in flight."""
 
     verifies_whole: ClassVar[bool] = False
-    """A round is drafted as a whole, and verified once all of it is back."""
+    """True if a round drafts a complete tree and verifies it only after all segments return."""
 
     @abstractmethod
     def run(self, session: Session) -> None:
-        """Decode one sequence by the session's verbs."""
+        """Decode one sequence by calling the session's verbs."""
 
     # -- what it drafts ---------------------------------------------------------------------
 
     @property
     def width(self) -> int:
-        """Draft tokens of a layer, children of the root of a tree, or branches."""
+        """Draft tokens per layer, children per tree root, or branches."""
         return 1
 
     @property
     def label(self) -> str | None:
-        """Name of what is drafted at once, for tables; None: a layer of ``width`` draft tokens."""
+        """Name for the drafted shape in tables; None: a layer with ``width`` draft tokens."""
         return None
 
     @property
     def is_chain(self) -> bool:
-        """Every row of the token tree has one child at most."""
+        """Return True if every row in the token tree has at most one child."""
         return self.width == 1
 
     @property
     def can_sample(self) -> bool:
-        """Draft tokens may be drawn from the draft's distribution."""
+        """Return True if draft tokens may be sampled from the draft's distribution."""
         return self.is_chain
 
     @property
     def auto_rule(self) -> RuleName:
-        """Acceptance rule above temperature 0 where none is asked for."""
+        """Acceptance rule used above temperature 0 unless you set one."""
         return "rejection" if self.can_sample else "gumbel"
 
     @property
     def is_auto(self) -> bool:
-        """A budget of draft tokens is chosen by the cost model."""
+        """Return True if the cost model chooses a draft-token budget."""
         return "auto" in vars(self).values()
 
     @property
     def fills_step(self) -> bool:
-        """The cost model says how many draft forwards fit beside a step."""
+        """Return True if the cost model sets how many draft forwards overlap with a step."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSchedule(Schedule):
-    """A schedule that adds layers of draft tokens below the deepest ones."""
+    """Schedule base: adds one layer of draft tokens below the deepest ones."""
 
     grows: ClassVar[Growth | None] = "layers"
 
     tree_width: Budget = 1
-    """Draft tokens per step; more than 1 keeps every branch that agrees with the output; auto: as
-    many as pay under the cost model, 1 to 16."""
+    """Draft tokens per step. Above 1, every branch matching the output is kept. auto: choose 1 to
+    16 by the cost model."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tree_width")
@@ -95,13 +95,13 @@ class LayerSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSchedule(Schedule):
-    """A schedule that drafts whole trees."""
+    """Schedule base: drafts a complete tree per round."""
 
     grows: ClassVar[Growth | None] = "trees"
 
     tree: TreeShape = TreeShape()
-    """What a round proposes: chain:M, static, or dynamic[:LEVELS:BEAMS:TOKENS]; TOKENS of auto are
-    as many as pay under the cost model."""
+    """Draft shape per round: chain:M, static, or dynamic[:LEVELS:BEAMS:TOKENS]. TOKENS may be auto:
+    the cost model chooses."""
 
     @property
     def width(self) -> int:
@@ -122,13 +122,13 @@ class TreeSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSchedule(TreeSchedule):
-    """A schedule whose trees travel in segments."""
+    """Schedule base: sends each tree through the pipeline in segments."""
 
     micro_batches: int | None = None
-    """Segments that a tree is cut into; None: stages + 1."""
+    """Segments per tree; None: stages + 1."""
     max_segment_rows: int = 16
-    """Draft tokens of a segment (FlowSpec's L_max); the root comes on top. A tree that does not fit
-    ``micro_batches`` segments of this size is cut into more of them."""
+    """Draft tokens per segment (FlowSpec's L_max), not counting the root. A tree too large for
+    ``micro_batches`` segments is cut into more."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "micro_batches", "max_segment_rows")

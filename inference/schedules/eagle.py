@@ -1,4 +1,4 @@
-"""EAGLE on a pipelined target: draft a tree, verify it in one batch, start again."""
+"""EAGLE on a pipelined target: draft a tree, verify it in one forward pass, restart."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleSchedule(TreeSchedule):
-    """One segment per round: n steps, and the draft works while the stages wait."""
+    """One segment per round: takes n steps, and the stages wait while the head drafts."""
 
     name: ClassVar[str] = "eagle"
     verifies_whole: ClassVar[bool] = True
 
     max_segment_rows: int | None = None
-    """Draft tokens of a segment; a larger tree is cut into several. None: one batch, as
+    """Draft tokens per segment; larger trees are cut into several. None: one forward pass, as
     published."""
 
     def __post_init__(self) -> None:

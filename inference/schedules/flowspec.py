@@ -1,4 +1,4 @@
-"""FlowSpec: a tree travels in segments, is pruned at every verdict, and fresh trees join it."""
+"""FlowSpec: a tree travels in segments, each result prunes it, and fresh trees join it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSpec(PrunedPP):
-    """Pruned pipeline parallelism that keeps drafting beside the stages, as published.
+    """Pruned pipeline parallelism plus drafting overlapped with pipeline steps, as published.
 
-    The stages wait after a miss until a tree is drafted, which then enters with the root in
-    segments, the best draft tokens first (score-based segmentation). A fresh tree from the root
-    follows every commit and is merged by its token paths (context-aware expansion); where the
-    returning segment was pruned to nothing, the last fresh tree is deepened (score-aware
-    expansion). Deviation: fresh trees have as many levels as fit beside a step; published: 6.
+    After a rejection the stages wait for a new tree. It enters with the root in segments, best
+    draft tokens first (score-based segmentation). After every commit the draft grows a fresh tree
+    from the root and merges it by token path (context-aware expansion). If pruning emptied the
+    returning segment, the draft deepens the last fresh tree (score-aware expansion).
+
+    Deviation: fresh trees have as many levels as fit within a step; the paper uses 6.
     """
 
     name: ClassVar[str] = "flowspec"
 
     expansion: bool = True
-    """Off: no new draft tokens inside a round, which is pruned pipeline parallelism."""
+    """False: add no draft tokens within a round (pruned pipeline parallelism)."""
     expansion_depth: int | None = None
-    """Levels of a fresh tree, a draft forward each; None: as many as fit beside a step of one row
-    under the cost model, at least one and at most those of a whole tree."""
+    """Levels per fresh tree, one draft forward each. None: as many as fit within a one-row step
+    under the cost model, at least 1 and at most the whole tree's."""
     expansion_tokens: Budget = 64
-    """Draft tokens of a fresh tree, those already on their way included; auto: those that pay under
-    the cost model, at most 59."""
+    """Draft tokens per fresh tree, with the ones in flight. auto: choose by the cost model, at most
+    59."""
     max_expansion_rows: int | None = None
-    """New draft tokens of a fresh or deepened tree that enter together; None: all, as published."""
+    """New tokens that enter together from a fresh or deepened tree; None: all, as published."""
     refill_depth: int = 2
-    """Levels added to the last tree when the returning segment was pruned to nothing; 0: none."""
+    """Levels added to the last tree if pruning emptied the returning segment; 0: none."""
     refill_tokens: int = 48
-    """The best new draft tokens of these levels that are sent."""
+    """New draft tokens sent from these levels, best first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +78,8 @@ class FlowSpec(PrunedPP):
                     break
                 session.inject(1, self.max_expansion_rows)
                 if returned is not None:
+                    # Fresh trees must finish within the next step, or the stages would wait for the
+                    # draft.
                     depth = beside_step(session, self.expansion_depth, self.tree.depth)
                     fresh = replace(self.tree, depth=depth, num_tokens=self.expansion_tokens)
                     costs = session.step_sampling(self.expansion_tokens).costs
@@ -86,5 +89,6 @@ class FlowSpec(PrunedPP):
 
 
 def beside_step(session: Session, asked: int | None, most: int) -> int:
-    """Draft forwards of a step: those asked for, or what fits beside one row, at most ``most``."""
+    """Return draft forwards per step: ``asked``, or those within a one-row step, at most
+    ``most``."""
     return asked or min(most, session.clock.hidden_forwards())

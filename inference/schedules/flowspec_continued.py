@@ -1,4 +1,4 @@
-"""FlowSpec continued: the tree on its way is continued beside every step."""
+"""FlowSpec continued: extend the in-flight tree during every step."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
 
 MAX_FORWARDS = 7
-"""Draft forwards of EAGLE-2's tree."""
+"""Draft forwards for EAGLE-2's tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSpecContinued(Schedule):
-    """FlowSpec's pruning and its two expansions, at every step and without a first tree.
+    """FlowSpec's pruning and both expansions at every step, without a first tree.
 
-    The root of a round enters at once. Beside every step the draft continues the tree on its way
-    where it is most likely right: below the root after a commit, and below its best draft tokens
-    that were not continued yet, from what was computed for them; each draft token enters once.
+    Each round sends its root at once. During every step the draft extends the in-flight tree at its
+    most probable leaves: below the root after a commit, and below the best draft tokens not
+    continued yet. Their computed states are reused, and each draft token enters once.
     """
 
     name: ClassVar[str] = "flowspec_continued"
     grows: ClassVar[Growth | None] = "trees"
 
     step_tokens: Budget = 4
-    """Draft tokens that one draft forward continues, and that it adds; auto: those of them that pay
-    under the cost model, at most an equal part of ``max_segment_rows``."""
+    """Draft tokens continued, and added, by one draft forward. auto: choose by the cost model, at
+    most an equal share per forward within ``max_segment_rows``."""
     expansion_depth: int | None = None
-    """Draft forwards beside a step; None: as many as fit beside a step of one row under the cost
-    model, 1 to 7."""
+    """Draft forwards per step; None: 1 to 7, as many as fit within a one-row step."""
     max_segment_rows: int = 16
-    """Draft tokens that enter together, those of all draft forwards of a step; the root comes on
-    top."""
+    """Draft tokens that enter together, from all forwards in a step, not counting the root."""
     level_order: bool = False
-    """The oldest draft tokens are continued first, with as many children each; not the best."""
+    """Continue the oldest draft tokens first, with as many children each, instead of the best."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "step_tokens", "expansion_depth", "max_segment_rows")

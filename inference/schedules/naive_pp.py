@@ -1,4 +1,4 @@
-"""Naive pipeline parallelism: a tree in micro-batches, verified once all of them are back."""
+"""Naive pipeline parallelism: a tree in micro-batches, verified after all of them return."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NaivePP(SegmentSchedule):
-    """n + M - 1 steps a round: FlowSpec's baseline (M = n + 1).
+    """FlowSpec's baseline: n + M - 1 steps per round (M = n + 1 micro-batches).
 
-    The same tree in one batch takes n steps: see ``eagle``.
+    ``eagle`` verifies the same tree in one forward pass and n steps.
     """
 
     name: ClassVar[str] = "naive_pp"

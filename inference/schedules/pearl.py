@@ -1,4 +1,4 @@
-"""PEARL: draft on while the target verifies, one batch away, verdicts at barriers."""
+"""PEARL: keep drafting while the target verifies one batch; read results between batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 class PEARL(LinkSchedule):
     """Pre-verify and post-verify.
 
-    Verdicts are read between batches only. After a miss the first draft token is a batch of its
-    own, the rest of it the next one. Draft length: T_v / t_d tokens, or a policy's.
+    Reads verification results between batches only. After a rejection, the first draft token is
+    sent as its own batch and the remaining ones as the next. Draft length: T_v / t_d tokens, or a
+    policy.
     """
 
     name: ClassVar[str] = "pearl"
 
     policy: str = "ratio"
-    """Draft length of a batch: ratio (T_v / t_d), fixed:K, eq11, alg2 or geometric."""
+    """Draft length policy: ratio (T_v / t_d), fixed:K, eq11, alg2 or geometric."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_length")

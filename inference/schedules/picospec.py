@@ -1,4 +1,4 @@
-"""PicoSpec: draft on while the target verifies, as many batches away as keep it busy."""
+"""PicoSpec: keep drafting while the target verifies, with enough batches in flight for it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PicoSpec(LinkSchedule):
-    """Parallel drafting, early passes, batches cut by time, a part of the distribution down.
+    """Parallel drafting, early passes, batches cut by time, a partial distribution sent back.
 
-    A batch is cut by elapsed time alone: to drop a draft token for its probability would change the
-    distribution of what is kept.
+    Cuts a batch by elapsed time alone. Dropping a draft token for its low probability would bias
+    the distribution of the remaining ones.
     """
 
     name: ClassVar[str] = "picospec"
 
     slow: bool = False
-    """No early passes: the target computes nothing of a batch before it is complete."""
+    """Skip early passes: the target computes a batch only once complete."""
     serial: bool = False
-    """Wait for each verdict; batches have a bonus then and are never cut."""
+    """Wait for each verification result. Batches then get a bonus token and are never cut."""
     truncate: bool = True
-    """A batch ends once its drafting has taken as long as a verdict does."""
+    """End a batch once drafting has taken as long as a verification result takes to return."""
     window: int | None = None
-    """Batches that may be away; None: as many as keep the target busy, ceil((RTT + T_v) / T_d)."""
+    """Batches in flight; None: enough to keep the target busy, ceil((RTT + T_v) / T_d)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""PipeDec: a wide layer of draft tokens below the deepest ones enters at every step."""
+"""PipeDec: one wide layer of draft tokens enters below the deepest ones at every step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class PipeDec(LayerSchedule):
     name: ClassVar[str] = "pipedec"
 
     tree_width: Budget = 16
-    """Draft tokens per step; every branch that agrees with the output is kept; auto: as many as pay
-    under the cost model, 1 to 16."""
+    """Draft tokens per step; every branch matching the output is kept. auto: choose 1 to 16."""
 
     def run(self, session: Session) -> None:
         draft_beside_step(session, lambda: session.grow_layer(self.tree_width))

@@ -1,6 +1,6 @@
-"""PipeInfer: micro-batches of draft tokens enter at every step, on top of those under way."""
+"""PipeInfer: micro-batches of draft tokens enter at every step, on top of those in flight."""
 
-# Q leaves, W best tokens of each
+# Q leaves, W best tokens per leaf
 
 from __future__ import annotations
 
@@ -25,56 +25,54 @@ if TYPE_CHECKING:
     from pipedraft.inference.tree import TokenTree
 
 STEP = 0.2
-"""Weight of the latest verdict in the mean share of right draft tokens."""
+"""Weight of the latest verification result in the running mean acceptance rate."""
 LONGEST_PAUSE = 64
-"""Verdicts."""
+"""Longest pause of the draft, in verification results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipeInfer(Schedule):
-    """The draft continues the deepest draft token that may still be right, whatever was verified.
+    """Continue drafting at the deepest token not rejected yet, without waiting for verification.
 
-    PipeInfer's runs are segments here, its key-value partitions paths of the one token tree, and
-    its cancellations Keeps. Its non-speculative run, one token of certain output, is the root's own
-    segment, and is needed only where no row under way is the root.
+    PipeInfer's runs are segments here, its key-value partitions are paths in the one token tree,
+    and its cancellations are KeepRows. Its non-speculative run (one token of certain output) is the
+    root's own segment, needed only if the root is not in flight.
 
-    The defaults never stop drafting: on the lock-step clock a draft token in an entry that would
-    stay empty costs nothing. PipeInfer's code has size 16, accept 0.5 and split 0.1 as defaults,
-    and its published runs size 3 or 4, branches 3, accept 0.001 to 0.1, split 0.8 to 0.9, recovery
-    up to 0.4 and decay up to 0.01.
+    With the defaults drafting never stops: on the lock-step clock a draft token costs nothing in an
+    entry that would stay empty. PipeInfer's code defaults to size 16, accept 0.5 and split 0.1. Its
+    published runs use size 3 or 4, branches 3, accept 0.001 to 0.1, split 0.8 to 0.9, recovery up
+    to 0.4 and decay up to 0.01.
 
-    What differs from the publication: the stages keep step, with one entry per step; no verdict is
-    drawn a second time for a position; a copy costs the stages and the links nothing else. Beyond
-    the publication: a draft that is hardly ever right is asked rarely (``give_up``), whatever it
-    believes, and micro-batches of ``auto`` are as large as pays.
+    Deviations: the stages keep step, with one entry per step. Each position is verified once. A
+    copy costs the stages and the links nothing else. Additions: a draft that is hardly ever
+    accepted is run rarely (``give_up``), and the cost model sizes ``auto`` micro-batches.
     """
 
     name: ClassVar[str] = "pipeinfer"
     grows: ClassVar[Growth | None] = "micro_batches"
 
     draft_tokens: Budget = 3
-    """Draft tokens of one micro-batch, over all branches; they enter the first stage together.
-    auto: as many as pay under the cost model and are drafted beside a step of one row, 1 to 16."""
+    """Draft tokens per micro-batch, over all branches; they enter the first stage together. auto:
+    choose 1 to 16 by the cost model, as many as can be drafted within a one-row step."""
     branches: int = 1
-    """Paths that one micro-batch may begin; 1: a chain."""
+    """Branches one micro-batch may start; 1: a chain."""
     accept: float = 0.0
-    """A branch ends where the probability of the draft's best token is below this."""
+    """End a branch if the draft's best token has a lower probability."""
     split: float = 0.1
-    """A branch forks into the draft's next best tokens where their probability is above this."""
+    """Fork a branch into the draft's next best tokens if their probability is higher."""
     recovery: float = 0.0
-    """Added to both thresholds for each micro-batch since the last verdict."""
+    """Added to both thresholds per micro-batch since the last verification result."""
     decay: float = 0.0
-    """Taken off both for each micro-batch since the last verdict that came out empty."""
+    """Subtracted from both thresholds per empty micro-batch since the last verification result."""
     give_up: float = 0.1
-    """While a smaller part of the latest draft tokens was right, the draft pauses, twice as long
-    every time: one that is of no use then costs the stages little. 0: never."""
+    """Pause the draft while its recent acceptance rate is below this. Each pause is twice as long
+    as the one before, so a useless draft costs the stages little. 0: never pause."""
     restart: bool = False
-    """As published: after every verdict the draft begins again at the root, whose own run takes the
-    next entry to the first stage. Draft tokens that are under way stay, and the tree merges their
-    copies, so a copy costs its entry, or the place of another one in its micro-batch, but no
-    row."""
+    """Restart the draft at the root after every verification result, as published; the root's run
+    uses the next entry to the first stage. In-flight draft tokens stay. The tree merges their
+    copies: a copy costs an entry, or a place in its micro-batch, but no row."""
     max_in_flight: int | None = None
-    """Nothing is drafted while the tree has this many rows; None: no limit."""
+    """Stop drafting while the tree has this many rows; None: no limit."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "draft_tokens", "branches", "max_in_flight")
@@ -91,12 +89,12 @@ class PipeInfer(Schedule):
 
     @property
     def is_chain(self) -> bool:
-        """A root that is continued again may get another draft token."""
+        """Return False with ``restart``: the root may then get a second draft token."""
         return self.branches == 1 and not self.restart
 
     @property
     def can_sample(self) -> bool:
-        """PipeInfer's draft is greedy."""
+        """Return False: PipeInfer drafts greedily."""
         return False
 
     def run(self, session: Session) -> None:
@@ -110,6 +108,8 @@ class PipeInfer(Schedule):
             is_idle = tree.num_injected == len(tree)
             has_room = len(tree) < (self.max_in_flight or math.inf)
             pays = session.drafts_pay(self.draft_tokens)
+            # Draft only after every known row has entered: a draft token queued behind others would
+            # wait.
             if is_idle and has_room and pays and not gate.left:
                 if not self.restart:
                     leaf = _deepest(tree, range(len(tree)))
@@ -136,6 +136,7 @@ class PipeInfer(Schedule):
                 session.resolve(returned)
                 tested, right = result.num_tested - tested, result.num_accepted - right
                 was_asked = tested or successive or empty
+                # Feed the gate results for draft tokens asked for, and None after a pause.
                 gate.observe(right / max(1, tested) if was_asked else None)
                 leaf = successive = empty = 0
                 is_entry_taken = self.restart and session.tree.num_injected > 0
@@ -157,19 +158,19 @@ class PipeInfer(Schedule):
         size: int,
         interrupted: Callable[[], bool],
     ) -> list[int]:
-        """Draft up to ``size`` tokens below a row, level by level, as far as the draft is sure.
+        """Draft up to ``size`` tokens below a row, level by level, while the draft is confident.
 
-        A branch ends where the draft's best token has a probability below ``accept + shift``. It
-        forks into its next best tokens where theirs exceed ``split + shift``, while fewer than
-        ``branches`` branches were begun.
+        A branch ends if the draft's best token has a probability below ``accept + shift``. It forks
+        into next best tokens above ``split + shift``, up to ``branches`` branches in total.
 
         Args:
-            start: the row to continue.
-            shift: what recovery and decay add to both thresholds.
-            interrupted: asked before every draft forward but the first; True ends the micro-batch.
+            start: row to continue.
+            shift: recovery and decay, added to both thresholds.
+            interrupted: called before every draft forward except the first; True ends the
+                micro-batch.
 
         Returns:
-            The row of every draft token, parents first; the tree may have had some before.
+            The row for every draft token, parents first. Some may have been in the tree before.
         """
         accept, split = self.accept + shift, self.split + shift
         rows: list[int] = []
@@ -207,10 +208,10 @@ class PipeInfer(Schedule):
 
 
 class DraftGate:
-    """Whether a draft is worth asking: one that is hardly ever right pauses.
+    """Pauses a draft that is hardly ever accepted.
 
     Args:
-        floor: the smallest useful share of right draft tokens; 0 never pauses.
+        floor: smallest useful acceptance rate; 0 never pauses.
     """
 
     def __init__(self, floor: float) -> None:
@@ -220,9 +221,9 @@ class DraftGate:
         self.left = 0
 
     def observe(self, share: float | None) -> None:
-        """Take in a verdict's share of right draft tokens; None where none was asked for.
+        """Record one verification result's acceptance rate, or None if it had no draft tokens.
 
-        Below the floor every pause, in verdicts, is twice as long as the one before.
+        Below the floor, each pause (in verification results) is twice as long as the one before.
         """
         if share is None:
             self.left = max(0, self.left - 1)
@@ -233,5 +234,5 @@ class DraftGate:
 
 
 def _deepest(tree: TokenTree, rows: Iterable[int]) -> int:
-    """The deepest row; of equally deep ones the one with the best score."""
+    """Return the deepest row; break ties by score."""
     return max(rows, key=lambda row: (tree.depths[row], tree.scores[row]))

@@ -1,4 +1,4 @@
-"""PPSD: the early-exit head drafts from the states after the step, and every stage waits for it."""
+"""PPSD: the early-exit head drafts after each step while every stage waits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PPSDSchedule(LayerSchedule):
 
 
 def draft_after_step(session: Session, width: Budget) -> None:
-    """The draft reads the hidden states AFTER the step; also SPD's with timing ``output_states``.
+    """Run steps and drafts in turn: the head reads hidden states from AFTER the step.
 
-    A head behind the first stage starts before the verdict is known, so its time counts at every
-    step, as in the paper: S = L' L / (Ls n + L). A step whose verdict leaves nothing to continue
-    pays for a draft token that is not made.
+    SPD with timing ``output_states`` uses this loop too. The head sits behind the first stage and
+    starts before the verification result is known. Its time counts at every step, as in the paper:
+    S = L' L / (Ls n + L). A step that leaves nothing to continue still pays for one draft token.
     """
     while not session.done:
         session.inject()

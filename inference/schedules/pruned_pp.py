@@ -1,4 +1,4 @@
-"""Pruned pipeline parallelism: a tree travels in segments, pruned at every one that returns."""
+"""Pruned pipeline parallelism: a tree travels in segments and is pruned as each one returns."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrunedPP(SegmentSchedule):
-    """A round ends at the first token that is not in the tree, or at a leaf."""
+    """Ends a round at the first token outside the tree, or at a leaf."""
 
     name: ClassVar[str] = "pruned_pp"
 
     level_order: bool = False
-    """Level by level, not the best draft tokens first."""
+    """Send draft tokens level by level instead of best first."""
 
     def run(self, session: Session) -> None:
         while not session.done:
@@ -31,7 +31,7 @@ class PrunedPP(SegmentSchedule):
                     session.inject()
 
     def begin_round(self, session: Session) -> None:
-        """Draft a tree while the stages wait, and send it in segments."""
+        """Draft a tree while the stages wait, then send it in segments."""
         num_segments = self.num_segments(session.num_stages)
         costs = session.clock.round_costs(num_segments, self.tree.depth)
         session.grow_tree(self.tree, costs, by_score=not self.level_order)

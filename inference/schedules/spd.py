@@ -1,4 +1,4 @@
-"""SPD: the speculation module drafts a layer beside every step of the stages."""
+"""SPD: the head drafts one layer during every pipeline step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class SPDSchedule(LayerSchedule):
     name: ClassVar[str] = "spd"
 
     timing: Literal["input_states", "output_states"] = "input_states"
-    """The module reads the states before the step, beside the stages, or those after it, one stage
-    deeper, while they wait (the SPD paper's ablation). A module trained for output states
-    (model.timing) reads these alone."""
+    """Hidden states read by the head. input_states: before the step, overlapped with the stages.
+    output_states: after the step, one stage deeper, while the stages wait (ablation in the SPD
+    paper). A head trained for output states (model.timing) accepts only these."""
     tokens_per_step: int = 1
-    """Draft tokens of a branch at every step, one forward each; they enter together. A module has a
-    number of its own (model.tokens_per_step)."""
+    """Draft tokens per branch and step, one forward each; they enter together. The head sets its
+    own number (model.tokens_per_step)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,11 +51,11 @@ class SPDSchedule(LayerSchedule):
 
 
 def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
-    """The draft reads the hidden states BEFORE the step and runs beside it.
+    """Overlap drafting with each step: the head reads hidden states from BEFORE the step.
 
-    A round starts with the pending root alone in the pipeline, so its first verdict takes n steps;
-    from then on every step returns verified tokens while draft tokens are right. Every branch that
-    agrees with the output is kept.
+    A round starts with the pending root alone in the pipeline, so its first verification result
+    takes n steps. From then on every step returns verified tokens until a rejection. Every branch
+    matching the output is kept.
     """
     while not session.done:
         session.inject()

@@ -1,6 +1,6 @@
-"""SSD: while a batch is verified, the draft prepares the batches that may follow it."""
+"""SSD: while one batch is verified, the draft prepares possible next batches."""
 
-# Q rows asked about, W best tokens of each
+# Q rows to continue, W best tokens per row
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 class SSD(Schedule):
     """Speculative speculative decoding, Saguaro (arXiv 2603.03251), on stages.
 
-    What a verdict will say, how many draft tokens are right and which token follows them, is an
-    outcome. While a batch travels, the draft predicts its likeliest outcomes and drafts a chain for
-    each of them. A verdict that was among them (a hit) has its batch ready, and the pipeline waits
-    for no draft; after any other one (a miss) it waits for a chain, as with ``eagle``. Every batch
-    takes n steps, so hits are the batches, K / n, that are not the first of a round.
+    An outcome is a possible verification result: the number of accepted draft tokens and the token
+    after them. While a batch travels, the draft predicts likely outcomes and drafts a chain for
+    each. If the result is among them (a hit), the next batch is ready and the pipeline does not
+    wait. Otherwise (a miss) the pipeline waits for a new chain, as with ``eagle``. Every batch
+    takes n steps, so hits are all batches (K / n) except the first in each round.
 
-    What differs from the publication: outcomes are chosen over the whole batch by the draft's own
-    probabilities (``_flatten``), not so many for each length; above temperature 0 by the shared
-    noise, so that the draft foresees the target's own draw and no text depends on what it foresaw;
-    the preparation ends with the verdict.
+    Deviations: outcomes are chosen over the whole batch by the draft's probabilities
+    (``_flatten``), not a fixed number per length. Above temperature 0 the draft uses the shared
+    noise: it predicts the target's own sample, and the output never depends on the predictions.
+    Preparation ends when the verification result returns.
     """
 
     name: ClassVar[str] = "ssd"
     grows: ClassVar[Growth | None] = "micro_batches"
 
     draft_tokens: int = 7
-    """Of a batch."""
+    """Draft tokens per batch."""
     outcomes: int = 16
-    """Verdicts that are prepared for; one draft forward continues all of them."""
+    """Outcomes to prepare for; one draft forward continues all of them."""
     fallback_tokens: int | None = None
-    """Of a batch after a miss, for which every stage waits; None: as many as of the others."""
+    """Draft tokens in a batch after a miss, while every stage waits; None: the usual number."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "draft_tokens", "outcomes", "fallback_tokens")
@@ -49,7 +49,7 @@ class SSD(Schedule):
 
     @property
     def is_chain(self) -> bool:
-        """A row of the batch has the outcomes below it besides the next one."""
+        """Return False: outcomes are further children of rows in the batch."""
         return False
 
     def run(self, session: Session) -> None:
@@ -70,7 +70,7 @@ class SSD(Schedule):
             while returned is None:
                 most = session.clock.hidden_forwards()
                 while left and not session.pipeline.verdict_waits():
-                    # Text that the draft has not read yet takes a pass of its own.
+                    # Tokens the draft has not read yet need their own forward.
                     room = most - session.pending_forwards
                     if room <= 0:
                         break
@@ -84,13 +84,13 @@ class SSD(Schedule):
     def _grow(
         self, session: Session, leaves: list[int], levels: int, outcomes: int = 0
     ) -> tuple[int, list[int]]:
-        """Draft the batches that may follow by up to some levels, one at least.
+        """Draft possible next batches by 1 to ``levels`` levels.
 
         Args:
-            outcomes: which so many are looked for; 0: they are known, and every leaf is continued.
+            outcomes: number to search for; 0: already chosen, continue every leaf.
 
         Returns:
-            Levels, and the rows of the last one.
+            Number of levels, and the rows in the last one.
         """
         done, beams = 0, outcomes or len(leaves)
         for best_2QW in session.drafter.best_levels(
@@ -113,10 +113,10 @@ class SSD(Schedule):
 def _children(
     session: Session, leaves: list[int], tokens_QW: list[list[float]], scores_QW: list[list[float]]
 ) -> list[tuple[float, int, int]]:
-    """Loss, parent and token of children that are not in the tree.
+    """Return loss, parent and token for children not yet in the tree.
 
-    An outcome's score is log(p sqrt(P)): P is the draft's probability that all draft tokens above
-    it are right, p that the target's next token is this one.
+    An outcome scores log(p sqrt(P)): P is the draft's probability that all draft tokens above it
+    are accepted, p the probability for its token as the target's next one.
     """
     return [
         (-score, parent, int(token))
@@ -127,10 +127,11 @@ def _children(
 
 
 def _flatten(scores: list[float]) -> None:
-    """Rows of a batch on its way are worth as many outcomes as the root of their probability says.
+    """Halve log scores in the batch, so a row gets outcomes in proportion to its probability's
+    root.
 
-    The misses of a row fall with a power r of the number of tokens that are prepared for below it,
-    so the fewest in all are left by numbers in proportion to P^(1 / (1 + r)), P being the
-    probability that the verdict gets to the row; r is near one.
+    Misses at a row fall with a power r of the number of tokens prepared below it. The total is
+    smallest if these numbers are proportional to P^(1 / (1 + r)), with P the probability that
+    verification reaches the row; r is near one.
     """
     scores[:] = [score / 2 for score in scores]

@@ -1,7 +1,7 @@
-"""Draft, send, wait: batches of draft tokens across a link, one at a time.
+"""Draft, send, wait: batches of draft tokens cross a link, one at a time.
 
-FlexSpec is stop and wait with a draft length that follows the link, DSSD with the target's whole
-distribution on a rejection.
+FlexSpec is stop-and-wait with a draft length that adapts to the link. In DSSD a rejection returns
+the target's whole distribution.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
 
 MAX_BATCH = 256
-"""Draft tokens of a message."""
+"""Draft tokens per message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSchedule(Schedule):
-    """A schedule of batches, each of which has one verdict."""
+    """Schedule base for links: sends batches, each with one verification result."""
 
     grows: ClassVar[Growth | None] = "layers"
     needs_link: ClassVar[bool] = True
 
     policy: str = "geometric"
-    """Draft length of a batch: fixed:K, eq11, alg2 or geometric."""
+    """Draft length policy: fixed:K, eq11, alg2 or geometric."""
     max_length: int = 8
-    """Draft tokens of a batch at most."""
+    """Maximum draft tokens per batch."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_length")
@@ -49,41 +49,42 @@ class LinkSchedule(Schedule):
 
     @property
     def drafts_on(self) -> bool:
-        """Draft while batches are away; a batch that is accepted to its end has no bonus then."""
+        """Return True to draft while batches are in flight; accepted batches then get no bonus
+        token."""
         return False
 
     @property
     def max_window(self) -> int | None:
-        """Batches that may be away; None: as many as keep the target busy."""
+        """Maximum batches in flight; None: enough to keep the target busy."""
         return 1
 
     @property
     def early(self) -> bool:
-        """The target computes rows that it knows before their batch is complete, where that would
-        not delay the batch."""
+        """Return True if the target may compute received rows before their batch is complete,
+        unless this delays the batch."""
         return False
 
     def make_policy(self, estimates: Estimates) -> DraftLengthPolicy:
         return parse_policy(self.policy, max_length=self.max_length)
 
     def batch_size(self, chosen: int, num_batches: int) -> int:
-        """Draft tokens of a batch.
+        """Return the draft length for the next batch.
 
         Args:
-            chosen: by the policy.
-            num_batches: sent since the last miss.
+            chosen: draft length from the policy.
+            num_batches: batches sent since the last rejection.
         """
         return chosen
 
     def is_late(self, link: LinkedPipeline) -> bool:
-        """The batch under way ends although more was planned."""
+        """Return True to end the current batch before its planned length."""
         return False
 
     def reads(self, is_complete: bool) -> bool:
-        """Whether verdicts that wait are read now.
+        """Return True to read waiting verification results now.
 
         Args:
-            is_complete: the batch under way.
+            is_complete: True if the current batch is complete.
         """
         return True
 
@@ -96,6 +97,8 @@ class LinkSchedule(Schedule):
             raise ValueError(f"draft: it knows token {last}, the target {link.target.vocab_size}")
         policy = self.make_policy(link.estimates)
         while not session.done and not link.fallback:
+            # Order matters: results first (they may end the round), then fill the window, then
+            # draft.
             batch, is_complete = link.batch, self._is_complete(session)
             if link.verdict_waits() and (batch is None or self.reads(is_complete)):
                 self._take(session, policy)
@@ -115,7 +118,7 @@ class LinkSchedule(Schedule):
             session.stream()
 
     def _take(self, session: Session, policy: DraftLengthPolicy) -> None:
-        """Wait for a verdict."""
+        """Wait for a verification result and apply it."""
         verdict = session.link.tick()
         for size, num_accepted in verdict.outcomes:
             policy.observe(size, num_accepted)
@@ -149,10 +152,10 @@ class LinkSchedule(Schedule):
         return self.max_window or link.estimates.window(link.batch.size)
 
     def _is_worth_sending(self, session: Session) -> bool:
-        """An early pass over what is known would end before the batch is complete.
+        """Return True if an early pass over the known rows would end before the batch is complete.
 
-        A correction drawn here goes at once; draft tokens at the last such moment, so that there is
-        one pass over as many of them as possible.
+        Send a correction sampled here at once. Send draft tokens at the last useful moment, so one
+        pass covers as many as possible.
         """
         link, batch, tree = session.link, session.link.batch, session.tree
         assert batch is not None
@@ -168,7 +171,7 @@ class LinkSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class StopAndWait(LinkSchedule):
-    """A fixed draft length."""
+    """Uses a fixed draft length."""
 
     name: ClassVar[str] = "stop_and_wait"
 
@@ -177,14 +180,14 @@ class StopAndWait(LinkSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class FlexSpecSchedule(LinkSchedule):
-    """A draft length by measured acceptance and link."""
+    """Sets the draft length from measured acceptance and link."""
 
     name: ClassVar[str] = "flexspec"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DSSD(StopAndWait):
-    """Distributed split speculative decoding: the draft's side draws corrections itself."""
+    """Distributed split speculative decoding: the draft side samples corrections itself."""
 
     name: ClassVar[str] = "dssd"
 

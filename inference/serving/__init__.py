@@ -1,4 +1,4 @@
-"""A target and its draft behind an OpenAI-compatible HTTP server; its limits, free of torch."""
+"""OpenAI-compatible HTTP server for a target and its draft; its limits import no torch."""
 
 from dataclasses import dataclass
 

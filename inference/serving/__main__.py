@@ -71,7 +71,7 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As clients may call the model."""
+        """Accepted model names."""
         if self.served_model_name:
             return tuple(name.strip() for name in self.served_model_name.split(","))
         parts = (self.checkpoint, self.draft_model, self.target)
@@ -86,7 +86,7 @@ build_parser = ServeOptions.parser
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Serve as a command line says; ``words`` None: this process's."""
+    """Serve as configured on a command line; ``words`` None: this process's."""
     options = ServeOptions.read(sys.argv[1:] if words is None else words)
     keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
     try:
@@ -99,13 +99,13 @@ def main(words: Sequence[str] | None = None) -> None:
         ) from error
     with backend_of(options) as cluster:
         if cluster is not None and not cluster.is_controller:
-            cluster.watch.on_signal = lambda: None  # they leave behind the controller
+            cluster.watch.on_signal = lambda: None  # the ranks exit after the controller
             cluster.serve()
             return
         with listen.open_socket(options) as socket:
             from pipedraft.inference.command import load_engine
 
-            # Requests bring a temperature of their own: a rule for sampling is one for them.
+            # Requests set their own temperature: prepare a rule for sampling.
             engine = load_engine(options, cluster, options.engine_settings() | {"temperature": 1.0})
             if not is_loopback(options.host) and (options.tls_cert is None or not keys):
                 print(

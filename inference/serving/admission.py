@@ -1,4 +1,4 @@
-"""Admission of requests: one pass from a parsed request to the sequences decoded for it."""
+"""Admission: one pass from a parsed request to the sequences decoded for it."""
 
 import math
 import secrets
@@ -23,11 +23,11 @@ from pipedraft.inference.serving.requests import (
 
 MAX_RETRY_S = 120
 NOT_AGAIN = {"x-should-retry": "false"}
-"""Tells OpenAI's clients not to ask the same again by themselves."""
+"""Tells OpenAI clients not to retry the request by themselves."""
 
 
 class Admissions:
-    """Requests that are answered now, and the rules by which one more is."""
+    """Open requests, and the rules to admit another."""
 
     def __init__(
         self,
@@ -37,23 +37,23 @@ class Admissions:
         limits: HttpLimits,
         metrics: Metrics,
     ) -> None:
-        """``names``: of the model, as clients may call it."""
+        """``names``: accepted model names."""
         self.decoder, self.names, self.limits, self.metrics = decoder, names, limits, metrics
         self.tokenizer, self.target = decoder.engine.tokenizer, decoder.engine.target
         self.is_draining = False
         self.num_open = self.num_answered = 0
-        """Requests that are answered now, and those that were."""
+        """Open requests, and answered ones."""
         self.of_client: Counter[str] = Counter()
-        """Open sequences of each client."""
+        """Open sequences per client."""
 
     def admit(self, client: str, asked: ApiRequest, tell: Callable[[Piece], None]) -> "Admission":
-        """Check a request against model, limits and room, tokenize it and make its choices.
+        """Check a request against model, limits and room; tokenize it and create its choices.
 
         Args:
-            tell: gets the choices' pieces, from the thread that decodes.
+            tell: receives the choices' pieces, from the decoding thread.
 
         Raises:
-            RequestError: a value that model or limits do not permit, or no room now.
+            RequestError: a value exceeds the model or the limits, or there is no room now.
         """
         count, new_tokens = self._check_size(asked)
         self._check_room(client, count)  # before tokenizing: a busy server has no time for it
@@ -70,7 +70,7 @@ class Admissions:
             Choice(
                 index=index,
                 prompt_ids=prompts[index // asked.n],
-                # Each choice of a prompt has a seed of its own.
+                # Each choice for a prompt has its own seed.
                 config=asked.config(
                     self.decoder.base, seed=int64(seed + index % asked.n), new_tokens=new_tokens
                 ),
@@ -88,7 +88,7 @@ class Admissions:
         return Admission(self, client, choices)
 
     def check_model(self, model: str | None) -> None:
-        """Raise RequestError for another model than this one."""
+        """Raise RequestError for any other model."""
         if model not in (None, *self.names):
             raise RequestError(
                 f"model: {str(model)[:128]!r} is not here; this is {self.names[0]!r}",
@@ -98,7 +98,7 @@ class Admissions:
             )
 
     def _check_size(self, asked: ApiRequest) -> tuple[int, int]:
-        """Return the number of outputs, and the new tokens of each at most."""
+        """Return the number of outputs, and the maximum new tokens of each."""
         limits = self.limits
         self.check_model(asked.model)
         most, wanted = limits.max_new_tokens, asked.longest()
@@ -112,7 +112,7 @@ class Admissions:
             said = f"stop_token_ids: {max(asked.stop_token_ids)} is no token; give 0 to {size - 1}"
             raise RequestError(said, param="stop_token_ids")
         count = asked.num_prompts * asked.n
-        # More than may ever be open would be told to come again for ever.
+        # Requests that can never fit must fail for good, not be told to retry.
         room = min(limits.max_client_sequences, self.decoder.capacity + limits.max_waiting)
         most = min(limits.max_choices, room)
         if count > most:
@@ -120,7 +120,7 @@ class Admissions:
         return count, wanted or limits.max_new_tokens
 
     def _check_room(self, client: str, count: int) -> None:
-        """Raise RequestError if so many further sequences are not taken now."""
+        """Raise RequestError if ``count`` further sequences do not fit now."""
         if self.is_draining:
             raise RequestError(
                 "the server is about to end", status=503, headers={"retry-after": "5"}
@@ -144,13 +144,13 @@ class Admissions:
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Return a text's token ids."""
         return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
 
     def encode_messages(
         self, messages: Sequence[ChatMessage], variables: Values | None = None
     ) -> list[int]:
-        """Token ids of a conversation; RequestError where the template refuses it."""
+        """Return a conversation's token ids; RequestError if the template refuses it."""
         if self.tokenizer.chat_template is None:
             said = "messages: this model has no chat template; use /v1/completions"
             raise RequestError(said, param="messages")
@@ -163,7 +163,7 @@ class Admissions:
             raise RequestError(str(error), param="chat_template_kwargs") from error
 
     def _encode(self, asked: ApiRequest) -> list[list[int]]:
-        """Token ids of each prompt."""
+        """Return token ids per prompt."""
         if isinstance(asked, ChatRequest):
             variables = asked.chat_template_kwargs
             param, prompts = "messages", [self.encode_messages(asked.messages, variables)]
@@ -190,7 +190,7 @@ class Admissions:
 
 @dataclass(frozen=True)
 class Admission:
-    """A client's admitted request; ``with`` decodes its choices, and ends those that still run."""
+    """A client's admitted request; ``with`` decodes its choices, and ends unfinished ones."""
 
     desk: Admissions
     client: str
@@ -216,11 +216,11 @@ class Admission:
         desk.num_open -= 1
         desk.num_answered += 1
         desk.of_client[self.client] -= len(self.choices)
-        desk.of_client += Counter()  # forgets clients without one
+        desk.of_client += Counter()  # drops clients without open sequences
 
 
 def int64(seed: int) -> int:
-    """Return a seed, wrapped around behind the largest one."""
+    """Return a seed wrapped to the int64 range."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

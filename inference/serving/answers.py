@@ -1,4 +1,4 @@
-"""Answers on their way: choices, as the thread that decodes tells of them, in OpenAI's shapes."""
+"""Answers in progress: choices reported by the decoding thread, in OpenAI's shapes."""
 
 import asyncio
 import math
@@ -37,19 +37,19 @@ class Piece:
     rejected: Sequence[int] = ()
     """Draft tokens that were tested at the place of the last token and were wrong."""
     steps: Sequence[Sequence[int]] = ()
-    """Rows of every stage in each step since the piece before."""
+    """Rows per stage in each step since the previous piece."""
     logprobs: Sequence[TokenLogprob] = ()
-    """Of the tokens since the piece before, if they are asked for."""
+    """Log-probabilities for tokens since the previous piece, on request."""
     num_tokens: int = 0
-    """Of the choice so far."""
+    """Tokens in the choice so far."""
     is_last: bool = False
 
 
 @dataclass(eq=False)
 class Choice(Observer):
-    """One output of a request: its text as far as it is certain, its end, its times.
+    """One output of a request: its verified text, end and times.
 
-    Filled by the thread that decodes, read by the one that answers once it has ended.
+    Filled by the decoding thread, read by the answering one after it has ended.
     """
 
     index: int
@@ -59,10 +59,10 @@ class Choice(Observer):
     tokenizer: "PreTrainedTokenizerBase"
     metrics: "Metrics"
     tell: Callable[[Piece], None]
-    """Called by the thread that decodes."""
+    """Called by the decoding thread."""
     demands: Demands = Demands()
     end_ids: frozenset[int] = frozenset()
-    """Tokens that end it."""
+    """Tokens that end the choice."""
     skips_special: bool = True
     num_logprobs: int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -71,13 +71,13 @@ class Choice(Observer):
     is_cancelled: bool = False
     """Ends at the next token; set from any thread."""
     is_stopped: bool = False
-    """By a stop string."""
+    """Ended by a stop string."""
     has_ended: bool = False
     handle: "Handle | None" = None
-    """The sequence in the batch engine; None: it has ended."""
+    """Sequence in the batch engine; None: ended."""
     _told: list[str] = field(default_factory=list)
     _rest: str = ""
-    """Text that was not told."""
+    """Text not reported yet."""
     _num_new: int = 0
     _num_logprobs_told: int = 0
     _steps: list[Sequence[int]] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Choice(Observer):
             self.logprobs.append(measure(self.tokenizer, token, logits_V, self.num_logprobs))
 
     def _is_silent_end(self, token: int) -> bool:
-        """Return whether a token ends the sequence without a text of its own, as in vLLM."""
+        """Return True if a token ends the sequence without adding text, as in vLLM."""
         is_end = token in self.end_ids
         return is_end and (token in self.demands.stop_token_ids or not self.skips_special)
 
@@ -136,7 +136,7 @@ class Choice(Observer):
         return "".join((*self._told, self._rest))
 
     def end(self, result: DecodeResult | None, error: BaseException | None = None) -> None:
-        """Nothing follows; without a result it was cancelled before its time, or has failed."""
+        """End the choice; without a result it was cancelled or has failed."""
         self.result, self.error = result, error
         if result is not None and not self.is_stopped:
             self._rest += self.stream.rest()
@@ -156,14 +156,14 @@ class Choice(Observer):
         self.tell(Piece(self, piece, **how))
 
     def _cut(self) -> None:
-        """End the text before the first stop string in it."""
+        """End the text before its first stop string."""
         places = [self._rest.find(stop) for stop in self.stop_strings]
         found = [place for place in places if place >= 0]
         if found:
             self._rest, self.is_stopped = self._rest[: min(found)], True
 
     def _held(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """Return the number of final characters that may start a stop string."""
         longest = max(map(len, self.stop_strings), default=1) - 1
         for size in range(min(longest, len(self._rest)), 0, -1):
             if any(stop.startswith(self._rest[-size:]) for stop in self.stop_strings):
@@ -174,7 +174,7 @@ class Choice(Observer):
 
     @property
     def finish_reason(self) -> str:
-        """Why a choice ended, as OpenAI names it; "abort": cancelled or failed."""
+        """Return the reason for ending, as OpenAI names it; "abort": cancelled or failed."""
         if self.is_stopped:
             return "stop"
         if self.result is None or self.result.stop_reason == "stopped":
@@ -186,7 +186,7 @@ class Choice(Observer):
         return 0 if self.result is None else len(self.result.token_ids)
 
     def report(self) -> dict[str, object]:
-        """Times in vLLM's per-request shape, and its acceptance figures with L', K and n."""
+        """Return times in vLLM's per-request shape, and acceptance figures with L', K and n."""
         between = self.last_s - self.first_s
         gaps, whole = self.num_tokens - 1, self.last_s - self.started_s
         return {
@@ -200,7 +200,7 @@ class Choice(Observer):
 
 
 def acceptance(result: DecodeResult) -> dict[str, object]:
-    """Acceptance counts of one output; a round is vLLM's speculative step."""
+    """Return one output's acceptance counts; a round is vLLM's speculative step."""
     accepted = [
         length - (end != "a")
         for length, end in zip(result.round_lengths, result.round_ends, strict=True)
@@ -223,12 +223,12 @@ def acceptance(result: DecodeResult) -> dict[str, object]:
 
 
 def known(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Map NaN to None, since JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 
 class HttpAnswer:
-    """The answer to one request, made of the pieces that its choices tell of."""
+    """Answer to one request, assembled from its choices' pieces."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class HttpAnswer:
     ) -> None:
         self.asked, self.choices, self.pieces = asked, choices, pieces
         self.is_blocked = False
-        """A chunk is on its way to a reader that does not take it."""
+        """True while a chunk waits for a reader that does not read."""
         self._is_chat = isinstance(asked, ChatRequest)
         kind = "chat.completion" if self._is_chat else "text_completion"
         prefix = "chatcmpl" if self._is_chat else "cmpl"
@@ -252,10 +252,10 @@ class HttpAnswer:
         self._seed = choices[0].config.seed
 
     async def _read(self) -> AsyncIterator[Piece]:
-        """Pieces until every choice has ended.
+        """Yield pieces until every choice has ended.
 
         Raises:
-            RequestError: one has failed, or was ended by the server.
+            RequestError: a choice has failed, or the server ended it.
         """
         left = len(self.choices)
         while left:
@@ -268,12 +268,12 @@ class HttpAnswer:
             yield piece
 
     async def whole(self) -> None:
-        """Until all of it is there."""
+        """Wait for the complete answer."""
         async for _ in self._read():
             pass
 
     def body(self) -> Json:
-        """All of it, once it is there."""
+        """Return the complete answer."""
         return self._head | {
             "choices": [self._choice(choice, choice.text) for choice in self.choices],
             **self._end(),
@@ -300,7 +300,7 @@ class HttpAnswer:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _end(self) -> Json:
-        """Figures of one sequence are no figures of several."""
+        """Return figures for a single sequence; several have none in common."""
         report = self.choices[0].report() if len(self.choices) == 1 else None
         return {"usage": self._usage(), "seed": self._seed, "metrics": report}
 

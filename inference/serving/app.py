@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's paths, health, metrics and the page."""
+"""HTTP server: OpenAI's paths, health, metrics and the page."""
 
 import asyncio
 import base64
@@ -45,13 +45,13 @@ Send: TypeAlias = Callable[[Any], Awaitable[None]]
 PAGE = Path(__file__).with_name("page.html").read_text()
 IGNORED = "x-pipedraft-ignored"
 MAX_IGNORED = 16
-"""Names in that header."""
+"""Maximum names in this header."""
 BODY_S = 20.0
-"""For a request's body to arrive."""
+"""Seconds for a request's body to arrive."""
 
 
 def page_policy(page: str) -> str:
-    """Content-Security-Policy: the page's own script and style, by hash, and this server alone."""
+    """Return the Content-Security-Policy: the page's script and style by hash, this server only."""
     parts = {}
     for tag in ("script", "style"):
         (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -71,7 +71,7 @@ PAGE_HEADERS = {
 
 
 class Service:
-    """What the paths share: the decoder, the limits, and who is served."""
+    """State shared by all paths: decoder, limits and clients."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class Service:
     ) -> None:
         """
         Args:
-            name: of the model, as clients call it.
-            more_names: that clients may call it, too.
-            vllm_metrics: metrics have vLLM's names beside their own.
-            keys: one of which clients send; (): none is asked for.
+            name: model name for clients.
+            more_names: further accepted model names.
+            vllm_metrics: add metrics under vLLM's names.
+            keys: accepted client keys; (): none required.
         """
         self.decoder, self.name, self.limits, self.keys = decoder, name, limits, keys
         self.engine = decoder.engine
@@ -97,9 +97,9 @@ class Service:
         self.admissions = Admissions(decoder, names=self.names, limits=limits, metrics=self.metrics)
         self.created = int(time.time())
         self.ending = asyncio.Event()
-        """Answers end now, as far as they are."""
+        """Set to end all answers now."""
         self.end: Callable[[], object] = lambda: None
-        """As a signal; called from any thread."""
+        """Ends the server like a signal; called from any thread."""
 
     def describe(self) -> str:
         config, keys = self.decoder.base, len(self.keys)
@@ -109,7 +109,7 @@ class Service:
     # -- who may ask, and what --------------------------------------------------------------
 
     def client_of(self, request: HttpRequest) -> str:
-        """The number of the key where there are several, else the address.
+        """Identify the client: its key's number if there are several, else its address.
 
         Raises:
             RequestError: no key, or a wrong one.
@@ -131,7 +131,8 @@ class Service:
     async def read_body(self, request: HttpRequest) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # A page elsewhere can send other types from a visitor's browser without being asked.
+            # A foreign page can send other types from a visitor's browser without a preflight
+            # request.
             raise RequestError(
                 f"content-type: {kind[:64]!r}; send application/json", status=415, param=None
             )
@@ -177,12 +178,12 @@ class Service:
         with admission:
             if await self.until_gone(request.receive, answer.whole()):
                 return JsonResponse(answer.body(), headers=headers)
-        return Response(status_code=499)  # nobody is there to read it
+        return Response(status_code=499)  # the reader has left
 
     async def until_gone(
         self, receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Do the work of an answer; False: its reader left before it was done.
+        """Run an answer's work; return False if its reader left first.
 
         Raises:
             RequestError: it took too long, or the sequence failed.
@@ -211,7 +212,7 @@ class Service:
         raise RequestError(said, status=504, code="timeout", headers=NOT_AGAIN)
 
     async def read_tool(self, request: HttpRequest, kind: type[Kind]) -> Kind:
-        """A request that needs the tokenizer alone."""
+        """Parse a request that needs only the tokenizer."""
         self.client_of(request)
         asked = parse(await self.read_body(request), kind)
         self.admissions.check_model(getattr(asked, "model", None))
@@ -220,9 +221,9 @@ class Service:
     # -- its end ----------------------------------------------------------------------------
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Refuse new requests and let the open ones end, for ``grace_s``; then end them.
+        """Refuse new requests and let the open ones finish for ``grace_s``; then end them.
 
-        An answer that is cut says so at once, whatever its sequence does then.
+        A cut answer is reported at once, whatever its sequence does.
         """
         self.admissions.is_draining = True
         until_s = time.monotonic() + self.limits.grace_s
@@ -233,7 +234,7 @@ class Service:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Header that names the fields of a request that were ignored; {}: none was."""
+    """Return a header naming ignored request fields; {}: none."""
     plain = sorted({re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in names})
     return {IGNORED: ", ".join(plain[:MAX_IGNORED])} if plain else {}
 
@@ -247,7 +248,7 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Server-sent events; the choices end with it, however it ends."""
+    """Server-sent events; leaving it ends the choices in any case."""
 
     media_type = "text/event-stream"
 
@@ -273,7 +274,7 @@ class EventStream(Response):
             try:
                 await self.service.until_gone(receive, self._send_all(send))
             except RequestError as error:
-                if not self.answer.is_blocked:  # by a reader that does not read
+                if not self.answer.is_blocked:  # the reader does not read
                     await self._send(send, error.to_dict())
                     await send({"type": "http.response.body", "body": b""})
 
@@ -284,7 +285,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, chunk: Json | None) -> None:
-        """None: the word that ends a stream."""
+        """Send one event; None: the end marker."""
         text = b"[DONE]" if chunk is None else msgspec.json.encode(chunk)
         self.answer.is_blocked = True
         await send(
@@ -379,7 +380,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def add_tools(app: FastAPI, service: Service) -> None:
-    """Add the paths that need no decoding: the tokenizer, the version, the schema."""
+    """Add paths without decoding: the tokenizer, the version, the schema."""
 
     @app.post("/tokenize")
     async def tokenize(request: HttpRequest) -> Response:

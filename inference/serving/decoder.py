@@ -1,4 +1,4 @@
-"""Decoder of all clients' sequences: the narrow seam between requests and the engine."""
+"""Decoder for all clients' sequences: the interface between requests and the engine."""
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -15,20 +15,20 @@ from pipedraft.models.target import StagedTarget
 
 log = getLogger(__name__)
 USUAL_S = 1.0
-"""Time of a sequence before one has been decoded."""
+"""Assumed seconds per sequence before the first measurement."""
 
 
 class SequenceDecoder:
-    """Decodes sequences that share the pipeline's steps; one that fails ends alone.
+    """Decodes sequences sharing the pipeline's steps; a failing one ends alone.
 
-    A choice goes in by ``submit`` and is told of its tokens and its end, by other threads.
+    ``submit`` starts a choice. Other threads then report its tokens and its end.
     """
 
     def __init__(self, engine: Engine, limits: HttpLimits) -> None:
         self.engine, self.capacity = engine, limits.max_sequences
         self.base = engine.config
         self.failure: Exception | None = None
-        """Why nothing is decoded any more."""
+        """Reason decoding has stopped; None: it runs."""
         self.on_failure: Callable[[], object] = lambda: None
         self._usual_s = USUAL_S
         shared = BatchLimits(
@@ -58,15 +58,15 @@ class SequenceDecoder:
 
     @property
     def wait_s(self) -> float:
-        """Until a sequence that came now would begin, by what others took."""
+        """Return the estimated wait for a new sequence, from earlier ones."""
         return self._usual_s * (self.num_waiting + 1) / self.capacity
 
     def submit(self, choice: Choice) -> None:
-        """Begin to decode one sequence of a request.
+        """Start decoding one sequence of a request.
 
         Raises:
-            ValueError: what the engine does not decode.
-            RuntimeError: nothing is decoded any more.
+            ValueError: the engine cannot decode it.
+            RuntimeError: decoding has stopped.
         """
         try:
             handle = self.batch.submit(choice.prompt_ids, choice.config, observer=choice)
@@ -77,7 +77,7 @@ class SequenceDecoder:
         handle.future.add_done_callback(partial(self._end, choice))
 
     def cancel(self, choice: Choice) -> None:
-        """End it where it is, or before it begins."""
+        """End a choice while running or waiting."""
         choice.is_cancelled = True
         if (handle := choice.handle) is not None:
             self.batch.cancel(handle)
@@ -87,7 +87,7 @@ class SequenceDecoder:
         self._running.__exit__(None, None, None)
 
     def _end(self, choice: Choice, future: "Future[DecodeResult]") -> None:
-        choice.handle = None  # which leads back to the choice
+        choice.handle = None  # avoids a reference cycle
         error = CancelledError() if future.cancelled() else future.exception()
         if error is None:
             result = future.result()

@@ -1,4 +1,4 @@
-"""Errors of the HTTP server, in OpenAI's shape."""
+"""HTTP server errors in OpenAI's shape."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -9,7 +9,7 @@ Json: TypeAlias = dict[str, object]
 
 
 class RequestError(Exception):
-    """A request that is not answered; said in the shape of OpenAI's errors."""
+    """Refused request, reported in OpenAI's error shape."""
 
     def __init__(
         self,

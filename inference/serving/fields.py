@@ -1,4 +1,4 @@
-"""Fields of requests that are not parsed: harmless ones, those without effect, unknown ones."""
+"""Request fields without a parser: harmless, without effect, or unknown."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -11,7 +11,7 @@ HARMLESS = {
     *("priority", "cache_salt", "include_reasoning", "separate_reasoning"),
     *("guided_decoding_backend", "spaces_between_special_tokens"),
 }
-"""Fields of OpenAI's, vLLM's and SGLang's that do not change the answer."""
+"""OpenAI, vLLM and SGLang fields that do not change the answer."""
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -70,17 +70,17 @@ INSTEAD = {
 }
 OF_MESSAGES = {"role", "content", "name", "reasoning_content", "reasoning"}
 CHANGES_MESSAGES = {"tool_calls", "function_call", "tool_call_id", "prefix", "images", "audio"}
-"""Fields of a message that the model would see."""
+"""Message fields visible to the model."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 TYPO = 0.8
-"""Likeness to a known field from which an unknown one is a slip, which would change the answer."""
+"""Similarity to a known field above which an unknown one counts as a typo and is refused."""
 
 
 def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]]:
-    """Return the fields that are parsed, and the names of unknown ones, which are ignored.
+    """Return the parsed fields, and the names of unknown ones, which are ignored.
 
     Raises:
-        RequestError: a field that would change the answer and is not supported.
+        RequestError: an unsupported field would change the answer.
     """
     kept, ignored = dict[str, object](), list[str]()
     for name, value in content.items():
@@ -106,17 +106,17 @@ def _unsupported(name: str) -> RequestError:
 
 
 def plain_message(turn: object, ignored: list[str]) -> object:
-    """Return a message with the fields that are parsed; text parts of every client are alike.
+    """Return a message's parsed fields, with all clients' text parts in one form.
 
     Args:
-        ignored: names of unknown fields are added.
+        ignored: collects names of unknown fields.
 
     Raises:
-        RequestError: a field that the model would see and that is not supported.
+        RequestError: an unsupported field is visible to the model.
     """
     if not isinstance(turn, dict):
         return turn
-    # Clients send back what answers had: null, or no calls.
+    # Clients send back fields from answers: null, or no calls.
     fields = {name: value for name, value in turn.items() if value not in (None, [])}
     for name in fields.keys() & CHANGES_MESSAGES:
         raise _unsupported(f"messages.{name}")
@@ -134,7 +134,7 @@ def _plain_part(part: object, ignored: list[str]) -> object:
         return part
     fields = {name: value for name, value in part.items() if value is not None}
     if fields.get("type", "text") not in TEXT_PARTS:
-        return {"type": fields["type"]}  # refused by its type
+        return {"type": fields["type"]}  # its type will be refused
     unknown = fields.keys() - {"type", "text", "cache_control", "annotations"}
     ignored += [f"messages.content.{name}" for name in unknown]
     return {"type": "text"} | ({"text": fields["text"]} if "text" in fields else {})

@@ -1,4 +1,4 @@
-"""From an engine to a listening server, and to its end by signals."""
+"""Start a listening server for an engine, and end it on signals."""
 
 import asyncio
 import contextlib
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 2
-"""For answers to leave once nothing is decoded any more."""
+"""Seconds for answers to be sent after decoding has stopped."""
 
 
 def open_socket(options: "HttpOptions") -> socket.socket:
-    """Before anything is loaded, so that bad values are refused at once.
+    """Open the listening socket before loading anything, so bad values are refused at once.
 
     Raises:
-        ValueError: the port cannot be had, or the certificate cannot be used.
+        ValueError: the port is unavailable, or the certificate is unusable.
     """
     if options.tls_cert is not None and options.tls_key is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -56,7 +56,7 @@ def open_socket(options: "HttpOptions") -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to ``serve``."""
+    """HTTP server without its own signal handling; see ``serve``."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,14 +64,14 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(service: Service, **options: object) -> HttpServer:
-    """Make the HTTP server of an application; ``options``: more of uvicorn's."""
+    """Build the application's HTTP server; ``options``: further uvicorn options."""
     config = uvicorn.Config(
         make_app(service),
         http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="error",  # what clients send is no fault of this program
+        log_level="error",  # client errors are not this program's
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -89,7 +89,7 @@ def run(
     listener: socket.socket,
     cluster: "Cluster | None" = None,
 ) -> None:
-    """Serve until a signal or a lost rank; ``cluster``: of the engine's pipeline."""
+    """Serve until a signal or a lost rank; ``cluster``: runs the engine's pipeline."""
     decoder = SequenceDecoder(engine, options)
     service = Service(
         decoder,
@@ -111,18 +111,18 @@ def run(
         f"({service.describe()})",
         flush=True,
     )
-    # Requests leave cycles; a collection need not walk over the libraries, and so comes sooner.
+    # Requests leave reference cycles; a frozen heap makes collections cheap and frequent.
     gc.freeze()
     asyncio.run(serve(server, service, listener))
     print(f"ended: {service.admissions.num_answered} requests answered", flush=True)
     if isinstance(decoder.failure, LostLink):
-        raise decoder.failure  # the cluster says which process it was
+        raise decoder.failure  # the cluster reports the failed process
     if decoder.failure is not None:
         raise Failure(f"the pipeline has failed: {decoder.failure}")
 
 
 async def serve(server: HttpServer, service: Service, listener: socket.socket) -> None:
-    """Until a signal, or until the pipeline has failed; a second signal does not wait."""
+    """Serve until a signal, or until the pipeline has failed; a second signal ends at once."""
     loop, ended, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def end() -> None:
@@ -133,7 +133,7 @@ async def serve(server: HttpServer, service: Service, listener: socket.socket) -
             loop.call_soon_threadsafe(end)
 
     service.end = service.decoder.on_failure = end_from_elsewhere
-    is_alone = isinstance(service.engine.pipeline, LocalPipeline)  # else the watch takes them
+    is_alone = isinstance(service.engine.pipeline, LocalPipeline)  # else the watch handles them
     if is_alone and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)

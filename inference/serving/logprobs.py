@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, in OpenAI's shapes."""
+"""Log-probabilities for emitted tokens, in OpenAI's shapes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's text and log-probability before temperature and filters, as vLLM has it."""
+    """Token text and log-probability before temperature and filters, as in vLLM."""
 
     text: str
     logprob: float
     top: tuple["TokenLogprob", ...] = ()
-    """The most likely tokens there, the likeliest first."""
+    """Most likely tokens at this place, most likely first."""
 
 
 def measure(
     tokenizer: "PreTrainedTokenizerBase", token: int, logits_V: "Tensor", num_top: int
 ) -> TokenLogprob:
-    """Return the log-probability of a token and of the most likely ones."""
+    """Return the log-probability for a token and for the most likely ones."""
     logp_V = logits_V.float().log_softmax(-1)
     best = logp_V.topk(min(num_top, len(logp_V)))
     top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -36,14 +36,14 @@ def measure(
 
 
 def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
-    """Return the text of one token; SentencePiece's first space stays."""
+    """Return one token's text, with SentencePiece's leading space."""
     text = str(tokenizer.decode([token]))
     piece = tokenizer.convert_ids_to_tokens(token)
     return f" {text}" if str(piece).startswith("\u2581") and text[:1] != " " else text
 
 
 def as_chat(found: Sequence[TokenLogprob]) -> Json:
-    """Return ``logprobs`` of a choice of a conversation."""
+    """Return ``logprobs`` for a chat choice."""
     return {
         "content": [_entry(one) | {"top_logprobs": [*map(_entry, one.top)]} for one in found],
         "refusal": None,
@@ -55,10 +55,10 @@ def _entry(one: TokenLogprob) -> Json:
 
 
 def as_completion(found: Sequence[TokenLogprob], first: int) -> Json:
-    """Return ``logprobs`` of a choice of a plain completion.
+    """Return ``logprobs`` for a completion choice.
 
     Args:
-        first: characters of the tokens before these.
+        first: characters in earlier tokens.
     """
     offsets = [first]
     for one in found:
@@ -66,7 +66,7 @@ def as_completion(found: Sequence[TokenLogprob], first: int) -> Json:
     return {
         "tokens": [one.text for one in found],
         "token_logprobs": [one.logprob for one in found],
-        # The emitted token is told of, too, as in OpenAI's answers.
+        # Include the emitted token, as OpenAI does.
         "top_logprobs": [{other.text: other.logprob for other in (*one.top, one)} for one in found],
         "text_offset": offsets[:-1],
     }

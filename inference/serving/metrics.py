@@ -1,4 +1,4 @@
-"""Counters of the server, named as vLLM names its own, under ``pipedraft:``."""
+"""Server counters with vLLM's names under ``pipedraft:``."""
 
 import math
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ NOT_VLLM = (
     *("request_refused", "pipeline_steps", "step_time_seconds"),
     "equivalent_acceptance_length",
 )
-"""Metrics that vLLM lacks."""
+"""Metrics missing in vLLM."""
 LENGTHS = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 
 
 class Metrics:
-    """Counters of one server; threads may tell it things at the same time."""
+    """One server's counters; threads may update them concurrently."""
 
     def __init__(self, model: str, *, has_vllm_names: bool = False) -> None:
         self._has_vllm_names = has_vllm_names
@@ -117,7 +117,7 @@ class Metrics:
             self._length.observe(result.equivalent_acceptance_length)
 
     def page(self, decoder: "SequenceDecoder") -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         self._waiting.set(decoder.num_waiting)
         self._running.set(decoder.num_running)
         page = generate_latest(self._registry)
@@ -126,7 +126,7 @@ class Metrics:
         return page + generate_latest(self._vllm())
 
     def _vllm(self) -> CollectorRegistry:
-        """Those metrics that vLLM has, under its names."""
+        """Return the metrics known to vLLM, under its names."""
         registry = CollectorRegistry()
         registry.register(_Renamed(self._registry))
         return registry

@@ -1,4 +1,4 @@
-"""The server's paths as an OpenAPI document, made of the requests' own types."""
+"""OpenAPI document for the server's paths, generated from the request types."""
 
 from importlib.metadata import version
 from typing import Any

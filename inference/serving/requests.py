@@ -1,4 +1,4 @@
-"""What clients ask for: the one parser of requests into typed, bounded structures."""
+"""Request parser: turns client input into typed, bounded structures."""
 
 import re
 from dataclasses import replace
@@ -17,7 +17,7 @@ from pipedraft.inference.serving.fields import plain_message, split_fields
 
 MAX_SEED = 2**63 - 1
 MAX_DEPTH = 16
-"""Of arrays and objects in a request; its own structures have four levels."""
+"""Maximum nesting depth in a request; its own structures have four levels."""
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -29,7 +29,7 @@ OF_STREAMS = ("stream_options", "pipedraft_events")
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Every chunk has the usage so far, if the last one has."""
+    """Add usage so far to every chunk, if the last one has usage."""
     include_obfuscation: bool = False
 
 
@@ -43,7 +43,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(max_length=256)] = ""
     reasoning_content: str = ""
     reasoning: str = ""
-    """Newer name of ``reasoning_content``; clients send back what an answer had."""
+    """Newer name for ``reasoning_content``; clients send back fields from an answer."""
 
     def __post_init__(self) -> None:
         if self.content is None:
@@ -52,19 +52,19 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
             self.content = ""
 
     def turn(self) -> dict[str, str]:
-        """The message as chat templates read it."""
+        """Return the message as chat templates read it."""
         content = self.content or ""
         parts = [content] if isinstance(content, str) else [part.text for part in content]
         role = "system" if self.role == "developer" else self.role
         turn = {"role": role, "content": "".join(parts)}
         thought = self.reasoning_content or self.reasoning
-        if thought:  # the template decides of which turns the model sees it
+        if thought:  # the template decides in which turns the model sees it
             turn["reasoning_content"] = thought
         return turn
 
 
 class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that chat and plain completion requests share."""
+    """Fields shared by chat and completion requests."""
 
     PATH: ClassVar[str]
     model: str | None = None
@@ -78,7 +78,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] = []
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 0
-    """No output ends by a token before it has so many."""
+    """Minimum tokens before an end token may be emitted."""
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     skip_special_tokens: bool = True
@@ -94,7 +94,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def longest(self) -> int | None:
-        """New tokens at most; None: nothing is said."""
+        """Return the maximum number of new tokens; None: not given."""
         return self.max_tokens
 
     @property
@@ -103,11 +103,11 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most likely tokens that are told of beside each token; None: no log-probabilities."""
+        """Most likely tokens reported per token; None: no log-probabilities."""
         return None
 
     def demands(self) -> Demands:
-        """What the request asks of logits and ends."""
+        """Return the request's demands on logits and ends."""
         return Demands(
             ignores_eos=self.ignore_eos,
             stop_token_ids=tuple(self.stop_token_ids),
@@ -116,15 +116,15 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def config(self, base: DecodeConfig, *, seed: int, new_tokens: int) -> DecodeConfig:
-        """How one sequence is decoded.
+        """Return the decoding configuration for one sequence.
 
         Args:
             base: schedule, stages, acceptance rule.
 
         Raises:
-            RequestError: a value that the engine does not take.
+            RequestError: a value the engine does not accept.
         """
-        # Clients that take 0 for forbidden send 1e-6 or 1e-8 instead.
+        # Clients that reject 0 send 1e-6 or 1e-8 instead.
         is_sampled = self.temperature >= MIN_TEMPERATURE
         filters = TokenFilters() if not is_sampled else self._filters()
         if not self.pipedraft_draft:
@@ -143,7 +143,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def _filters(self) -> TokenFilters:
         return TokenFilters(
-            top_k=max(self.top_k, 0),  # -1: all, as vLLM has it
+            top_k=max(self.top_k, 0),  # -1: all, as in vLLM
             top_p=self.top_p,
             min_p=self.min_p,
             typical_p=self.typical_p,
@@ -155,7 +155,7 @@ class ChatRequest(ApiRequest, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
     max_completion_tokens: Count | None = None
     chat_template_kwargs: Values = {}
-    """Variables of the chat template, as vLLM has them."""
+    """Chat template variables, as in vLLM."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
 
@@ -175,7 +175,7 @@ class ChatRequest(ApiRequest, kw_only=True):
 class CompletionRequest(ApiRequest, kw_only=True):
     PATH = "/v1/completions"
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
-    """A text, its token ids, or several of one of these."""
+    """A text, its token ids, or several of one kind."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_special_tokens: bool = True
 
@@ -223,15 +223,15 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 def parse(body: bytes, kind: type[Kind]) -> Kind:
-    """Read a request's body; see ``parse_with_ignored``."""
+    """Parse a request's body; see ``parse_with_ignored``."""
     return parse_with_ignored(body, kind)[0]
 
 
 def parse_with_ignored(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
-    """Read a request's body, and name the unknown fields in it, which are ignored.
+    """Parse a request's body; also return the names of ignored unknown fields.
 
     Raises:
-        RequestError: not JSON, or not such a request; the field is named.
+        RequestError: not JSON, or not this request; names the field.
     """
     try:
         content = msgspec.json.decode(body)
@@ -267,7 +267,7 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def wrong(text: str) -> RequestError:
-    """msgspec's message with the field first."""
+    """Return msgspec's message with the field first."""
     said, _, place = text.partition(" - at `$")
     param = place.strip("`").lstrip(".").replace("[...]", "")
     if found := re.search(r"(?:missing required|contains unknown) field `([^`]*)`", said):

@@ -1,4 +1,4 @@
-"""Where draft tokens come from: the decode-time side of every draft."""
+"""Draft sources: the decode-time side of every draft."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,15 @@ from pipedraft.inference.sources.spd import SPDSource
 
 
 def make_source(draft: Any, timing: str = "input_states", tokens_per_step: int = 1) -> DraftSource:
-    """The decode-time side of a loaded draft.
+    """Build the decode-time side of a loaded draft.
 
     Args:
-        timing: of the schedule ``spd``; anything but the default is for a speculation module.
-        tokens_per_step: of the schedule ``spd``.
+        timing: from schedule ``spd``; values other than the default need an SPD head.
+        tokens_per_step: from schedule ``spd``.
 
     Raises:
-        ValueError: the draft cannot read the states of this timing, or of so many tokens a step.
+        ValueError: the draft cannot read states with this timing, or draft this many tokens per
+            step.
     """
 
     sources: dict[str, Callable[[Any], DraftSource]] = {
@@ -59,6 +60,6 @@ def make_source(draft: Any, timing: str = "input_states", tokens_per_step: int =
 
 
 def default_schedule(draft_type: str) -> str:
-    """The schedule a draft was made for."""
+    """Return the schedule a draft was designed for."""
     made_for = {"spd": "spd", "ppsd": "ppsd", "language_model": "pipeinfer"}
     return made_for.get(draft_type, "eagle")

@@ -1,6 +1,6 @@
-"""What every draft source is: a schedule and a head meet only in ``DraftSource``."""
+"""Base for draft sources: schedules and heads meet only in ``DraftSource``."""
 
-# P positions of the prompt, a committed positions, H hidden, Q leaves
+# P prompt positions, a committed positions, H hidden, Q leaves
 # U draft vocabulary, V target vocabulary
 
 import math
@@ -20,21 +20,21 @@ from pipedraft.models.target import KeepRows
 
 @dataclass(frozen=True)
 class DraftSampling:
-    """How draft tokens are chosen from the draft's distribution."""
+    """Settings for choosing draft tokens from the draft's distribution."""
 
     rule: Verifier
     attempt: int = 0
-    """Number of the round, part of the key of the random numbers."""
+    """Round number; part of the random-number key, so redrafting a position uses fresh numbers."""
     costs: RowCosts | None = None
-    """Draft tokens are added while they pay; None: as many as are asked for."""
+    """Add draft tokens while they are worth their cost; None: as many as requested."""
 
     @property
     def samples_chain(self) -> bool:
-        """Draw one draft token from q and store q; else take the best ones."""
+        """True: sample one draft token from q and store q. False: take the best tokens."""
         return self.rule.needs_q
 
     def child_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        """Scores of a row's children by the rule; sharper where they are weighed against costs."""
+        """Return the rule's scores for children; sharpened if weighed against costs."""
         scores_QU = self.rule.child_scores(logits_QU, noise_QU)
         if self.costs is None:
             return scores_QU
@@ -42,7 +42,7 @@ class DraftSampling:
 
     @property
     def graph_key(self) -> tuple[object, ...] | None:
-        """Key of what ``child_scores`` launches; None: it depends on what the device finds."""
+        """Key for the launches of ``child_scores``; None: they depend on device data."""
         filters = self.rule.filters
         if filters.top_p < 1 or filters.typical_p < 1:
             return None
@@ -51,15 +51,15 @@ class DraftSampling:
 
     @property
     def later(self) -> "DraftSampling":
-        """Sampling of draft tokens that could enter a step later, too: they save a step at most."""
+        """Sampling for draft tokens that could enter one step later: they save at most one step."""
         if self.costs is None:
             return self
         return replace(self, costs=replace(self.costs, row=self.costs.later * self.costs.row))
 
     def worth(self, tree: TokenTree, scores: Sequence[float]) -> int:
-        """Number of the best new draft tokens that are added.
+        """Return how many of the best new draft tokens to add.
 
-        The first row of a segment costs nothing: another stage takes as long for a row.
+        A segment's first row is free: another stage takes as long for one row anyway.
 
         Args:
             scores: cumulative, descending.
@@ -72,56 +72,56 @@ class DraftSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
-    """How far a tree on its way is continued."""
+    """Limits for extending an in-flight tree."""
 
     num_forwards: int
-    """Passes of the draft, at most; a few more where the draft must first read committed text."""
+    """Maximum draft forwards; a few more if the draft must first read committed tokens."""
     width: int
-    """Rows that one pass continues besides the root, and best children of them all that join."""
+    """Rows continued per forward besides the root, and best children added per forward."""
     max_rows: int
-    """Draft tokens that all passes add, at most."""
+    """Maximum draft tokens added by all forwards."""
     by_score: bool
-    """The best rows and children, else the oldest rows, with as many children each."""
+    """True: the best rows and children. False: the oldest rows, with equally many children each."""
 
 
 class DraftSource:
-    """A draft at decode time: it sees committed text and rows in flight, and adds draft tokens.
+    """Draft at decode time: reads committed tokens and rows in flight, and adds draft tokens.
 
-    A source offers the growing verbs in ``grows``; a schedule that needs another is refused.
+    A source lists its growth verbs in ``grows``; a schedule needing another is rejected.
     """
 
     taps: tuple[int, ...] = ()
-    """Layer indices of the target whose hidden states it reads."""
+    """Target layer indices whose hidden states it reads."""
     grows: tuple[Growth, ...] = ()
-    """Which of the growing verbs it has; micro-batches: ``leaf_logits``."""
+    """Supported growth verbs; micro_batches needs ``leaf_logits``."""
     num_forwards: int = 0
-    """Forward passes of the draft so far."""
+    """Draft forwards so far."""
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        """A new text.
+        """Start a new sequence.
 
         Args:
-            features: hidden states [P, H] of the prompt, by layer index.
-            tokens: the P of the prompt, and the first root.
+            features: prompt hidden states [P, H] by layer index.
+            tokens: the P prompt tokens and the first root.
         """
         raise NotImplementedError
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """Newly committed positions, in order: hidden states [a, H], and the token after each."""
+        """Receive newly committed positions: hidden states [a, H], and the token after each."""
         raise NotImplementedError
 
     def keep(self, keep: KeepRows) -> None:
-        """The tree's rows are renumbered as in ``TokenTree.reroot``; nothing retained: a miss."""
+        """Renumber rows as in ``TokenTree.reroot``; nothing retained means a rejection."""
 
     @property
     def draft_ids(self) -> Tensor:
-        """Target token of each entry of the draft's logits, int64 [U]."""
+        """Target token for each entry in the draft's logits, int64 [U]."""
         raise NotImplementedError
 
     def leaf_logits(
         self, tree: TokenTree, rows: list[int], features: Mapping[int, Tensor]
     ) -> Tensor:
-        """Logits [Q, U] of the token after each of some rows of the tree.
+        """Return logits [Q, U] for the token after each given tree row.
 
         Args:
             features: as in ``grow_layer``.
@@ -140,17 +140,17 @@ class DraftSource:
         beams: int = 0,
         split: float | None = None,
     ) -> Iterator[Tensor]:
-        """Children of some rows, as of ``best_children``; perhaps then of those that were added.
+        """Yield children for some rows, as in ``best_children``, then perhaps for the rows just
+        added.
 
-        Of these, in the order of their rows, the best child alone, or with ``split`` as many.
+        Later levels give the best child only, in row order, or with ``split`` as many as before.
 
         Args:
             features: as in ``grow_layer``.
-            levels: at most so many times rows are added below the ones before.
-            beams: of the children, those of the best scores that the tree did not have, are added
-                next; 0: nobody knows.
-            split: they are the best child of each row and others of a probability above this, while
-                there are ``beams`` for them.
+            levels: maximum number of levels added below the rows.
+            beams: the caller will next add this many new children with the best scores; 0: unknown.
+            split: the caller adds each row's best child, and others with a higher probability than
+                this, up to ``beams``.
         """
         logits_QU = self.leaf_logits(tree, leaves, features)
         yield best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)
@@ -163,40 +163,40 @@ class DraftSource:
         width: int,
         sampling: DraftSampling,
     ) -> int:
-        """Add up to ``width`` draft tokens below the deepest rows; returns how many were added.
+        """Add up to ``width`` draft tokens below the deepest rows; return the number added.
 
         Args:
-            features: hidden states of the rows in flight as they are NOW; entry l covers the
-                first r rows of the tree, those that have passed layer l.
+            features: CURRENT hidden states for rows in flight; entry l covers the first r rows in
+                the tree, the ones past layer l.
         """
         raise NotImplementedError
 
     def grow_tree(
         self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: DraftSampling
     ) -> int:
-        """Draft a fresh tree below the root and merge it by token path; returns rows added.
+        """Draft a fresh tree below the root, merge it by token path; return the rows added.
 
         Args:
-            by_score: new rows in descending order of their scores, else level by level. Parents
-                come before their children either way.
+            by_score: add new rows by descending score instead of level by level. Parents precede
+                their children either way.
         """
         raise NotImplementedError
 
     def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
-        """Continue each row once, and the root once per context; returns how many were added."""
+        """Continue each row once, and the root once per context; return the rows added."""
         raise NotImplementedError
 
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
-        """Grow the last fresh tree by ``levels`` and add its best rows that are not there yet."""
+        """Grow the last fresh tree by ``levels`` and add its best missing rows."""
         raise NotImplementedError
 
 
 def add_sampled(
     tree: TokenTree, leaf: int, logits_U: Tensor, draft: Any, sampling: DraftSampling
 ) -> int:
-    """One token drawn from q, which is stored with it for the test; returns its row.
+    """Sample one token from q, store q for the test, return the row.
 
-    q is float64 over the target's vocabulary; tokens that the draft does not know have 0.
+    q is float64 over the target's vocabulary; tokens unknown to the draft have 0.
     """
     position = tree.position(leaf) + 1
     drawn = sampling.rule.propose(logits_U, draft.draft_ids, position, attempt=sampling.attempt)
@@ -209,10 +209,10 @@ def add_sampled(
 def add_layer(
     tree: TokenTree, logits_QU: Tensor, draft: Any, *, width: int, sampling: DraftSampling
 ) -> int:
-    """Draft tokens below the deepest rows of the tree; returns how many.
+    """Add draft tokens below the deepest rows in the tree; return their number.
 
     Args:
-        logits_QU: of these Q rows, in the order of the tree.
+        logits_QU: for these Q rows, in tree order.
     """
     leaves = deepest_rows(tree)
     if sampling.samples_chain:
@@ -234,7 +234,7 @@ def add_best(
     width: int,
     sampling: DraftSampling,
 ) -> int:
-    """Add the ``width`` children with the best cumulative scores over all leaves, if they pay."""
+    """Add the ``width`` children with the best cumulative scores over all leaves, within costs."""
     best_2QW = best_children(tree, leaves, logits_QU, ids_U, width, sampling)
     return add_children(tree, leaves, best_2QW, width, sampling)
 
@@ -247,28 +247,27 @@ def best_children(
     width: int,
     sampling: DraftSampling,
 ) -> Tensor:
-    """Tokens and cumulative scores of the best children of each leaf: float64 [2, Q, W], on the
-    CPU."""
+    """Return tokens and cumulative scores for each leaf's best children: float64 [2, Q, W], CPU."""
     positions = [tree.position(leaf) + 1 for leaf in leaves]
     noise_QU = sampling.rule.noise_rows(ids_U, positions)
     logprob_QU = sampling.child_scores(logits_QU, noise_QU)
     best_QW, index_QW = logprob_QU.topk(min(width, logprob_QU.shape[1]), -1)
     total_QW = best_QW + best_QW.new_tensor([tree.scores[leaf] for leaf in leaves])[:, None]
-    # As one tensor: on a GPU each reading waits for all work under way.
+    # One tensor: each read from a GPU waits for all its pending work.
     return torch.stack([ids_U[index_QW].double(), total_QW.double()]).cpu()
 
 
 def add_children(
     tree: TokenTree, leaves: list[int], best_2QW: Tensor, width: int, sampling: DraftSampling
 ) -> int:
-    """Add the best of what ``best_children`` gives, if they pay."""
+    """Add the best entries from ``best_children``, within costs; return their number."""
     tokens_QW, total_QW = best_2QW
     scores_W, places_W = total_QW.flatten().topk(min(width, total_QW.numel()))
     parents = [leaves[place // total_QW.shape[1]] for place in places_W.tolist()]
     tokens = map(int, tokens_QW.flatten()[places_W].tolist())
     best = list(zip(parents, tokens, scores_W.tolist(), strict=True))
     if sampling.costs is not None:
-        # A draft token on its way costs nothing more, so it takes no part of the budget.
+        # A draft token already in flight costs nothing, so it uses no budget.
         best = [child for child in best if tree.child(*child[:2]) is None]
     count = sampling.worth(tree, [score for *_, score in best])
     for child in best[:count]:

@@ -1,7 +1,7 @@
-"""The DFlash head at decode time: one forward pass for a block of draft tokens."""
+"""DFlash head at decode time: one forward pass for a block of draft tokens."""
 
-# A rows of the text with spare ones, R rows of a block, S draft tokens of it, C places of a cache
-# D depths that are read, Q rows asked about, W best tokens of each, U draft vocabulary, H hidden
+# A text rows with spare ones, R rows and S draft tokens per block, C cache places, D depths read
+# Q rows to continue, W best tokens per row, U draft vocabulary, H hidden
 
 from dataclasses import replace
 from functools import partial
@@ -21,11 +21,11 @@ from pipedraft.models.target import KeepRows
 
 
 class DFlashSource(TreeSource):
-    """Draft tokens of the block at the root, until there is another root.
+    """Draft tokens from the block at the root, until the root changes.
 
-    A row continues by the marginal distribution of its depth, whatever its tokens: a chain takes
-    the best ones, a tree several of each depth, and no level needs a pass of its own. Trees deeper
-    than a block get rows that training never had: marginals of more masked positions.
+    A row continues by its depth's marginal distribution, whatever its tokens: a chain takes the
+    best one per depth, a tree several, and no level needs its own pass. Trees deeper than a block
+    use rows unseen in training: marginals for more masked positions.
     """
 
     def __init__(self, draft: DFlash) -> None:
@@ -44,13 +44,13 @@ class DFlashSource(TreeSource):
 
     def _forget_block(self) -> None:
         self._block_SH: Tensor | None = None
-        """Output behind each depth, the root's first."""
+        """Outputs behind each depth, the root's first."""
         self._states = {}
         self._scored: tuple[object, Tensor] | None = None
-        """What was read of the block on a GPU: how it was scored, and the best tokens [2, D, W]."""
+        """Values read from the block on a GPU: scoring key, and best tokens [2, D, W]."""
 
     def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
-        """Grow the tree by levels; one pass makes the block of all of them."""
+        """Grow the tree by levels; one pass computes the block for all of them."""
         more = replace(expansion, num_forwards=expansion.num_forwards + 1)
         return super().expand_tree(tree, more, sampling)
 
@@ -64,19 +64,19 @@ class DFlashSource(TreeSource):
         return self._behind(tree, tree.depths[row])
 
     def _behind(self, tree: TokenTree, depth: int) -> Tensor:
-        """Output [H] of the block behind a depth; the root is at 0."""
+        """Return the block's output [H] behind a depth; the root is at 0."""
         known = 0 if self._block_SH is None else len(self._block_SH)
         if depth >= known:
             size = self.draft.config.num_tokens
             more_SH = self._propose(tree, size * (depth // size + 1))
-            # What a block of the trained size said stays.
+            # Keep the outputs from a block of the trained size.
             old = [] if self._block_SH is None else [self._block_SH]
             self._block_SH = torch.cat([*old, more_SH[known:]])
         assert self._block_SH is not None
         return self._block_SH[depth]
 
     def _propose(self, tree: TokenTree, num_tokens: int) -> Tensor:
-        """One forward pass: newly committed text, then the block at the root."""
+        """Run one forward pass: newly committed tokens, then the block at the root."""
         self.num_forwards += 1
         weight, text = self.draft.fc.weight, self._take_pending()
         num_rows = num_tokens + self.draft.config.first_row
@@ -105,7 +105,7 @@ class DFlashSource(TreeSource):
     def _read(
         self, tree: TokenTree, num_depths: int, width: int, sampling: DraftSampling
     ) -> Tensor:
-        """Best tokens behind all depths of the block so far: [2, D, W], in the host's memory."""
+        """Read the best tokens behind all depths computed so far: [2, D, W] on the host."""
         assert self._blocks is not None
         self._behind(tree, num_depths - 1)
         assert self._block_SH is not None
@@ -120,25 +120,25 @@ class DFlashSource(TreeSource):
         return found
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        """The block of the new root knows more of the text: every row is continued by it anew."""
+        """Forget the block: the new root's block knows more tokens."""
         self._forget_block()
 
 
 class GraphBlocks(GraphText):
     """Proposes DFlash's blocks by CUDA graphs.
 
-    Rows of the block are written behind those of the text, and forgotten. The marginals of all
-    depths are there after one forward pass, so the host reads them together.
+    Block rows are written behind the text rows, then forgotten. One forward pass gives all depths'
+    marginals, so the host reads them together.
     """
 
     def __init__(self, draft: DFlash) -> None:
         super().__init__(len(draft.layers), draft.draft_ids)
         self.draft = draft
         self._num_depths = self._width = 0
-        """Most that were ever asked for: they are read at once from then on."""
+        """Largest values requested so far; later reads use them at once."""
 
     def propose(self, text: NewText, token: int, num_rows: int) -> Tensor:
-        """Hidden states of a block, as ``DFlash.propose``: a buffer [S, H] that calls reuse."""
+        """Return a block's hidden states, as in ``DFlash.propose``: a reused buffer [S, H]."""
         while len(text.tokens) > MAX_ROWS:
             self._call(text.split(CHUNK_ROWS), token, 1)
         return self._call(text, token, num_rows)
@@ -163,7 +163,7 @@ class GraphBlocks(GraphText):
     def _compute(
         self, packing: Packing, A: int, R: int, packed: Tensor, given_PH: Tensor | None
     ) -> Tensor:
-        """All of a call, from fixed buffers to a new one."""
+        """Run the whole call, from fixed buffers to a new one."""
         x, draft = packing.unpack(packed), self.draft
         first, end = x["counts"].split(1)
         columns_C = torch.arange(self._num_places + self._num_spare, device=packed.device)
@@ -186,12 +186,12 @@ class GraphBlocks(GraphText):
     def best(
         self, states_SH: Tensor, num_depths: int, width: int, position: int, sampling: DraftSampling
     ) -> Tensor:
-        """Best tokens behind each depth: float64 [2, D, W] on the CPU, perhaps of more.
+        """Return the best tokens behind each depth: float64 [2, D, W] on the CPU, perhaps more.
 
-        Tokens and log-probabilities; the host waits here, once.
+        Holds tokens and log-probabilities; the host waits here, once.
 
         Args:
-            position: of the first of them.
+            position: of the first depth's token.
         """
         self._num_depths = max(self._num_depths, num_depths)
         self._width = max(self._width, width)

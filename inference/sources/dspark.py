@@ -1,4 +1,4 @@
-"""The DSpark head at decode time: DFlash's block, and for every row the token before it."""
+"""DSpark head at decode time: DFlash's block, plus the token before each row."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from pipedraft.inference.tree import TokenTree
 
 
 class DSparkSource(DFlashSource):
-    """A row continues by the block's output of its depth and by its own token.
+    """Continues a row by the block's output at its depth and by its own token.
 
-    All rows of a tree have distributions of their own, and still take one pass.
+    Every tree row has its own distribution, still from one pass.
     """
 
     def _output(self, tree: TokenTree, row: int) -> Tensor:
@@ -23,5 +23,5 @@ class DSparkSource(DFlashSource):
     def _best(
         self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
     ) -> Tensor:
-        """Row by row also on a GPU: what is best behind a depth depends on the row's token."""
+        """Rank row by row, on a GPU too: the best tokens depend on the row's own token."""
         return TreeSource._best(self, tree, rows, width, sampling)

@@ -1,11 +1,10 @@
 """EAGLE heads at decode time.
 
-The head's key-value rows of committed positions are kept and only extended. What it computed for
-draft tokens below the root is dropped when they are committed, because the target's true states
-replace it.
+Key-value rows for committed positions are retained and extended. Rows computed for draft tokens
+below the root are dropped at commit, because the target's true states replace them.
 """
 
-# R rows of a call after A of the text, C cached rows, H hidden
+# R rows per call after A text rows, C cached rows, H hidden
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,15 +22,15 @@ from pipedraft.models.layers import KeyValues
 
 
 class EagleSource(CacheSource):
-    """Draft tokens of an EAGLE head.
+    """Draft tokens from an EAGLE head.
 
-    Rows of the session's tree that are continued stay as they were drafted, while the committed
-    ones below them are refreshed with the target's states.
+    Continued rows in the session's tree stay as drafted, while committed rows below them are
+    refreshed with the target's states.
     """
 
     def __init__(self, draft: EagleHead) -> None:
         like = draft.draft_ids.new_zeros(0, dtype=next(draft.parameters()).dtype)
-        # A window of a cached row's age is told row by row.
+        # A window needs the age of each cached row on the host.
         can_capture = draft.window is None
         self._rows = make_rows(draft, self, like) if can_capture else RowCache(draft.num_caches)
         super().__init__(draft)
@@ -52,15 +51,16 @@ class EagleSource(CacheSource):
         return self._root_state
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
-        """The text that was not seen yet is in the same pass, unless a row needs its outcome."""
+        """Compute rows; unread text joins the same pass, unless a row needs its result."""
         if any(tree.parents[row] == 0 for row in rows):
             self._root_output(tree)
         self._take_in(tree, rows)
 
     def _take_in(self, tree: TokenTree, rows: list[int]) -> None:
-        """One forward pass: newly committed text, then rows of a tree.
+        """Run one forward pass: newly committed text, then tree rows.
 
-        The head joins a token to the state before it: the target's in the text, else its own.
+        The head joins a token to the state before it: the target's for text rows, its own
+        otherwise.
         """
         text = self._take_pending()
         states = [self.draft.feature(taps) for taps in text.features]
@@ -84,17 +84,17 @@ class EagleSource(CacheSource):
             self._root_state = text_AH[-1]
 
     def _within_window(self, tree: TokenTree, positions: list[int], root: int) -> Tensor:
-        """Which cached rows are near enough: bool [R, C]; all, for a head without a window.
+        """Return cached rows within the window: bool [R, C]; all without a window.
 
-        Deviation: the rows of a chain leave the window as they get older, as in engines; the
-        package speculators trains with the window of the chain's first row.
+        Deviation: chain rows leave the window with age, as in inference engines; the package
+        speculators trains with the window of the chain's first row.
         """
         window = self.draft.window
         if window is None:
             return torch.tensor(True)
         in_text, cached = iter(range(self._rows.num_text)), []
         for name in self._rows.names:
-            row = self._name(tree, name)  # of another tree: invisible wherever it is
+            row = self._name(tree, name)  # a row in another tree is invisible, so any place will do
             depth = tree.depths[row] if 0 <= row < len(tree) else 0
             cached.append(next(in_text) if name == TEXT else root + depth)
         return torch.tensor(cached) > torch.tensor(positions)[:, None] - window

@@ -1,6 +1,6 @@
 """FlexSpec's draft at decode time."""
 
-# R rows of a call after A of the text, C cached rows, E readings, H hidden
+# R rows per call after A text rows, C cached rows, E readings, H hidden
 
 from functools import partial
 
@@ -14,13 +14,13 @@ from pipedraft.models.target import KeepRows
 
 
 class FlexSpecSource(RowsSource):
-    """Draft tokens of FlexSpec's draft."""
+    """Draft tokens from FlexSpec's draft model."""
 
     def _restart(self) -> None:
         super()._restart()
         config, weight = self.draft.config, self.draft.lm_head.weight
         self._text_state = weight.new_zeros(config.num_readings, weight.shape[1])
-        """State [E, H] of the last row of the text."""
+        """State [E, H] of the last text row."""
 
     def _keep_rows(self, keep: KeepRows) -> None:
         computed = [row for row in keep.rows[1 : keep.num_committed + 1] if row in self._known]
@@ -34,12 +34,12 @@ class FlexSpecSource(RowsSource):
         return self._text_state
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
-        """One forward pass: newly committed text, then rows of a tree."""
+        """Run one forward pass: newly committed text, then tree rows."""
         tokens, first = self._take_pending().tokens, self._rows.num_text
         num_text = len(tokens)
         parents = [self._name(tree, tree.parents[row]) for row in rows if tree.parents[row]]
         known_QEH = torch.stack([self._text_state, *(self._outputs[name] for name in parents)])
-        # Places in these Q followed by the rows of the call: of the row before each of them.
+        # Index of each row's predecessor among these Q known states, then the call's rows.
         num_known, after_root = len(known_QEH), iter(range(1, len(known_QEH)))
         root = num_known + num_text - 1 if num_text else 0
         before = [num_known + row - 1 if row else 0 for row in range(num_text)]

@@ -1,6 +1,6 @@
-"""One call of a draft's graph: the question, the sizes of its tensors, and where rows are."""
+"""Data for one CUDA-graph call to a draft: the query, tensor sizes, and row places."""
 
-# R rows of a tree, Q leaves, S columns: rows behind the leading text, C all places
+# R tree rows, Q leaves, S columns: rows behind the leading text, C all places
 # X.. axes of a state
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipedraft.models.layers import KeyValues
 
 
 class GraphDraft(Protocol):
-    """Forwards the rows of a draft, by tensors of fixed shapes alone."""
+    """Runs a draft's rows, on fixed-shape tensors alone."""
 
     @property
     def num_caches(self) -> int: ...
@@ -26,11 +26,11 @@ class GraphDraft(Protocol):
     def state_shape(self) -> tuple[int, ...]: ...
     @property
     def shift(self) -> int:
-        """Distance of a row's rotary position before that of its token."""
+        """Offset by which a row's rotary position precedes its token's."""
 
     @property
     def reads_rows(self) -> bool:
-        """Rows of a tree read the target's states, not the draft's own of the row before."""
+        """True if tree rows read the target's states instead of the draft's own previous state."""
 
     @property
     def draft_ids(self) -> Tensor: ...
@@ -49,33 +49,33 @@ class GraphDraft(Protocol):
         *,
         in_order: bool,
     ) -> Tensor:
-        """States [R, X..] of rows, from those of the rows before them.
+        """Return states [R, X..] for rows, from their predecessors' states.
 
         Args:
-            in_order: each row stands before the next one.
+            in_order: True if each row precedes the next one.
         """
 
 
 @dataclass(frozen=True)
 class ChildQuery:
-    """A question about the children of some leaves; a graph is made for it."""
+    """Query for the children of some leaves; each query has its own graph."""
 
     width: int = 0
-    """Best children of each; 0: the leaves' logits."""
+    """Best children per leaf; 0: return the leaves' logits."""
     levels: int = 0
-    """Further levels, of the best ``beams`` children of the one before that are no rows yet."""
+    """Further levels, from the ``beams`` best new children of the level before."""
     beams: int = 0
     then: int = 0
-    """Best children of each at further levels."""
+    """Best children per row at further levels."""
     split: float | None = None
-    """Each row goes on by its best child, and by others of a probability above this, the first
-    ones, while there are beams for them; None: by the best of all."""
+    """Continue each row by its best child, and by others with a higher probability than this, in
+    order, up to the beams; None: by the best of all."""
     sampling: DraftSampling | None = None
-    """How children are scored."""
+    """Scoring of children."""
 
     @property
     def key(self) -> tuple[object, ...] | None:
-        """Key of what a question launches; None: it depends on what the device finds."""
+        """Key for a query's launches; None: they depend on device data."""
         rule = () if self.sampling is None else self.sampling.graph_key
         if rule is None:
             return None
@@ -84,19 +84,19 @@ class ChildQuery:
 
 @dataclass(frozen=True)
 class CallShape:
-    """Sizes of a call's tensors; a graph is made for each."""
+    """Tensor sizes in a call; each has its own graph."""
 
     num_text: int
     num_rows: int
     num_leaves: int
     num_parents: int
-    """Leaves whose children are continued."""
+    """Leaves with continued children."""
     num_taken: int
-    """Children that one of these has already, at most."""
+    """Maximum existing children per such leaf."""
     num_columns: int
     num_features: int
     num_noise: int
-    """Rows of noise: one for each position."""
+    """Noise rows: one per position."""
 
     def packing(self, vocab_size: int) -> Packing:
         new, S = self.num_text + self.num_rows, self.num_columns
@@ -120,32 +120,32 @@ class CallShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Places of a call's rows in the buffers."""
+    """Buffer places for a call's rows."""
 
     num_text: int
-    """Rows of the text before this call."""
+    """Text rows before this call."""
     leading: int
-    """Rows of the text in front, which all rows see."""
+    """Leading text rows, visible to all rows."""
     first: int
-    """Rows behind them that were cached before this call."""
+    """Rows behind them, cached before this call."""
     slots: list[int]
-    """Place of each row behind the leading ones."""
+    """Place for each row behind the leading ones."""
     before: int
-    """Place of the text's last row before this call, or one that stays zero."""
+    """Place of the last text row before this call, or a place that stays zero."""
     slot_of: Mapping[int, int]
     name: Callable[[int], int]
 
     def of(self, row: int) -> int:
-        """Place of a row of the tree; one that is no row of its own is the end of the text."""
+        """Return a tree row's place; a row without its own is the end of the text."""
         end_of_text = self.slot_of.get(TEXT, self.leading - 1)
         return self.slot_of.get(self.name(row), end_of_text)
 
 
 @dataclass
 class Level:
-    """Best children of some rows, in the host's memory."""
+    """Best children for some rows, on the host."""
 
     best_2QW: Tensor
-    """As of ``best_children``."""
+    """As in ``best_children``."""
     beams: list[int]
-    """Those that the next level continues, counted over all."""
+    """Children continued by the next level, as indices over all of them."""

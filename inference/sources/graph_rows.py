@@ -1,14 +1,14 @@
-"""CUDA-graph version of ``RowCache``: a graph forwards a draft's rows and ranks their children.
+"""CUDA-graph version of ``RowCache``: one captured graph forwards rows and ranks their children.
 
-On a GPU a draft forward is a few hundred launches of little work, and reading its best tokens waits
-for all of them. Here one graph takes in committed text, forwards rows of a tree, ranks the children
-of some rows, and goes on with the best of them for as many levels as are asked for; the host sends
-one tensor before it and reads one behind it.
+On a GPU a draft forward is a few hundred launches with little work, and reading its best tokens
+waits for all of them. Here one graph takes in committed text, forwards tree rows, ranks children,
+and continues with the best ones for the requested number of levels. The host sends one tensor
+before it and reads one after it.
 """
 
-# A rows of the text, R rows of a tree, G of both that read the target's states, Q leaves
-# K rows of a further level, W children of each, S columns: rows behind O, the leading text
-# C all places of the buffers, M rows that move, U draft vocabulary, H hidden, X.. axes of a state
+# A text rows, R tree rows, G rows reading the target's states, Q leaves
+# K rows in a further level, W children per row, S columns: rows behind O, the leading text
+# C all buffer places, M moving rows, U draft vocabulary, H hidden, X.. axes of a state
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_col
 from pipedraft.models.layers import FixedKeyValues
 
 MAX_ROWS = 64
-"""More rows are forwarded without a graph."""
+"""Maximum rows in a graph; larger calls run without one."""
 CHUNK_ROWS = 512
-"""Rows of a long text that are forwarded at once; bounds their mask."""
+"""Maximum text rows per forward; bounds their mask."""
 MIN_COLUMNS = 64
 
 
 class GraphRows(RowCache):
-    """A ``RowCache`` whose buffers and graphs outlive a text.
+    """``RowCache`` with buffers and graphs that outlive a sequence.
 
-    A row that is dropped or renamed costs nothing: rows move when the next ones come.
+    Dropping or renaming a row costs nothing: rows move when the next ones arrive.
     """
 
     def __init__(self, draft: GraphDraft, like: Tensor) -> None:
@@ -50,7 +50,7 @@ class GraphRows(RowCache):
     def restart(self) -> None:
         super().restart()
         self._slots: list[int] = []
-        """Where the rows behind the leading ones are."""
+        """Places of the rows behind the leading ones."""
 
     @property
     def known(self) -> set[int]:
@@ -62,7 +62,7 @@ class GraphRows(RowCache):
         self._names, self._slots = [names[name] for name, _ in kept], [slot for _, slot in kept]
 
     def extend(self, names: list[int]) -> None:
-        """Rows of further levels, which a graph has forwarded."""
+        """Append rows in further levels, already forwarded by a graph."""
         first = self._num_leading + len(self._names)
         self._names += names
         self._slots += range(first, first + len(names))
@@ -78,16 +78,16 @@ class GraphRows(RowCache):
         name: Callable[[int], int] = int,
         given: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        """Take in text, forward rows of a tree, and look at the children of some rows.
+        """Take in text, forward tree rows, and rank the children of some rows.
 
         Args:
-            rows: as of ``compute``.
-            leaves: their rows are cached, or among ``rows``; the root that is no row of its own is
-                the end of the text.
-            given: hidden states of all of the tree's rows, for a draft that reads them.
+            rows: as in ``compute``.
+            leaves: rows cached or among ``rows``; a root without its own row is the end of the
+                text.
+            given: hidden states for all tree rows, if the draft reads them.
 
         Returns:
-            Logits [Q, U], or what ``levels`` reads; on the device.
+            Logits [Q, U], or the input to ``levels``; on the device.
         """
         while len(text.tokens) > MAX_ROWS:
             part = text.split(CHUNK_ROWS)
@@ -129,14 +129,14 @@ class GraphRows(RowCache):
     def _place(
         self, text: NewText, rows: list[int], query: ChildQuery, name: Callable[[int], int]
     ) -> Places:
-        """Give new rows places behind the cached ones, which move together first."""
+        """Assign places behind the cached rows; cached rows first move together."""
         first, leading, num_text = len(self._names), self._num_leading, self.num_text
         new = [*[TEXT] * len(text.tokens), *(name(row) for row in rows)]
         names = self._names = [*self._names, *new]
         self._reserve(leading + len(names) + query.levels * query.beams)
         slots = [*range(leading, leading + len(names))]
         self._move([x for x in zip(self._slots, slots, strict=False) if x[0] != x[1]])
-        # The last row of the text is the last one of this name.
+        # The last text row is the last one with this name.
         before = dict(zip(names[:first], slots, strict=False)).get(TEXT, leading - 1)
         zeros = self._num_places + MAX_ROWS
         return Places(
@@ -161,7 +161,7 @@ class GraphRows(RowCache):
         given: Mapping[int, Tensor] | None,
         pad: Callable[[int], int],
     ) -> tuple[CallShape, Packing, Tensor, list[Tensor]]:
-        """Put all that the host knows of a call into one tensor; hidden states are not copied."""
+        """Pack the call's host data into one tensor; hidden states are not copied."""
         A, R, first, end = len(text.tokens), len(rows), at.first, len(at.slots)
         features, sources = self._features(text, rows, given, pad(A), pad(R))
         first_noise, noise = self._noise(tree, leaves, query)
@@ -207,7 +207,7 @@ class GraphRows(RowCache):
         return shape, packing, packed, sources
 
     def levels(self, flat: Tensor, num_leaves: int, query: ChildQuery) -> list[Level]:
-        """Read what ``grow`` gives; the host waits here, once."""
+        """Unpack the result of ``grow``; the host waits here, once."""
         numbers, found = flat.cpu(), []
         width, then = (min(width, len(self._ids_U)) for width in (query.width, query.then))
         if not query.levels:  # the leaves were padded
@@ -227,7 +227,7 @@ class GraphRows(RowCache):
     def _visible(
         self, tree: TokenTree, rows: list[int], name: Callable[[int], int], num_columns: int
     ) -> Tensor:
-        """bool [R, S]: the text, and ancestors-or-self."""
+        """Return bool [R, S]: the text, and ancestors-or-self."""
         text_O = torch.tensor([cached == TEXT for cached in self._names], dtype=torch.bool)
         seen_RO = text_O | tree.ancestors(rows, [name(cached) for cached in self._names])
         return torch.nn.functional.pad(seen_RO, (0, num_columns - len(text_O)))
@@ -240,7 +240,7 @@ class GraphRows(RowCache):
         num_text: int,
         num_rows: int,
     ) -> tuple[list[int], list[Tensor]]:
-        """Where each row finds its hidden states, layer after layer, and these."""
+        """Return each row's index into the hidden states, layer after layer, and these states."""
         layers = self.draft.taps
         found, sources = text.gathered(layers)
         first = sum(map(len, sources))
@@ -257,7 +257,7 @@ class GraphRows(RowCache):
     def _noise(
         self, tree: TokenTree, leaves: list[int], query: ChildQuery
     ) -> tuple[int, Tensor | None]:
-        """Position of the first leaf, and float64 rows for what follows it and each after it."""
+        """Return the first leaf's position, and float64 noise for the positions after each leaf."""
         positions = [tree.position(leaf) for leaf in leaves]
         if query.sampling is None:
             return min(positions, default=0), None
@@ -269,7 +269,7 @@ class GraphRows(RowCache):
             return
         used = len(self._states_CX)
         self._num_places = padded_rows(max(num_places, MIN_PLACES))
-        # Behind them: places of spare rows, and one that stays zero.
+        # Behind them: places for spare rows, and one that stays zero.
         size = self._num_places + MAX_ROWS + 1
         small_CX = self._states_CX
         self._states_CX = small_CX.new_zeros(size, *small_CX.shape[1:])
@@ -280,7 +280,7 @@ class GraphRows(RowCache):
         self.graphs.clear()
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
-        """Move rows outside of graphs: capturing runs each several times, to the same effect."""
+        """Move rows outside graphs: capturing runs a graph several times."""
         if moves:
             from_M, to_M = torch.tensor(moves).T.contiguous().to(self._states_CX.device)
             for buffer in self.buffers:
@@ -297,7 +297,7 @@ class GraphRows(RowCache):
         packed: Tensor,
         given_PH: Tensor | None,
     ) -> Tensor:
-        """All of a call, from fixed buffers to a new one."""
+        """Run the whole call, from fixed buffers to a new one."""
         x, A, S = packing.unpack(packed), shape.num_text, shape.num_columns
         leading, first, end, before = x["counts"].split(1)
         features_GX = None
@@ -306,7 +306,7 @@ class GraphRows(RowCache):
             features_GX = self.draft.feature(dict(zip(self.draft.taps, picked, strict=True)))
         new = x["new"].view(3, -1)
         if A:
-            # A row of the text sees the text before it, which has grown by those before it.
+            # A text row sees the text before it, including this call's earlier rows.
             columns_S = torch.arange(S, device=packed.device)
             own_AS = (columns_S >= first) & (columns_S - first <= columns_S[:A, None])
             states_AX = self._states_CX.index_select(0, before.expand(A))
@@ -334,7 +334,7 @@ class GraphRows(RowCache):
         query: ChildQuery,
         sampling: DraftSampling,
     ) -> Tensor:
-        """Best children of the leaves, and of the best of these, level by level; float64."""
+        """Rank the leaves' best children, then the best of these, level by level; float64."""
         columns_S = torch.arange(len(x["text_S"]), device=states_QX.device)
         positions_Q = x["leaf_positions_Q"]
         scores_Q = x["leaf_scores_Q"].view(torch.float64).float()
@@ -353,7 +353,7 @@ class GraphRows(RowCache):
             out += [tokens_QW.flatten().double(), total_QW.flatten().double()]
             if level == query.levels:
                 break
-            ranked_QW = total_QW  # those taken, or that must not fork, are told, not followed
+            ranked_QW = total_QW  # taken or non-forking children are returned, not continued
             if not level and len(x["taken_QT"]):
                 taken_Q1T = x["taken_QT"].view(len(tokens_QW), 1, -1)
                 is_taken_QW = (tokens_QW[:, :, None] == taken_Q1T).any(-1)
@@ -362,13 +362,13 @@ class GraphRows(RowCache):
                 is_fork_QW = best_QW.double().exp() > x["split"].view(torch.float64)
                 goes_on_QW = _branches(begun_Q, is_fork_QW, query.beams)
                 ranked_QW = ranked_QW.masked_fill(~goes_on_QW, -torch.inf)
-            # The best of all leaves' children together are the next level's leaves.
+            # The best children over all leaves become the next level's leaves.
             ranked_K, place_K = ranked_QW.flatten().topk(min(query.beams, ranked_QW.numel()))
             scores_Q, begun_Q = total_QW.flatten().index_select(0, place_K), ranked_K.isfinite()
             out.append(place_K.double())
             parent_K, columns_K = place_K // total_QW.shape[1], end + columns_S[: len(place_K)]
             noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, query.then
-            end = end + len(place_K)  # they see what their parents see, and themselves
+            end = end + len(place_K)  # they see their parents' visible rows, and themselves
             positions_Q = positions_Q.index_select(0, parent_K) + 1
             visible_QS = visible_QS.index_select(0, parent_K) | (columns_S == columns_K[:, None])
             tokens_K = tokens_QW.flatten().index_select(0, place_K)
@@ -386,10 +386,10 @@ class GraphRows(RowCache):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Forward rows, whose keys, values and states go to their places in the buffers.
+        """Forward rows; write keys, values and states to their places in the buffers.
 
         Args:
-            new_3R: tokens, rotary positions and places of the rows.
+            new_3R: the rows' tokens, rotary positions and places.
         """
         tokens_R, positions_R, slots_R = new_3R
         for buffer in self.buffers:
@@ -403,10 +403,10 @@ class GraphRows(RowCache):
 
 
 def _branches(begun_Q: Tensor, is_fork_QW: Tensor, most: int) -> Tensor:
-    """bool [Q, W]: children by which rows go on: their best, and the first forks.
+    """Return bool [Q, W]: children to continue, each row's best one and the first forks.
 
     Args:
-        begun_Q: other rows are of no branch.
+        begun_Q: False for rows outside every branch.
     """
     is_first_W = torch.arange(is_fork_QW.shape[1], device=begun_Q.device) == 0
     forks_QW = is_fork_QW & begun_Q[:, None] & ~is_first_W
@@ -421,7 +421,7 @@ def _joined(
 
 
 def make_rows(draft: GraphDraft, holder: object, like: Tensor) -> RowCache:
-    """Rows of a draft: on a GPU forwarded by CUDA graphs, which later texts take over."""
+    """Create a draft's rows: on a GPU with CUDA graphs, reused by later sequences."""
     if like.device.type != "cuda":
         return RowCache(draft.num_caches)
     assert isinstance(draft, torch.nn.Module)

@@ -1,6 +1,6 @@
-"""An independent language model as the draft, at decode time."""
+"""Draft model (an independent causal LM) at decode time."""
 
-# H hidden of the draft
+# H draft hidden
 
 from collections.abc import Mapping
 
@@ -12,22 +12,22 @@ from pipedraft.inference.tree import TokenTree
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import KeepRows, Segment
 
-CHUNK_ROWS = 512  # rows of one forward pass over the prompt; bounds its mask
+CHUNK_ROWS = 512  # maximum rows per forward over the prompt; bounds its mask
 
 
 class GraphLanguageModelSource(RowsSource):
-    """Draft tokens of a causal LM on a GPU, whose forward passes are CUDA graphs."""
+    """Draft tokens from a causal LM on a GPU, with forwards as CUDA graphs."""
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
         return has_text + bool(rows)
 
 
 class LanguageModelSource(TextSource):
-    """Draft tokens of a causal LM.
+    """Draft tokens from a causal LM.
 
-    The LM is a target of one stage: the text, the pending root included, is committed in its cache
-    and the draft tokens are speculative rows there. A draft token that becomes text is committed
-    with a KeepRows, so what was computed once is never computed again.
+    The LM is run as a one-stage target. The text, including the pending root, is committed in its
+    cache; draft tokens are speculative rows. An accepted draft token is committed by KeepRows, so
+    no row is computed twice.
     """
 
     def __init__(self, draft: LanguageModelDraft) -> None:
@@ -39,7 +39,7 @@ class LanguageModelSource(TextSource):
         self._stage.reset()
         self._root_hidden: Tensor | None = None
         self._places: dict[int, int] = {}
-        """Name of a row of the tree -> its place among the speculative rows, in order."""
+        """Tree row's name -> its place among the speculative rows, in order."""
 
     def _root_output(self, tree: TokenTree) -> Tensor:
         if self._pending.tokens:
@@ -69,10 +69,10 @@ class LanguageModelSource(TextSource):
         self.num_forwards += 1
 
     def _rename_rows(self, names: Mapping[int, int], num_committed: int = 0) -> None:
-        """Give computed rows their names in the tree that is left, and forget the others.
+        """Rename computed rows for the remaining tree, and forget the others.
 
         Args:
-            num_committed: of the first computed rows, which become text and need no name.
+            num_committed: first computed rows, which become text and need no name.
         """
         retained = sorted(self._places.keys() & names.keys(), key=self._places.__getitem__)
         self._stage.keep(KeepRows(tuple(self._places[name] for name in retained), num_committed))
@@ -81,12 +81,12 @@ class LanguageModelSource(TextSource):
         self._places = {names[name]: place for place, name in enumerate(retained)}
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        """The old root is committed here already; the new one is text as well."""
+        """Commit accepted rows; the old root is committed already, the new one is text as well."""
         text = keep.rows[1 : keep.num_committed + 1]
         self._num_taken_in = sum(row in self._places for row in text)
         if len(keep.rows) > keep.num_committed and text[-1] in self._places:
             self._root_hidden = self._states[text[-1]]
-        # Parents precede their children in a KeepRows, so those that become text come first.
+        # In KeepRows parents precede children, so rows becoming text come first.
         first = keep.num_committed
         places = {row: place - first for place, row in enumerate(keep.rows) if place}
         self._rename_rows(places, self._num_taken_in)

@@ -1,13 +1,13 @@
-"""Draft tokens looked up in the text: prompt lookup by n-grams, and a suffix automaton.
+"""Draft tokens by lookup in the sequence: n-gram prompt lookup, and a suffix automaton.
 
-Both estimate the next token's distribution from what followed the same context in the text so far,
-longer contexts before shorter ones. A context that was followed c times by a token, C times by any,
-gives it (c + e) / (C + 1), e being the estimate of the next shorter context; the empty context's
-shorter one is uniform (prediction by partial matching, Cleary and Witten 1984, escape method A).
-So there is a draft token wherever one is asked for, and a distribution for every acceptance rule.
+Both estimate the next token's distribution from earlier occurrences of the current context, longer
+contexts first. If a token followed a context c times out of C, its probability is (c + e) / (C +
+1), with e the estimate from the next shorter context; the empty context falls back to uniform
+(prediction by partial matching, Cleary and Witten 1984, escape method A). Every request thus gets a
+draft token, and every acceptance rule a distribution.
 """
 
-# R rows of the tree, V vocabulary
+# R tree rows, V vocabulary
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,23 +21,23 @@ from pipedraft.inference.sources.tree_source import TextSource
 from pipedraft.inference.tree import TokenTree
 
 LookupKind = Literal["ngram", "suffix"]
-"""By the last few tokens, or by the longest end of the text that occurred before."""
+"""ngram: by the last few tokens. suffix: by the longest suffix with an earlier occurrence."""
 ORDER = 4
-"""Tokens of the longest context of the n-grams; transformers' prompt lookup takes 2, vLLM 5."""
+"""Longest n-gram context in tokens; transformers' prompt lookup uses 2, vLLM 5."""
 
 
 class Followers(Protocol):
-    """Tokens that followed the contexts of a text."""
+    """Tokens that followed each context in a sequence."""
 
     def extend(self, token: int) -> None:
-        """One more token of the text."""
+        """Append one token to the sequence."""
 
     def contexts(self, path: Sequence[int]) -> Iterable[Mapping[int, int]]:
-        """Counts of next tokens after the text and ``path``, shortest context first."""
+        """Yield next-token counts after the sequence and ``path``, shortest context first."""
 
 
 class NGrams:
-    """Contexts of 0 .. ORDER tokens. Memory: ORDER + 1 entries a token."""
+    """Contexts with 0 .. ORDER tokens. Memory: ORDER + 1 entries per token."""
 
     def __init__(self) -> None:
         self._text: list[int] = []
@@ -58,11 +58,11 @@ class NGrams:
 
 
 class SuffixAutomaton:
-    """All contexts of any length: the online automaton of a text's substrings (Blumer et al. 1985).
+    """Contexts of any length: the online automaton of all substrings (Blumer et al. 1985).
 
-    A state stands for substrings that end at the same places; ``counts`` says at how many. With it
-    SuffixDecoding (arXiv:2411.04975) drafts from the longest end of the text that occurred before.
-    Deviation: the text of this sequence alone, so that its draft tokens depend on nothing else.
+    A state represents substrings with the same end positions; ``counts`` holds their number. With
+    it SuffixDecoding (arXiv:2411.04975) drafts from the longest suffix with an earlier occurrence.
+    Deviation: uses this sequence alone, so its draft tokens depend on nothing else.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class SuffixAutomaton:
         else:
             self._link[new] = self._reached(state, token)
         self._last = new
-        # The token ends at one more place, and so do all its contexts.
+        # The token ends at one more position, and so do all its contexts.
         while new > 0:
             self._counts[new] += 1
             new = self._link[new]
@@ -94,7 +94,7 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _reached(self, state: int, token: int) -> int:
-        """The state of ``token`` after ``state``'s longest substring, split off if it is longer."""
+        """Return the state for ``token`` after ``state``'s longest substring; split if longer."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
@@ -129,7 +129,7 @@ MODELS: dict[LookupKind, type[NGrams] | type[SuffixAutomaton]] = {
 
 
 def estimate(followers: Followers, path: Sequence[int], vocab_size: int) -> Tensor:
-    """Distribution [V] of the next token, float32, by the formula above."""
+    """Return the next token's distribution [V], float32, by the formula above."""
     p_V = torch.full((vocab_size,), 1 / vocab_size)
     for counts in followers.contexts(path):
         p_V /= sum(counts.values()) + 1
@@ -139,7 +139,7 @@ def estimate(followers: Followers, path: Sequence[int], vocab_size: int) -> Tens
 
 
 class Lookup(nn.Module):
-    """A draft without a network or training, as an engine sees it; a forward costs nothing."""
+    """Draft without a network or training, as seen by an engine; a forward costs nothing."""
 
     num_stages: ClassVar[int | None] = None
     boundaries: ClassVar[tuple[int, ...]] = ()
@@ -156,7 +156,7 @@ class Lookup(nn.Module):
         self.register_buffer("draft_ids", torch.arange(vocab_size))
 
     def logits(self, log_probability_V: Tensor) -> Tensor:
-        """Log-probabilities that the source has looked up, unchanged."""
+        """Return the log-probabilities found by the source, unchanged."""
         return log_probability_V
 
     def relative_cost(self, target: object) -> float:
@@ -168,10 +168,10 @@ def make_lookup(kind: LookupKind, target: PreTrainedModel) -> Lookup:
 
 
 class LookupSource(TextSource):
-    """Draft tokens of a ``Lookup`` under every schedule.
+    """Draft tokens from a ``Lookup`` under every schedule.
 
-    A forward is a look at the followers, which costs nothing. What was looked up is forgotten when
-    the text grows: it may say more then.
+    A forward is a free lookup. Results are forgotten when the sequence grows, since it may then say
+    more.
     """
 
     draft: Lookup
@@ -200,7 +200,7 @@ class LookupSource(TextSource):
 
 
 def path_to(tree: TokenTree, row: int) -> list[int]:
-    """Tokens below the root on the way to a row, its own last."""
+    """Return the tokens from below the root to a row, its own last."""
     path = []
     while row:
         path.append(tree.tokens[row])

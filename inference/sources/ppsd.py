@@ -1,6 +1,6 @@
-"""The early-exit head behind the first stage."""
+"""PPSD's early-exit head at decode time, behind the first stage."""
 
-# P newly committed rows, R new rows of the tree, C all rows of a cache, H hidden, Q leaves
+# P newly committed rows, R new tree rows, C all cache rows, H hidden, Q leaves
 # U draft vocabulary
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ from pipedraft.models.target import KeepRows
 
 
 class PPSDSource(DraftSource):
-    """Reads each row once, when it has passed the first stage.
+    """Reads each row once, after the first stage.
 
-    A row in flight is to the head what it will be as committed text, so keys and values move from
-    the tree to the text with the row, and a step forwards the newest rows only.
+    A row has the same input in flight and committed. Its keys and values move with it from the tree
+    to the text, and a step forwards the newest rows only.
     """
 
     grows: tuple[Growth, ...] = ("layers",)
@@ -51,7 +51,7 @@ class PPSDSource(DraftSource):
         self.observe(features, tokens[1:])
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """Computes the rows that were committed before the head had read them: the prompt's."""
+        """Compute rows committed before the head read them: the prompt's."""
         stream_PH = features[self.draft.exit_layer][self._num_moved :]
         self._num_moved = 0
         if not len(stream_PH):
@@ -77,12 +77,12 @@ class PPSDSource(DraftSource):
         width: int,
         sampling: DraftSampling,
     ) -> int:
-        """Adds nothing while the deepest rows have not passed the first stage."""
+        """Add nothing until the deepest rows have passed the first stage."""
         leaves, stream_H = deepest_rows(tree), features.get(self.draft.exit_layer)
         if stream_H is None or len(stream_H) <= leaves[-1]:
             return 0
         needed = tree.visible(0, len(tree))[leaves].any(0).nonzero()[:, 0].tolist()
-        # A leaf that got no child the last time it was deepest has its output already.
+        # A leaf without a child from an earlier call has its output already.
         new = [row for row in needed if row not in self._rows.known]
         self.num_forwards += bool(new)
         if isinstance(self._rows, GraphRows):
@@ -102,7 +102,7 @@ class PPSDSource(DraftSource):
     def _forward(
         self, tree: TokenTree, rows: list[int], stream_RH: Tensor, positions: list[int]
     ) -> None:
-        """Rows of the tree, or without any the next rows of the text."""
+        """Forward tree rows, or without any the next text rows."""
         device = stream_RH.device
 
         def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:

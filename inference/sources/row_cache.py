@@ -1,6 +1,6 @@
-"""Rows of a text and of a tree, in the order of a draft's keys and values."""
+"""Text rows and tree rows, in the order of a draft's keys and values."""
 
-# A rows of the text, R rows of a tree, C cached rows, H hidden
+# A text rows, R tree rows, C cached rows, H hidden
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pipedraft.models.cuda_graphs import Graphs, padded_rows
 from pipedraft.models.layers import FixedKeyValues, KeyValues
 
 TEXT = sys.maxsize
-"""Name of every row of the committed text; no tree has as many rows."""
+"""Name for every committed text row; no tree has as many rows."""
 NOBODY = -sys.maxsize
-"""Of rows that no tree has got, until the next renaming."""
+"""Name for rows outside every tree, until the next renaming."""
 MIN_PLACES = 256
 
 
@@ -26,10 +26,10 @@ MIN_PLACES = 256
 class NewText:
     tokens: list[int]
     features: list[Mapping[int, Tensor]]
-    """Hidden states of the target by layer, in parts; none for a draft that reads tokens alone."""
+    """Target hidden states by layer, in parts; none for a draft reading tokens alone."""
 
     def gathered(self, layers: Sequence[int]) -> tuple[dict[int, list[int]], list[Tensor]]:
-        """Where each row finds its hidden states of each layer among some, and these."""
+        """Return each row's index into the hidden states for each layer, and these states."""
         found: dict[int, list[int]] = {layer: [] for layer in layers}
         sources, first = [], 0
         for part in self.features:
@@ -40,7 +40,7 @@ class NewText:
         return found, sources
 
     def split(self, count: int) -> NewText:
-        """Take the first tokens away."""
+        """Split off the first tokens."""
         parts = self.features
         whole = (
             {layer: torch.cat([part[layer] for part in parts]) for layer in parts[0]}
@@ -54,9 +54,9 @@ class NewText:
 
 
 class GraphText:
-    """Keys and values of a text in buffers of one size, which CUDA graphs read and fill.
+    """Keys and values for text rows in fixed-size buffers, read and written by CUDA graphs.
 
-    Buffers and graphs outlive the text. Spare rows go behind its places.
+    Buffers and graphs outlive the sequence. Spare rows go behind its places.
     """
 
     def __init__(self, num_layers: int, draft_ids: Tensor) -> None:
@@ -67,7 +67,7 @@ class GraphText:
         self.restart()
 
     def restart(self) -> None:
-        """A new text."""
+        """Start a new sequence."""
         self._num_text = 0
 
     def _reserve(self, num_places: int, num_spare: int) -> None:
@@ -81,10 +81,10 @@ class GraphText:
 
 
 class RowCache:
-    """Keys and values of every draft layer, and the output, of rows.
+    """Cached rows: keys and values for every draft layer, and the outputs.
 
-    A row is computed once. One of the tree has the name of its row there, and stays until it leaves
-    the tree or becomes text. It sees the text, and its ancestors-or-self among the cached rows.
+    Each row is computed once. A tree row is named by its row number, and stays until it leaves the
+    tree or becomes text. It sees the text, and its ancestors-or-self among cached rows.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -92,23 +92,23 @@ class RowCache:
         self.restart()
 
     def restart(self) -> None:
-        """A new text."""
+        """Start a new sequence."""
         self._num_leading = 0
-        """Rows of the text before all others: the most, and nothing has to be known of each."""
+        """Text rows before all others: most of them, with no data needed for each."""
         self._names: list[int] = []
-        """Of each cached row behind them, in the order of the keys and values."""
+        """Name of each cached row behind them, in key-value order."""
         self.layers = [KeyValues() for _ in range(self._num_layers)]
         self.outputs: dict[int, Tensor] = {}
-        """Name -> output [H], of the rows of the tree."""
+        """Name -> output [H], for tree rows."""
 
     @property
     def names(self) -> list[int]:
-        """Name of each cached row, in the order of the keys and values."""
+        """Name of each cached row, in key-value order."""
         return [TEXT] * self._num_leading + self._names
 
     @property
     def known(self) -> Collection[int]:
-        """Names of the tree's rows whose outputs are cached."""
+        """Names of tree rows with cached outputs."""
         return self.outputs.keys()
 
     @property
@@ -124,17 +124,17 @@ class RowCache:
         num_text: int = 0,
         name: Callable[[int], int] = int,
     ) -> Tensor:
-        """Add rows of the tree, and before them the next rows of the text.
+        """Add tree rows, and before them the next text rows.
 
         Args:
-            rows: not cached yet; the ancestors of each are text, or cached, or precede it.
-            forward: appends A + R rows to the caches of all layers, each seeing what the bool
-                [A + R, C] says, and returns their outputs [A + R, H].
+            rows: not cached yet; each one's ancestors are text, cached, or earlier in the list.
+            forward: appends A + R rows to all layers' caches with visibility bool [A + R, C], and
+                returns their outputs [A + R, H].
             num_text: A.
-            name: of a row of this tree, and the other way round; it keeps rows of two trees apart.
+            name: maps this tree's rows to names and back; keeps two trees' rows apart.
 
         Returns:
-            Outputs [A, H] of the rows of the text.
+            Outputs [A, H] for text rows.
         """
         first, new = len(self._names), [name(row) for row in rows]
         self._names += [TEXT] * num_text + new
@@ -149,7 +149,7 @@ class RowCache:
         return outputs_RH[:num_text]
 
     def rename(self, names: Mapping[int, int]) -> None:
-        """Rows of the tree have moved or became ``TEXT``; those without a new name are dropped."""
+        """Rename tree rows that moved or became ``TEXT``; drop rows without a new name."""
         names = {**names, TEXT: TEXT}
         places = [place for place, name in enumerate(self._names) if name in names]
         for layer in self.layers:

@@ -1,7 +1,7 @@
-"""The speculation module beside the pipeline."""
+"""SPD head at decode time, running next to the pipeline."""
 
-# A newly committed rows, R rows in flight with spare ones, W of them of each depth, Q deepest ones
-# P places of committed rows, C of all, U draft vocabulary, H hidden
+# A newly committed rows, R rows in flight with spare ones, W rows per depth, Q deepest ones
+# P places for committed rows, C all places, U draft vocabulary, H hidden
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ from pipedraft.models.target import KeepRows
 
 
 class SPDSource(DraftSource):
-    """Reads the states of the rows in flight, one layer of draft tokens at a time.
+    """Reads the states of rows in flight and drafts one layer at a time.
 
-    Rows in flight are presented by their distance to the deepest ones: distance i at depth i. With
-    no row pruned that is the true depth; after a prune that left a gap a row may be deeper than it
-    is presented, never shallower, and the module sees an occupancy it was trained for.
+    Rows in flight are presented by distance from the deepest ones: distance i at depth i. Without
+    pruning this is the true depth. After a prune with a gap a row may be deeper than presented,
+    never shallower, and the head sees an occupancy from training.
     """
 
     grows: tuple[Growth, ...] = ("layers",)
@@ -41,9 +41,8 @@ class SPDSource(DraftSource):
     def __init__(self, draft: SPD, *, lead: int = 0) -> None:
         """
         Args:
-            lead: stages that the deepest rows have passed when they are continued, more than in
-                training. Rows before them are presented so much deeper; these stay the module's
-                queries, at depth 0.
+            lead: stages already passed by the deepest rows, beyond training. Rows before them are
+                presented as much deeper; the deepest rows stay the head's queries, at depth 0.
         """
         self.draft, self.lead = draft, lead
         self.taps = draft.taps
@@ -66,7 +65,7 @@ class SPDSource(DraftSource):
             self.draft.extend(self._caches, features, self._caches[0].num_rows)
 
     def keep(self, keep: KeepRows) -> None:
-        """Nothing is kept per row: rows in flight are read anew at every step."""
+        """Keep no data per row: rows in flight are read anew at every step."""
 
     def grow_layer(
         self,
@@ -104,7 +103,7 @@ class SPDSource(DraftSource):
         return module.grow(features, depths, positions, visible, query, noise)
 
     def deepest_logits(self, tree: TokenTree, features: Mapping[int, Tensor]) -> Tensor:
-        """Logits [Q, U] of the token after each of the deepest rows."""
+        """Return logits [Q, U] for the token after each of the deepest rows."""
         if self._module is not None:
             return self._query(self._module, tree, features, ChildQuery())
         deepest = tree.depths[-1]
@@ -119,15 +118,15 @@ class SPDSource(DraftSource):
         )
 
     def _presented(self, distance: int) -> int:
-        """Depth under which the module reads a row so far before the deepest ones."""
+        """Return the depth used for a row at this distance from the deepest ones."""
         return distance + self.lead if distance else 0
 
 
 class GraphModule(GraphText):
-    """Takes committed rows in and proposes the next tokens, both in one graph.
+    """Takes in committed rows and proposes the next tokens, both in one CUDA graph.
 
-    Every depth gets as many rows as the widest one has, so that one graph serves however many
-    stages are busy. Rows in flight are written behind the committed ones, and forgotten.
+    Every depth gets as many rows as the widest one, so one graph serves any number of busy stages.
+    Rows in flight are written behind the committed ones, then forgotten.
     """
 
     def __init__(self, draft: SPD) -> None:
@@ -139,7 +138,7 @@ class GraphModule(GraphText):
         self._pending = NewText([], [])
 
     def observe(self, features: Mapping[int, Tensor]) -> None:
-        """Newly committed rows, taken in with the next call."""
+        """Queue newly committed rows for the next call."""
         self._pending.features.append(features)
         self._pending.tokens += [0] * len(features[self._text_layers[0]])
 
@@ -156,13 +155,13 @@ class GraphModule(GraphText):
         query: ChildQuery,
         noise_1U: Tensor | None,
     ) -> Tensor:
-        """Logits [Q, U] as of ``SPD.propose``, or the best children of each (on the device).
+        """Return logits [Q, U] as in ``SPD.propose``, or each row's best children (on the device).
 
         Args:
-            positions_R, visible_RR: in the host's memory.
+            positions_R, visible_RR: on the host.
 
         Returns:
-            Of best children float64, tokens [W, K], then scores [W, K], of Q and of spare rows.
+            For best children float64: tokens [W, K], then scores [W, K], for Q and spare rows.
         """
         text, self._pending = self._pending, NewText([], [])
         while len(text.tokens) > MAX_ROWS:
@@ -202,7 +201,7 @@ class GraphModule(GraphText):
         noise_1U: Tensor | None,
         captures: bool,
     ) -> Tensor:
-        # Rounded up, so that few graphs serve all calls; every depth has the rows of the widest.
+        # Round up, so few graphs serve all calls; every depth has the widest one's rows.
         first, count = self._num_text, len(text.tokens)
         A, W = padded_rows(count), padded_rows(max(map(depths.count, depths), default=0))
         self._reserve(first + A, (self.draft.config.max_in_flight + 1) * W)
@@ -223,7 +222,7 @@ class GraphModule(GraphText):
         return self.graphs.run(key, packed, sources, compute, can_capture=captures)
 
     def _place(self, depths: Sequence[int], width: int) -> list[int]:
-        """Place of each row in flight: the deepest rows first, ``width`` places for every depth."""
+        """Place each row in flight: deepest rows first, ``width`` places per depth."""
         deepest, taken = self.draft.config.max_in_flight, Counter[int]()
         places = []
         for depth in depths:
@@ -239,11 +238,11 @@ class GraphModule(GraphText):
         place: Sequence[int],
         width: int,
     ) -> tuple[dict[int, list[int]], dict[int, list[int]], list[Tensor]]:
-        """Name the hidden states of all rows by their places in the sources, which are not copied.
+        """Index all rows' hidden states by place in the sources, without copying them.
 
         Returns:
-            Layer -> place of each row of the text; layer -> place for each place of rows in
-            flight; sources.
+            Layer -> index for each text row; layer -> index for each place of rows in flight;
+                sources.
         """
         draft = self.draft
         text_places, sources = text.gathered(self._text_layers)
@@ -270,10 +269,10 @@ class GraphModule(GraphText):
         *,
         noise_1U: Tensor | None,
     ) -> tuple[Packing, Tensor]:
-        """Put all that the host knows of a call into one tensor.
+        """Pack the call's host data into one tensor.
 
         Args:
-            text: first new row of the text, number of new rows, and the same with spare ones.
+            text: first new text row, number of new rows, and this number with spare rows.
         """
         first, count, A = text
         R = max(map(len, places.values()), default=0)
@@ -309,12 +308,12 @@ class GraphModule(GraphText):
         packed: Tensor,
         given_PH: Tensor | None,
     ) -> Tensor:
-        """All of a call, from fixed buffers to a new one."""
+        """Run the whole call, from fixed buffers to a new one."""
         x, draft, (A, W) = packing.unpack(packed), self.draft, shape
         first, committed = x["counts"].split(1)
         assert given_PH is not None, "states of new rows or of rows in flight"
         columns_C = torch.arange(self._num_places + self._num_spare, device=packed.device)
-        # New text first: the rows in flight look at its keys. Spare rows go past all places.
+        # New text first: rows in flight use its keys. Spare rows go past all places.
         if A:
             picked = given_PH.index_select(0, x["text_features"]).chunk(len(self._text_layers))
             positions_A = first + columns_C[:A]
@@ -325,13 +324,13 @@ class GraphModule(GraphText):
             draft.extend_rows(self._caches, taps, positions_A, visible_AC)
         if not W:
             return packed
-        # The deepest rows first, as training has them: a projection for each run of one depth.
+        # Deepest rows first, as in training: one projection per run of equal depth.
         deepest = draft.config.max_in_flight
         depths = [depth for depth in range(deepest, -1, -1) for _ in range(W)]
         picked = given_PH.index_select(0, x["features"]).chunk(len(draft.taps))
         for cache in self._caches:
             cache.slots_R = self._num_places + columns_C[: len(depths)]
-        # All rows see the whole text, and of each other what the tree says.
+        # All rows see the whole text, and each other as in the tree.
         committed_RP = (columns_C[: self._num_places] < committed).expand(len(depths), -1)
         own_RR = x["visible"].view(len(depths), -1).bool()
         own_RE = F.pad(own_RR, (0, self._num_spare - len(depths)))
@@ -340,7 +339,7 @@ class GraphModule(GraphText):
         logits_WU = draft.propose_rows(self._caches, taps, depths, x["positions"], visible_RC)
         if query.sampling is None:
             return logits_WU
-        # Only the best children come back, not the distributions.
+        # Return only the best children, not the distributions.
         noise = x["noise"].view(torch.float64)[None] if len(x["noise"]) else None
         scores_WU = query.sampling.child_scores(logits_WU, noise)
         best_WK, index_WK = scores_WU.topk(min(query.width, scores_WU.shape[1]), -1)

@@ -1,6 +1,6 @@
-"""Drafts that can continue any of their own tokens: layers, chains, trees and micro-batches."""
+"""Draft sources able to continue any own token: layers, chains, trees and micro-batches."""
 
-# Q rows asked about, R forwarded rows, W children of each, H hidden, U draft vocabulary
+# Q rows to continue, R forwarded rows, W children per row, H hidden, U draft vocabulary
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,14 +30,14 @@ from pipedraft.models.draft_calls import call
 from pipedraft.models.target import KeepRows
 
 _Child: TypeAlias = tuple[int, float, Tensor | None]
-"""Token, cumulative score, and q where it was drawn."""
+"""Token, cumulative score, and q if sampled from it."""
 
 
 @dataclass
 class _FreshTree:
-    """Draft tokens below the root that were drafted from the committed text alone.
+    """Draft tokens below the root, drafted from committed tokens alone.
 
-    All of them, in the order of their making; some are merged into the session's tree.
+    All of them, in creation order; some are merged into the session's tree.
     """
 
     tree: TokenTree
@@ -50,11 +50,11 @@ class _FreshTree:
         return range(1, len(self.tree))
 
     def best(self, count: int | None = None) -> list[int]:
-        """Best draft tokens by cumulative score; of a tie the older one, so parents come first."""
+        """Return the best draft tokens by cumulative score; parents win ties."""
         return sorted(self.draft_tokens, key=lambda row: (-self.tree.scores[row], row))[:count]
 
     def merge(self, tree: TokenTree, chosen: list[int]) -> int:
-        """Add draft tokens where their token path is not there yet; returns rows added."""
+        """Add draft tokens with new token paths; return the number of rows added."""
         before = len(tree)
         for row in chosen:
             parent = self.merged[self.tree.parents[row]]
@@ -65,18 +65,18 @@ class _FreshTree:
 
 
 class TreeSource(DraftSource):
-    """A draft that makes of a row of a tree, and of what precedes it, an output [H].
+    """Draft source that computes an output [H] for a tree row from the row and its ancestors.
 
-    ``leaf_logits`` continues rows of the session's tree from what was computed for them earlier;
-    layers and micro-batches rest on it. ``grow_tree`` drafts a fresh tree below the root from the
-    committed text alone. What was computed for its draft tokens stays with those that were merged.
+    ``leaf_logits`` continues rows in the session's tree from earlier results; layers and
+    micro-batches use it. ``grow_tree`` drafts a fresh tree below the root from committed tokens
+    alone. Results for merged draft tokens are retained.
     """
 
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
     reads_features = True
-    """What is computed for a row depends on the target's hidden states at hand, so the latest of
-    two rows for one draft token counts; else it is the earlier one, whose place in a cache is
-    between those of its parent and its children."""
+    """True if a row's result depends on the target's current hidden states. Of two rows for one
+    draft token the latest then counts. Otherwise the earlier one counts: its cache place is between
+    its parent's and its children's."""
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
@@ -84,21 +84,21 @@ class TreeSource(DraftSource):
         self._restart()
 
     def _restart(self) -> None:
-        """A new text."""
+        """Start a new sequence."""
         self._fresh: _FreshTree | None = None
         self._root_waits = True
-        """``expand_tree`` has not continued this root yet."""
+        """True until ``expand_tree`` continues this root."""
         self._states: dict[int, Tensor] = {}
-        """Name of a row below the root -> output [H], unless a subclass keeps them elsewhere."""
+        """Name of a row below the root -> output [H], unless a subclass stores them elsewhere."""
         self._pending = NewText([], [])
-        """Committed text that the draft has not seen yet."""
+        """Committed tokens not read by the draft yet."""
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._restart()
         self.observe(features, tokens[1:])
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """Taken in with the next growth: text that nobody continues costs nothing."""
+        """Queue committed tokens for the next growth; tokens never continued cost nothing."""
         self._pending.features.append(features)
         self._pending.tokens += next_tokens
 
@@ -110,7 +110,7 @@ class TreeSource(DraftSource):
 
     @property
     def _outputs(self) -> Mapping[int, Tensor]:
-        """Name of a row -> output [H], for the rows below the root that were computed."""
+        """Computed rows below the root: name -> output [H]."""
         return self._states
 
     @property
@@ -120,27 +120,27 @@ class TreeSource(DraftSource):
 
     @property
     def _graph_rows(self) -> GraphRows | None:
-        """The draft as CUDA graphs, in place of ``_root_output`` and ``_compute``."""
+        """Draft as CUDA graphs, replacing ``_root_output`` and ``_compute``."""
         return None
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
-        """Forward passes over new text and rows."""
+        """Return the number of forward passes over new text and rows."""
         return int(has_text or bool(rows))
 
     def _root_output(self, tree: TokenTree) -> Tensor:
-        """Output [H] after the root; takes in committed text that was not seen yet."""
+        """Return the output [H] after the root; first take in unread committed tokens."""
         raise NotImplementedError
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
-        """Add the outputs of some rows; those of their parents are there."""
+        """Compute outputs for some rows; their parents' outputs exist."""
         raise NotImplementedError
 
     def _rename_rows(self, names: Mapping[int, int]) -> None:
-        """Rows have another name; what is remembered of those without one is dropped."""
+        """Rename rows; forget rows without a new name."""
         self._states = {names[row]: x for row, x in self._states.items() if row in names}
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        """The tree's rows are renumbered; the new root's output is made anew, as text."""
+        """Renumber the tree's rows; the new root's output is recomputed, as text."""
         retained = keep.rows[keep.num_committed :]
         self._rename_rows({row: place for place, row in enumerate(retained) if place})
 
@@ -156,12 +156,12 @@ class TreeSource(DraftSource):
         self._root_waits = True
 
     def _name(self, tree: TokenTree, row: int) -> int:
-        """Name of a remembered row: itself, or ~row in the fresh tree; its own inverse."""
+        """Name of a stored row: the row, or ~row in the fresh tree; its own inverse."""
         is_fresh = self._fresh is not None and tree is self._fresh.tree
         return ~row if is_fresh else row
 
     def _adopt_fresh(self) -> None:
-        """End the fresh tree: its computed rows become those of the session's tree they are in."""
+        """End the fresh tree: its computed rows move to the session's tree if merged."""
         if self._fresh is None:
             return
         merged, self._fresh = self._fresh.merged, None
@@ -183,7 +183,7 @@ class TreeSource(DraftSource):
     def _logits(self, tree: TokenTree, rows: list[int]) -> Tensor:
         if self._graph_rows is not None:
             return self._query(self._graph_rows, tree, rows, ChildQuery())
-        # A leaf that got no child the last time it was asked for has its output already.
+        # A leaf without a child from an earlier call has its output already.
         names = {row: self._name(tree, row) for row in rows}
         missing = [row for row in rows if row and names[row] not in self._outputs]
         if missing:
@@ -198,7 +198,7 @@ class TreeSource(DraftSource):
         leaves: list[int],
         query: ChildQuery,
     ) -> Tensor:
-        """Ask about the children of rows, which are forwarded if they were not yet."""
+        """Query the children of rows; forward the missing ones first."""
         name, text = partial(self._name, tree), self._take_pending()
         missing = [row for row in leaves if row and name(row) not in graph.known]
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + query.levels
@@ -207,7 +207,7 @@ class TreeSource(DraftSource):
     def _best(
         self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
     ) -> Tensor:
-        """The best children of rows, as ``best_children`` gives them."""
+        """Return the best children for rows, as in ``best_children``."""
         if self._graph_rows is None:
             logits_QU = self._logits(tree, rows)
             return best_children(tree, rows, logits_QU, self.draft_ids, width, sampling)
@@ -218,7 +218,7 @@ class TreeSource(DraftSource):
     def _best_rows(
         self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
     ) -> Tensor:
-        """``_best`` of rows of the session's tree."""
+        """Run ``_best`` on rows in the session's tree."""
         self._adopt_fresh()
         return self._best(tree, rows, width, sampling)
 
@@ -244,7 +244,7 @@ class TreeSource(DraftSource):
         then = 1 if split is None else width
         query = ChildQuery(width, levels - 1, beams, then, split, sampling)
         found = graph.levels(self._query(graph, tree, leaves, query), len(leaves), query)
-        self.num_forwards -= query.levels  # those count whose children are asked for
+        self.num_forwards -= query.levels  # count only forwards whose children are requested
         order = list(range(len(leaves)))
         for number, level in enumerate(found):
             self.num_forwards += number > 0
@@ -255,7 +255,7 @@ class TreeSource(DraftSource):
                 row = tree.child(leaves[leaf], tokens_QW[leaf][column]) if leaves[leaf] >= 0 else -1
                 rows.append(NOBODY if row is None or row < before else row)
             if not {*range(before, len(tree))} <= {*rows}:
-                return  # the caller has added others, as it may
+                return  # the caller may add other children; stop then
             graph.extend(rows)
             leaves, order = rows, [rows.index(row) for row in range(before, len(tree))]
 
@@ -297,16 +297,16 @@ class TreeSource(DraftSource):
     def _rows_to_continue(
         self, tree: TokenTree, width: int, by_score: bool, again: bool = False
     ) -> list[int]:
-        """The root once per context, and the best rows that were not continued yet.
+        """Choose the rows to continue: the root once per context, and the best new rows.
 
-        A child of a root that waits is left to the next forward pass, which needs this one's state.
+        Children of a waiting root are left to the next forward, since they need this one's state.
 
         Args:
-            again: with those whose children did not pay at an earlier step. Nothing is computed for
-                them, and the best of their children may be this step's first row, which is free.
+            again: include rows whose children were not worth their cost in an earlier step. They
+                are not recomputed, and their best child may be this step's free first row.
         """
         self._adopt_fresh()
-        # Rows that came from elsewhere wait for their parents.
+        # Rows from elsewhere wait for their parents.
         known = {0, *self._known}
         unseen = [row for row in range(1, len(tree)) if row not in known]
         waiting = [row for row in unseen if tree.parents[row] in known]
@@ -318,7 +318,7 @@ class TreeSource(DraftSource):
         if by_score:
             waiting.sort(key=lambda row: -tree.scores[row])
         else:
-            width -= self._root_waits  # every row that is continued gets a child
+            width -= self._root_waits  # every continued row gets a child
         return [0] * self._root_waits + sorted(waiting[:width])
 
     # -- fresh trees ------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class TreeSource(DraftSource):
         return sorted(deepest_rows(fresh.tree), key=lambda row: -fresh.tree.scores[row])[:top_k]
 
     def _deepen(self, fresh: _FreshTree, parents: list[int], levels: int, top_k: int) -> None:
-        """EAGLE-2: k children below each row, and below the best k of them, level by level."""
+        """EAGLE-2: k children per row, then below the best k of them, level by level."""
         graph = self._graph_rows
         if graph is None or isinstance(fresh.sampling.rule, RecursiveVerifier):
             self._expand(fresh, parents, top_k)
@@ -391,7 +391,7 @@ class TreeSource(DraftSource):
     def _children(
         self, fresh: _FreshTree, parents: list[int], width: int
     ) -> dict[int, list[_Child]]:
-        """The ``width`` best children below each row, or as many drawn without replacement."""
+        """Return each row's ``width`` best children, or as many sampled without replacement."""
         tree, rule = fresh.tree, fresh.sampling.rule
         if isinstance(rule, RecursiveVerifier):
             logits_RU = self._logits(tree, parents)
@@ -410,7 +410,7 @@ class TreeSource(DraftSource):
         width: int,
         rule: RecursiveVerifier,
     ) -> dict[int, list[_Child]]:
-        """Scored by their ranks alone: which of them stay must not depend on their tokens."""
+        """Sample children and score them by rank: selection must not depend on tokens."""
         (position,) = {fresh.tree.position(parent) + 1 for parent in parents}
         attempt = fresh.sampling.attempt
         drawn = rule.draw_children(logits_RU, self.draft_ids, position, width, attempt=attempt)
@@ -426,7 +426,7 @@ class TreeSource(DraftSource):
 
 
 class CacheSource(TreeSource):
-    """A draft with its rows in one ``RowCache``, which a subclass makes before anything else."""
+    """Draft source with its rows in one ``RowCache``, created first by the subclass."""
 
     _rows: RowCache
 
@@ -451,9 +451,9 @@ class CacheSource(TreeSource):
 
 
 class TextSource(TreeSource):
-    """A draft that reads tokens alone, those of the text up to the root.
+    """Draft source reading tokens only, up to the root.
 
-    What was computed for a draft token that becomes text stays.
+    Results for accepted draft tokens are retained as text.
     """
 
     reads_features = False
@@ -461,7 +461,7 @@ class TextSource(TreeSource):
     def _restart(self) -> None:
         super()._restart()
         self._num_taken_in = 0
-        """Of the next tokens to be observed: those whose rows a KeepRows has made text already."""
+        """Next observed tokens already turned into text by a KeepRows."""
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._restart()
@@ -473,10 +473,10 @@ class TextSource(TreeSource):
 
 
 class RowsSource(CacheSource, TextSource):
-    """A draft that reads tokens alone, with its rows in one ``RowCache``.
+    """Draft source reading tokens only, with its rows in one ``RowCache``.
 
-    What was computed for a draft token stays where the token becomes text: nothing is computed
-    twice, except that fresh trees do not look at what is in the session's tree already.
+    Results for accepted draft tokens are retained as text, so nothing is computed twice, except for
+    fresh trees, which ignore rows in the session's tree.
     """
 
     def __init__(self, draft: Any) -> None:
@@ -484,7 +484,7 @@ class RowsSource(CacheSource, TextSource):
         super().__init__(draft)
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        """The old root is text here already; the new one becomes it, too."""
+        """Rename accepted rows to text, including the new root; the old root is text already."""
         path, retained = keep.rows[1 : keep.num_committed + 1], keep.rows[keep.num_committed :]
         computed = [row for row in path if row in self._known]
         self._num_taken_in = len(computed)
