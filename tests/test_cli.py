@@ -145,7 +145,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     (
         "inference",
         [*RUN, *INFERENCE, "--schedule", "flowspec", "--expansion-depth", "0"],
-        ["--expansion-depth", "0", "at least 1"],
+        ["expansion_depth", "0", "at least 1"],
     ),
     (
         "inference",
@@ -190,7 +190,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         [*RUN, *INFERENCE, "--tree-width", "wide"],
         ["--tree-width", "'wide'", "or auto"],
     ),
-    ("inference", [*RUN, *INFERENCE, "--tree-width", "0"], ["--tree-width", "0", "at least 1"]),
+    ("inference", [*RUN, *INFERENCE, "--tree-width", "0"], ["tree_width", "0", "at least 1"]),
     (
         "inference",
         [*RUN, "--prompt", "a", "--max-new-tokens", "0"],
@@ -243,7 +243,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     (
         "inference",
         [*WITH_MODEL, *INFERENCE, "--draft-tokens", "0"],
-        ["--draft-tokens", "0", "at least 1"],
+        ["draft_tokens", "0", "at least 1"],
     ),
     (
         "inference",
