@@ -9,7 +9,8 @@ Divergences of random rows, then heads that were exported and loaded by a packag
 texts of different length, each alone, padded and packed, one of which ends on an assistant's token;
 DFlash and DSpark on the same anchors of a text that the target wrote. The package's training pass
 and ours. Of every case: by how much the loss, the gradients and the logits differ at most, over the
-largest of their kind, and whether the most likely draft tokens are the same.
+largest of their kind, and whether the most likely draft tokens are the same. SpecForge's EAGLE-3
+imports triton, which torch's wheels for a CPU lack.
 """
 
 import importlib.util
