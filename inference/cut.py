@@ -12,11 +12,11 @@ AUTO = -1
 """Stands for ``--boundaries auto`` until the numbers of layers and stages are known."""
 
 
-def read_boundary(text: str) -> int:
-    """One of ``--boundaries``: a layer number, or auto."""
-    if text == "auto":
+def read_boundary(text: str | int) -> int:
+    """One of ``--boundaries``: a layer number, or auto; also what this has returned."""
+    if text in ("auto", AUTO):
         return AUTO
-    if not text.isdecimal():
+    if not str(text).isdecimal():
         raise ValueError(f"{text!r} is no layer; give ascending layer numbers, 0 first, or auto")
     return int(text)
 
