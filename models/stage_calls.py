@@ -199,10 +199,10 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
 
 def can_run_together(stage: "Stage") -> bool:
     """Attention must be torch's and read what is cached, and nothing recurrent or of one shape."""
-    config = stage.layers[0].self_attn.config
-    if stage.cache.recurrent_layers or stage.is_bitwise or has_latents(config):
+    if stage.cache.recurrent_layers or stage.is_bitwise:
         return False
-    return config._attn_implementation == "sdpa"
+    config = stage.layers[0].self_attn.config
+    return config._attn_implementation == "sdpa" and not has_latents(config)
 
 
 @torch.inference_mode()
