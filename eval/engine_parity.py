@@ -226,10 +226,8 @@ def _layer_faults(draft: Draft) -> Iterator[EngineFault]:
         if other and all(0 <= layer <= last for layer in other):
             detail = f"it reads layers {list(other)} for {list(layers)}: one {word}"
             yield reads("layer off by one", detail, other)
-    if 1 < len(layers) <= 4:
-        orders = permutations(layers)
-    else:
-        orders = iter([tuple(sorted(layers)), layers[::-1]])
+    few = [tuple(sorted(layers)), layers[::-1]]
+    orders = [*permutations(layers)] if 1 < len(layers) <= 4 else few
     for order in orders:
         if order != layers:
             detail = f"columns of fc for layers {list(layers)} get those of {list(order)}"
@@ -253,8 +251,8 @@ def _norm_faults(draft: Draft) -> Iterator[EngineFault]:
     )  # fc_norm.0, .1, .. together
     for name in names:
         weights = [x for other, x in norms.items() if other == name or other.startswith(f"{name}.")]
-        change = _filled(weights, 1.0)
-        yield EngineFault(what="norm", detail=f"the weights of {name} are 1", change=change)
+        detail = f"the weights of {name} are 1"
+        yield EngineFault(what="norm", detail=detail, change=_filled(weights, 1.0))
 
 
 def _position_faults(draft: Draft) -> Iterator[EngineFault]:

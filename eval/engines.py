@@ -29,7 +29,7 @@ from pipedraft.eval.engine_parity import (
 from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tables import Table, align_columns
 from pipedraft.eval.tasks import encode_turn, load_tasks
-from pipedraft.files import to_json, write_atomically
+from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.models.draft import WEIGHTS_FILE
 from pipedraft.models.exchange.export import export
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
@@ -145,7 +145,7 @@ VLLM_EAGLE = _configured(architectures=["LlamaForCausalLMEagle", "EagleLlamaForC
 
 def cases() -> Iterator[EngineCase]:
     """Yield sound exports, those of before (D1 to D5), and planted faults."""
-    smollm2 = {"checkpoint": SMOLLM2_HEAD, "target": SMOLLM2}
+    smollm2: Values = {"checkpoint": SMOLLM2_HEAD, "target": SMOLLM2}
     five, plain = f"{FOLDER}/eagle3_five", f"{FOLDER}/eagle_no_bias"
     yield EngineCase(name="EAGLE-3, draft vocabulary, fc_norm", **smollm2)
     yield EngineCase(name="EAGLE-3, whole vocabulary", checkpoint=EAGLE3_HEAD)
@@ -155,7 +155,7 @@ def cases() -> Iterator[EngineCase]:
     dflash = f"{FOLDER}/dflash"
     yield EngineCase(name="DFlash", checkpoint=dflash)
     yield EngineCase(name="DFlash", checkpoint=dflash, layout="sglang")
-    biased = {"checkpoint": f"{FOLDER}/eagle", "layout": "sglang"}
+    biased: Values = {"checkpoint": f"{FOLDER}/eagle", "layout": "sglang"}
     yield EngineCase(name="EAGLE-1 with bias", **biased, refused=True)
 
     maps, none = _weights(_maps), {"num_aux_hidden_states": None}
@@ -174,13 +174,14 @@ def cases() -> Iterator[EngineCase]:
     ones = _weights(lambda x: {n: torch.ones_like(w) for n, w in x.items() if "fc_norm" in n})
     zeros = _weights(lambda x: {"d2t": torch.zeros_like(x["d2t"])})
     turned = _configured(rope_theta=500000.0, rope_parameters=ROPE)
+    eagle3: Values = {"checkpoint": EAGLE3_HEAD}
     for cause, head, change in (
-        ("layer off by one", {"checkpoint": EAGLE3_HEAD}, _next_layer),
+        ("layer off by one", eagle3, _next_layer),
         ("norm", smollm2, ones),
-        ("position", {"checkpoint": EAGLE3_HEAD}, turned),
+        ("position", eagle3, turned),
         ("vocabulary map", smollm2, zeros),
     ):
-        yield EngineCase(name=f"planted: {cause}", **head, change=change, cause=cause)  # type: ignore[arg-type]
+        yield EngineCase(name=f"planted: {cause}", **head, change=change, cause=cause)
     yield EngineCase(name="planted: dtype", checkpoint=EAGLE3_HEAD, cause="dtype", dtype="bfloat16")
     yield EngineCase(
         name="planted: template", checkpoint=EAGLE3_HEAD, cause="template", template=True
