@@ -111,7 +111,7 @@ def packed_masks(config: PreTrainedConfig, positions_T: Tensor) -> Tensor | dict
     return masks if getattr(config, "layer_types", None) else next(iter(masks.values()))
 
 
-class Places:
+class LayerPositions:
     """What layers are told about the positions of rows, by their kind."""
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -208,7 +208,7 @@ def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Value
     ids, positions = torch.arange(NUM_ROWS), torch.arange(NUM_ROWS)
     hidden_1TH = embed(decoder.embed_tokens, decoder.config, ids[None])
     causal_TT = torch.ones(NUM_ROWS, NUM_ROWS, dtype=torch.bool).tril()
-    given = Places(decoder)(hidden_1TH, positions, kinds)
+    given = LayerPositions(decoder)(hidden_1TH, positions, kinds)
     for kind in given:
         window = WINDOW if kind == "sliding_attention" else None
         mask = additive_mask(causal_TT, positions, window, torch.float32)

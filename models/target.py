@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.models import bitwise, cpu, stage_boundaries, stage_calls
 from pipedraft.models.families import (
-    Places,
+    LayerPositions,
     check_packable,
     check_target,
     choose_attention,
@@ -133,7 +133,7 @@ class Stage:
         self.start = start
         self.end = end
         self.layers = list(decoder.layers[start:end])
-        self.places = Places(decoder)
+        self.places = LayerPositions(decoder)
         self.embedding: Callable[[Tensor], Tensor] | None = None
         if start == 0:
             self.embedding = partial(embed, decoder.embed_tokens, decoder.config)
