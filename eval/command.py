@@ -222,6 +222,24 @@ def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
             )
 
 
+def _claim_folder(options: EvalOptions, config: dict[str, object], held: ExitStack) -> None:
+    """Make and lock the output folder, and refuse one that holds another evaluation."""
+    make_folder("--out", options.out)
+    held.enter_context(locked(options.out, "--out", shared=options.shard is not None))
+    if not options.calibrate:
+        check_folder(options.out, config, is_fresh=options.fresh)
+        if options.fresh:
+            remove_traces(options.out, options.shard)
+
+
+def _traces(options: EvalOptions, target: PreTrainedModel, weights: str) -> Traces:
+    if options.calibrate:
+        return Traces()
+    return traces_of(
+        options.out, target, weights=weights, backend=options.backend, shard=options.shard
+    )
+
+
 def evaluate_drafts(
     options: EvalOptions, argv: Sequence[str], cluster: Cluster | None, held: ExitStack
 ) -> None:
@@ -244,13 +262,8 @@ def evaluate_drafts(
     options = _with_cut(options, cost, target_name, revision)
     if options.calibrate is not None:
         make_place("--calibrate", options.calibrate, b'{\n  "row": ')
-    make_folder("--out", options.out)
-    held.enter_context(locked(options.out, "--out", shared=options.shard is not None))
     config = options.to_dict() | {"target": target_name}
-    if not options.calibrate:
-        check_folder(options.out, config, is_fresh=options.fresh)
-    if options.fresh and not options.calibrate:
-        remove_traces(options.out, options.shard)
+    _claim_folder(options, config, held)
     tokenizer = load_tokenizer(target_name, revision=revision)
     set_template_variables(tokenizer, options.chat_template_kwargs)
     for folder, description in drafts.items():
@@ -267,15 +280,7 @@ def evaluate_drafts(
         answers=options.out / "answers" if options.save_answers and not options.shard else None,
         repeats=options.repeats,
         sequences=options.sequences,
-        traces=Traces()
-        if options.calibrate
-        else traces_of(
-            options.out,
-            target.model,
-            weights=weights_identity(target_name, revision),
-            backend=options.backend,
-            shard=options.shard,
-        ),
+        traces=_traces(options, target.model, weights_identity(target_name, revision)),
     )
     loaded = _load_drafts(options, drafts, target.model, tokenizer)
     methods = make_methods(options, loaded, target, cost)
@@ -297,14 +302,13 @@ def evaluate_drafts(
     write_report(options.out, runs, manifest)
     print(screen_table(runs))
     if comparison.traces.folder is not None:
+        recordings = read_recordings([options.out])
         configs = [method.config for method in methods]
-        recordings = [r for r in read_recordings([options.out]) if r.config in configs]
-        page = outputs_page(recordings, benchmarks, tokenizer, title_of([manifest], runs))
+        own = [recording for recording in recordings if recording.config in configs]
+        page = outputs_page(own, benchmarks, tokenizer, title_of([manifest], runs))
         write_atomically(options.out / "outputs.html", page.encode())
-    print(
-        f"everything else: {options.out}/report.html, outputs.html (answers, accepted tokens "
-        "colored), charts/, report.md, results.json, manifest.json"
-    )
+    names = "outputs.html (answers, accepted tokens colored), charts/, report.md"
+    print(f"everything else: {options.out}/report.html, {names}, results.json, manifest.json")
     if options.calibrate is not None:
         measured = asdict(fit_cost(runs, target.boundaries))
         write_atomically(options.calibrate, to_json(measured))

@@ -6,7 +6,9 @@ is null in a file and None once read; until it is written it may be NaN: see ``i
 fields are left out of the file.
 """
 
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -400,9 +402,30 @@ def parse(content: bytes, kind: type[T], where: str) -> T:
         UsageError: one line with the field and its value.
     """
     try:
-        return msgspec.json.decode(content, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: {error}; run the evaluation again") from error
+        found = json.loads(content, parse_constant=lambda _: None)  # NaN, as others write it
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).rpartition(" - at `")
+        if not text:
+            raise UsageError(f"{where}: {error}; run the evaluation again") from error
+        place = place.rstrip("`")
+        value = json.dumps(_value_at(found, place))[:60]
+        raise UsageError(
+            f"{where}: {place.removeprefix('$.')}: {text}: {value}; run the evaluation again"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{where} is not JSON ({error}); run the evaluation again") from error
+    except RecursionError as error:
+        raise UsageError(f"{where} is nested too deeply; run the evaluation again") from error
+
+
+def _value_at(content: Any, place: str) -> object:
+    """Value at a path as msgspec writes it, $.runs[0].stages; [...] is any entry of an object."""
+    for key, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", place):
+        if index == "...":
+            return content
+        content = content[int(index)] if index else content[key]
+    return content
 
 
 def read_bytes(option: str, path: Path) -> bytes:

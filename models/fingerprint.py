@@ -14,7 +14,7 @@ from pipedraft.files import Values
 from pipedraft.pretrained import open_weights, read_config, weight_files
 
 HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second copy
-DECODERS = ("model.", "model.language_model.")
+DECODERS = ("model.", "model.language_model.", "language_model.model.")
 """Prefixes of decoder tensor names in weight files."""
 NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names in safetensors."""

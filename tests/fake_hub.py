@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-LFS_FROM = 2048
+LFS_FROM = 4096
 MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

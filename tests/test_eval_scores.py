@@ -82,6 +82,7 @@ class ScriptedEngine(StubEngine):
             num_stages=self.config.num_stages,
             num_steps=self.config.num_stages * len(rounds),
             round_lengths=rounds,
+            round_ends="u" * len(rounds),
             position_tests=[],
             position_accepts=[],
             token_times_s=[0.1 * i for i in range(1, len(tokens) + 1)],

@@ -39,7 +39,7 @@ def test_kinds_of_text_follow_their_marks() -> None:
     parts = [text[a:b] for a, b in zip(ends, ends[1:], strict=False)]
     kinds = [kind for _, kind in segments_of(text)]
     assert kinds == ["thinking", "answer", "code", "answer", "tool call", "answer"]
-    assert parts == ["<think>a ``` b</think>", "c", "```py\nd```", "e", text[-25:-1], "f"]
+    assert parts == ["<think>a ``` b</think>", "c", "```py\nd```", "e", text[-26:-1], "f"]
     assert segments_of("so</think>4", "thinking") == [(10, "thinking"), (11, "answer")]
     assert groups_of([{"role": "assistant", "content": f"{TEXTS['de']}```x = 1```"}]) == (
         "de",

@@ -114,7 +114,10 @@ def test_bad_settings_are_refused_with_field_value_and_fix(base, arguments, word
         ("optim: {lrr: 1}", ["optim.lrr", "unknown", "optim.lr"]),
         ("batch_token: 1", ["batch_token:", "unknown", "batch_tokens"]),
         ("model: {num_stage: 4}", ["model.num_stage:", "unknown", "model.num_stages"]),
-        ("data: {sources: [{pat: x}]}", ["data.sources:", "'pat' is not accepted"]),
+        (
+            "data: {sources: [{pat: x}]}",
+            ["data.sources:", "'pat' is unknown", "'path'?"],
+        ),
         ("max_steps: ten", ["max_steps", "ten", "int or"]),
         ("model: {hidden_size: 4}", ["model.hidden_size", "unknown"]),  # another method's key
         ("- a list", ["--config", "holds no mapping"]),

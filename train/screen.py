@@ -94,6 +94,8 @@ class Screen:
     def _seconds_left(self) -> float | None:
         progress = self.trainer.progress
         done = progress.step - self._timed_from
+        if progress.step == self.trainer.num_steps:
+            return 0.0
         if not done:
             return None
         rate = (time.monotonic() - self._timed_at) / done
