@@ -1,20 +1,20 @@
-"""Draft-length policies on simulated links: throughput over that of an oracle.
+"""Draft-length policies on simulated links: throughput relative to an oracle.
 
     python benchmarks/draft_length.py
     python benchmarks/draft_length.py --protocols dssd --processes bursty --json
 
-No model: draft tokens are accepted by a random process, or where a small draft was right in a
-recording (t0_, t1_: temperature 0 and 1, and the rule). Messages
-of the protocol's sizes travel over the virtual link, and a policy is told what a runtime would
-know. All policies of one seed decode the same text: whether the token at a place is accepted is
-drawn once. picospec_published and picospec draft on while one batch, or as many as hide the way,
-are away, without a bonus; early passes and batches cut by time are left out.
+No model: a random process decides acceptance, or a recording of a small draft (t0_, t1_:
+temperature 0 and 1, and the rule). Messages with the protocol's sizes travel over the virtual link,
+and a policy gets a runtime's information. All policies with one seed decode the same sequence:
+acceptance at each place is sampled once. picospec_published and picospec keep drafting without a
+bonus while one batch, or enough to hide the link, are in flight; early passes and batches cut by
+time are left out.
 
-The denominator, "oracle", knows each round's true survival (of a recording: the whole text's) and
-the link's true state when the round begins, and takes the length of the highest mean rate; it
-foresees neither tokens nor the link. Beside it: "oracle, est. link" has the policies' own estimate
-of the link; "plain" is the cloud decoding without drafts, streamed. Energy is the edge's, by the
-constants of ``eval.edge_methods``.
+The denominator, "oracle", knows each round's true survival (for a recording: over the whole
+sequence) and the link's true state at the round's start, and takes the length with the highest mean
+rate. It foresees neither tokens nor the link. For comparison, "oracle, est. link" uses the
+policies' own link estimate; "plain" is autoregressive decoding in the cloud, streamed. Energy is
+the edge's, with constants from ``eval.edge_methods``.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from pipedraft.inference.edge.draft_length import (
     parse_policy,
 )
 
-# T places of the text, K draft lengths or positions of a draft token in its round
+# T places in the sequence, K draft lengths or positions in a round
 MAX_LENGTH = 8
 HEADER = Link.header_bytes
 MESSAGE = HEADER + 12  # session, round and length of the prefix
@@ -73,9 +73,9 @@ PICOSPEC = RoundShape(
 class Protocol:
     shape: RoundShape
     cost: Callable[[RoundShape, LinkState, int], RoundCost] = RoundCost.stop_and_wait
-    """Any other: the edge drafts on while batches are away."""
+    """Any other: the edge keeps drafting while batches are in flight."""
     window: int | None = 1
-    """Batches that may be away; None: as many as hide the way, ceil((RTT + T_v) / T_d)."""
+    """Batches in flight; None: enough to hide the link, ceil((RTT + T_v) / T_d)."""
 
 
 PROTOCOLS = {
@@ -91,17 +91,17 @@ AGX, and PicoSpec's Qwen3-0.6B (97 ms for 4 tokens); cloud times: PicoSpec's of 
 
 
 def iid(random: np.random.Generator, length: int) -> np.ndarray:
-    """One rate for all, drawn per seed."""
+    """One rate for all, sampled per seed."""
     return np.full((length, MAX_LENGTH), random.uniform(0.4, 0.95))
 
 
 def falling(random: np.random.Generator, length: int) -> np.ndarray:
-    """By position in the round: a draft that drifts off, as EAGLE's."""
+    """Falling with the position in a round: a drifting draft, like EAGLE's."""
     return np.tile([0.92, 0.86, 0.80, 0.72, 0.62, 0.5, 0.4, 0.3], (length, 1))
 
 
 def rising(random: np.random.Generator, length: int) -> np.ndarray:
-    """By position in the round: who passes the first tests is in an easy passage."""
+    """Rising with the position in a round: passing the first tests means an easy passage."""
     return np.tile([0.6, 0.75, 0.85, 0.9, 0.93, 0.95, 0.95, 0.95], (length, 1))
 
 
@@ -112,7 +112,7 @@ def drifting(random: np.random.Generator, length: int) -> np.ndarray:
 
 
 def bursty(random: np.random.Generator, length: int) -> np.ndarray:
-    """Prompts of 150 tokens on average, each with a rate of its own."""
+    """Prompts with 150 tokens on average, each with its own rate."""
     rate_T = np.empty(length)
     start = 0
     while start < length:
@@ -133,17 +133,17 @@ RECORDING = Path(__file__).parents[1] / "assets" / "acceptance" / "tiny_draft.js
 
 @dataclass
 class DraftedText:
-    """What a draft would get right."""
+    """Acceptance of a draft's tokens in one sequence."""
 
     num_tokens: int
     survival_TK: np.ndarray
     num_right: list[int]
-    """By place: how many draft tokens in a row would be accepted, if as many were drafted."""
+    """By place: number of consecutive draft tokens accepted, if drafted."""
     place: int = field(default=0, init=False)
 
 
 def simulated_text(process: str, num_tokens: int, seed: int) -> DraftedText:
-    """Acceptance by place and position, drawn once."""
+    """Sample acceptance by place and position once."""
     random = np.random.default_rng([seed, 1, list(PROCESSES).index(process)])
     length = num_tokens + MAX_LENGTH + 1
     acceptance_TK = PROCESSES[process](random, length)
@@ -153,10 +153,10 @@ def simulated_text(process: str, num_tokens: int, seed: int) -> DraftedText:
 
 
 def recorded_text(name: str, num_tokens: int, seed: int) -> DraftedText:
-    """Recorded answers one after the other, in an order drawn per seed.
+    """Join recorded answers in an order sampled per seed.
 
-    The oracle knows the survival of the whole text, not where in it the draft does well: whoever
-    notices that may beat it.
+    The oracle knows the survival over the whole sequence, not its local variation: a policy that
+    notices it may win.
     """
     answers = recorded_answers(name)
     random = np.random.default_rng([seed, 1])
@@ -193,7 +193,7 @@ def energy_model(shape: RoundShape, radio: str) -> EnergyModel:
 
 
 class World:
-    """What only the simulation knows at the beginning of a round."""
+    """Information available only to the simulation at a round's start."""
 
     def __init__(self, text: DraftedText, link: Link, protocol: Protocol, start_s: float) -> None:
         self.text, self.link, self.protocol, self.now_s = text, link, protocol, start_s
@@ -205,7 +205,7 @@ class World:
         )
 
     def look(self) -> None:
-        """The link as it is now; in an outage, with the bandwidth that it last had."""
+        """Update the link state; during an outage keep the last bandwidth."""
         state, before = self.link.state(self.now_s), self.state
         self.state = LinkState(
             up_bytes_per_s=state.up_bytes_per_s or before.up_bytes_per_s,
@@ -221,11 +221,11 @@ class World:
 class Contestant:
     make: Callable[[World], DraftLengthPolicy]
     knows_link: bool = False
-    """Else its costs are from the edge's estimate of the link."""
+    """True: use the true link state; False: the edge's estimate."""
 
 
 class Informed(DraftLengthPolicy):
-    """Highest rate under the true survival, which a simulation knows."""
+    """Highest rate under the true survival, known only to a simulation."""
 
     def __init__(self, world: World) -> None:
         super().__init__(MAX_LENGTH)
@@ -254,7 +254,7 @@ class PolicyOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """On a batch, and how the edge came to it."""
+    """Result for a batch, and its history at the edge."""
 
     drafted: int
     accepted: int
@@ -264,7 +264,7 @@ class Verdict:
 
 
 class PolicyRun:
-    """One policy over one text."""
+    """One policy over one sequence."""
 
     def __init__(self, world: World, contestant: Contestant, seed: int) -> None:
         self.world, self.contestant = world, contestant
@@ -272,7 +272,7 @@ class PolicyRun:
         self.estimate = LinkEstimate(world.state)
         self.policy = contestant.make(world)
         self.num_drafted, self.pass_s = 0, (-1.0, -1.0)
-        """Draft tokens, and when the cloud's latest pass begins and ends."""
+        """Draft tokens, and start and end of the cloud's latest pass."""
 
     def choose(self) -> int:
         world = self.world
@@ -285,10 +285,10 @@ class PolicyRun:
         return self.policy.choose(world.protocol.cost(world.shape, state, MAX_LENGTH))
 
     def send(self, drafted: int, accepted: int, sent_s: float, *, is_stale: bool) -> Verdict:
-        """A batch goes up, is verified with all others that have come, and its verdict comes down.
+        """Send a batch, verify it with all others arrived, return its result.
 
         Args:
-            is_stale: behind a rejected one: it is dropped where it arrives.
+            is_stale: follows a rejected one: dropped on arrival.
         """
         shape = self.world.shape
         self.num_drafted += drafted
@@ -327,10 +327,10 @@ class PolicyRun:
         text.place += accepted + 1
 
     def epoch(self) -> None:
-        """Draft on until a rejection is read, between two draft tokens or while a batch waits.
+        """Keep drafting until a rejection is read, between two draft tokens or while a batch waits.
 
-        A batch waits until less than a window is away. What was drafted behind the rejected token
-        is dropped.
+        A batch waits until fewer than a window are in flight. Tokens drafted after the rejected one
+        are dropped.
         """
         world, text, draft_s = self.world, self.world.text, self.world.shape.draft_s
         flights: deque[Verdict] = deque()
@@ -364,7 +364,7 @@ class PolicyRun:
 
 
 def decode(world: World, contestant: Contestant, seed: int, energy: EnergyModel) -> PolicyOutcome:
-    """One policy over one text."""
+    """Run one policy over one sequence."""
     text, start_s, run = world.text, world.now_s, PolicyRun(world, contestant, seed)
     waits = world.protocol.cost == RoundCost.stop_and_wait
     while text.place < text.num_tokens:
@@ -375,7 +375,7 @@ def decode(world: World, contestant: Contestant, seed: int, energy: EnergyModel)
 
 
 def find_links(folders: list[Path]) -> Iterator[tuple[str, str, Link]]:
-    """Kind, name, link."""
+    """Yield kind, name and link."""
     for name, link in PRESETS.items():
         yield "constant", name, link
     for folder in folders:
@@ -390,7 +390,8 @@ def find_links(folders: list[Path]) -> Iterator[tuple[str, str, Link]]:
 def measure_cell(
     name: str, link: Link, protocol: Protocol, process: str, sizes: argparse.Namespace
 ) -> dict[str, Any]:
-    """Throughputs of all contestants over the oracle's, and joules per token, over seeds."""
+    """Return each contestant's throughput relative to the oracle, and joules per token, over
+    seeds."""
     energy = energy_model(protocol.shape, radio_of(name))
     period_s = link.delay_s.period_s
     outcomes: dict[str, list[PolicyOutcome]] = {name: [] for name in CONTESTANTS}
@@ -418,7 +419,7 @@ def measure_cell(
 
 
 def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """By kind of link: mean over cells of each policy's mean ratio, and its worst cell."""
+    """Summarize by link kind: mean over cells of each policy's mean ratio, and its worst cell."""
     summary: dict[str, Any] = {}
     for kind in sorted({cell["kind"] for cell in cells}):
         chosen = [cell for cell in cells if cell["kind"] == kind]
@@ -435,7 +436,7 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def energies(cells: list[dict[str, Any]], protocol: str, process: str) -> str:
-    """At the edge, mean over links, which differ by a few percent."""
+    """Return edge energy, averaged over links (they differ by a few percent)."""
     chosen = [c for c in cells if (c["protocol"], c["process"]) == (protocol, process)]
     means = {name: np.mean([c["joules_per_token"][name] for c in chosen]) for name in CONTESTANTS}
     return ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())

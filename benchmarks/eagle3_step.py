@@ -1,12 +1,12 @@
-"""CPU time and memory of one whole training step of the EAGLE-3 head, in float32 on one thread.
+"""CPU time and memory for one complete EAGLE-3 training step, in float32 on one thread.
 
     python benchmarks/eagle3_step.py --json
     python benchmarks/eagle3_step.py --lengths 512,1024,2048,4096 --json
 
-A step is what the training loop runs: target without gradients, the head's draft tokens one after
-the other, distillation of the counted rows of each, backward, gradient clipping, AdamW. The draft
-vocabulary is the target's. For what is measured see `training_step.py`. With --lengths: the peak
-memory of one step at each length above that of a short one, each in its own process.
+A step is the training loop's: target without gradients, the head's draft tokens in sequence,
+distillation of each one's supervised rows, backward, gradient clipping, AdamW. The draft vocabulary
+is the target's. See `training_step.py` for the measured quantities. With --lengths: peak memory of
+one step at each length above a short one's, each in its own process.
 """
 
 import argparse
@@ -53,11 +53,11 @@ def build_objective(args: argparse.Namespace) -> Eagle3Objective:
 
 
 def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
-    """Products and attention of one step; everything elementwise is left out.
+    """Return products and attention per step, without elementwise operations.
 
-    The projections of the embeddings are the same for all draft tokens, and so is the target's
-    distribution of a token: each is counted once. The fused backward of attention is five products
-    to the forward's two. Taps need no gradient, so their fusion has only that of its weight.
+    Embedding projections are shared by all draft tokens, as is the target's distribution for a
+    token: each counts once. The fused attention backward is five products to the forward's two.
+    Taps need no gradient, so their fusion has only its weight's.
     """
     rows, hidden = args.batch * args.length, args.hidden
     lengths = chain_lengths(make_batch(args, counted, args.length)["loss_mask"], args.steps)

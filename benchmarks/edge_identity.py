@@ -1,12 +1,12 @@
-"""Does decoding across links give what it gave before? For changes that must change nothing.
+"""Compare decoding across links with stored results, for changes without intended effect.
 
     python benchmarks/edge_identity.py --write out/edge_identity.json      # before the change
     python benchmarks/edge_identity.py --compare out/edge_identity.json    # after it
 
-Every method of `pipedraft eval edge`, greedy and at temperature 1, by every rule, across steady
-links and links with jitter and loss. Target and drafts are small and random, the same on every run.
-Stored for each sequence: token ids, bytes, messages, times, rounds, tests and energy. The last line
-of the output is one JSON object.
+Runs every method from `pipedraft eval edge`, greedy and at temperature 1, with every rule, on
+steady links and links with jitter and loss. Target and drafts are small and random, equal in every
+run. Stored per sequence: token ids, bytes, messages, times, rounds, tests and energy. The last
+output line is one JSON object.
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "picospec_slow": {"slow": True},
     "picospec_full": {"rule": "rejection"},
 }
-"""PicoSpec with one of its parts left out."""
+"""PicoSpec without one of its parts."""
 
 
 def all_drafts(target: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def all_drafts(target: Any) -> dict[str, Any]:
 
 
 def all_runs(target: Any) -> Iterator[tuple[str, str, Simulation]]:
-    """Name, method, and where it decodes."""
+    """Yield name, method, and simulated place."""
     drafts = all_drafts(target)
     for number, given in enumerate(WAYS):
         way = dict(given)

@@ -1,13 +1,13 @@
-"""Mutated checkpoints, configurations, rows, results and messages: refused or taken, never more.
+"""Fuzzing: mutated checkpoints, configurations, rows, results and messages are accepted or refused.
 
     python benchmarks/fuzz.py --inputs 2000 --json
     make fuzz MINUTES=60
 
-An input is right if it is taken, or refused by a ValueError or Failure of one line, within
---limit-s of processor time and --wait-s on the clock; while wire messages go to one session,
-another one beside it must go on with its own sequence. Input i of an area depends on --seed and i
-alone. With --out a run goes on where the last one ended; what went wrong stays there as a file with
-its traceback, and the status is 1.
+An input passes if it is accepted, or refused by a one-line ValueError or Failure, within --limit-s
+processor time and --wait-s on the clock. While one session receives wire messages, another must
+continue its own sequence. Input i in an area depends on --seed and i alone. With --out a run
+continues from the last one's end. Failing inputs are stored there with their traceback, and the
+status is 1.
 """
 
 import argparse
@@ -74,7 +74,7 @@ SAVED_EVERY = 50
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """One to four cuts, flips, repeats or insertions."""
+    """Apply one to four cuts, flips, repeats or insertions."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(changed) + 1)
@@ -94,7 +94,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container inside plain data and each of its keys."""
+    """Yield every container inside plain data with each of its keys."""
     keys = value if isinstance(value, dict) else range(len(value))
     for key in list(keys):
         yield value, key
@@ -103,7 +103,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutate_data(value: Any, rng: random.Random) -> Any:
-    """One to three values of plain data replaced, removed or taken from elsewhere in it."""
+    """Replace, remove or move one to three values in plain data."""
     changed = copy.deepcopy(value)
     for _ in range(rng.randint(1, 3)):
         found = list(places(changed))
@@ -131,7 +131,7 @@ def mutate_json(data: bytes, rng: random.Random) -> bytes:
 
 
 class Areas:
-    """What is attacked, below a scratch folder; each method takes one mutated input."""
+    """Attacked areas, below a scratch folder; each method takes one mutated input."""
 
     def __init__(self, work: Path) -> None:
         self.work = work
@@ -271,7 +271,7 @@ class Areas:
             yield rng.choice(made)
 
     def wire(self, rng: random.Random) -> None:
-        """A session gets mutated messages while another one is streamed its sequence."""
+        """Send mutated messages to one session while another one streams its sequence."""
         hostile, said = TargetSession(self.shared), None
         for message in self._messages(rng):
             data = REQUESTS.to_bytes(message)
@@ -296,7 +296,7 @@ class Areas:
             raise said
 
     def _check_honest(self) -> None:
-        """One more token of the session that behaves; it must be its own."""
+        """Stream one more token in the honest session; it must be its own."""
         if self.honest is None or self.honest.is_closed or not self.honest.start(0.0):
             self.honest, self.num_honest = TargetSession(self.shared), 3
             settings = Settings(max_new_tokens=120)

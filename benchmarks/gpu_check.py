@@ -1,15 +1,15 @@
-"""What this package does on your GPUs: a report to attach to a bug.
+"""Check this package on your GPUs: a report to attach to a bug.
 
     python benchmarks/gpu_check.py --out DIR
 
-Random networks of a small model's size, so that nothing is downloaded; about ten minutes on one
-GPU, and with several also the links between them. DIR gets report.json and report.md: kernels
-against the CPU's, a row's outputs beside other rows, CUDA graphs against the layers one by one,
-NCCL links, the output of every schedule against plain decoding in float32, in bfloat16 with
---bitwise (and, as a share, without it), launches and waits of the host by step, the time of a step
-over that of its slowest stage, and training with its peak memory against the plan's. A section that
-fails says why, and the others still run. The exit status is 1 where an output differs that must not
-or a section failed, and 2 without a GPU.
+Uses random networks with a small model's size, so nothing is downloaded. Takes about ten minutes on
+one GPU; with several it also checks the links between them. DIR gets report.json and report.md:
+kernels against the CPU's, a row's outputs next to other rows, CUDA graphs against single layers,
+NCCL links, every schedule's output against autoregressive decoding in float32, in bfloat16 with
+--bitwise (and, as a share, without it), launches and host waits per step, step time over its
+slowest stage's, and training with peak memory against the plan's. A failing section reports its
+reason, and the others still run. The exit status is 1 if a required output differs or a section
+failed, and 2 without a GPU.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def counted(work: Callable[[], object]) -> Findings:
-    """Calls of the driver that a piece of work makes."""
+    """Count the driver calls made by some work."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         work()
         torch.cuda.synchronize()
@@ -101,7 +101,8 @@ def devices(args: Namespace) -> Findings:
 
 
 def kernels(args: Namespace) -> Findings:
-    """Largest error over the largest value: attention of training in bfloat16, forward and back."""
+    """Return the largest error over the largest value: training attention in bfloat16, both
+    passes."""
     torch.manual_seed(0)
     shapes = [(2, args.length, heads, 64) for heads in (8, 4, 4)]
     inputs = [torch.randn(shape) for shape in shapes]
@@ -118,9 +119,9 @@ def kernels(args: Namespace) -> Findings:
 
 
 def rows(args: Namespace) -> Findings:
-    """Outputs of one row in bfloat16 that are others beside other rows, or a second time.
+    """Return a row's bfloat16 outputs that differ next to other rows, or on repetition.
 
-    And its best entry where several are equal.
+    Also its best entry if several are equal.
     """
     model = random_model(args, torch.bfloat16)
     layer, found = model.model.layers[0], {}
@@ -144,7 +145,7 @@ def rows(args: Namespace) -> Findings:
 
 
 def graphs(args: Namespace) -> Findings:
-    """Hidden states by CUDA graphs and by the layers one by one, in float32."""
+    """Compare hidden states from CUDA graphs and from single layers, in float32."""
     model = random_model(args, torch.float32)
     recorded, plain = StagedTarget(model, 2), StagedTarget(model, 2)
     for stage in plain.stages:
@@ -170,7 +171,7 @@ def graphs(args: Namespace) -> Findings:
 
 
 def links(args: Namespace) -> Findings:
-    """NCCL from the first GPU to the second one, as between two stages."""
+    """Run NCCL from the first GPU to the second one, as between two stages."""
     if torch.cuda.device_count() < 2:
         return {"skipped": "one GPU"}
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
@@ -208,7 +209,7 @@ def _link(rank: int, port: int, hidden: int, times: Any) -> None:
 
 
 def schedules(args: Namespace) -> Findings:
-    """Each draft's output against plain decoding, and what a step costs."""
+    """Compare each draft's output with autoregressive decoding, and measure a step's cost."""
     source = random_model(args, torch.float32, device="cpu")
     models = {}
     for dtype in {dtype for _, dtype, _ in MODES}:
@@ -237,7 +238,7 @@ Runs = dict[str, tuple[Engine, DecodeResult]]
 
 
 def findings(plain: Runs, runs: Runs) -> Findings:
-    """Shares of equal tokens by mode, and the costs in the last mode."""
+    """Return shares of equal tokens by mode, and costs in the last mode."""
     shares = {label: equal_share(plain[label], run) for label, run in runs.items()}
     last = runs[MODES[-1][0]]
     return {"schedule": last[0].config.schedule.name} | shares | costs(*last)
@@ -257,7 +258,7 @@ def decode(
 
 
 def costs(engine: Engine, first: DecodeResult) -> Findings:
-    """Of a text, for the second time: the first one has recorded the graphs."""
+    """Measure a second decoding; the first one captures the CUDA graphs."""
     engine.pipeline.clear()
     started = time.perf_counter()
     result = engine.decode(first.prompt_ids)
@@ -275,7 +276,7 @@ def costs(engine: Engine, first: DecodeResult) -> Findings:
 
 
 def counted_steps(engine: Engine, prompt_ids: list[int]) -> Findings:
-    """Calls of the driver in a step: what a text makes more than one of half its length does."""
+    """Count driver calls per step: the difference between a sequence and half of it."""
     whole, found = engine.config, []
     results: list[DecodeResult] = []
     for tokens in (whole.max_new_tokens // 4, whole.max_new_tokens // 2):
@@ -289,7 +290,7 @@ def counted_steps(engine: Engine, prompt_ids: list[int]) -> Findings:
 
 
 def training(args: Namespace) -> Findings:
-    """Tokens a second and peak memory of optimizer steps under bfloat16 autocast."""
+    """Return tokens per second and peak memory for optimizer steps under bfloat16 autocast."""
     found = {}
     step_args = Namespace(**vars(args), batch=2, steps=7, n=4, num_layers=2, query="newest")
     for name, build in (("eagle3", eagle3_step.build_objective), ("spd", spd_step.build_objective)):
@@ -316,7 +317,7 @@ def training(args: Namespace) -> Findings:
 
 
 def planned_bytes(method: str, target: PreTrainedConfig, args: Namespace) -> float:
-    """Of one process; every position is counted."""
+    """Return planned bytes for one process, with every position supervised."""
     options = {
         "eagle3": [f"--model.num_steps={args.steps}"],
         "spd": [f"--model.num_stages={args.n}"],
@@ -354,7 +355,7 @@ SECTIONS = (devices, kernels, rows, graphs, links, schedules, training)
 
 
 def markdown(report: Findings) -> str:
-    """Headings and tables of all sections."""
+    """Return all sections as headings and tables."""
     lines = ["# GPU check", ""]
     for name, found in report.items():
         lines += [f"## {name}", ""]
@@ -379,7 +380,7 @@ def check(args: Namespace) -> Findings:
         started = time.perf_counter()
         try:
             report[section.__name__] = section(args)
-        except Exception as error:  # whatever a machine can do wrong is what the report is for
+        except Exception as error:  # the report must cover any fault of a machine
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             report[section.__name__] = {"failed": reason, "trace": traceback.format_exc()}
             print(f"{section.__name__} failed: {reason}", flush=True)
@@ -388,7 +389,7 @@ def check(args: Namespace) -> Findings:
 
 
 def is_right(report: Findings) -> bool:
-    """Every section has run, and outputs are plain decoding's where they must be."""
+    """Return True if every section has run and required outputs match autoregressive decoding."""
     found = [x for x in report["schedules"].values() if isinstance(x, dict)]
     are_equal = all(x.get(label, 1) == 1 for x in found for label in EXACT)
     return are_equal and not any("failed" in found for found in report.values())

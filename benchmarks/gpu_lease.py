@@ -33,20 +33,20 @@ SMOLLM2_LISTED = {
     "spd_n4": "[[7], [14], [22], [22, 30]]",
     "spd_n8": "[[2], [6], [6], [14], [14], [22], [22], [30]]",
 }
-"""States per depth: few distinct ones, so that depths share projections and a head stays small."""
+"""States per depth: few distinct ones, so depths share projections and a head stays small."""
 
 COMMON = ["--optim.name", "muon", "--optim.lr", "3e-3", "--max_steps", "1000000"]
 
 
 @dataclass(frozen=True)
 class Head:
-    """One training run: a configuration file and what differs from it."""
+    """One training run: a configuration file and its changes."""
 
     config: str
     options: tuple[str, ...] = ()
     labels: str = "all"
     tokens: int = 32768
-    """Of a step."""
+    """Tokens per step."""
 
 
 RIDGE = ("--model.start", "ridge")
@@ -89,7 +89,7 @@ HEADS = {
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Tokenize the prompts, and keep the target's sizes for random weights."""
+    """Tokenize the prompts, and store the target's sizes for random weights."""
     from pipedraft.data_recipes.token_rows import write_token_rows
     from pipedraft.pretrained import load_tokenizer
 
@@ -113,7 +113,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def turn_markers(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Token ids before a user's first turn, and between its end token and the answer."""
+    """Return token ids before a user's first turn, and between its end token and the answer."""
     message = {"role": "user", "content": "CONTENT"}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     before, _, after = text.partition("CONTENT")
@@ -128,7 +128,7 @@ def turn_markers(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Tokens per second of bulk sampling and of training steps, on random weights."""
+    """Measure tokens per second for bulk sampling and training steps, with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from pipedraft.data_recipes.bulk import Decoder, Opening, sample_rows
@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def write_random(model: Any, vocab_size: int, folder: Path) -> None:
-    """Keep the random target, and random rows: what a rehearsal of training needs."""
+    """Store the random target and random rows, to rehearse training."""
     from pipedraft.data_recipes.token_rows import write_token_rows
 
     model.save_pretrained(folder)
@@ -180,7 +180,7 @@ def write_random(model: Any, vocab_size: int, folder: Path) -> None:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Sample conversations in several processes until the time is over; join them."""
+    """Sample conversations in several processes until time is up; join them."""
     begin = time.monotonic()
     folder = options.out / "parts"
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def generate_part(options: argparse.Namespace) -> None:
     decoder = Decoder(model)
     generator = torch.Generator(device).manual_seed(options.seed + options.worker)
     took, number = 0.0, 0
-    # A pass that would not end in time is not begun.
+    # Skip a pass that would not end in time.
     while time.monotonic() - begin + took < options.seconds:
         started = time.monotonic()
         openings = []
@@ -246,7 +246,7 @@ def generate_part(options: argparse.Namespace) -> None:
 
 
 def join(folder: Path, out: Path, seconds: float) -> None:
-    """Join the parts, drop repeated rows, and split them into files that can be sent."""
+    """Join the parts, drop repeated rows, and split them into small files."""
     from pipedraft.data_recipes.token_rows import read_token_rows, write_token_rows
 
     rows: dict[bytes, tuple[np.ndarray, int]] = {}
@@ -289,7 +289,7 @@ def heads(options: argparse.Namespace) -> None:
 
 
 def train_together(known: dict[str, Head], options: argparse.Namespace) -> None:
-    """Train all of them at once, a process each, until the time is over; print what came out."""
+    """Train all heads at once, one process each, until time is up; print the results."""
     names = options.only.split(",") if options.only else list(known)
     children = []
     for name in names:
@@ -324,7 +324,7 @@ def train_head(options: argparse.Namespace) -> None:
     from pipedraft.train.loop import Trainer
 
     class TimedTrainer(Trainer):
-        """The learning rate falls with the time that is left, not with the steps."""
+        """Lowers the learning rate with the remaining time instead of steps."""
 
         begin: float | None = None
 
@@ -381,7 +381,7 @@ def train_head(options: argparse.Namespace) -> None:
 
 
 def pack(folder: Path, out: Path, name: str) -> None:
-    """Store a head's weights in float16, which is what ships, in files below 15 MB."""
+    """Store a head's weights in float16, as shipped, in files below 15 MB."""
     from safetensors.torch import load_file, save_file
 
     if not (folder / "model.safetensors").exists():

@@ -1,13 +1,13 @@
-"""Do a fixed list of runs decode what they decoded before? For changes that must change nothing.
+"""Compare a fixed list of runs with stored results, for changes without intended effect.
 
     python benchmarks/identity.py --write out/identity.json      # before the change
     python benchmarks/identity.py --compare out/identity.json    # after it
     torchrun --nproc-per-node 2 benchmarks/identity.py --write out/identity_processes.json
 
-Every schedule, chains and trees, greedy and at temperature 1, with the drafts that can drive it,
-on four and eight stages in one process, or on as many processes as torchrun starts. Targets and
-drafts are small and random, the same on every run. Stored for each run: token ids, N, K, the rounds
-and the log of the steps. The last line of the output is one JSON object.
+Runs every schedule, chains and trees, greedy and at temperature 1, with each compatible draft, on
+four and eight stages in one process, or on as many processes as torchrun starts. Targets and drafts
+are small and random, equal in every run. Stored per run: token ids, N, K, the rounds and the step
+log. The last output line is one JSON object.
 """
 
 import argparse
@@ -44,7 +44,7 @@ NUM_LAYERS = 8
 PROMPTS = [[5], [index * 5 % 60 for index in range(29)]]
 NEW_TOKENS = 18
 Found = dict[str, list[dict[str, Any]]]
-"""Of each run by its name: what is compared of each of its sequences."""
+"""By run name: compared values for each of its sequences."""
 SMALL, WIDE = "dynamic:4:3:8", "dynamic:5:6:20"
 
 LAYERED: list[dict[str, Any]] = [{"tree_width": width} for width in (1, 2, 4)]
@@ -128,7 +128,7 @@ def make_target() -> PreTrainedModel:
 
 
 def add_noise(network: Any, deviation: float) -> Any:
-    """The same network with noise in every weight, relative to the weights of its input."""
+    """Return the network with noise in every weight, relative to the weights of its input."""
     torch.manual_seed(5)
     for parameter in network.parameters():
         parameter.data.add_(torch.randn(parameter.shape) * deviation / parameter.shape[-1] ** 0.5)
@@ -136,7 +136,7 @@ def add_noise(network: Any, deviation: float) -> Any:
 
 
 def make_draft(kind: str, target: PreTrainedModel, num_stages: int) -> Any:
-    """A draft that is right now and then."""
+    """Build a draft with some accepted tokens."""
     if kind == "none":
         return None
     if kind == "language_model":
@@ -167,7 +167,7 @@ def make_draft(kind: str, target: PreTrainedModel, num_stages: int) -> Any:
 
 
 def all_runs(num_stages: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
-    """Name, schedule, draft, the schedule's settings, the shared settings."""
+    """Yield name, schedule, draft, the schedule's settings, the shared settings."""
     for schedule, ways in RUNS.items():
         for draft in DRAFTS[schedule]:
             for settings in ways:
@@ -212,7 +212,7 @@ def decode_all(stages: list[int], cluster: Cluster | None, folder: str, only: st
 
 
 def summarize(result: Any, has_stable_steps: bool) -> dict[str, Any]:
-    """What must not change. On processes PipeInfer's steps depend on when verdicts arrive."""
+    """Return everything required to stay equal. On processes PipeInfer's steps depend on timing."""
     summary: dict[str, Any] = {"token_ids": result.token_ids}
     if has_stable_steps:
         log = json.dumps([result.step_log, result.round_lengths, result.round_ends])
@@ -237,7 +237,7 @@ def read_options(description: str | None) -> argparse.Namespace:
 
 
 def write_or_compare(found: Found, options: argparse.Namespace) -> None:
-    """Store the runs, or end with status 1 where they differ from those that were stored."""
+    """Store the runs, or exit with status 1 if they differ from the stored ones."""
     if not found:
         sys.exit(f"error: --only: no run's name has {options.only!r}")
     if options.write is not None:

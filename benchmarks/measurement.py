@@ -1,4 +1,4 @@
-"""What the benchmarks share: a process per case, CPU time, memory, and shares of a step's parts."""
+"""Shared benchmark functions: one process per case, CPU time, memory, shares of a step's parts."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-# The last one stops the profiler's remarks on stderr.
+# The last one silences the profiler's remarks on stderr.
 CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
 
 
 def make_parser(text: str | None) -> ArgumentParser:
-    """A parser whose help is a script's docstring as it is written."""
+    """Return a parser with a script's docstring as verbatim help."""
     return ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
 
 
 def measure_apart(*options: str) -> dict[str, Any]:
-    """Run the script once more, with more options and one thread; it prints one line of JSON."""
+    """Run the script again with further options and one thread; it prints one line of JSON."""
     child = subprocess.run(
         [sys.executable, *sys.argv, *options],
         env={**os.environ, **CHILD_ENVIRONMENT},
@@ -39,14 +39,14 @@ def measure_apart(*options: str) -> dict[str, Any]:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """CPU seconds of this process."""
+    """Return this process's CPU seconds."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 class ProductRate:
-    """GFLOP/s at which this core multiplies float32 matrices, the best of many tries."""
+    """This core's GFLOP/s on float32 matrix products, the best of many tries."""
 
     def __init__(self) -> None:
         self.rows, self.weight = torch.randn(2048, 512), torch.randn(512, 512)
@@ -60,13 +60,13 @@ class ProductRate:
 
 
 def memory_kb(field: str) -> int:
-    """VmRSS: resident now; VmHWM: its peak. Linux."""
+    """Return VmRSS (resident now) or VmHWM (its peak), on Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def extra_memory_mb(work: Callable[[], Any]) -> float:
-    """Peak above what is resident now."""
+    """Return peak memory above the currently resident memory."""
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
     resident_kb = memory_kb("VmRSS")
     work()
@@ -76,13 +76,14 @@ def extra_memory_mb(work: Callable[[], Any]) -> float:
 def breakdown(
     step: Callable[[], Any], parts: Sequence[tuple[str, str]], repeats: int = 5
 ) -> dict[str, float]:
-    """Share of each part in the step, its backward included; each part's least of the repeats.
+    """Return each part's share of a step, including backward; the minimum over repeats.
 
-    A backward operator belongs to the part whose forward made it: autograd gives both one number.
+    A backward operator belongs to the part whose forward created it: autograd gives both one
+    number.
 
     Args:
-        parts: (label, function to wrap); an operator counts for the innermost part it runs in.
-            A label may also be a ``record_function`` of the step, without a function: "".
+        parts: (label, function to wrap); an operator counts for the innermost part it runs in. A
+            label may also be a ``record_function`` in the step, without a function: "".
     """
     least: dict[str, float] = defaultdict(lambda: float("inf"))
     with ExitStack() as wrapped:
