@@ -164,6 +164,8 @@ class ExportOptions(Command):
             return
         for path in export(folder, self.format, self.out, target=self.target, results=self.results):
             print(path)
+        engine = "SGLang" if self.format == "sglang" else "vLLM"
+        print(f"# where {engine} is installed; docs/engines.md has the versions tried:")
         print(Origin.read(self.out).launch_line(self.out))
 
 

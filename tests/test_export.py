@@ -297,7 +297,9 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
     ):
         out = tmp_path / layout
         assert call("models", command(folder, layout, out), monkeypatch) == 0
-        *files, line = capfd.readouterr().out.splitlines()
+        *files, where, line = capfd.readouterr().out.splitlines()
+        engine = "SGLang" if layout == "sglang" else "vLLM"
+        assert where.startswith(f"# where {engine} is installed")
         names = ("README.md", "config.json", "model.safetensors", "pipedraft.json")
         assert files == [str(out / name) for name in names]
         for word in (*words, str(out), str(tmp_path / "target")):
