@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if "OMP_WAIT_POLICY" not in os.environ:
-    # How long torch's threads (on Linux libgomp's) look for each other before they sleep, read when
-    # torch is imported. With its own 300,000 looks a step of a small model lasts forty times as
-    # long beside one busy program; with these three times, and alone as long as ever: docs/log.md.
+    # How often torch's threads (libgomp's on Linux) spin before they sleep, read when torch is
+    # imported. With libgomp's default of 300,000 spins, a step of a small model takes 40 times as
+    # long next to one busy program. With 3,000 it takes 3 times as long, and is no slower alone:
+    # docs/log.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
@@ -24,11 +25,11 @@ PUBLIC = {
     "custom_generate": "pipedraft.api",
     "DecodeConfig": "pipedraft.inference.config",
 }
-"""Public name -> the module that defines it. ``train`` is the package, which can be called."""
+"""Public name -> its module. ``train`` is the package, which can be called."""
 
 
 def __getattr__(name: str) -> object:
-    """Import torch and transformers when something of the API is used, not before."""
+    """Import torch and transformers on first use of the API, not before."""
     if name == "train":
         return import_module("pipedraft.train")
     if name not in PUBLIC:

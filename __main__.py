@@ -6,7 +6,7 @@ import sys
 
 from pipedraft import __version__
 
-# Command -> folder or file that runs it, what it does, an example.
+# Command -> folder or file that runs it, its description, an example.
 COMMANDS = {
     "train": (
         "train",
@@ -60,12 +60,12 @@ SUBCOMMANDS = {
     ("train", "features"): "train/features",
     ("data", "regenerate"): "data_recipes/regenerate",
 }
-"""Commands of two words; the other ones of two are options of their first."""
+"""Two-word commands; other two-word forms are options of their first word."""
 DOTTED = {folder.replace("/", "."): " ".join(names) for names, folder in SUBCOMMANDS.items()}
 
 
 def usage() -> str:
-    """Text of --help: every command with one line and an example."""
+    """Return the text for --help: every command with one line and an example."""
     lines = ["usage: pipedraft [--help] [--version] <command> ...", ""]
     for name, (_, summary, example) in COMMANDS.items():
         lines += [f"  {name:<12}{summary}", f"              {example}"]
@@ -75,7 +75,7 @@ def usage() -> str:
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names; exit status 2 if it names none."""
+    """Run the command named in ``sys.argv``; exit status 2 if there is none."""
     if len(sys.argv) < 2:
         print(usage(), file=sys.stderr)
         sys.exit(2)
@@ -89,7 +89,7 @@ def main() -> None:
     if arguments and (name, arguments[0]) in SUBCOMMANDS:
         name = f"{name} {arguments.pop(0)}"
     name = DOTTED.get(name, name)
-    # A folder's own name works as well: `pipedraft data_recipes` is `python -m` of that folder.
+    # A folder name works too: `pipedraft data_recipes` is `python -m` with this folder.
     folders = {folder: folder for folder, _, _ in COMMANDS.values()}
     folders |= {" ".join(names): folder for names, folder in SUBCOMMANDS.items()}
     folders |= {command: folder for command, (folder, _, _) in COMMANDS.items()}

@@ -1,6 +1,6 @@
-"""The Python API: ``pipedraft.load``, ``train``, ``evaluate`` and ``custom_generate``.
+"""Python API: ``pipedraft.load``, ``train``, ``evaluate`` and ``custom_generate``.
 
-Each is a thin layer over what the commands run, with the same names, checks and defaults.
+Each is a thin layer over its command's code, with the same names, checks and defaults.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ LOOKUPS = ("ngram", "suffix")
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Load without transformers' bars and warnings, and leave its logging as it was."""
+    """Load without transformers' progress bars and warnings, then restore its logging."""
     verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     quieten()
     try:
@@ -82,13 +82,13 @@ def _silent() -> Iterator[None]:
 
 @dataclass(eq=False, repr=False)
 class Model:
-    """A target with its draft. ``load`` makes it."""
+    """A target with its draft, made by ``load``."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     draft: DraftNetwork | None
     target_name: str
-    """Folder or Hub id; of an object, the one that it was loaded from, or ""."""
+    """Folder or Hub id; for an object, where it was loaded from, or ""."""
     draft_options: Values | None
     """Option of ``pipedraft eval`` that names the draft; None for an object."""
     _engine: Engine | None = field(default=None, init=False)
@@ -111,20 +111,20 @@ class Model:
         stream: Callable[[str], object] | bool = False,
         **settings: object,
     ) -> Generation:
-        """Answer one prompt; greedy output is the target's own, token by token.
+        """Answer one prompt; greedy output equals the target's own, token by token.
 
         Args:
-            prompt: the user's message, a list of messages, or token ids, which no chat template
-                changes.
-            schedule: name of a schedule; None: the draft's own.
-            stages: pipeline stages; None: those the draft was trained for, else 1.
-            tree: shape of the draft tree, such as "chain:5" or "dynamic:7:10:59".
+            prompt: the user's message, a list of messages, or token ids, which skip the chat
+                template.
+            schedule: schedule name; None: the draft's own.
+            stages: pipeline stages; None: as the draft was trained, else 1.
+            tree: draft tree shape, such as "chain:5" or "dynamic:7:10:59".
             temperature: 0 is greedy.
             stream: called with each piece of text once it is certain; True prints it.
-            settings: of the schedule and of ``DecodeConfig``, such as ``top_p=0.9``.
+            settings: for the schedule and ``DecodeConfig``, such as ``top_p=0.9``.
 
         Raises:
-            ValueError: a setting that is unknown, out of range, or does not fit the draft.
+            ValueError: an unknown or out-of-range setting, or one that does not fit the draft.
         """
         settings |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
         config = self.configure(settings, schedule=schedule, stages=stages, tree=tree)
@@ -142,7 +142,7 @@ class Model:
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt.
+        """Return a prompt's token ids.
 
         Raises:
             ValueError: the prompt is empty or of another kind.
@@ -169,7 +169,7 @@ class Model:
         stages: int | None = None,
         tree: str | TreeShape | None = None,
     ) -> DecodeConfig:
-        """Return the whole configuration of a decode: what is given, else the draft's own."""
+        """Return the complete decoding configuration: the given settings, else the draft's own."""
         if schedule is None:
             draft = self.draft
             schedule = "autoregressive" if draft is None else default_schedule(draft.draft_type)
@@ -179,7 +179,8 @@ class Model:
         return DecodeConfig.of(schedule, num_stages=stages or own or 1, **settings)
 
     def engine(self, config: DecodeConfig) -> Engine:
-        """Return an engine for a configuration: the last one, where it was cut in the same way."""
+        """Return an engine for a configuration, reusing the last one if its stages are cut
+        alike."""
         last = self._engine
         if last is None or _cut(last.config) != _cut(config):
             self._engine = last = self._make_engine(config, LocalPipeline)
@@ -205,15 +206,16 @@ def load(
     """Load a target and its draft.
 
     Args:
-        target: folder, Hub id, or a model that transformers has loaded.
+        target: folder, Hub id, or a loaded transformers model.
         draft: folder or Hub id of a head or of a language model with the target's tokenizer, such a
-            model itself, "ngram", "suffix", or None to decode without a draft.
+            model object, "ngram", "suffix", or None to decode without a draft.
         device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
-        dtype: float32, bfloat16, float16; auto: float32 on a CPU, on a GPU as the target is stored.
-        tokenizer: of a target object that was loaded from no folder.
+        dtype: float32, bfloat16, float16; auto: float32 on a CPU, the target's stored dtype on a
+            GPU.
+        tokenizer: for a target object that was not loaded from a folder.
 
     Raises:
-        ValueError: nothing there, a family that is not supported, or another target's draft.
+        ValueError: a missing model, an unsupported family, or a draft for another target.
     """
     with _silent():
         if isinstance(target, PreTrainedModel):
@@ -262,7 +264,7 @@ def custom_generate(
 ) -> CustomGenerate:
     """Return a decoding loop for transformers: ``target.generate(..., custom_generate=loop)``.
 
-    The ids are those of ``target.generate`` without it. Length, end tokens, temperature, top_k,
+    Returns the same ids as ``target.generate`` without it. Length, end tokens, temperature, top_k,
     top_p, min_p and typical_p come from ``generate``; the other arguments are as in
     ``Model.generate``.
     """
@@ -288,7 +290,7 @@ class TrainedHead:
     folder: Path
     """The best checkpoint."""
     metrics: dict[str, float]
-    """Of the last evaluation."""
+    """Metrics from the last evaluation."""
 
     def push_to_hub(
         self,
@@ -300,13 +302,13 @@ class TrainedHead:
         report: EvaluationReport | None = None,
         target: str | None = None,
     ) -> str:
-        """Upload the head with a card, and return the address of the commit.
+        """Upload the head with a card, and return the commit's address.
 
         Args:
             repo: user/name.
             revision: branch; None: the main one.
             report: evaluation of this head, for the card's table.
-            target: Hub id of the target, where the training knew it as a folder.
+            target: the target's Hub id, if training used a folder.
         """
         check_repo_id(repo)
         results = None if report is None else report.folder / "results.json"
@@ -321,11 +323,11 @@ class TrainedHead:
         return push(prepare_upload(self.folder, upload), upload)
 
     def export(self, format: Layout, out: Place, *, target: str | None = None) -> list[Path]:
-        """Write the head as a serving engine loads it, and return the files.
+        """Write the head in a serving engine's format, and return the files.
 
         Args:
-            format: "sglang", the layout of the authors of EAGLE, or "speculators", vLLM's.
-            target: name of the target for the engine; None: the one of the training.
+            format: "sglang" (the EAGLE authors' layout) or "speculators" (vLLM's).
+            target: target name for the engine; None: as in training.
         """
         if format not in ("sglang", "speculators"):
             raise ValueError(f"format: {format!r} is unknown; give sglang or speculators")
@@ -343,19 +345,19 @@ def train(
 ) -> TrainedHead:
     """Train a draft head for a frozen target, as ``pipedraft train`` does.
 
-    The same call goes on from the newest checkpoint in ``output_dir``. In a script that
-    ``accelerate launch`` starts, every process makes the call.
+    The same call resumes from the newest checkpoint in ``output_dir``. In a script started by
+    ``accelerate launch``, every process makes the call.
 
     Args:
         method: "eagle3", "spd" or another name that ``pipedraft train --help`` lists.
-        target: folder or Hub id; an object stands for what it was loaded from.
-        dataset: conversations as lists of {"role", "content"}, a ``datasets.Dataset`` with a
-            column ``messages`` or ``conversations``, a file, or a ``DataConfig``.
-        data: fields of a ``DataConfig`` beside the sources, such as {"max_length": 512}.
-        fields: of ``RunConfig``, such as max_steps=500, optim={"lr": 3e-4}, model={...}.
+        target: folder or Hub id; for an object, use where it was loaded from.
+        dataset: conversations as lists of {"role", "content"}, a ``datasets.Dataset`` with a column
+            ``messages`` or ``conversations``, a file, or a ``DataConfig``.
+        data: other ``DataConfig`` fields, such as {"max_length": 512}.
+        fields: for ``RunConfig``, such as max_steps=500, optim={"lr": 3e-4}, model={...}.
 
     Raises:
-        ValueError: a field that is unknown or out of range, or data that cannot be used.
+        ValueError: an unknown or out-of-range field, or unusable data.
     """
     folder = Path(output_dir)
     values: Values = {"method": method, "target": _name_of(target), "output_dir": str(folder)}
@@ -373,7 +375,7 @@ def train(
 
 
 def _data_fields(dataset: Sequence[object] | Dataset | DataConfig | Place, folder: Path) -> Values:
-    """Return the fields of a ``DataConfig``; conversations in memory are written to a file."""
+    """Return ``DataConfig`` fields; write in-memory conversations to a file."""
     if isinstance(dataset, DataConfig):
         return asdict(dataset)
     if isinstance(dataset, str | Path):
@@ -382,7 +384,7 @@ def _data_fields(dataset: Sequence[object] | Dataset | DataConfig | Place, folde
     if not rows:
         raise UsageError("dataset: no conversation; give at least one list of messages")
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    # Its name is its content: every process of a launch may write it, and a further call finds it.
+    # Named by content hash: every process in a launch may write it, and a later call finds it.
     path = folder / f"dataset-{sha256(text).hexdigest()[:12]}.jsonl"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -391,10 +393,10 @@ def _data_fields(dataset: Sequence[object] | Dataset | DataConfig | Place, folde
 
 
 def _name_of(target: Place | PreTrainedModel | Model) -> str:
-    """Return the folder or Hub id of a target.
+    """Return a target's folder or Hub id.
 
     Raises:
-        ValueError: an object that was loaded from none, or whose weights have changed since.
+        ValueError: an object not loaded from one, or with weights changed since.
     """
     if isinstance(target, Model):
         target = target.target
@@ -414,7 +416,7 @@ def _name_of(target: Place | PreTrainedModel | Model) -> str:
 
 
 class ComparisonText(str):
-    """Table of a comparison, shown as it is where an expression is shown."""
+    """A comparison table that displays verbatim in a notebook or shell."""
 
     __slots__ = ()
 
@@ -424,17 +426,17 @@ class ComparisonText(str):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EvaluationReport:
-    """Results of an evaluation, and the folder that has report.html, plots and results.json."""
+    """Evaluation results, and the folder with report.html, plots and results.json."""
 
     folder: Path
     entries: list[RunRecord]
-    """Lines of the table: the baseline first."""
+    """Table lines: the baseline first."""
 
     def __repr__(self) -> str:
         return f"{screen_table(self.entries)}\n{self.folder}/report.html"
 
     def compare(self, other: EvaluationReport | Place) -> ComparisonText:
-        """Return this evaluation compared with another, the baseline, prompt by prompt."""
+        """Compare this evaluation with another, the baseline, prompt by prompt."""
         baseline = other.folder if isinstance(other, EvaluationReport) else Path(other)
         runs = Evaluated.read(baseline), Evaluated.read(self.folder)
         return ComparisonText(format_comparison(*runs, compare_runs(*runs)))
@@ -451,14 +453,14 @@ def evaluate(
     """Decode benchmarks and compare with autoregressive decoding, as ``pipedraft eval`` does.
 
     Args:
-        model: a model that ``load`` made of names, or a head.
-        benchmarks: names, or .jsonl files of prompts.
-        limit: the first prompts of each benchmark; None: all.
-        out: folder of the results.
-        options: of the command, such as stages=4, schedule=["eagle"], temperature=[0, 1].
+        model: a model that ``load`` made from names, or a head.
+        benchmarks: names, or .jsonl files with prompts.
+        limit: use the first prompts in each benchmark; None: all.
+        out: results folder.
+        options: command options, such as stages=4, schedule=["eagle"], temperature=[0, 1].
 
     Raises:
-        ValueError: an option that is unknown or out of range, or a model that has no name.
+        ValueError: an unknown or out-of-range option, or a model without a name.
     """
     if isinstance(model, Model):
         if model.draft_options in (None, {}):
@@ -480,7 +482,7 @@ def evaluate(
 
 
 def _option_words(name: str, value: object) -> list[str]:
-    """Return an option as a command line has it."""
+    """Return an option in command-line form."""
     if value is None or value is False:
         return []
     if value is True:

@@ -1,4 +1,4 @@
-"""Chat templates: the one place that renders a conversation as a model reads it."""
+"""Render conversations with chat templates, for the whole package."""
 
 import json
 import sys
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message: TypeAlias = Mapping[str, Any]
-"""One turn: role, content, and what else a template reads."""
+"""One turn: role, content, and other fields that a template reads."""
 DEFAULTS = "pipedraft_template_variables"
-"""Attribute of a tokenizer: template variables of every conversation that has no other values."""
+"""Tokenizer attribute: template variables for conversations without values of their own."""
 RESERVED_VARIABLES = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
     *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
     *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
 }
-"""Names that are no variables of a chat template, or not the user's to set."""
+"""Names that are not chat template variables, or that users must not set."""
 
 
 def check_template_variables(variables: Mapping[str, object] | None, field: str) -> None:
-    """Refuse chat_template_kwargs that are options of the rendering.
+    """Refuse chat_template_kwargs that are rendering options.
 
     Raises:
         ValueError: names the variable.
@@ -38,7 +38,7 @@ def check_template_variables(variables: Mapping[str, object] | None, field: str)
 
 
 def read_template_variables(text: str | Values) -> Values:
-    """The value of --chat-template-kwargs: a JSON object of template variables."""
+    """Parse --chat-template-kwargs: a JSON object with template variables."""
     try:
         found = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
@@ -52,24 +52,24 @@ def read_template_variables(text: str | Values) -> Values:
 def set_template_variables(
     tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, object] | None
 ) -> None:
-    """Give a tokenizer's template variables that hold where a conversation sets no other."""
+    """Set a tokenizer's default template variables, used where a conversation sets none."""
     setattr(tokenizer, DEFAULTS, dict(variables or {}))
 
 
 def template_variables(tokenizer: "PreTrainedTokenizerBase") -> Values:
-    """What ``set_template_variables`` gave, or nothing."""
+    """Return the variables from ``set_template_variables``, or none."""
     return dict(getattr(tokenizer, DEFAULTS, {}))
 
 
 class ChatRefused(ValueError):
-    """Refusal of a conversation by the chat template, or a fault in the template."""
+    """The chat template refused a conversation or has a fault."""
 
 
 def warn_of_variables(name: str, description: Values, variables: Values | None) -> None:
-    """Say that a draft was trained with other template variables than it is to decode with.
+    """Warn if a draft was trained with other template variables than it will decode with.
 
     Args:
-        description: of the checkpoint, whose data notes them.
+        description: from the checkpoint; its data section stores the variables.
     """
     data = (description.get("training") or {}).get("data") or {}
     trained = data.get("chat_template_kwargs")
@@ -89,13 +89,13 @@ def render_chat(
     tools: list[Values] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> str:
-    """Return a conversation as the model reads it; the template runs in jinja's sandbox.
+    """Render a conversation as the model reads it; the template runs in jinja's sandbox.
 
     Args:
-        messages: {"role", "content"} of every turn, and what else a template reads of one.
-        prompt: the beginning of the assistant's next turn follows.
-        tools: the functions that the model may call.
-        variables: of the template (``chat_template_kwargs``).
+        messages: {"role", "content"} per turn, and other fields that a template reads.
+        prompt: append the beginning of the assistant's next turn.
+        tools: functions that the model may call.
+        variables: for the template (``chat_template_kwargs``).
     """
 
     def render(turns: list[Values]) -> str:
@@ -113,9 +113,8 @@ def render_chat(
 
 
 def render_turns(messages: Sequence[Message], render: Callable[[list[Values]], str]) -> str:
-    """Render turns whose calls have their arguments as an object, which most templates write as
-    JSON, or else as a text: for a template that fails on objects, or writes them as Python does.
-    """
+    """Render turns, with tool-call arguments as objects first: most templates write these as JSON.
+    Fall back to text for a template that fails on objects, or writes them in Python syntax."""
     turns = [dict(turn) for turn in messages]
     if not any(turn.get("tool_calls") for turn in turns):
         with rendering():
@@ -136,7 +135,7 @@ def render_turns(messages: Sequence[Message], render: Callable[[list[Values]], s
 
 
 def with_arguments(turn: Values, *, as_text: bool) -> Values:
-    """A turn whose tool calls have arguments of one form; text that is no JSON stays text."""
+    """Convert a turn's tool-call arguments to one form; text that is no JSON stays text."""
     if not turn.get("tool_calls"):
         return turn
     calls = []
@@ -156,14 +155,14 @@ def encode_chat(
     messages: Sequence[Message],
     variables: Mapping[str, object] | None = None,
 ) -> list[int]:
-    """Return the ids of a conversation up to the beginning of the assistant's next turn."""
+    """Return a conversation's ids, up to the beginning of the assistant's next turn."""
     text = render_chat(tokenizer, messages, variables=variables)
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
 @contextmanager
 def rendering() -> Iterator[None]:
-    """Raise whatever a chat template trips over as ChatRefused."""
+    """Raise every chat template error as ChatRefused."""
     try:
         yield
     except Exception as error:

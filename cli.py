@@ -1,4 +1,4 @@
-"""Options of a command and how it ends: 0 done, 2 bad input in one line, 1 failure, 130 Ctrl-C.
+"""Command options and exit status: 0 done, 2 bad input in one line, 1 failure, 130 Ctrl-C.
 
 A command's options are a dataclass whose fields are flags, read by jsonargparse:
 
@@ -11,9 +11,9 @@ A command's options are a dataclass whose fields are flags, read by jsonargparse
         dry_run: bool = False
         '''only write the folder'''
 
-``Push.read(["--checkpoint", "out/spd", "--dry-run"])`` is a ``Push``. A field without default is
-required, a bool is a switch, a tuple takes a comma list (``repeated``: the flag several times), and
-``--config FILE`` reads any of them from YAML. The fields of a base class are a group of the help.
+``Push.read(["--checkpoint", "out/spd", "--dry-run"])`` returns a ``Push``. A field without default
+is required, a bool is a switch, a tuple takes a comma list (``repeated``: the flag several times),
+and ``--config FILE`` reads any of them from YAML. A base class's fields form one group in the help.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from safetensors import SafetensorError
 # -- how a command ends --------------------------------------------------------------------------
 
 LINE_CHARACTERS = 1000
-"""Longest message; of a longer one the beginning and the end."""
+"""Maximum message length; longer messages keep their beginning and end."""
 INPUT_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 INPUT_CODES = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 EXTRAS = {
@@ -53,25 +53,25 @@ EXTRAS = {
     "bitsandbytes": "quantization",
     "grpc": "edge",
 }
-"""Module of a library that not everybody needs -> the extra of pyproject.toml that has it."""
+"""Optional library's module -> its extra in pyproject.toml."""
 STORAGE_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 class UsageError(ValueError):
-    """Bad input. The message is one line that names the field, the value and the fix."""
+    """Bad input. The one-line message names the field, the value and the fix."""
 
 
 class Failure(RuntimeError):
-    """Nothing that the input could fix, as a network that is down; one line, status 1."""
+    """A failure that other input cannot fix, such as a network outage; one line, status 1."""
 
 
 def check_ranges(values: object, ranges: Mapping[str, str], prefix: str = "") -> None:
-    """Raise UsageError for a number outside its range, NaN too; null is in every one.
+    """Raise UsageError for a number outside its range, NaN included; null is always allowed.
 
     Args:
-        values: has the attributes that ``ranges`` names, numbers or sequences of numbers.
-        ranges: name -> interval as in mathematics, ``[0, inf)``, and perhaps a hint behind it.
-        prefix: of the names, for messages.
+        values: has the attributes named in ``ranges``: numbers or sequences of numbers.
+        ranges: name -> interval as in mathematics, ``[0, inf)``, optionally followed by a hint.
+        prefix: before the names in messages.
     """
     for name, interval in ranges.items():
         interval, bracket, hint = interval.partition(re.search(r"[])]", interval)[0])  # type: ignore[index]
@@ -87,10 +87,10 @@ def check_ranges(values: object, ranges: Mapping[str, str], prefix: str = "") ->
 
 
 def make_folder(field: str, folder: Path) -> None:
-    """Create a folder for results, in which files can be made; ``field`` named it.
+    """Create a writable folder for results; ``field`` names it in messages.
 
     Raises:
-        UsageError: it is a file, cannot be made, or cannot be written to.
+        UsageError: the path is a file, cannot be created, or is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def make_folder(field: str, folder: Path) -> None:
 
 
 def one_line(text: str) -> str:
-    """A message from anywhere as one line for a terminal: no control characters, no passwords."""
+    """Clean any message into one terminal line: no control characters, no passwords."""
     line = re.sub(r"(\w://)[^/\s@]*@", r"\1***@", " ".join(text.split()))
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     if len(line) <= LINE_CHARACTERS:
@@ -115,15 +115,15 @@ def one_line(text: str) -> str:
 def run_command(main: Callable[[], None]) -> None:
     """Run an entry point and exit with its status.
 
-    ``ValueError`` and a path that cannot be used are bad input (status 2, one line on stderr);
-    ``Failure`` and every other ``OSError``, as that of a full disk, are of the surroundings (status
-    1, one line); anything else is a failure of the program (traceback, status 1).
-    ``PIPEDRAFT_TRACEBACK=1`` shows the traceback of the first two as well.
+    ``ValueError`` and unusable paths are bad input (status 2, one line on stderr). ``Failure`` and
+    every other ``OSError``, such as a full disk, are environment failures (status 1, one line). All
+    other exceptions are program faults (traceback, status 1). ``PIPEDRAFT_TRACEBACK=1`` shows the
+    traceback for the first two as well.
     """
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack a text's characters
+        if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack some characters
             sys.stdout.reconfigure(errors="replace")
         try:
             main()
@@ -152,7 +152,7 @@ ALIASES = {"num_stages": "--stages"}
 
 
 def as_typed(message: str, words: Sequence[str]) -> str:
-    """Return a message about a field with its option first, where the command line has it."""
+    """Return a message about a field with its option first, if the command line has it."""
     field, colon, rest = message.partition(": ")
     typed = {word.partition("=")[0] for word in words if word.startswith("--")}
     for flag in (ALIASES.get(field, ""), f"--{field}", flag_name(field)):
@@ -162,9 +162,10 @@ def as_typed(message: str, words: Sequence[str]) -> str:
 
 
 def needed(message: str, words: Sequence[str]) -> str:
-    """What makes a missing thing, from the head of a YAML file on the command line.
+    """Return the command that makes a missing file, from the head of a YAML file on the command
+    line.
 
-    ``# Needs out/smollm2: make out/smollm2/config.json`` answers one with 'out/smollm2'.
+    ``# Needs out/smollm2: make out/smollm2/config.json`` answers a message with 'out/smollm2'.
     """
     for word in words:
         file = Path(word.rpartition("=")[2])
@@ -177,7 +178,7 @@ def needed(message: str, words: Sequence[str]) -> str:
 
 
 def _tell_launcher(line: str) -> None:
-    """torchrun, which says much when one of its ranks has ended, then ends with this line."""
+    """Pass the line to torchrun, which prints a lot when a rank ends; make it the last line."""
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if place:
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -186,9 +187,9 @@ def _tell_launcher(line: str) -> None:
 
 
 def leave_at_interrupts() -> None:
-    """End the process with one line at Ctrl-C until ``run_command``: a start takes seconds.
+    """On Ctrl-C before ``run_command``, end the process with one line: imports take seconds.
 
-    Libraries that are being loaded would make another error of KeyboardInterrupt.
+    Libraries may turn KeyboardInterrupt into another error while they load.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -200,7 +201,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _status(error: Exception) -> tuple[int, str] | None:
-    """Exit status and message; None: a fault of the program."""
+    """Return exit status and message; None: a program fault."""
     disk = storage_error(error)
     if disk is not None:
         is_said = isinstance(error, ValueError | Failure)
@@ -213,7 +214,7 @@ def _status(error: Exception) -> tuple[int, str] | None:
         module = str(error.name).partition(".")[0]
         fix = f"{module}: not installed; pip install 'pipedraft[{EXTRAS.get(module)}]'"
         return (2, fix) if module in EXTRAS else None
-    # What reads files explains its own; tokenizers raises bare exceptions, at a full disk, too.
+    # File readers explain their own errors; tokenizers raises bare exceptions, at a full disk, too.
     if isinstance(error, Failure | SafetensorError) or type(error) is Exception:
         return 1, str(error)
     if isinstance(error, MemoryError):
@@ -225,7 +226,7 @@ def _status(error: Exception) -> tuple[int, str] | None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """The error as ``'out/x': Permission denied; ...``, or in its own words if it has more."""
+    """Format the error as ``'out/x': Permission denied; ...``, or keep its own longer message."""
     if error.errno is None or error.strerror is None:
         return str(error)
     place = "output" if error.filename is None else repr(os.fspath(error.filename))
@@ -240,7 +241,7 @@ def storage_error(error: BaseException) -> OSError | None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what led to it, each once: a cause that is raised again leads to itself."""
+    """Yield an error and its causes, each once: a re-raised cause refers to itself."""
     seen = list[BaseException]()
     following: BaseException | None = error
     while following is not None and following not in seen:
@@ -250,7 +251,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _forget_output() -> None:
-    """Drop what a closed pipe did not take: the interpreter's flush at the end would fail again."""
+    """Drop output that a closed pipe refused: the interpreter's final flush would fail again."""
     try:
         print(end="", flush=True)
     except OSError:
@@ -261,12 +262,12 @@ def _forget_output() -> None:
 # -- options ---------------------------------------------------------------------------------
 
 Values: TypeAlias = dict[str, Any]
-"""By name, as a file or a call has them."""
+"""Values by name, as in a file or a call."""
 Reader: TypeAlias = Callable[[Any], Any]
-"""Makes a value of a word, or of a value of a file."""
+"""Parses a word, or a value from a file."""
 OptionField: TypeAlias = Field[Any]
 Group: TypeAlias = Any
-"""A parser, or a group of one: jsonargparse gives them no common type."""
+"""A parser or one of its groups: jsonargparse gives them no common type."""
 HELP_FLAGS = ("-h", "--help", "--help-all")
 MAX_YAML_BYTES = 2**20
 LOAD_YAML = get_loader("yaml")
@@ -274,13 +275,12 @@ METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}
 
 
 def option(default: Any = MISSING, **how: Any) -> Any:
-    """A field with more than its type and docstring say.
+    """Declare a field with more than its type and docstring.
 
     Args:
-        how: metavar; parse: text -> value (of each entry); known: names that it may have, for the
-            help; least: smallest value; repeated: one entry each time the flag is given; many: all
-            words after it; positional: no flag; flag: another one than the name; hidden: no
-            argument.
+        how: metavar; parse: text -> value (of each entry); known: possible names, for the help;
+            least: smallest value; repeated: one entry each time the flag is given; many: all words
+            after it; positional: no flag; flag: a name other than the field's; hidden: no argument.
     """
     if default is MISSING:
         return field(metadata=how)
@@ -296,10 +296,10 @@ class Options:
     """Default: the docstring of the class."""
     EXAMPLE: ClassVar[str] = ""
     ONE_OF: ClassVar[Sequence[Sequence[str]]] = ()
-    """Of each of these groups of fields one is to be given."""
+    """Groups of fields; exactly one field in each group must be given."""
     AT_MOST_ONE: ClassVar[Sequence[Sequence[str]]] = ()
     IN_SHORT_HELP: ClassVar[bool] = True
-    """Whether --help has the options of this class itself; --help-all always has."""
+    """True: --help lists this class's own options; --help-all always does."""
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -322,10 +322,10 @@ class Options:
 
     @classmethod
     def parser(cls, *, shows_help: bool = True) -> ArgumentParser:
-        """The parser of these options: flags, --help and --config.
+        """Return the parser for these options: flags, --help and --config.
 
         Args:
-            shows_help: with the docstring of every field, which takes a moment to read.
+            shows_help: read every field's docstring, which takes a moment.
         """
         parser = ArgumentParser(
             prog=cls.PROG,
@@ -341,7 +341,8 @@ class Options:
 
     @classmethod
     def short_help(cls) -> str:
-        """Help without the options of classes that are not ``IN_SHORT_HELP``; these are counted."""
+        """Return the help without classes that are not ``IN_SHORT_HELP``; their options are
+        counted."""
         parser = ArgumentParser(
             prog=cls.PROG,
             usage=f"{cls.PROG} [options]",
@@ -362,7 +363,7 @@ class Options:
 
     @classmethod
     def has_more(cls) -> bool:
-        """Whether --help leaves options out."""
+        """Return True if --help leaves options out."""
         return not all(vars(owner).get("IN_SHORT_HELP", True) for owner in cls.__mro__)
 
     @classmethod
@@ -380,10 +381,10 @@ class Options:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
-        """Read the words of a command line; --help prints the help and exits.
+        """Read the words on a command line; --help prints the help and exits.
 
         Raises:
-            UsageError: one line that names the option, the value and the fix.
+            UsageError: one line with the option, the value and the fix.
         """
         if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
             print(cls.short_help())
@@ -393,7 +394,7 @@ class Options:
 
     @classmethod
     def read_own(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
-        """Read the words that are options of this class; returns the other words, too."""
+        """Read the words that are options of this class; return the other words, too."""
         takes = {flag_of(part): hint is not bool for part, hint in typed_fields(cls)}
         own: list[str] = []
         rest: list[str] = []
@@ -407,7 +408,7 @@ class Options:
 
     @classmethod
     def values(cls, parsed: Values) -> Values:
-        """Parsed values as arguments of the class."""
+        """Convert parsed values into arguments for the class."""
         return {
             part.name: tuple(value) if isinstance(value, list) else value
             for part in fields(cls)
@@ -416,7 +417,7 @@ class Options:
         }
 
     def to_dict(self) -> Values:
-        """Values as a file can hold them."""
+        """Return the values in a form that files can store."""
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(self).items()
@@ -443,7 +444,7 @@ def flag_of(part: OptionField) -> str:
 
 
 def help_of(kind: type, name: str) -> str:
-    """The docstring under a field."""
+    """Return the docstring below a field."""
     from docstring_parser import parse_from_object  # reads the source
 
     for owner in kind.__mro__[:-1]:
@@ -455,7 +456,7 @@ def help_of(kind: type, name: str) -> str:
 
 
 def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
-    """One argument; what its type means is said in this module's docstring."""
+    """Add one argument; this module's docstring explains the types."""
     how = part.metadata
     default = part.default
     if text and default not in (MISSING, None, (), False, True):
@@ -494,7 +495,7 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
 
 
 def listed(parse: Reader) -> Reader:
-    """Return a reader of comma lists, in which no value may stand twice."""
+    """Return a reader for comma lists without repeated values."""
 
     def parse_list(value: str | list[object]) -> list[object]:
         parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
@@ -510,12 +511,12 @@ def listed(parse: Reader) -> Reader:
 
 
 def each(parse: Reader) -> Reader:
-    """Reads one entry, or the entries of a file's list."""
+    """Return a reader for one entry, or for the entries in a file's list."""
     return lambda value: [parse(v) for v in value] if isinstance(value, list) else parse(value)
 
 
 def checked(parse: Reader) -> Reader:
-    """Let the message of a ValueError be what the user reads."""
+    """Show a ValueError's own message to the user."""
 
     def parse_one(value: object) -> object:
         try:
@@ -527,13 +528,13 @@ def checked(parse: Reader) -> Reader:
 
 
 def check_yaml(text: str) -> None:
-    """Raise yaml.YAMLError for text that is no YAML, too long, or says a thing twice."""
+    """Raise yaml.YAMLError for text that is no YAML, too long, or has duplicate keys."""
     if len(text) > MAX_YAML_BYTES:
         raise yaml.YAMLError(f"more than {MAX_YAML_BYTES} characters")
     waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set[int]()
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:  # ten lines of aliases of aliases are gigabytes
+        if id(node) in seen:  # ten lines of nested aliases can expand to gigabytes
             raise yaml.YAMLError("an alias: write out what it stands for")
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
@@ -551,14 +552,14 @@ def load_bounded_yaml(text: str) -> object:
 
 
 REPLACED = ("--data.sources", "--data.decontaminate")
-"""Lists of objects, which the parser would mix with those before where both have one length."""
+"""Lists of objects: the parser would merge them with earlier ones of the same length."""
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
-    """Return the values of all options; --help prints it and exits.
+    """Return all option values; --help prints it and exits.
 
     Raises:
-        UsageError: one line that names the option, the value and the fix.
+        UsageError: one line with the option, the value and the fix.
     """
     if any(word in HELP_FLAGS for word in words):
         print(parser.format_help())
@@ -576,7 +577,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
 
 
 def _lists_of_file(path: str, parser: ArgumentParser) -> list[str]:
-    """Flags of the lists that a --config file sets; what is wrong with it the parser says."""
+    """Return flags for the lists in a --config file; the parser reports its errors."""
     if not any(flag in action.option_strings for action in parser._actions for flag in REPLACED):
         return []
     try:
@@ -589,7 +590,7 @@ def _lists_of_file(path: str, parser: ArgumentParser) -> list[str]:
 
 
 def explain(error: Exception, parser: ArgumentParser) -> str:
-    """Return jsonargparse's message as one line that begins with the option as it is typed."""
+    """Return jsonargparse's message as one line that begins with the option as typed."""
     lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     start, _, rest = lines[0].partition(": ")
     if start == "unrecognized arguments":
@@ -606,7 +607,7 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
     if start.startswith('Parser key "'):
         key = _shown(start.split('"')[1], parser) + ": "
         lines[0] = rest
-    if lines[-1].startswith("Given value: "):  # of none of several types
+    if lines[-1].startswith("Given value: "):  # the value fits none of several types
         lines = [" or ".join(x[2:] for x in lines if x.startswith("- ")) + ".", lines[-1]]
     text = " ".join(lines).strip().removeprefix("argument ")
     if found := re.search(r"class_path '([\w.]+)': Option '(\w+)' is not accepted", text):
@@ -617,7 +618,7 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
 
 
 def _unknown_key(kind: str, key: str) -> str:
-    """Name the field of a dataclass that looks most like a key of an object in a list."""
+    """Suggest the dataclass field most like an unknown key in a list's object."""
     names = [part.name for part in fields(resolve_name(kind))]
     near = difflib.get_close_matches(key, names, 1, 0.5)
     fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
@@ -625,7 +626,7 @@ def _unknown_key(kind: str, key: str) -> str:
 
 
 def _shown(name: str, parser: ArgumentParser) -> str:
-    """Name as the user writes it: the flag, or the metavar of what has none."""
+    """Return the name as the user writes it: the flag, or the metavar for an option without one."""
     for action in parser._actions:
         if action.dest == name:
             return action.option_strings[0] if action.option_strings else str(action.metavar)
@@ -633,7 +634,7 @@ def _shown(name: str, parser: ArgumentParser) -> str:
 
 
 def _unknown(key: str, parser: ArgumentParser) -> str:
-    """Name the known flag, or the key of a file, that looks most like ``key``."""
+    """Suggest the known flag, or file key, most like ``key``."""
     start = "--" if key.startswith("--") else ""
     flags = [f[2:] for action in parser._actions for f in action.option_strings if f[:2] == "--"]
     names = [*flags, *(flag.rpartition(".")[2] for flag in flags)]  # the last part alone, too
@@ -646,10 +647,10 @@ def _unknown(key: str, parser: ArgumentParser) -> str:
 
 
 def subcommand(word: str, known: Sequence[str]) -> str:
-    """A command's first word, checked against those that there are.
+    """Check a command's first word against the known subcommands.
 
     Raises:
-        UsageError: it is none of the known ones; the nearest is named.
+        UsageError: an unknown word; suggests the nearest.
     """
     if word not in known:
         near = difflib.get_close_matches(word, known, n=1)

@@ -1,7 +1,7 @@
-"""Is this machine ready? One line per check, and what to do about each that is not ok.
+"""Check whether this machine is ready: one line per check, with a fix for each problem.
 
-Exit status: 0 without a failure, 1 with one, 2 bad input. Nothing is changed, and a network that
-is missing is no failure.
+Exit status: 0 without a failure, 1 with one, 2 bad input. Changes nothing; a missing network is no
+failure.
 """
 
 import json
@@ -39,9 +39,9 @@ EXAMPLE = """example:
 each line: ok, warning or FAILURE, what was checked, what was found and what to do about it."""
 
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "huggingface-hub", "safetensors")
-"""Libraries that have a line also where they are right."""
+"""Libraries listed even if they are fine."""
 RECURRENT_KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
-"""What transformers computes Qwen3.5's recurrent layers by, and what it imports for it."""
+"""Packages with kernels for Qwen3.5's recurrent layers, and the modules transformers imports."""
 EXTRA = re.compile(r'extra == "(.*)"')
 HUB_TIMEOUT_S = 5
 
@@ -68,13 +68,13 @@ class DoctorOptions(Options):
     EXAMPLE: ClassVar[str] = EXAMPLE
 
     json: bool = False
-    """one JSON list of the findings"""
+    """print the findings as one JSON list"""
     assets: Path = option(Path(__file__).parent / "assets", metavar="DIR")
     """folder with the embedded target"""
 
 
 def check_versions() -> Iterator[Finding]:
-    """Compare Python and installed libraries with what the package requires."""
+    """Compare Python and installed libraries with the package's requirements."""
     try:
         package = metadata.metadata("pipedraft")
     except metadata.PackageNotFoundError:
@@ -98,7 +98,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_gpu() -> Iterator[Finding]:
-    """Run attention as SPD and EAGLE-3 train with it, and look for kernels of recurrent layers."""
+    """Run attention as SPD and EAGLE-3 train with it, and look for recurrent-layer kernels."""
     import torch
 
     from pipedraft.models.banded_attention import ttt_attention
@@ -130,7 +130,7 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def check_target(folder: Path) -> Iterator[Finding]:
-    """Compare the embedded target's files with those that were shipped, and decode with it."""
+    """Compare the embedded target's files with the shipped ones, and decode with it."""
     name, sums = "embedded target", folder / "SHA256SUMS"
     if not folder.is_dir():
         fix = "give --assets of a checkout, or use any other target"
@@ -163,7 +163,7 @@ def check_target(folder: Path) -> Iterator[Finding]:
 
 
 def check_hub() -> Iterator[Finding]:
-    """Ask the Hub, which is only needed for what is on it."""
+    """Contact the Hub, which is needed only for models and data hosted there."""
     endpoint = constants.ENDPOINT
     if constants.HF_HUB_OFFLINE:
         yield Finding("ok", "Hub", "offline by HF_HUB_OFFLINE: folders and the cache are used")

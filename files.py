@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent at any moment, and JSON for any reader."""
+"""Write files and folders atomically, read bounded files, and write portable JSON."""
 
 import fcntl
 import hashlib
@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 
 def packaged(name: str) -> str:
-    """Return a name, and for ``assets/...`` outside a checkout the installed package's copy."""
+    """Return a name; outside a checkout, map ``assets/...`` to the installed package's copy."""
     own = Path(__file__).parent / name
     is_own = name.startswith("assets/") and ".." not in name and own.exists()
     return str(own) if is_own and not Path(name).exists() else name
 
 
-# -- reading: what a file may decide is bounded -------------------------------------------------
+# -- reading: sizes that a file may decide are bounded ------------------------------------------
 
 MAX_BYTES = 2**26
 
 
 def read_bounded(path: Path, field: str, most: int = MAX_BYTES) -> bytes:
-    """A regular file of at most so many bytes; ``field`` is the option that named it.
+    """Read a regular file with at most ``most`` bytes; ``field`` is the option that named it.
 
     Raises:
-        UsageError: it is none, is larger, or cannot be read.
+        UsageError: not a regular file, too large, or unreadable.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -67,10 +67,10 @@ def read_text(path: Path, field: str, most: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path, field: str, kind: type[T], most: int = MAX_BYTES) -> T:
-    """A JSON file as ``kind``, which msgspec knows; NaN is no JSON.
+    """Read a JSON file as ``kind``, a type that msgspec knows; NaN is no JSON.
 
     Raises:
-        UsageError: as ``read_bounded``, or it holds something else.
+        UsageError: as ``read_bounded``, or other content.
     """
     try:
         return msgspec.json.decode(read_bounded(path, field, most), type=kind)
@@ -82,10 +82,10 @@ def read_json(path: Path, field: str, kind: type[T], most: int = MAX_BYTES) -> T
 
 
 def read_yaml(path: Path, field: str) -> Any:
-    """Read a YAML file of a bounded size.
+    """Read a YAML file with a bounded size.
 
     Raises:
-        UsageError: as ``read_bounded``, or it is not YAML, or has aliases.
+        UsageError: as ``read_bounded``, or not YAML, or YAML with aliases.
     """
     text = read_text(path, field, MAX_YAML_BYTES)
     try:
@@ -97,7 +97,7 @@ def read_yaml(path: Path, field: str) -> Any:
 
 
 def bounded_lines(file: IO[bytes], most: int) -> Iterator[bytes | None]:
-    """Lines of a file; None for one of more than ``most`` bytes, which is not kept."""
+    """Yield a file's lines; None for one longer than ``most`` bytes, which is not retained."""
     while line := file.readline(most + 1):
         if len(line) <= most or line.endswith(b"\n"):
             yield line
@@ -112,15 +112,15 @@ def bounded_lines(file: IO[bytes], most: int) -> Iterator[bytes | None]:
 
 @contextmanager
 def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
-    """No other run writes into a folder, which is there, until the end of the body.
+    """Lock an existing folder against other runs until the end of the body.
 
-    The system drops the lock with the process, however that ends; no file is left.
+    The system drops the lock when the process ends for any reason; no file is left.
 
     Args:
-        shared: those that also say so may write, as the shares of one evaluation.
+        shared: allow other holders with ``shared``, as the shards of one evaluation.
 
     Raises:
-        UsageError: another one does.
+        UsageError: another run has the lock.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -140,18 +140,18 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
 
 
 def partial(path: Path) -> Path:
-    """Where a file or folder is filled before it gets its name, or emptied after it lost it."""
+    """Return the path used to fill a file or folder before its rename, or to delete it after."""
     return path.with_name(f".{path.name}.partial")
 
 
 def make_place(field: str, path: Path, mark: bytes) -> None:
-    """Make the folder of an output file, which is new or of the same kind.
+    """Create an output file's folder; the file must be new or of the same kind.
 
     Args:
-        mark: what every file of this kind has in its first 1024 bytes.
+        mark: bytes that every file of this kind has among its first 1024.
 
     Raises:
-        UsageError: the folder cannot be made, or something else stands there.
+        UsageError: the folder cannot be created, or another kind of file exists there.
     """
     make_folder(field, path.parent)
     if not path.exists():
@@ -168,9 +168,9 @@ def make_place(field: str, path: Path, mark: bytes) -> None:
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Make or replace a file by one rename, after ``write(temporary)`` and a flush to disk.
+    """Create or replace a file by one rename, after ``write(temporary)`` and a flush to disk.
 
-    A reader, or a kill at any moment, sees the whole file or the one before it.
+    A reader, or a kill at any moment, sees the whole new file or the whole old one.
     """
     temporary = partial(path)
     try:
@@ -184,7 +184,7 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def make_readable(path: Path) -> None:
-    """Give a file the rights of every new one; safetensors lets its owner alone read its files."""
+    """Give a file the default permissions; safetensors makes its files private to their owner."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -209,14 +209,14 @@ def file_sha256(path: Path) -> str:
 
 
 def to_json(content: object) -> bytes:
-    """Indented JSON with a list of numbers on one line; NaN and infinity become null."""
+    """Return indented JSON with number lists on one line; NaN and infinity become null."""
     text = json.dumps(_without_nan(content), indent=2, allow_nan=False)
-    # Texts hold no raw line break, so a bracket before one opens a list.
+    # Strings contain no raw line break, so a bracket before one opens a list.
     return (re.sub(r"\[\n[-+\d.eE,\snul]*\]", _on_one_line, text) + "\n").encode()
 
 
 def _without_nan(value: object) -> object:
-    """JSON has no NaN: a value that does not exist is null."""
+    """Replace NaN by null: JSON has no NaN."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.to_builtins(value)
     if isinstance(value, dict):
@@ -233,16 +233,16 @@ def _on_one_line(found: re.Match[str]) -> str:
 def write_folder(
     out: Path, fill: Callable[[Path], None], *, inputs: Sequence[Path] = (), replaces: bool = False
 ) -> list[Path]:
-    """Make an output folder by one rename, after every file is written; returns the files.
+    """Create an output folder by one rename, after every file is written; return the files.
 
     Args:
         out: must be new or empty.
-        fill: writes the files into the folder that it is given.
-        inputs: folders that are read; ``out`` is none of them, nor around or below one.
-        replaces: also a folder in which every file has the name of a new one.
+        fill: writes the files into the folder it receives.
+        inputs: folders read; ``out`` must not equal, contain or be inside one.
+        replaces: also accept a folder in which every file has a new file's name.
 
     Raises:
-        UsageError: ``out`` holds or is something else, or cannot be made.
+        UsageError: ``out`` has other content, is no folder, or cannot be created.
         Failure: the disk is full or fails.
     """
     place = out.resolve()

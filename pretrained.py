@@ -1,6 +1,6 @@
-"""Models, tokenizers and configurations of Hugging Face: the one place that reads their files.
+"""Read Hugging Face models, tokenizers and configurations, for the whole package.
 
-Code of a model's folder never runs, pickled weights are never opened, and no weight is left at its
+Code from a model's folder never runs, pickled weights are never opened, and no weight keeps its
 random initial value.
 """
 
@@ -43,17 +43,17 @@ INDEX = f"{WEIGHTS}.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_INDEX_BYTES = 2**26
 CHECKED_BYTES = 2**32
-"""Weights up to this size are searched for NaN and infinity: less than a second."""
+"""Weights up to this size are checked for NaN and infinity: less than a second."""
 
 
 Network = TypeVar("Network", bound=torch.nn.Module)
 
 
 class _Index(msgspec.Struct):
-    """Index of a model in several files."""
+    """Index of a sharded model."""
 
     weight_map: dict[str, str]
-    """Tensor name -> file that holds it."""
+    """Tensor name -> its file."""
 
 
 def load_model(
@@ -66,18 +66,18 @@ def load_model(
     quantization: QuantizationConfigMixin | None = None,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """Load a causal language model of which every weight is in its safetensors files.
+    """Load a causal language model with every weight from its safetensors files.
 
-    Weights go to the device one by one; the host's memory never holds them all.
+    Weights move to the device one by one; host memory never contains them all.
 
     Args:
-        name_or_path: a folder, a GGUF file, or a repository name on the Hub.
-        field: what the user calls it, for messages.
-        attention: transformers' name of the kernel; None: transformers chooses.
-        quantization: a quantization_config of transformers.
+        name_or_path: a folder, a GGUF file, or a Hub repository name.
+        field: the user's name for it, for messages.
+        attention: transformers' kernel name; None: transformers chooses.
+        quantization: a transformers quantization_config.
 
     Raises:
-        ValueError: nothing there, code of its own, pickled, missing, further or damaged weights.
+        ValueError: a missing model, custom code, pickled, missing, extra or damaged weights.
     """
     name_or_path = local_name(name_or_path, field=field)
     config = read_config(name_or_path, revision, field=field)
@@ -87,7 +87,7 @@ def load_model(
             f"{field}: {str(name_or_path)!r} is an adapter of another model ({ADAPTER_CONFIG}); "
             "merge it with peft's merge_and_unload and save the merged model"
         )
-    weight_files(name_or_path, revision, field=field)  # they are safetensors
+    weight_files(name_or_path, revision, field=field)  # check that they are safetensors
     with explained(field, name_or_path), _quiet():
         loaded = AutoModelForCausalLM.from_pretrained(
             name_or_path,
@@ -106,7 +106,7 @@ def load_model(
     wrong = {
         "missing": set(found["missing_keys"]),
         "of another shape": {key for key, *_ in found["mismatched_keys"]},
-        # What a quantization adds is its library's business.
+        # A quantization library may add tensors.
         "unexpected": set() if is_quantized else set(found["unexpected_keys"]),
     }
     check_tensors(wrong, field, name_or_path)
@@ -117,10 +117,10 @@ def load_model(
 def load_tokenizer(
     name_or_path: str, *, revision: str | None = None, field: str = "target"
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to a model.
+    """Load a model's tokenizer.
 
     Raises:
-        ValueError: no tokenizer files there, or one that needs code of its own.
+        ValueError: no tokenizer files, or a tokenizer that needs custom code.
     """
     name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
@@ -134,7 +134,7 @@ def load_tokenizer(
         )
     except _Refused:
         raise
-    except Exception as error:  # whatever transformers trips over in these files
+    except Exception as error:  # any error that transformers raises for these files
         raise ValueError(
             f"{field}: {str(name_or_path)!r} has no tokenizer that loads "
             f"({first_line(error)}); give a folder with tokenizer.json or a Hub repository"
@@ -144,10 +144,10 @@ def load_tokenizer(
 def load_config(
     name_or_path: str, revision: str | None, *, field: str = "target"
 ) -> PreTrainedConfig:
-    """The configuration as transformers' class of its model_type.
+    """Load the configuration as transformers' class for its model_type.
 
     Raises:
-        ValueError: nothing there, code of its own, or values that its class refuses.
+        ValueError: a missing model, custom code, or values refused by the class.
     """
     name_or_path = local_name(name_or_path, field=field)
     read_config(name_or_path, revision, field=field)
@@ -165,12 +165,11 @@ NEUTRAL: Values = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), ([],)),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias"), ()),
 }
-"""Settings of generation_config.json that change greedy answers, each with the values by which it
-does not."""
+"""Settings in generation_config.json that change greedy answers, each with its neutral values."""
 
 
 def unapplied_settings(model: PreTrainedModel) -> list[str]:
-    """Say what a model's generation settings would change in `generate` and do not here."""
+    """List the generation settings that `generate` would apply and this package does not."""
     config = getattr(model, "generation_config", None)
     given = {name: getattr(config, name, None) for name in NEUTRAL}
     return [
@@ -181,8 +180,8 @@ def unapplied_settings(model: PreTrainedModel) -> list[str]:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Positions of a model: with YaRN added to config.json, as Qwen's model cards say, the factor
-    times the original ones, which max_position_embeddings may still name."""
+    """Return a model's positions. With YaRN added to config.json as Qwen's model cards say: factor
+    times the original positions, which max_position_embeddings may still name."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     own = int(text.max_position_embeddings)
@@ -197,13 +196,13 @@ def context_length(config: PreTrainedConfig) -> int:
 def read_config(
     name_or_path: str, revision: str | None, *, field: str = "target", drops_code: bool = False
 ) -> Values:
-    """config.json of a model, of a folder or from the Hub.
+    """Read a model's config.json, from a folder or the Hub.
 
     Args:
-        drops_code: leave out the code that it names, which its reader knows to do without.
+        drops_code: remove references to custom code; the caller works without it.
 
     Raises:
-        ValueError: nothing there, not a configuration, or one that names code of its own.
+        ValueError: a missing model, not a configuration, or one that names custom code.
     """
     name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
@@ -227,7 +226,7 @@ def read_config(
 def load_generation_config(
     name_or_path: str, revision: str | None, config: PreTrainedConfig
 ) -> GenerationConfig:
-    """The generation_config.json of a model; without one what its ``config`` says."""
+    """Load a model's generation_config.json; without one, use the values in ``config``."""
     if _file(name_or_path, "generation_config.json", revision) is None:
         return GenerationConfig.from_model_config(config)
     with explained("target", name_or_path):
@@ -237,7 +236,8 @@ def load_generation_config(
 def check_unquantized(config: Values, name: str, *, field: str = "target") -> None:
     """Raise ValueError for weights that mean nothing without scales: FP8, GPTQ, AWQ, bitsandbytes.
 
-    Their files hold integers or 8-bit floats beside the scales; read as numbers they decode noise.
+    Their files contain integers or 8-bit floats next to the scales; read as plain numbers they
+    decode noise.
     """
     scheme = config.get("text_config", config).get("quantization_config")
     scheme = scheme or config.get("quantization_config")
@@ -250,7 +250,7 @@ def check_unquantized(config: Values, name: str, *, field: str = "target") -> No
 
 
 class _Refused(ValueError):
-    """One line that is complete as it is."""
+    """A complete one-line message."""
 
 
 def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
@@ -262,7 +262,7 @@ def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
 
 
 def check_exists(name_or_path: str, *, field: str = "target") -> None:
-    """Refuse what can only be a path and is not there, before the Hub is asked for it."""
+    """Refuse a missing local path before the Hub is asked for it."""
     text = str(name_or_path)
     if Path(text).exists():
         return
@@ -281,7 +281,7 @@ def check_exists(name_or_path: str, *, field: str = "target") -> None:
 
 
 def did_you_mean(text: str) -> str:
-    """The existing path nearest to one that does not exist, as the end of a message."""
+    """Suggest the nearest existing path, as the end of a message."""
     place = Path(text).parts[0] if text.startswith("/") else "."
     parts = Path(text).parts[1:] if text.startswith("/") else Path(text).parts
     for part in parts:
@@ -298,13 +298,13 @@ def did_you_mean(text: str) -> str:
 
 
 def is_offline_and_unknown(name: str) -> bool:
-    """Whether a Hub model cannot be had: no network is wanted and the cache has nothing of it."""
+    """Return True if a Hub model is unavailable: offline mode, and not in the cache."""
     folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     return constants.HF_HUB_OFFLINE and not folder.is_dir()
 
 
 def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
-    """Raise ValueError if any set of tensor names, by what is wrong with them, is not empty."""
+    """Raise ValueError if any set of faulty tensor names, by kind of fault, is not empty."""
     for what, names in wrong.items():
         if names:
             first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
@@ -315,7 +315,7 @@ def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
 
 
 def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
-    """Raise ValueError if a weight is NaN or infinite; above ``CHECKED_BYTES`` nothing is read."""
+    """Raise ValueError if a weight is NaN or infinite; skip models above ``CHECKED_BYTES``."""
     state = model.state_dict().items()
     own = [(key, x.to_local() if isinstance(x, DTensor) else x) for key, x in state]
     floats = [(key, x) for key, x in own if x.is_floating_point() and x.itemsize > 1]
@@ -334,7 +334,7 @@ def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
 
 
 def _file(name: str, file: str, revision: str | None) -> str | None:
-    """A model's file on this machine, downloaded if need be; None: it has none of this name."""
+    """Return the local path of a model's file, downloaded if needed; None if it does not exist."""
     name = local_name(name)
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
 
@@ -342,10 +342,10 @@ def _file(name: str, file: str, revision: str | None) -> str | None:
 def weight_files(
     name_or_path: str, revision: str | None, *, field: str = "target"
 ) -> dict[str, str]:
-    """Tensor name -> safetensors file that holds it.
+    """Return tensor name -> safetensors file.
 
     Raises:
-        ValueError: there is no such file, or a shard is something else.
+        ValueError: no such file, or a shard in another format.
     """
     index = _file(name_or_path, INDEX, revision)
     if index is None:
@@ -364,10 +364,10 @@ def weight_files(
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a safetensors file, by its header alone.
+    """Return tensor shapes from a safetensors file, by its header alone.
 
     Raises:
-        OSError, SafetensorError: it is missing or damaged.
+        OSError, SafetensorError: a missing or damaged file.
     """
     if not path.is_file():
         raise FileNotFoundError("no such file")
@@ -379,7 +379,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def open_weights(
     name_or_path: str, revision: str | None, file: str, *, field: str = "target"
 ) -> safe_open:
-    """Open one of ``weight_files``.
+    """Open a file from ``weight_files``.
 
     Raises:
         ValueError: it is missing or damaged.
@@ -400,7 +400,7 @@ def _no_weights(field: str, name: str, reason: str) -> str:
 
 @contextmanager
 def explained(field: str, name: str) -> Iterator[None]:
-    """Raise whatever transformers trips over in a model's files as one line."""
+    """Raise every transformers error about a model's files as one line."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -413,20 +413,20 @@ def explained(field: str, name: str) -> Iterator[None]:
 
 
 def quieten() -> None:
-    """Load without the libraries' warnings and bars."""
+    """Turn off the libraries' warnings and progress bars."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     getLogger("DeepSpeed").addFilter(_is_of_use)
 
 
 def _is_of_use(record: LogRecord) -> bool:
-    """Return False for DeepSpeed's note that this machine has no GPU, where nothing uses it."""
+    """Return False for DeepSpeed's note that this machine has no GPU, which is irrelevant here."""
     return "Setting accelerator to CPU" not in record.getMessage()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Load without transformers' table of tensors, of which we say the same in one line."""
+    """Load without transformers' tensor table; this package reports the same in one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -440,18 +440,19 @@ def first_line(error: Exception) -> str:
     return lines[0].rstrip(".")
 
 
-# -- targets in GGUF files: converted once, kept as a folder of safetensors --------------------
+# -- targets in GGUF files: converted once, then read as a safetensors folder ------------------
 
 GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose GGUF tensors transformers maps, and which can be cut into stages."""
+"""Model types with GGUF tensors that transformers maps, and with layers that can be cut into
+stages."""
 
 
 def local_name(name_or_path: str, *, field: str = "target") -> str:
-    """Return the place of a model: FILE.gguf becomes a folder on its first use, and what the
-    package holds is found outside a checkout, too.
+    """Return a model's local path or name: convert FILE.gguf into a folder on first use, and find
+    packaged models outside a checkout, too.
 
     Raises:
-        ValueError: the file is missing, broken or of another model family.
+        ValueError: the file is missing, broken or from another model family.
     """
     file = Path(name_or_path)
     if file.suffix != ".gguf" or file.is_dir():
@@ -465,12 +466,12 @@ def local_name(name_or_path: str, *, field: str = "target") -> str:
 
 
 def convert_gguf(file: Path, out: Path, *, field: str = "target") -> list[Path]:
-    """Write a GGUF model as transformers dequantizes it, a folder in float32; returns its files.
+    """Write a GGUF model, dequantized by transformers, as a float32 folder; return its files.
 
-    config.json names the file by ``gguf_sha256``, so that results know the target.
+    config.json stores the file's hash as ``gguf_sha256``, so that results identify the target.
 
     Raises:
-        ValueError: the file is broken, or of a model family that cannot be cut into stages.
+        ValueError: the file is broken, or from a model family that cannot be cut into stages.
         UsageError: ``out`` is in use.
     """
     return write_folder(out, partial(_fill_from_gguf, file=file, field=field))
@@ -484,7 +485,7 @@ def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
             file.parent, **names, dtype=torch.float32, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **names)
-    except Exception as error:  # whatever reader and converter trip over in the file
+    except Exception as error:  # any reader or converter error
         raise ValueError(
             f"{field}: {str(file)!r} cannot be read as GGUF ({first_line(error)[:200]}); download "
             "it again, convert the model with its authors' script, or pip install gguf"
@@ -497,7 +498,7 @@ def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
             f"{', '.join(GGUF_FAMILIES)}"
         )
     check_tensors({"missing": set(found["missing_keys"])}, field, str(file))
-    # Its weights are plain numbers now, which transformers would not save as such.
+    # The weights are plain numbers now; with this entry transformers would refuse to save them.
     del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]
     model.config.gguf_sha256 = file_sha256(file)
@@ -509,7 +510,7 @@ def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
 
 
 def resolve_device(name: str, field: str = "--device") -> torch.device:
-    """The device of a name, checked by using it.
+    """Return the named device, checked by using it.
 
     Args:
         name: auto (the first accelerator, if there is one), cpu, cuda or cuda:N.
@@ -521,7 +522,7 @@ def resolve_device(name: str, field: str = "--device") -> torch.device:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         found = torch.zeros(1, device=name)
-        found.tolist()  # a device that holds nothing, as meta, cannot say it
+        found.tolist()  # a device without storage, as meta, fails here
         return found.device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
@@ -531,14 +532,14 @@ def resolve_device(name: str, field: str = "--device") -> torch.device:
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Whether products of bfloat16 are computed as such; emulated ones are slow, or refused."""
+    """Return True if the device multiplies bfloat16 natively; emulation is slow, or refused."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
 
 
 def stored_dtype(name: str, revision: str | None) -> torch.dtype | None:
-    """The dtype that a model's config.json says its weights are stored in."""
+    """Return the dtype that a model's config.json states for its weights."""
     config = read_config(name, revision)
     config = config.get("text_config", config)
     found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
@@ -548,9 +549,10 @@ def stored_dtype(name: str, revision: str | None) -> torch.dtype | None:
 def resolve_dtype(
     dtype: str, device: torch.device, name: str, revision: str | None = None
 ) -> torch.dtype:
-    """The dtype of target and draft. auto: float32 on a CPU, on a GPU as the target is stored.
+    """Return the dtype for target and draft. auto: float32 on a CPU, the target's stored dtype on a
+    GPU.
 
-    A GPU without bfloat16 of its own (before Ampere) takes float16 in place of it.
+    A GPU without native bfloat16 (before Ampere) uses float16 instead.
     """
     if dtype != "auto":
         return getattr(torch, dtype)
@@ -561,7 +563,7 @@ def resolve_dtype(
 
 
 def place_draft(draft: Network, target: PreTrainedModel) -> Network:
-    """Move a draft to its target: to the embedding's device, and in the target's dtype."""
+    """Move a draft to the target's embedding device and dtype."""
     device = target.get_input_embeddings().weight.device
     return draft.to(device, target.dtype)  # type: ignore[arg-type]  # Module's weight is untyped
 
@@ -569,21 +571,21 @@ def place_draft(draft: Network, target: PreTrainedModel) -> Network:
 # -- the link to the Hub ----------------------------------------------------------------------
 
 SILENCE_S = 60.0
-"""Longest wait for a byte where huggingface_hub itself would wait for ever."""
+"""Longest wait for a byte where huggingface_hub would wait forever."""
 
 AGAIN = "the same command goes on where this one ended"
 
 
 @contextmanager
 def hub_link(field: str) -> Iterator[None]:
-    """Talk to the Hub inside: bounded waits, no bars and retry notes of the library.
+    """Access the Hub inside: bounded waits, no progress bars or retry notes from the library.
 
     Args:
-        field: what an error names first, the option and its value.
+        field: prefix for errors: the option and its value.
 
     Raises:
-        ValueError: refused for a reason that the user can fix: token, rights, name, revision.
-        Failure: the Hub cannot be reached, breaks off, stays silent or fails.
+        ValueError: a refusal that the user can fix: token, rights, name, revision.
+        Failure: the Hub is unreachable, breaks off, stays silent or fails.
     """
     before = hub_logging.get_verbosity()
     hub_logging.set_verbosity_error()  # each retry would be a warning
@@ -604,14 +606,14 @@ def hub_link(field: str) -> Iterator[None]:
 
 
 def _end_waits(request: httpx2.Request) -> None:
-    """Hook of httpx: a limit for what has none; the library gives most requests none."""
+    """Set a timeout on httpx requests without one; the library gives most requests none."""
     timeout = request.extensions["timeout"]
     limited = {part: SILENCE_S if limit is None else limit for part, limit in timeout.items()}
     request.extensions = {**request.extensions, "timeout": limited}
 
 
 def _hub_error(field: str, error: Exception) -> Exception | None:
-    """The error to raise in place of one of huggingface_hub's, None for one of another origin."""
+    """Return the error to raise instead of a huggingface_hub error; None for other errors."""
     for cause in causes(error):
         if isinstance(cause, HfHubHTTPError):
             return _refusal(field, cause)
@@ -637,7 +639,7 @@ def _hub_error(field: str, error: Exception) -> Exception | None:
 
 
 def _refusal(field: str, error: HfHubHTTPError) -> Exception:
-    """ValueError for what the user can change, Failure for the server's own trouble."""
+    """Return ValueError for a problem the user can fix, Failure for server trouble."""
     status, host = error.response.status_code, error.response.url.host
     said = " ".join((error.server_message or error.response.reason_phrase).split())
     answer = f"{host} answered {status} ({said})"

@@ -1,1 +1,1 @@
-"""Training data of drafts: conversations and documents as token ids with loss masks."""
+"""Training data for heads: conversations and documents as token ids with loss masks."""

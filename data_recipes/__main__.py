@@ -37,7 +37,7 @@ OUT/bad_rows.jsonl (every row left out, with the reason) and OUT/config.yaml (as
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(Options):
-    """Conversations or texts to token ids and assistant loss masks."""
+    """Turn conversations or texts into token ids and assistant loss masks."""
 
     PROG: ClassVar[str] = "pipedraft data"
     EXAMPLE: ClassVar[str] = EXAMPLE
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str] | None) -> None:
     words = sys.argv[1:] if argv is None else argv
-    if any(word in HELP_FLAGS for word in words):  # reads the docstring under every field
+    if any(word in HELP_FLAGS for word in words):  # reads the docstring below each field
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = build_parser()
     cfg = parse(parser, words)

@@ -1,13 +1,13 @@
-"""Rows on their way to the target's own answers, and the file that keeps the answers.
+"""Resumable store for on-policy answers: one SQLite row per conversation, exported as JSONL.
 
-No model and no network: the servers' and the local path share it. The output is in input order, and
-resumable after any kind of end:
+Needs neither model nor network: the server path and the local path share it. The output follows the
+input order. A run can resume after any kind of exit:
 
-    answers.sqlite          every row that is settled, committed one by one, and what was asked for
-    answers.jsonl           {"input_row": i, ...} for every answered row, i ascending: at the end
-    answers.errors.jsonl    {"input_row": i, "reason": ..., "row": ...} for every row without answer
+    answers.sqlite          settled rows, committed one by one, and the run's input and settings
+    answers.jsonl           {"input_row": i, ...} per answered row, i ascending; written at the end
+    answers.errors.jsonl    {"input_row": i, "reason": ..., "row": ...} per row without an answer
 
-A killed process loses no settled row. The database may be removed when no row is to be asked again.
+A killed process loses no settled row. Remove the database once you will not retry any row.
 """
 
 import json
@@ -25,7 +25,7 @@ from pipedraft.data_recipes.conversations import SYSTEM_FIELDS, Message, read_ro
 from pipedraft.files import Values, publish
 
 WRITTEN = "written"
-"""Among the settings: the latest outputs. Options begin with dashes."""
+"""Settings key for the output files written last. Option keys begin with dashes."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value BLOB);
 CREATE TABLE IF NOT EXISTS rows (row INTEGER PRIMARY KEY, reason TEXT, line BLOB);
@@ -33,15 +33,15 @@ CREATE TABLE IF NOT EXISTS rows (row INTEGER PRIMARY KEY, reason TEXT, line BLOB
 
 
 class AnswerFile:
-    """Rows in, in any order; lines out, in input order. One process at a time."""
+    """Answer store: takes rows in any order, writes lines in input order. One process at a time."""
 
     def __init__(
         self, out: Path, settings: Mapping[str, object], *, num_rows: int, retry_errors: bool
     ) -> None:
-        """Open the database beside ``out``, or make it.
+        """Open the database next to ``out``, or create it.
 
         Args:
-            settings: option -> value, what the answers depend on; JSON values only.
+            settings: option -> value for each option that changes the answers; JSON values only.
 
         Raises:
             ValueError: ``out`` belongs to another input, other settings or a running process.
@@ -58,7 +58,7 @@ class AnswerFile:
             )
         self.is_answered = bytearray(num_rows)
         self.reasons: dict[int, str] = {}
-        """Why rows failed."""
+        """Reasons for failed rows."""
         self.database = self._open()
         try:
             self._check(settings)
@@ -84,15 +84,15 @@ class AnswerFile:
         return not self.is_answered[row] and row not in self.reasons
 
     def add(self, row: int, answered: dict[str, object]) -> None:
-        """Keep an answered row; a kill after this returns does not lose it."""
+        """Store an answered row; a kill after the return does not lose it."""
         self._settle(row, {"input_row": row} | answered | {"input_row": row}, "")
         self.is_answered[row] = True
 
     def fail(self, row: int, reason: str, text: str) -> None:
-        """Keep a row without answer, and why.
+        """Store a row without an answer, and the reason.
 
         Args:
-            text: the row as read; it need not be JSON.
+            text: the row as read, possibly no JSON.
         """
         try:
             content = json.loads(text)
@@ -102,20 +102,20 @@ class AnswerFile:
         self.reasons[row] = reason
 
     def finish(self) -> None:
-        """Write the output, unless it is there already. Every row is settled."""
+        """Write the output unless it exists already. Requires every row to be settled."""
         known = self._get(WRITTEN) or []
         if self.out.exists() and self._identity(self.out) == known[-1]:
             return
 
         def write(place: Path) -> None:
             self._write_lines(place, "= ''")
-            # Before the renaming, which a kill may follow or precede.
+            # Note it before the rename: a kill may come before or after.
             self._set(WRITTEN, [*known[-1:], self._identity(place)])
 
         publish(self.out, write)
 
     def close(self) -> None:
-        """Leave the rows without answer beside the output; a later run goes on from here."""
+        """Write the rows without an answer next to the output; a later run resumes from here."""
         errors = self.database.execute("SELECT count(*) FROM rows WHERE reason != ''")
         if errors.fetchone()[0]:
             publish(self.errors_path, lambda place: self._write_lines(place, "!= ''"))
@@ -127,9 +127,10 @@ class AnswerFile:
         path = self.database_path
         try:
             database = sqlite3.connect(path, timeout=0, isolation_level=None)
-            # The first statement of a process locks the file until it ends, however it does.
+            # The first statement locks the file until the process ends, for any reason.
             database.execute("PRAGMA locking_mode = EXCLUSIVE")
-            # A commit is one write without fsync: a kill loses nothing, a power cut the last rows.
+            # A commit is one write without fsync: a kill loses nothing, a power cut may lose the
+            # last rows.
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
             database.executescript(SCHEMA)
@@ -145,7 +146,7 @@ class AnswerFile:
         return database
 
     def _check(self, settings: Mapping[str, object]) -> None:
-        """Compare with what the output was begun with; note it if there is nothing yet."""
+        """Compare with the stored settings; store them on the first run."""
         (num_settled,) = self.database.execute("SELECT count(*) FROM rows").fetchone()
         for name, value in settings.items():
             if not num_settled:
@@ -164,7 +165,7 @@ class AnswerFile:
             )
 
     def _read_back(self, retry_errors: bool) -> None:
-        """Note the rows that earlier runs have settled."""
+        """Mark the rows settled by earlier runs."""
         for row, reason in self.database.execute("SELECT row, reason FROM rows"):
             if not reason:
                 self.is_answered[row] = True
@@ -172,7 +173,7 @@ class AnswerFile:
                 self.reasons[row] = reason
 
     def _identity(self, path: Path) -> list[object]:
-        """Size and time of an output, and its rows."""
+        """Return size, modification time and row count for an output."""
         place = path.stat()
         return [[place.st_size, place.st_mtime_ns], self.num_answered]
 
@@ -202,7 +203,7 @@ class AnswerFile:
 
 
 def _json(value: object) -> bytes:
-    """JSON in UTF-8; half a surrogate pair, which that cannot hold, becomes a question mark."""
+    """Encode as UTF-8 JSON; an unpaired surrogate becomes a question mark."""
     return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
@@ -216,70 +217,72 @@ TURNS = ("messages", "conversations")
 
 
 class RowFailed(Exception):
-    """One row gets no answer; the reason is kept with the row, and the run goes on."""
+    """One row gets no answer: the reason is stored with the row, and the run continues."""
 
 
 class TargetLost(Exception):
-    """No further row can be answered; the message is one line that says why."""
+    """No further row can be answered; the message is a one-line reason."""
 
 
-# How answers are drawn and what is kept of them. The docstring is a title in --help.
+# How answers are sampled and stored. The docstring is a title in --help.
 @dataclass(frozen=True, kw_only=True)
 class AnswerSampling(Options):
     """answers"""
 
     thinking: Literal["keep", "strip"] = "keep"
-    """keep: in <think> marks, also what a server separates; strip: only what is said"""
+    """keep: store it in <think> marks, also if a server returns it separately; strip: drop it"""
     temperature: float = option(1.0, metavar="T")
-    """of sampled rows"""
+    """sampling temperature"""
     top_p: float = option(1.0, metavar="P")
-    """of sampled rows"""
+    """nucleus sampling threshold"""
     max_tokens: int = option(1024, least=1)
-    """per answer"""
+    """tokens per answer at most"""
     greedy_share: float = option(0.5, metavar="P")
-    """rows with greedy answers"""
+    """share of rows with greedy answers"""
     seed: int = 0
-    """of the sampling"""
+    """sampling seed"""
     chat_template_kwargs: Values | None = option(
         None, metavar="JSON", parse=read_template_variables
     )
-    """variables of the chat template, as {"enable_thinking": false}; a row's own count before"""
+    """variables for the chat template, as {"enable_thinking": false}; a row's own take
+    precedence"""
 
     def is_greedy(self, row: int) -> bool:
-        """Spread evenly: among rows 0 to n - 1 there are int(n * greedy_share) greedy ones."""
+        """Return True for greedy rows, spread evenly: int(n * greedy_share) among rows 0 to n -
+        1."""
         return int(row * self.greedy_share) < int((row + 1) * self.greedy_share)
 
     def seed_of(self, row: int, turn: int, attempt: int = 0) -> int:
-        """Seed of one answer, below 2**31, which every server takes."""
+        """Return the seed for one answer, below 2**31, which every server accepts."""
         return zlib.crc32(f"{self.seed} {row} {turn} {attempt}".encode()) & 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
 class TargetAnswer:
-    """One answer of the target, as it goes into the row."""
+    """One answer from the target, as stored in the row."""
 
     content: str
     is_cut: bool
-    """Whether the answer stopped at --max-tokens, or where the target's positions end."""
+    """True if the answer stopped at --max-tokens or at the target's last position."""
     tool_calls: list[Values] = field(default_factory=list)
-    """What a server found of calls in the answer."""
+    """Tool calls that a server parsed from the answer."""
 
 
 @dataclass
 class Dialogue:
-    """A conversation whose assistant turns are being replaced, from the first on."""
+    """A conversation whose assistant turns are being regenerated, from the first on."""
 
     row: int
-    """Place in the input, from 0."""
+    """Index in the input, from 0."""
     text: str
     """The input row as read."""
     fields: dict[str, object]
     """Other fields of the input row; copied to the output."""
     prompts: list[Messages]
-    """What is said before each answer since the one before it; the last message is the user's."""
+    """Turns before each answer since the previous one; the last message is the user's."""
     tools: list[Values] | None = None
     variables: Values = field(default_factory=dict)
-    """Of the chat template, which the row brings."""
+    """Chat template variables from the row."""
     history: Messages = field(default_factory=list)
     """Prompts and answers so far."""
     num_answers: int = 0
@@ -289,10 +292,10 @@ class Dialogue:
     def read(cls, row: int, text: str) -> "Dialogue":
         """Read {"prompt": text}, ``messages`` or ``conversations`` from JSON.
 
-        A conversation that ends with the user's turn gets an answer to that as well.
+        A conversation that ends with the user's turn gets an answer there, too.
 
         Raises:
-            RowFailed: the row is none of these, or an assistant turn does not follow a user's.
+            RowFailed: none of these forms, or an assistant turn does not follow a user turn.
         """
         try:
             value = json.loads(text)
@@ -316,7 +319,7 @@ class Dialogue:
         return self.num_answers == len(self.prompts)
 
     def question(self) -> Messages:
-        """All that the target reads before its next answer."""
+        """Return all turns that the target reads before its next answer."""
         return [*self.history, *self.prompts[self.num_answers]]
 
     def add(self, answer: TargetAnswer) -> None:
@@ -328,7 +331,7 @@ class Dialogue:
         self.num_cut += answer.is_cut
 
     def to_row(self, *, is_greedy: bool) -> dict[str, object]:
-        """The input row with the answered conversation in OpenAI's form."""
+        """Return the input row with the answered conversation in the OpenAI form."""
         turns = [{n: x for n, x in turn.items() if n != "train"} for turn in self.history]
         for turn, read in zip(turns, self.history, strict=True):
             if not read.get("train", True):
@@ -345,10 +348,11 @@ class Dialogue:
 
 
 def split_prompts(turns: Messages) -> list[Messages]:
-    """The turns between answers: [system, user, assistant, user] -> [[system, user], [user]].
+    """Return the turns between answers: [system, user, assistant, user] -> [[system, user],
+    [user]].
 
-    A call of a tool that a result follows is the row's own, read and not learned: the result is
-    that call's, and no other's.
+    A tool call followed by its result stays from the input row, as context without loss: the result
+    belongs to this call and to no other.
     """
     if not turns:
         raise RowFailed("no turns")
@@ -373,15 +377,15 @@ def split_prompts(turns: Messages) -> list[Messages]:
 
 
 def kept_text(content: str, reasoning: str, *, thinking: Literal["keep", "strip"]) -> str:
-    """The text of an answer that goes into the row, the thinking in <think> marks or left out.
+    """Return an answer's text for the row, with the thinking in <think> marks or dropped.
 
-    Templates may open the block in the prompt, so that the answer holds the closing mark alone.
+    Templates may open the block in the prompt; the answer then contains only the closing mark.
 
     Args:
-        reasoning: thinking that a server returned in a field of its own.
+        reasoning: thinking that a server returned in a separate field.
 
     Raises:
-        RowFailed: nothing is said, or the thinking does not end.
+        RowFailed: the answer is empty, or the thinking does not end.
     """
     content = content.strip()
     before, mark, _ = content.partition(END_THINK)

@@ -1,6 +1,6 @@
-"""Batches: rows of similar length and their padding, or rows packed as documents into one.
+"""Make batches: pad rows with similar lengths, or pack rows as separate documents.
 
-For language-model training, the documents of a split as blocks of one length.
+For language-model training, the documents in a split become blocks of one length.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pipedraft.files import Values
 
-# Rows sorted by length together, in multiples of the mean batch: more means less padding and less
-# mixing of rows between epochs.
+# Size of a sorting pool, in mean batches: larger means less padding and less mixing between epochs.
 BATCHES_PER_POOL = 50
 
 
@@ -23,17 +22,17 @@ def length_bucketed_batches(
     epoch: int,
     group: int = 1,
 ) -> list[list[int]]:
-    """Batches of row indices of one epoch, in the order in which they are trained on.
+    """Return one epoch's batches of row indices, in training order.
 
-    Every batch obeys max(length) * rows <= batch_tokens. Rows are shuffled, sorted by length
-    inside pools, cut into batches, and groups of neighbors in length shuffled: processes that
-    share a group do not wait long for each other. Every row is in exactly one batch. The number of
-    batches is made a multiple of ``group`` by halving the largest ones; only when every batch is a
-    single row are the first batches repeated.
+    Every batch obeys max(length) * rows <= batch_tokens. Rows are shuffled, sorted by length inside
+    pools and cut into batches. Then groups with neighboring lengths are shuffled, so that processes
+    sharing a group do not wait long for each other. Every row is in exactly one batch. Halving the
+    largest batches makes their number a multiple of ``group``; the first batches are repeated only
+    if every batch is a single row.
 
     Args:
-        lengths: tokens of each row, after any cut.
-        batch_tokens: padded tokens that a batch may hold.
+        lengths: tokens per row, after any cut.
+        batch_tokens: padded tokens per batch at most.
         group: batches that stay together.
 
     Raises:
@@ -57,11 +56,11 @@ def length_bucketed_batches(
 def packed_batches(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, group: int = 1
 ) -> list[list[int]]:
-    """Batches of row indices of one epoch for `pack`, in the order in which they are trained on.
+    """Return one epoch's batches of row indices for `pack`, in training order.
 
-    Every batch obeys sum(length) <= batch_tokens and takes the shuffled rows as they come: without
-    padding, companions of any length cost the same. Arguments, and what else is promised, are those
-    of `length_bucketed_batches`.
+    Every batch obeys sum(length) <= batch_tokens and takes the shuffled rows in order: without
+    padding, mixing lengths costs nothing. Arguments and other guarantees: see
+    `length_bucketed_batches`.
     """
     sizes = _checked_sizes(lengths, batch_tokens)
     batches: list[list[int]] = [[]]
@@ -89,7 +88,7 @@ def _checked_sizes(lengths: Sequence[int], batch_tokens: int) -> np.ndarray:
 
 
 def _cut(pool: list[int], sizes: np.ndarray, batch_tokens: int) -> list[list[int]]:
-    """Consecutive batches of rows sorted by rising length, each as full as allowed."""
+    """Cut rows sorted by rising length into consecutive batches, each as full as allowed."""
     batches: list[list[int]] = [[]]
     for index in pool:
         if (len(batches[-1]) + 1) * sizes[index] > batch_tokens and batches[-1]:
@@ -99,7 +98,7 @@ def _cut(pool: list[int], sizes: np.ndarray, batch_tokens: int) -> list[list[int
 
 
 def _make_divisible(batches: list[list[int]], group: int) -> None:
-    """Halve the batches with most rows, in place, until len(batches) % group == 0."""
+    """Halve the batches with the most rows, in place, until len(batches) % group == 0."""
     while len(batches) % group:
         largest = max(range(len(batches)), key=lambda index: len(batches[index]))
         batch = batches[largest]
@@ -126,10 +125,11 @@ def collate(rows: Sequence[Values], pad_id: int) -> dict[str, Tensor]:
 
 
 def pack(rows: Sequence[Values]) -> dict[str, Tensor]:
-    """Rows as documents of a single one: input_ids [1, sum] int64, loss_mask [1, sum] bool, lengths
-    [documents] int64. Not the blocks of ``data.pack``, whose documents see each other.
+    """Pack rows as documents into one row: input_ids [1, sum] int64, loss_mask [1, sum] bool,
+    lengths [documents] int64. Unlike the blocks from ``data.pack``, documents do not see each
+    other.
 
-    The first token of a document is the label of no row, so its mask is False.
+    A document's first token is no row's label, so its mask is False.
     """
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     ids, masks = (
@@ -141,14 +141,14 @@ def pack(rows: Sequence[Values]) -> dict[str, Tensor]:
 
 
 def document_lengths(batch: dict[str, Tensor]) -> list[int] | None:
-    """Document lengths of a packed batch; None for a padded batch or a single sequence."""
+    """Return document lengths for a packed batch; None for a padded batch or a single sequence."""
     lengths = batch["lengths"]
     return lengths.tolist() if len(lengths) > len(batch["input_ids"]) else None
 
 
 def document_places(batch: dict[str, Tensor]) -> Tensor:
-    """Number of the document of each position of a batch, padded or packed: int64 [B, T]; -1 on
-    padding."""
+    """Return the document number at each position, for padded or packed batches: int64 [B, T]; -1
+    on padding."""
     mask_BT, lengths = batch["loss_mask"], batch["lengths"].to(batch["loss_mask"].device)
     B, T = mask_BT.shape
     documents = torch.arange(len(lengths), device=mask_BT.device)
@@ -159,10 +159,10 @@ def document_places(batch: dict[str, Tensor]) -> Tensor:
 
 
 def inner_mask(batch: dict[str, Tensor]) -> Tensor:
-    """The loss mask without the first and the last position of each document: bool [B, T].
+    """Return the loss mask without each document's first and last position: bool [B, T].
 
-    As the peers' packages clear the last, so that no label is padding or of the next document; no
-    row has the first as its label, and `pack` clears it.
+    Other packages clear the last position too: its label would be padding or the next document. No
+    row has the first token as its label, and `pack` clears it.
     """
     place_BT = document_places(batch)
     edge_B1 = place_BT.new_full((len(place_BT), 1), -2)
@@ -172,7 +172,7 @@ def inner_mask(batch: dict[str, Tensor]) -> Tensor:
 
 
 def reorder(batch: dict[str, Tensor], order: Tensor) -> dict[str, Tensor]:
-    """The examples in another order: rows of a padded batch, documents of a packed one."""
+    """Reorder the examples: rows in a padded batch, documents in a packed one."""
     lengths = document_lengths(batch)
     if lengths is None:
         return {name: x[order.to(x.device)] for name, x in batch.items()}

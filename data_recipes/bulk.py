@@ -1,9 +1,8 @@
 """Bulk sampling: thousands of conversations in lock-step, without padding or attention mask.
 
-Every row starts at position 0 and moves one token per forward pass. A prompt is forced token by
-token, so that rows of different length never need padding and attention never needs a mask. Caches
-are allocated once and written in place; rows that have ended are taken out when they are a quarter
-of the batch.
+Every row starts at position 0 and advances one token per forward pass. Prompts are forced token by
+token, so rows with different lengths need no padding and attention needs no mask. Caches are
+allocated once and written in place. Finished rows are removed once they are a quarter of the batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,15 +18,15 @@ from transformers.cache_utils import DynamicLayer
 # B rows, T positions, V vocabulary, J key heads, D head size
 
 ENDED_SHARE = 1 / 4
-"""Share of ended rows at which they are taken out of the batch, which copies the caches once."""
+"""Share of finished rows that triggers their removal, which copies the caches once."""
 CHECK_EVERY = 16
-"""Forward passes between two looks at the ended rows: each look waits for the device."""
+"""Forward passes between two checks for finished rows: each check waits for the device."""
 
 
 class Decoder:
-    """A causal language model of transformers with one token per row and call.
+    """A transformers causal language model that takes one token per row and call.
 
-    All rows are at one position, so that neither padding nor a mask is needed.
+    All rows are at one position, so they need neither padding nor a mask.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -35,26 +34,26 @@ class Decoder:
         self.device = model.device
 
     def begin(self, max_length: int) -> None:
-        """Make empty caches for that many positions."""
+        """Allocate empty caches for ``max_length`` positions."""
         self.cache = DynamicCache(config=self.model.config)
         preallocate(self.cache, max_length)
 
     def step(self, ids_B: Tensor) -> Tensor:
-        """Return logits [B, V] of the next token."""
+        """Return logits [B, V] for the next token."""
         logits_B1V = self.model(
             input_ids=ids_B[:, None], past_key_values=self.cache, logits_to_keep=1
         ).logits
         return logits_B1V[:, 0]
 
     def keep(self, index: Tensor) -> None:
-        """Keep the caches of these rows alone."""
+        """Keep the caches only for these rows."""
         self.cache.batch_select_indices(index)
 
 
 class PreallocatedLayer(DynamicLayer):
-    """Keys and values [B, J, T, D] as views of buffers for the longest sequence.
+    """Keys and values [B, J, T, D] as views into buffers for the longest sequence.
 
-    transformers' own layer concatenates, which copies every earlier token for each new one.
+    The transformers layer concatenates: it copies every earlier token for each new one.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -85,7 +84,8 @@ class PreallocatedLayer(DynamicLayer):
 
 
 def preallocate(cache: DynamicCache, max_length: int) -> None:
-    """Replace growing cache layers by preallocated ones; windows and recurrent states stay."""
+    """Replace growing cache layers by preallocated ones; sliding windows and recurrent states
+    stay."""
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[i] = PreallocatedLayer(max_length)
@@ -93,45 +93,45 @@ def preallocate(cache: DynamicCache, max_length: int) -> None:
 
 @dataclass(frozen=True)
 class Opening:
-    """A row to sample: its first tokens, and who goes on.
+    """A row to sample: its first tokens, and the role that continues.
 
-    The model writes the answer after ``ids``; with ``writes_user`` it writes the user's turn first
+    The model writes the answer after ``ids``. With ``writes_user`` it writes the user turn first
     (Magpie, arXiv:2406.08464), then ``assistant`` is forced, then it writes the answer.
     """
 
     ids: tuple[int, ...]
     is_greedy: bool = False
-    """Greedy answer instead of one drawn at temperature 1; a user's turn is always drawn."""
+    """Answer greedily instead of sampling at temperature 1; a user turn is always sampled."""
     writes_user: bool = False
 
 
 @dataclass(frozen=True)
 class SampledRow:
     ids: np.ndarray
-    """int32 [T]: opening and answer, with its end token if it has one."""
+    """int32 [T]: opening and answer, including the end token if there is one."""
     answer_start: int
     """Tokens before the answer."""
     has_ended: bool
-    """False: the answer was cut at the longest length."""
+    """False: the answer was cut at the maximum length."""
     opening: Opening
     place: int
-    """Of its opening among the openings."""
+    """Index of its opening."""
 
 
 @dataclass
 class _Rows:
-    """The rows that still move: one entry per row in every tensor, in the order of the caches."""
+    """Unfinished rows: one entry per row in every tensor, in cache order."""
 
     place_B: Tensor
-    """Row numbers in the order of the openings."""
+    """Row numbers in opening order."""
     ids_BT: Tensor
     forced_BT: Tensor
-    """Token that must stand at a position, -1 where the model decides."""
+    """Forced token at each position, -1 where the model decides."""
     start_B: Tensor
-    """First position of the answer, -1 while the user's turn is written."""
+    """First answer position, -1 while the user turn is being written."""
     is_greedy_B: Tensor
     end_B: Tensor
-    """Tokens of an ended row, 0 until then."""
+    """Tokens in a finished row, 0 until then."""
 
     def at(self, index: Tensor) -> "_Rows":
         return _Rows(**{name: x[index] for name, x in vars(self).items()})
@@ -165,16 +165,16 @@ def sample_rows(
 ) -> list[SampledRow]:
     """Sample one conversation for each opening, all in lock-step.
 
-    Draws are from the model's own distribution at temperature 1, without top-k or top-p.
+    Samples from the unmodified model distribution at temperature 1, without top-k or top-p.
 
     Args:
-        assistant: tokens between a user's turn, its end token included, and the answer.
+        assistant: tokens between a user turn (its end token included) and the answer.
         ends: token ids that end a turn.
-        max_length: tokens of a row at most, its opening included.
+        max_length: tokens per row at most, opening included.
         generator: on the decoder's device.
 
     Returns:
-        Rows in the order of the openings. Those whose user's turn did not end are left out.
+        Rows in opening order. Rows with an unfinished user turn are left out.
     """
     device = decoder.device
     longest, first = (f(len(o.ids) for o in openings) for f in (max, min))
@@ -205,9 +205,9 @@ def sample_rows(
 
 
 def _draw(logits_BV: Tensor, rows: _Rows, generator: torch.Generator) -> Tensor:
-    """Draw a token per row, or take the best one where the answer is greedy."""
+    """Sample a token per row, or take the argmax where the answer is greedy."""
     logits_BV = logits_BV.float()
-    # argmax p / e with exponential e is a draw from p: one pass, and no wait for the device.
+    # argmax p / e with exponential e samples from p: one pass, and no wait for the device.
     noise_BV = torch.empty_like(logits_BV).exponential_(generator=generator)
     drawn_B = (logits_BV.softmax(-1) / noise_BV).argmax(-1)
     takes_best_B = rows.is_greedy_B & (rows.start_B >= 0)
@@ -215,14 +215,14 @@ def _draw(logits_BV: Tensor, rows: _Rows, generator: torch.Generator) -> Tensor:
 
 
 def _advance(rows: _Rows, token_B: Tensor, t: int, ends_E: Tensor, bridge_C: Tensor) -> None:
-    """Write the tokens at position t, and note the turns that they end."""
+    """Write the tokens at position t, and mark the turns that they end."""
     given_B = rows.forced_BT[:, t]
     is_own_B = (given_B < 0) & (rows.end_B == 0)
     rows.ids_BT[:, t] = torch.where(is_own_B, token_B, given_B.clamp(min=0))
     ends_turn_B = is_own_B & torch.isin(token_B, ends_E)
     is_answer_B = (rows.start_B >= 0) & (t >= rows.start_B)
     rows.end_B = torch.where(ends_turn_B & is_answer_B, t + 1, rows.end_B)
-    # The user's turn is over: the assistant's opening comes next, as far as there is room for it.
+    # The user turn is over: the assistant's opening follows, as far as it fits.
     ends_user_B = ends_turn_B & (rows.start_B < 0)
     room = min(len(bridge_C), rows.ids_BT.shape[1] - t - 1)
     ahead = rows.forced_BT[:, t + 1 : t + 1 + room]
@@ -245,7 +245,7 @@ def _collect(
 
 
 def repeats_itself(ids: np.ndarray, most: int = 12) -> bool:
-    """Return whether one sequence of four tokens comes more often than that: a loop."""
+    """Return True for a loop: four tokens in sequence that repeat more than ``most`` times."""
     if len(ids) < 4:
         return False
     wide = ids.astype(np.uint64)

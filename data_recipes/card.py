@@ -1,4 +1,4 @@
-"""Counts of all rows and their fates."""
+"""Counts for all rows: kept, refused, duplicate or not drawn."""
 
 import json
 from collections import Counter
@@ -23,65 +23,64 @@ UNKNOWN_LICENSE = "unknown"
 
 @dataclass(kw_only=True)
 class DataReport:
-    """rows_read = rows_kept + bad rows + rows with an empty mask (those only if unpacked) + rows
-    refused by filters, benchmarks, length or as duplicates + rows not drawn."""
+    """Row counts: rows_read = rows_kept + bad rows + rows with an empty mask (only if unpacked) +
+    rows refused by filters, benchmarks, length or as duplicates + rows not drawn."""
 
     rows_read: int
     rows_kept: int
-    """Different rows in the two sets; a row that a weight repeats counts once."""
+    """Distinct rows in both sets; a row repeated by a weight counts once."""
     bad_rows: dict[str, int]
     """Rows that cannot be read or rendered, by reason."""
     empty_mask_rows: int
     """Conversations without a supervised token; left out unless packed."""
     filtered_rows: dict[str, int] = field(default_factory=dict)
-    """By the name of the filter."""
+    """Rows by the filter that refused them."""
     contaminated_rows: int = 0
     benchmarks: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Per benchmark: prompts, short_prompts (of too few words to be looked for), rows left out. A
-    row may contain prompts of several."""
+    """Per benchmark: prompts, short_prompts (too few words to search for), rows left out. A row may
+    contain prompts from several benchmarks."""
     too_long_rows: int = 0
     duplicate_rows: dict[str, int] = field(default_factory=dict)
-    """By the kind of duplicate."""
+    """Rows by kind of duplicate."""
     not_drawn_rows: int = 0
-    """Good rows that a weight below 1 passes over."""
+    """Good rows skipped by a weight below 1."""
     truncated_rows: int
-    """Rows kept that were cut at max_length; 0 if packed."""
+    """Kept rows cut at max_length; 0 if packed."""
     missing_turns: int
     """Assistant turns that the chat template dropped or rewrote beyond recognition."""
     tokens: int
-    """Tokens in the two sets, separators and repetitions included."""
+    """Tokens in both sets, separators and repetitions included."""
     supervised_tokens: int
     """Tokens with loss_mask 1."""
     length_p50: int
     length_p90: int
     length_p99: int
     length_max: int
-    """Lengths of the kept rows before the cut, in tokens."""
+    """Maximum length over kept rows before the cut, in tokens."""
     sources: dict[str, dict[str, int]]
     """Per source: rows_read, rows_kept, tokens (separators excluded)."""
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
-    """Variables of the chat template that the recipe set."""
+    """Chat template variables set by the recipe."""
     left_out_fields: dict[str, int] = field(default_factory=dict)
-    """Rows kept, by what they have and no sequence shows: fields that nobody reads, or that the
-    chat template does not render."""
+    """Kept rows by field without effect: unread, or not rendered by the chat template."""
     thinking_back: int = 0
-    """Rows kept whose last turn's thinking, which the template strips, was put back."""
+    """Kept rows whose last turn got its thinking back after the template stripped it."""
     licenses: dict[str, int]
-    """Rows kept by license; `unknown` where neither the row nor its source names one."""
+    """Kept rows by license; `unknown` where neither the row nor its source names one."""
     hub_datasets: list[str] = field(default_factory=list)
-    """Ids of the sources that are data sets of the Hub."""
+    """Ids of sources that are Hub data sets."""
     groups: dict[str, int] = field(default_factory=dict)
-    """Rows of the two sets by group (context/512, language/de, segment/code), repetitions
-    included, the most frequent first."""
+    """Rows in both sets by group (context/512, language/de, segment/code), repetitions included,
+    the most frequent first."""
     train_rows: int = 0
     valid_rows: int = 0
-    """Rows of the two sets (blocks, if packed), repetitions included."""
+    """Training and validation rows (blocks, if packed), repetitions included."""
 
     def to_dict(self) -> Values:
         return asdict(self)
 
     def refused_rows(self) -> dict[str, int]:
-        """Readable rows that the configuration leaves out, by reason."""
+        """Return readable rows that the configuration leaves out, by reason."""
         counts = {f"{FILTERED}{name}": count for name, count in self.filtered_rows.items()}
         counts |= {f"duplicate: {kind}": count for kind, count in self.duplicate_rows.items()}
         counts |= {CONTAMINATED: self.contaminated_rows, TOO_LONG: self.too_long_rows}
@@ -89,7 +88,7 @@ class DataReport:
         return {reason: count for reason, count in counts.items() if count}
 
     def summary(self) -> str:
-        """The report in a few lines for a person."""
+        """Return a report in a few lines for a person."""
         bad = sum(self.bad_rows.values())
         refused = self.refused_rows()
         lines = [
@@ -145,7 +144,7 @@ def build_report(
 
     Args:
         errors: the reason for each row left out, else "".
-        copies: how often each row occurs in the two sets together; 0 for a row left out.
+        copies: occurrences per row in both sets together; 0 for a row left out.
     """
     kept = copies > 0
     licenses = np.asarray(rows["license"][:], dtype=object)
@@ -207,7 +206,7 @@ def build_report(
 
 
 def count_groups(groups: Mapping[str, np.ndarray], copies_N: np.ndarray) -> dict[str, int]:
-    """Rows of each group, as ``DataReport.groups`` has them."""
+    """Return rows per group, in the form ``DataReport.groups`` has."""
     counts: Counter[str] = Counter()
     for dimension, group_N in groups.items():
         for group in dict.fromkeys(group_N[copies_N > 0]):
@@ -216,7 +215,7 @@ def count_groups(groups: Mapping[str, np.ndarray], copies_N: np.ndarray) -> dict
 
 
 def _count_left_out(rows: Dataset, kept: np.ndarray) -> dict[str, int]:
-    """Rows kept by each field that their text does not show, the most frequent first."""
+    """Count kept rows by field missing from their text, the most frequent first."""
     counts: Counter[str] = Counter()
     for listed, times in Counter(np.asarray(rows["left_out"][:], dtype=object)[kept]).items():
         for name in json.loads(listed) if listed else ():

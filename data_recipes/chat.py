@@ -1,7 +1,7 @@
-"""Conversations to token ids and assistant loss masks, for any chat template.
+"""Turn conversations into token ids and assistant loss masks, for any chat template.
 
-A mask is made from character spans of the rendered text, which is tokenized once with offsets; no
-piece of a conversation is ever tokenized on its own, because BPE merges across the seams.
+Masks are made from character spans in the rendered text. The text is tokenized once with offsets,
+never in pieces, because BPE merges across the seams.
 """
 
 import json
@@ -33,27 +33,28 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """One conversation as the target reads it, and who wrote which characters."""
+    """One conversation as the target reads it, with the character spans that the assistant
+    wrote."""
 
     text: str
     spans: list[tuple[int, int]]
     """Character ranges [start, end) written by the assistant, the end-of-turn token included."""
     num_missing: int
-    """Assistant turns of which no trace was found in the text."""
+    """Assistant turns without any trace in the text."""
     not_rendered: tuple[str, ...] = ()
     """Fields of the conversation that the template leaves out."""
     has_thinking_back: bool = False
-    """Whether the last turn's thinking, which the template strips, was put back."""
+    """True if the last turn's thinking was put back after the template stripped it."""
 
 
 class ChatRenderer:
-    """Renders conversations with one tokenizer's chat template and finds the assistant's spans.
+    """Renders conversations with a tokenizer's chat template and finds the assistant's spans.
 
-    With ``{% generation %}`` marks the template says what the assistant writes. Without them, turn
-    i starts where render(messages[:i], add_generation_prompt=True) ends, if the whole text begins
-    like that; a template that rewrites turns (strips thinking, adds an empty thinking block) is
-    searched for the content after that point. Text that the template adds around the content is
-    not part of a span, except the special token that closes the turn, and calls of tools.
+    With ``{% generation %}`` marks the template itself marks the assistant's text. Without them,
+    turn i starts where render(messages[:i], add_generation_prompt=True) ends, if the whole text
+    begins like that. If a template rewrites turns (strips thinking, adds an empty thinking block),
+    search for the content after that point. Spans exclude text that the template adds around the
+    content, except tool calls and the special token that closes the turn.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class ChatRenderer:
     ) -> None:
         """
         Args:
-            variables: of the template (``chat_template_kwargs``).
-            keeps_thinking: put back the thinking of the last turn where the template strips it.
+            variables: for the template (``chat_template_kwargs``).
+            keeps_thinking: put the last turn's thinking back where the template strips it.
         """
         if not tokenizer.is_fast:
             raise ValueError(
@@ -86,7 +87,8 @@ class ChatRenderer:
 
     @cached_property
     def closing(self) -> str:
-        """The special token after an assistant turn, with the whitespace before it; "" if none."""
+        """Return the special token after an assistant turn, with the whitespace before it; "" if
+        none."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
         tail = render_chat(
             self.tokenizer, messages, prompt=False, variables=self.variables
@@ -97,7 +99,7 @@ class ChatRenderer:
         return match.group() if match else ""
 
     def describe(self) -> str:
-        """The template in a few words, for error messages."""
+        """Describe the template in a few words, for error messages."""
         kind = "with" if self.marks_generation else "without"
         begin = " ".join(self.template.split())[:60]
         return (
@@ -109,7 +111,7 @@ class ChatRenderer:
         """Render all turns once and locate every assistant turn.
 
         Raises:
-            ValueError: the template refuses the conversation (order of roles, no system role ...).
+            ValueError: the template refuses the conversation (role order, no system role ...).
         """
         given = chat if isinstance(chat, Conversation) else Conversation(chat)
         given = with_defaults(given, self.variables)
@@ -124,7 +126,8 @@ class ChatRenderer:
         return replace(found, not_rendered=missing)
 
     def as_read(self, message: Message) -> Message:
-        """The message as this template reads it: thinking in its field, or else in the content."""
+        """Return the message as this template reads it: thinking in its field, or else in the
+        content."""
         if "reasoning_content" not in message:
             return message
         if self.thinking_names:
@@ -133,10 +136,10 @@ class ChatRenderer:
         return inline_thinking(message) if END_THINK in self.template else message
 
     def _put_back(self, found: RenderedChat, last: Message, finder: "TurnFinder") -> RenderedChat:
-        """The chat with the thinking of its last turn, as the target generates it.
+        """Put the last turn's thinking back into the chat, as the target generates it.
 
-        DeepSeek-R1's distilled models open the thinking in the prompt of an answer, and strip it
-        from the answers of every conversation that they read.
+        DeepSeek-R1's distilled models open the thinking in the answer's prompt, and strip it from
+        the answers in every conversation they read.
         """
         thought, answer = thinking_of(last)
         if last["role"] != "assistant" or not thought or thought in found.text:
@@ -158,7 +161,7 @@ class ChatRenderer:
         return RenderedChat(prompt + own, spans, before.num_missing, has_thinking_back=True)
 
     def tokenize(self, chats: list[RenderedChat]) -> list[tuple[list[int], list[int]]]:
-        """Token ids and loss mask of each chat, uncut, in one call of the tokenizer.
+        """Return token ids and loss mask for each chat, uncut, in one tokenizer call.
 
         ``add_special_tokens`` is off: a template writes its own BOS.
         """
@@ -174,7 +177,7 @@ class ChatRenderer:
 
 
 class TurnFinder:
-    """Finds the assistant's turns in one rendered conversation."""
+    """Finds the assistant turns in one rendered conversation."""
 
     def __init__(self, renderer: ChatRenderer, chat: Conversation, text: str | None = None) -> None:
         """
@@ -195,7 +198,7 @@ class TurnFinder:
         )
 
     def find(self) -> RenderedChat:
-        """Without generation marks: by prefixes and contents."""
+        """Find the turns without generation marks: by prefixes and contents."""
         spans, num_missing, cursor = [], 0, 0
         for index, message in enumerate(self.messages):
             if message["role"] != "assistant":
@@ -214,7 +217,7 @@ class TurnFinder:
         return RenderedChat(self.text, spans, num_missing)
 
     def find_marked(self) -> RenderedChat:
-        """By the template's generation marks."""
+        """Find the turns by the template's generation marks."""
         variables: Values = dict(self.renderer.tokenizer.special_tokens_map) | self.chat.variables
 
         def render(turns: list[Values]) -> str:
@@ -249,7 +252,7 @@ class TurnFinder:
         return RenderedChat(text, spans, num_missing)
 
     def prefix(self, num_turns: int, *, prompt: bool) -> str | None:
-        """The first turns as the template renders them alone; None: it refuses them."""
+        """Render the first turns alone; None if the template refuses them."""
         if not num_turns:
             return None
         try:
@@ -258,12 +261,13 @@ class TurnFinder:
             return None
 
     def _prefix_length(self, num_turns: int, *, prompt: bool) -> int | None:
-        """Length of the rendered turns if the text begins with them, else None."""
+        """Return the rendered turns' length if the text begins with them, else None."""
         prefix = self.prefix(num_turns, prompt=prompt)
         return len(prefix) if prefix is not None and self.text.startswith(prefix) else None
 
     def _find_whole(self, index: int, cursor: int) -> tuple[int, int] | None:
-        """Span of all that follows the prompt of turn ``index``: thinking, content and calls."""
+        """Return the span from the prompt for turn ``index`` to its end: thinking, content and
+        calls."""
         prompt = self.prefix(index, prompt=True)
         start = None
         for candidate in () if prompt is None else (prompt, opened(prompt)):
@@ -288,7 +292,8 @@ class TurnFinder:
         return (start, end) if end > start else None
 
     def _find_turn(self, index: int, cursor: int) -> tuple[int, int] | None:
-        """Span of assistant turn ``index``, at or after ``cursor``; None if it left no trace."""
+        """Return the span for assistant turn ``index``, at or after ``cursor``; None if it left no
+        trace."""
         text, content = self.text, self.messages[index]["content"]
         answer = content.rpartition(END_THINK)[2].strip()
         start = self._prefix_length(index, prompt=True)
@@ -307,7 +312,7 @@ class TurnFinder:
                 at = text.find(candidate + tail, floor, ceiling)
                 if at >= 0:
                     return at, at + len(candidate + tail)
-        # The template rewrote this turn. Between the prompt and the closing token all is its own.
+        # The template rewrote this turn. All text between prompt and closing token belongs to it.
         if start is not None and self.closing:
             end = text.find(self.closing, start, ceiling)
             region = text[start : max(start, end)]
@@ -317,7 +322,7 @@ class TurnFinder:
         return (at, self._close(at + len(answer))) if at >= 0 else None
 
     def _next_turn(self, index: int) -> int:
-        """A position before which turn ``index`` ends: the next turn's content."""
+        """Return a position before which turn ``index`` ends: the next turn's content."""
         if index + 1 == len(self.messages):
             return len(self.text)
         length = self._prefix_length(index + 2, prompt=False)
@@ -331,13 +336,13 @@ class TurnFinder:
 
 
 def opened(prompt: str) -> str:
-    """A prompt without the thinking block that it opens."""
+    """Strip the thinking block that a prompt opens."""
     bare = prompt.rstrip()
     return bare.removesuffix(THINK) if bare.endswith(THINK) else prompt
 
 
 def unrendered(chat: Conversation, text: str) -> Iterator[str]:
-    """Names of what the conversation has and the rendered text does not."""
+    """Yield field names from the conversation that the rendered text lacks."""
     found: dict[str, None] = {}
     for tool in chat.tools or ():
         function = tool.get("function", tool)
@@ -359,7 +364,7 @@ def unrendered(chat: Conversation, text: str) -> Iterator[str]:
 
 
 def is_in(part: str, text: str) -> bool:
-    """Whether a text holds a part, as it is or as JSON writes it."""
+    """Return True if a text contains a part, verbatim or as JSON writes it."""
     part = part.strip()
     return part in text or any(
         json.dumps(part, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True)
@@ -367,10 +372,10 @@ def is_in(part: str, text: str) -> bool:
 
 
 def mark_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
-    """1 for every token that shares a character with a span, else 0.
+    """Return 1 for every token that shares a character with a span, else 0.
 
-    Byte-level post-processors may trim whitespace from offsets, to the point of an empty range;
-    a token therefore begins no later than where the one before it ended.
+    Byte-level post-processors may trim whitespace from offsets, down to an empty range. So a token
+    begins no later than the end of the one before.
     """
     if not offsets:
         return []

@@ -1,4 +1,4 @@
-"""The configuration of a data recipe: its sources, and the limits that their rows must keep."""
+"""Data recipe configuration: sources, and limits on their rows."""
 
 import math
 import re
@@ -20,24 +20,24 @@ SHARES = ("max_non_alphabetic", "max_repeated_lines", "min_cjk", "max_cjk")
 
 @dataclass(frozen=True, kw_only=True)
 class RowFilters:
-    """Limits that a row must keep, all inclusive; null: no limit.
+    """Limits on a row, all inclusive; null: no limit.
 
-    Characters, letters and lines are those of all turns, system prompts included.
+    Characters, letters and lines are counted over all turns, system prompts included.
     """
 
     min_turns: int | None = None
-    """Turns of the user and the assistant together; for conversations only."""
+    """User and assistant turns together; for conversations only."""
     max_turns: int | None = None
     min_characters: int | None = None
     max_characters: int | None = None
     min_tokens: int | None = None
-    """Tokens of the whole row, as the target reads it; for more than max_length see too_long."""
+    """Tokens in the whole row, as the target reads it; beyond max_length see too_long."""
     max_non_alphabetic: float | None = None
-    """Share of the characters other than white space that are no letters of any script."""
+    """Share of non-letters (in any script) among the characters other than white space."""
     max_repeated_lines: float | None = None
-    """Share of the lines with text that are equal to an earlier one."""
+    """Share of lines equal to an earlier one, among lines with text."""
     min_cjk: float | None = None
-    """Share of the letters that are Chinese or Japanese."""
+    """Share of Chinese or Japanese among the letters."""
     max_cjk: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,11 +54,11 @@ class RowFilters:
                 )
 
     def refuse(self, texts: Sequence[str], num_turns: int | None) -> tuple[str, float]:
-        """The first limit that a row misses and its value there; ("", 0) for a good row.
+        """Return the first limit that a row misses and its value there; ("", 0) for a good row.
 
         Args:
             texts: contents of all turns, or the one document.
-            num_turns: turns of user and assistant; None for a document.
+            num_turns: user and assistant turns; None for a document.
         """
         measures: dict[str, Callable[[], float]] = {
             "characters": lambda: sum(map(len, texts)),
@@ -85,7 +85,7 @@ def count_letters(texts: Sequence[str]) -> int:
 
 
 def non_alphabetic_share(texts: Sequence[str]) -> float:
-    """Share of no letters among the visible characters; 1 for a row without any."""
+    """Return the share of non-letters among the visible characters; 1 for a row without any."""
     visible = sum(len(part) for text in texts for part in text.split())
     return 1 - count_letters(texts) / visible if visible else 1.0
 
@@ -96,7 +96,7 @@ def repeated_line_share(texts: Sequence[str]) -> float:
 
 
 def cjk_share(texts: Sequence[str]) -> float:
-    """Share of Chinese and Japanese among the letters; 0 for a row without letters."""
+    """Return the share of Chinese and Japanese among the letters; 0 for a row without letters."""
     letters = count_letters(texts)
     found = sum(len(CJK_CHARACTER.findall(text)) for text in texts)
     return min(1.0, found / letters) if letters else 0.0
@@ -104,47 +104,45 @@ def cjk_share(texts: Sequence[str]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One place that rows come from."""
+    """One source of rows."""
 
     path: str = ""
-    """A file, a folder of files, or the id of a Hub data set. conversations: .jsonl, .json or
-    .parquet; text: .txt, .md or .py (.gz is read too). python_stdlib ignores it."""
+    """A file, a folder, or a Hub data set id. conversations: .jsonl, .json or .parquet; text: .txt,
+    .md or .py (.gz is read too). python_stdlib ignores it."""
     kind: Literal["conversations", "text", "python_stdlib"] = "conversations"
     """conversations: rows in the OpenAI or the ShareGPT form. text: one document per file, or per
-    row with text_field. python_stdlib: the modules of the running interpreter's standard library,
-    one per row."""
+    row with text_field. python_stdlib: the running interpreter's standard library, one module per
+    row."""
     split: str = "train"
     """Split of a Hub data set; a file or folder has none."""
     subset: str | None = None
-    """Configuration of a Hub data set that has several, as `all` of HuggingFaceTB/smoltalk."""
+    """Configuration for a Hub data set with several, as `all` of HuggingFaceTB/smoltalk."""
     files: str | None = None
-    """Files of a Hub data set to read instead of the whole, as a glob."""
+    """Glob that selects files from a Hub data set; null: all."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub data set; null is its main branch."""
+    """Branch, tag or commit of a Hub data set; null: its main branch."""
     streaming: bool = False
-    """Read a Hub data set over the network row by row; nothing but the rows read is stored. Local
-    files are always read like that."""
+    """Read a Hub data set over the network row by row and store only the rows read. Local files are
+    always read like this."""
     max_rows: int | None = None
     """Read only this many rows, from the first."""
     weight: float = 1.0
-    """Expected number of times that a row occurs in the training set: 0.25 draws a quarter of the
-    rows; 2.5 takes every row twice, and half of them once more. Which rows depends on their content
-    and data.seed only, and a larger weight only adds. Held-out rows occur at most once."""
+    """Expected occurrences per row in the training set: 0.25 draws a quarter of the rows; 2.5 takes
+    every row twice, and half of them once more. The draw depends only on row content and data.seed,
+    and a larger weight only adds. Held-out rows occur at most once."""
     prompt_field: str | None = None
-    """conversations: the field of the user's one turn, for rows that are a question and an
-    answer."""
+    """conversations: field with the only user turn, for question-and-answer rows."""
     answer_field: str | None = None
-    """conversations: the field of the assistant's one turn; goes with prompt_field."""
+    """conversations: field with the only assistant turn; requires prompt_field."""
     text_field: str | None = None
-    """text: the field that holds the document in .jsonl, .json or .parquet rows or a Hub data
-    set."""
+    """text: field with the document in .jsonl, .json or .parquet rows or a Hub data set."""
     license: str | None = None
-    """License of the rows, as the Hub writes it (mit, cc-by-4.0); a `license` field of a row of
-    conversations counts before it. Null and no such field: unknown."""
+    """License as the Hub writes it (mit, cc-by-4.0); a conversation row's own `license` field takes
+    precedence. Null and no such field: unknown."""
     filters: RowFilters | None = None
-    """Limits that rows must keep; null: none."""
+    """Limits on rows; null: none."""
     max_row_bytes: int = 2**22
-    """A longer row, or document, is left out: reading one takes many times its size in memory."""
+    """Skip rows or documents longer than this: reading one takes many times its size in memory."""
 
     def __post_init__(self) -> None:
         if not self.path and self.kind != "python_stdlib":
@@ -180,12 +178,12 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Name of the source in reports and in the column ``source``."""
+        """Return the source's name for reports and the column ``source``."""
         return ":".join(part for part in (self.path, self.subset, self.files) if part) or self.kind
 
     @property
     def reading_key(self) -> tuple[object, ...]:
-        """Fields that decide the raw rows, apart from the files themselves."""
+        """Return the fields that decide the raw rows, apart from the files themselves."""
         place = (self.path, self.kind, self.split, self.subset, self.files, self.revision)
         columns = (self.text_field, self.prompt_field, self.answer_field)
         return (*place, self.streaming, self.max_rows, *columns, self.max_row_bytes)
@@ -193,39 +191,38 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The data of a training run, and how its rows become token sequences."""
+    """Training data, and how its rows become token sequences."""
 
     sources: list[Source]
-    """Read in this order, all rows of each; ``weight`` of each decides how often they occur."""
+    """Sources, read fully in this order; each ``weight`` sets how often their rows occur."""
     max_length: int = 2048
     """Tokens per row: longer conversations are cut, packed text is cut in blocks of this size."""
     too_long: Literal["cut", "drop"] = "cut"
-    """What happens to a row of more than max_length tokens; drop: it is left out and counted."""
+    """What to do with rows longer than max_length tokens: cut them, or drop and count them."""
     duplicates: Duplicates = "keep"
-    """exact: leave out a row that says what an earlier one says, but for case, white space and
-    Unicode form."""
+    """exact: drop a row equal to an earlier one except in case, white space and Unicode form."""
     decontaminate: list[str | Source] = field(default_factory=list)
-    """Files or folders of benchmarks, or Hub data sets in the form of a source: rows that share a
-    13-gram of words with one of their prompts are left out, and counted per benchmark."""
+    """Benchmark files or folders, or Hub data sets in the form of a source. Rows that share a
+    13-gram of words with a benchmark prompt are dropped, and counted per benchmark."""
     valid_fraction: float = 0.02
-    """Share of rows, chosen by a hash of content and seed, held out for validation. 0 holds out
-    none; any other value at least one, given two different rows."""
+    """Share of rows held out for validation, chosen by a hash of content and seed. 0: none; any
+    other value holds out at least one, given two different rows."""
     seed: int = 0
-    """Decides the split, the rows that weights draw, and the order of packed documents."""
+    """Seed for the split, the rows drawn by weights, and the order of packed documents."""
     num_proc: int = 1
-    """Processes that tokenize."""
+    """Tokenizer processes."""
     cache_dir: str | None = None
-    """Folder of the Arrow files; null is the cache folder of ``datasets``."""
+    """Folder for the Arrow files; null: the ``datasets`` cache folder."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template, as {enable_thinking: false}; a row's own
-    chat_template_kwargs count before them."""
+    """Chat template variables, as {enable_thinking: false}; a row's own chat_template_kwargs take
+    precedence."""
     explode_turns: bool = False
-    """One row per turn of the assistant: the conversation up to it, nothing but it learned. For
-    templates that keep the thinking of the last turn alone."""
+    """Make one row per assistant turn: the conversation up to it, with loss on this turn only. For
+    templates that keep only the last turn's thinking."""
     group_shares: dict[str, float] | None = None
-    """Share of the rows that groups get, as {language/de: 0.2, segment/code: 0.3}: their rows are
-    drawn less often or repeated, the others in proportion. Evaluation shows acceptance by the same
-    groups; a row's language and segment are those of its answers, its context all tokens."""
+    """Target row shares by group, as {language/de: 0.2, segment/code: 0.3}: rows in these groups
+    are drawn less often or repeated, the others in proportion. Evaluation reports acceptance by the
+    same groups. A row's language and segment come from its answers, its context from all tokens."""
     pack: bool = False
     """Language-model training: concatenate all documents instead of one row per conversation."""
 

@@ -1,4 +1,4 @@
-"""Conversations as rows hold them: the OpenAI and the ShareGPT form, with tools and thinking."""
+"""Read conversations from rows: the OpenAI and the ShareGPT form, with tools and thinking."""
 
 import json
 from collections.abc import Mapping
@@ -26,15 +26,15 @@ ROLES = {
     "ipython": "tool",
 }
 Message = Values
-"""{"role": system | user | assistant | tool, "content": text}; where the row has them also
+"""{"role": system | user | assistant | tool, "content": text}, optionally with
 ``reasoning_content``, ``tool_calls``, ``tool_call_id``, ``name``, and ``train``: False on an
-assistant's turn that is read, but not learned."""
+assistant turn without loss."""
 
 SYSTEM_FIELDS = ("system", "system_prompt")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""What APIs call the thinking of a turn that is not part of its content."""
+"""API field names for a turn's thinking outside its content."""
 WEIGHTS = ("weight", "train", "loss")
-"""What data sets call the switch of a turn: 0 or false leaves it out of the loss."""
+"""Data set field names for a turn's loss switch: 0 or false leaves it out of the loss."""
 OTHER_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 TEXT_PARTS = ("text", "input_text", "output_text")
 TURN_FIELDS = {
@@ -47,25 +47,25 @@ ROW_FIELDS = {
     *SYSTEM_FIELDS,
     *OTHER_MEDIA,
 }
-"""Fields that say something of the conversation, and are read."""
+"""Row fields that describe the conversation, and are read."""
 NO_TEXT = {"id", "license", "source", "input_row", "greedy_answers", "cut_answers"}
-"""Fields of a row that belong to no conversation, and need no word when they are not used."""
+"""Row fields outside the conversation; not reported when unused."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A row as a chat template gets it."""
+    """A row in the form that chat templates take."""
 
     messages: list[Message]
     tools: list[Values] | None = None
     variables: Values = field(default_factory=dict)
     """The row's own ``chat_template_kwargs``."""
     left_out: tuple[str, ...] = ()
-    """Fields of the row (turn.NAME: of a turn) that nobody reads."""
+    """Row fields that are ignored (turn.NAME: turn fields)."""
 
 
 def read_conversation(row: Any) -> Conversation:
-    """Read a row that has something to supervise; see ``read_row``.
+    """Read a row that has supervised tokens; see ``read_row``.
 
     Raises:
         ValueError: as ``read_row``, or there is no assistant turn.
@@ -77,19 +77,19 @@ def read_conversation(row: Any) -> Conversation:
 
 
 def normalize_conversation(row: Any) -> list[Message]:
-    """Return the turns of ``read_conversation``."""
+    """Return only the turns from ``read_conversation``."""
     return read_conversation(row).messages
 
 
 def read_row(row: Any, *, needs_answers: bool = True) -> Conversation:
-    """Read one row: its turns, its system prompt, its tools and its template's variables.
+    """Read one row: turns, system prompt, tools and template variables.
 
-    Accepted: ``messages`` or ``conversations``, a list of {role, content} or of {from, value};
-    content is a text or a list of text parts. The row's ``system`` or ``system_prompt`` is a turn
-    before the others.
+    Accepts ``messages`` or ``conversations``, a list of {role, content} or of {from, value}.
+    Content is a text or a list of text parts. The row's ``system`` or ``system_prompt`` becomes the
+    first turn.
 
     Args:
-        needs_answers: an assistant's turn without content is refused.
+        needs_answers: refuse an assistant turn without content.
 
     Raises:
         ValueError: a short reason without data from the row, so that reasons can be counted.
@@ -151,7 +151,7 @@ def _read_turn(turn: Any, needs_answers: bool) -> Message:
 
 
 def _with_system(messages: list[Message], row: Values) -> list[Message]:
-    """The turns after the system prompt that the row has in a field of its own."""
+    """Prepend the system prompt that the row has in a separate field."""
     given = [row[name] for name in SYSTEM_FIELDS if row.get(name)]
     prompts = list(dict.fromkeys(split_parts(x)[0] for x in given))
     if not any(prompt.strip() for prompt in prompts):
@@ -167,10 +167,10 @@ def _with_system(messages: list[Message], row: Values) -> list[Message]:
 
 
 def split_parts(content: Any) -> tuple[str, str]:
-    """Text and thinking of a turn's content: a string, or a list of parts of text.
+    """Split a turn's content, a string or a list of text parts, into text and thinking.
 
     Raises:
-        ValueError: no text, or a part of another kind, which the reason names.
+        ValueError: no text, or a part of another kind, named in the reason.
     """
     if isinstance(content, str):
         return content, ""
@@ -194,7 +194,7 @@ def split_parts(content: Any) -> tuple[str, str]:
 
 
 def read_calls(turn: Mapping[str, Any]) -> list[Values]:
-    """The tool calls of a turn in OpenAI's form; its older ``function_call`` is one of them."""
+    """Return a turn's tool calls in OpenAI's form, with the older ``function_call`` among them."""
     calls = turn.get("tool_calls") or []
     if turn.get("function_call"):
         calls = [turn["function_call"]]
@@ -220,7 +220,7 @@ def read_calls(turn: Mapping[str, Any]) -> list[Values]:
 
 
 def read_json(text: str, reason: str) -> Any:
-    """Parse JSON; raise ValueError with the reason where it is none."""
+    """Parse JSON; raise ValueError with the reason if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -228,7 +228,7 @@ def read_json(text: str, reason: str) -> Any:
 
 
 def read_tools(tools: Any) -> list[Values] | None:
-    """The tools of a row: a list of objects, or that list as JSON text; None: it has none."""
+    """Read a row's tools: a list of objects, or that list as JSON text; None: no tools."""
     if isinstance(tools, str) and tools.strip():
         tools = read_json(tools, "tools are not JSON")
     if not tools or isinstance(tools, str):
@@ -246,9 +246,9 @@ def _is_learned(turn: Mapping[str, Any]) -> bool:
 
 
 def explode(row: Any) -> list[Any]:
-    """One row per assistant turn: the conversation up to it, the answers before it not learned.
+    """Return one row per assistant turn: the conversation up to it, earlier answers without loss.
 
-    A row that cannot be read stays as it is, so that its reason is counted once.
+    An unreadable row stays as it is, so that its reason is counted once.
     """
     try:
         read_conversation(row)
@@ -265,7 +265,7 @@ def _unlearned(turns: list[Values], places: list[int]) -> list[Values]:
 
 
 def inline_thinking(message: Message) -> Message:
-    """The message with its thinking inside the content, in <think> marks."""
+    """Move a message's thinking into the content, in <think> marks."""
     if "reasoning_content" not in message:
         return message
     rest = {name: x for name, x in message.items() if name != "reasoning_content"}
@@ -274,7 +274,7 @@ def inline_thinking(message: Message) -> Message:
 
 
 def thinking_of(message: Message) -> tuple[str, str]:
-    """Thinking and answer of a turn, whether the thinking has a field of its own or marks."""
+    """Return a turn's thinking and answer, with the thinking in a separate field or in marks."""
     if "reasoning_content" in message:
         return message["reasoning_content"].strip(), message["content"]
     before, mark, answer = message["content"].rpartition("</think>")
@@ -284,15 +284,15 @@ def thinking_of(message: Message) -> tuple[str, str]:
 
 
 def with_defaults(conversation: Conversation, variables: Mapping[str, Any]) -> Conversation:
-    """The conversation with the recipe's template variables where the row has none of its own."""
+    """Add the recipe's template variables where the row sets none."""
     return replace(conversation, variables={**variables, **conversation.variables})
 
 
 def _is_given(value: Any) -> bool:
-    """Column formats fill what a row does not have with null."""
+    """Return False for null too: column formats fill missing fields with null."""
     return value is not None and value != [] and value != {}
 
 
 def _first(row: dict, name: str, other: str) -> Any:
-    """Column formats fill the fields of the other form with null, so null counts as absent."""
+    """Return the first non-null field: column formats fill the other form's fields with null."""
     return row.get(other) if row.get(name) is None else row[name]

@@ -1,4 +1,4 @@
-"""Data that a target can read: no position and no token beyond its own."""
+"""Fit data to a target: cut rows at its positions, refuse tokens beyond its embedding."""
 
 import sys
 from dataclasses import replace
@@ -18,9 +18,9 @@ def load_fitting(
     *,
     side_file: Path | None = None,
 ) -> TokenizedData:
-    """Load data for a target; rows longer than its positions are cut there, which is said.
+    """Load data for a target; cut longer rows at its last position, and report it.
 
-    Blocks of packed text keep the length that was asked for, which is said, too.
+    Packed blocks keep the requested length, which is reported, too.
 
     Raises:
         ValueError: as ``load_data``, or a token is beyond the target's embedding.

@@ -1,4 +1,4 @@
-"""Groups that drafts do well or badly in: length of the context, language, kind of text."""
+"""Groups for acceptance figures: context length, language, kind of text."""
 
 import re
 import unicodedata
@@ -10,11 +10,11 @@ import numpy as np
 from pipedraft.data_recipes.conversations import Message, inline_thinking
 
 CONTEXT_EDGES = (0, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens. Each group reaches from one to below the next, the last one to any length."""
+"""Context edges in tokens. Each group ends below the next edge; the last is open."""
 DIMENSIONS = ("context", "language", "segment")
 ANSWER, CODE, THINKING, TOOL_CALL = "answer", "code", "thinking", "tool call"
 SEGMENTS = (TOOL_CALL, THINKING, CODE, ANSWER)
-"""Kinds of text that an assistant writes. A row of a data set is of the first that it has."""
+"""Kinds of assistant text. A row gets the first one that it contains."""
 WORDS = {
     "en": "the of and to is that it was for you with are this have not",
     "de": "der die und das ist nicht ein eine zu den mit von sich auf ich",
@@ -30,7 +30,7 @@ WORDS = {
     "vi": "và của là có trong được cho không một các với người này những để",
     "id": "yang dan di untuk dengan ini itu dari pada tidak adalah ke dalam akan saya",
 }
-"""Frequent words of languages in Latin letters; other alphabets name themselves."""
+"""Frequent words per language in Latin letters; other alphabets name themselves."""
 WORD_SETS = {name: frozenset(words.split()) for name, words in WORDS.items()}
 ALPHABETS = {"cjk": "zh", "hangul": "ko", "hiragana": "ja", "katakana": "ja"}
 MOST_CHARACTERS = 4000
@@ -50,13 +50,13 @@ MARKS = re.compile("|".join(map(re.escape, {**OPENING, **CLOSING, FINAL: ""})))
 
 
 def context_of(num_tokens: int) -> str:
-    """Group of a text length."""
+    """Return the context group for a length in tokens."""
     low = max(edge for edge in CONTEXT_EDGES if edge <= num_tokens)
     return str(low)
 
 
 def language_of(text: str) -> str:
-    """Language code, the alphabet's name where it has several languages, or "unknown"."""
+    """Return a language code, the alphabet's name if it serves several languages, or "unknown"."""
     text = text[:MOST_CHARACTERS]
     alphabets: Counter[str] = Counter()
     for letter, times in Counter(filter(str.isalpha, text)).items():
@@ -75,10 +75,10 @@ def language_of(text: str) -> str:
 
 
 def segments_of(text: str, start: str = ANSWER) -> list[tuple[int, str]]:
-    """(end, kind) of each run of characters of one kind, in order; marks belong to what they open.
+    """Return (end, kind) for each run of one kind, in order; marks belong to the text they open.
 
     Args:
-        start: kind that the text begins in.
+        start: kind at the beginning.
     """
     runs, kind = [], start
     for mark in MARKS.finditer(text):
@@ -93,7 +93,7 @@ def segments_of(text: str, start: str = ANSWER) -> list[tuple[int, str]]:
 
 
 def prose(text: str) -> str:
-    """A text without its code and its calls, whose words are of no language."""
+    """Strip code and calls, whose words belong to no language."""
     parts, begin = [], 0
     for end, kind in segments_of(text):
         if kind not in (CODE, TOOL_CALL):
@@ -103,7 +103,7 @@ def prose(text: str) -> str:
 
 
 def groups_of(messages: Sequence[Message]) -> tuple[str, str]:
-    """Language and segment of a conversation: those of its answers."""
+    """Return a conversation's language and segment, from its answers."""
     turns = [inline_thinking(m) for m in messages if m["role"] == "assistant"]
     text = "\n".join(turn["content"] for turn in turns)
     kinds = {kind for turn in turns for _, kind in segments_of(turn["content"])}
@@ -113,7 +113,7 @@ def groups_of(messages: Sequence[Message]) -> tuple[str, str]:
 
 
 def check_shares(shares: Mapping[str, float]) -> None:
-    """Refuse shares of no group, and more than all.
+    """Refuse unknown groups, and shares above 1 in total.
 
     Raises:
         ValueError: names the group.
@@ -138,15 +138,15 @@ def check_shares(shares: Mapping[str, float]) -> None:
 def balance(
     weights_N: np.ndarray, groups: Mapping[str, np.ndarray], shares: Mapping[str, float]
 ) -> np.ndarray:
-    """Weights by which groups have their shares of the rows expected, whose number stays the same.
+    """Return weights that give groups their expected row shares; the total number stays the same.
 
-    Rows of no group that is named keep their proportions. Several dimensions are fitted in turn.
+    Rows outside the named groups keep their proportions. Several dimensions are fitted in turn.
 
     Args:
-        groups: dimension -> group of each row.
+        groups: dimension -> group per row.
 
     Raises:
-        ValueError: no row is of a group.
+        ValueError: a group has no rows.
     """
     weights_N, total = weights_N.astype(np.float64), weights_N.sum()
     wanted: dict[str, dict[str, float]] = {dimension: {} for dimension in groups}

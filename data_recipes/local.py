@@ -1,4 +1,4 @@
-"""Answers of a chat model in this process to given users."""
+"""Generate answers with a chat model in this process."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ BATCHES_SORTED_TOGETHER = 16
 
 
 def load_on(name: str, device: str, dtype: str) -> PreTrainedModel:
-    """The chat model of ``--target``, ``--device`` and ``--dtype``."""
+    """Load the chat model given by ``--target``, ``--device`` and ``--dtype``."""
     place, weights = resolve_device(device), getattr(torch, dtype)
     return load_model(name, field="--target", dtype=weights, device=place).eval()
 
@@ -53,7 +53,7 @@ class LocalTarget:
         self.max_positions = context_length(self.model.config)
 
     def render(self, dialogue: Dialogue) -> tuple[str, int]:
-        """The next prompt as the target reads it, and how many tokens the answer may have."""
+        """Return the next prompt as the target reads it, and the maximum answer tokens."""
         turns = dialogue.question()
         try:
             check_template_variables(dialogue.variables, "chat_template_kwargs")
@@ -78,8 +78,8 @@ class LocalTarget:
     ) -> list[tuple[str, bool]]:
         """Answer rendered prompts, padded on the left: (text, was cut) for each.
 
-        Sampling is from the target's own distribution: what its generation_config.json adds
-        (top-k, a repetition penalty) is switched off.
+        Samples from the unmodified target distribution: additions from generation_config.json
+        (top-k, a repetition penalty) are switched off.
         """
         batch = self.tokenizer(
             prompts,
@@ -101,7 +101,7 @@ class LocalTarget:
 
 
 DROPPED_SHARE = 1 / 8
-"""Rows that have ended are taken out of the batch when they are this share of it."""
+"""Share of finished rows that triggers their removal from the batch."""
 
 
 @torch.inference_mode()
@@ -114,12 +114,12 @@ def decode_batch(
     sampling: AnswerSampling | None,
     max_tokens: Sequence[int],
 ) -> list[list[int]]:
-    """Token ids of the answers to B prompts padded on the left, each with its end token.
+    """Return answer token ids for B prompts padded on the left, each with its end token.
 
     Args:
         mask_BT: 0 where a prompt is padded.
         sampling: None: greedy.
-        max_tokens: of each answer.
+        max_tokens: per answer.
     """
     answers: list[list[int]] = [[] for _ in ids_BT]
     cache = DynamicCache(config=model.config)
@@ -156,7 +156,7 @@ def decode_batch(
             break
         mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], 1)
         step_BT, position_BT = token_B[:, None], position_BT[:, -1:] + 1
-        # A row that has ended costs as much as one that goes on; taking it out copies the cache.
+        # A finished row costs as much as an active one; removing it copies the cache.
         if has_ended_B.float().mean() >= DROPPED_SHARE:
             index = (~has_ended_B).nonzero()[:, 0]
             cache.batch_select_indices(index)
@@ -177,10 +177,10 @@ def answer_dialogues(
     *,
     batch_size: int,
 ) -> None:
-    """Answer every dialogue; greedy and sampled ones, short and long ones in batches of their own.
+    """Answer every dialogue, with separate batches for greedy and sampled, short and long ones.
 
     Args:
-        settle: gets each dialogue when it is complete, with "", or cannot be, with the reason.
+        settle: gets each dialogue when it is complete (with "") or has failed (with the reason).
     """
     sampling = target.sampling
     while window := list(itertools.islice(dialogues, batch_size * BATCHES_SORTED_TOGETHER)):
@@ -200,7 +200,7 @@ def answer_together(
     *,
     is_greedy: bool,
 ) -> None:
-    """All turns of one batch; it shrinks as its shorter dialogues are complete."""
+    """Answer all turns in one batch; it shrinks as its shorter dialogues complete."""
     while dialogues:
         prompts: dict[int, tuple[str, int]] = {}
         for index, dialogue in enumerate(dialogues):

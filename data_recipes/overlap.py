@@ -1,12 +1,11 @@
-"""Rows that repeat something: a benchmark's prompt, or an earlier row.
+"""Find rows that repeat a benchmark's prompt or an earlier row.
 
-Overlap with benchmarks is found as for GPT-3 (arXiv:2005.14165, appendix C): 13-grams of words in
-lower case without punctuation, and what occurs very often is no overlap. Deviations: n-grams common
-to many prompts of one file are the frame around its questions and are not looked for; a whole row
-is left out instead of a window around the overlap; a prompt of 8 to 12 words must occur as a whole,
-one of fewer words is not looked for.
+Benchmark overlap is found as for GPT-3 (arXiv:2005.14165, appendix C): lower-case 13-grams of words
+without punctuation, very frequent ones ignored. Deviations: n-grams common to many prompts in one
+file are the frame around its questions and are ignored. A whole row is dropped instead of a window
+around the overlap. A prompt with 8 to 12 words must occur as a whole; shorter ones are ignored.
 
-N rows, W words of a row, G its n-grams.
+N rows, W words in a row, G its n-grams.
 """
 
 import json
@@ -33,18 +32,18 @@ BASE = pow(0x9E3779B97F4A7C15, -1, 1 << 64)
 
 
 def split_words(text: str) -> list[str]:
-    """Letters, digits and underscores in lower case; punctuation and layout do not count."""
+    """Return letters, digits and underscores in lower case; punctuation and layout are ignored."""
     return WORD.findall(text.lower())
 
 
 def hash_words(words: list[str]) -> np.ndarray:
-    """Hashes of words, uint64 [W]: the same in every process (Python's own hash is salted)."""
+    """Hash words, uint64 [W]: the same in every process (Python's own hash is salted)."""
     hashes = map(crc32, map(str.encode, words))
     return np.fromiter(hashes, dtype=np.uint64, count=len(words))
 
 
 def hash_ngrams(hashes_W: np.ndarray, length: int) -> np.ndarray:
-    """Hashes of runs of ``length`` words, uint64 [G], G = max(0, W - length + 1).
+    """Hash runs of ``length`` words, uint64 [G], G = max(0, W - length + 1).
 
     sum_j hashes[i + j] BASE^j modulo 2^64.
     """
@@ -55,7 +54,7 @@ def hash_ngrams(hashes_W: np.ndarray, length: int) -> np.ndarray:
 
 
 def mix_bits(values: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 after which all bits look random (the finalizer of splitmix64)."""
+    """Map uint64 one-to-one so that all bits look random (the splitmix64 finalizer)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -66,7 +65,7 @@ def mix_bits(values: np.ndarray) -> np.ndarray:
 CONTAMINATED = "contaminated"
 NGRAM_WORDS = 13
 MIN_WORDS = 8
-# An n-gram of as many prompts of a file as this belongs to all its questions.
+# An n-gram in this many prompts from one file belongs to all its questions.
 COMMON_PROMPTS = 10
 # One bit of an int64 for each benchmark.
 MAX_BENCHMARKS = 62
@@ -75,13 +74,13 @@ PROMPT_FIELDS = ("question", "prompt", "instruction", "problem", "text")
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """Prompts of benchmarks, which must not occur in the data."""
+    """Index of benchmark prompts that must not occur in the data."""
 
     names: list[str]
     num_prompts: list[int]
-    """Prompts of each benchmark, every turn counted."""
+    """Prompts per benchmark, every turn counted."""
     num_short: list[int]
-    """Prompts of fewer than ``MIN_WORDS`` words, which are not looked for."""
+    """Prompts with fewer than ``MIN_WORDS`` words, which are ignored."""
     tables: dict[int, tuple[np.ndarray, np.ndarray]]
     """Length in words -> [G] sorted hashes, and [G] int64 masks: bit b is set for benchmark b."""
 
@@ -93,7 +92,7 @@ class Benchmarks:
         return digest.hexdigest()
 
     def find(self, text: str) -> tuple[int, str]:
-        """Mask of the benchmarks whose prompts the text contains, and the first words shared."""
+        """Return the mask of benchmarks with prompts in the text, and the first shared words."""
         words = split_words(text)
         hashes_W = hash_words(words)
         mask, shared = 0, ""
@@ -111,10 +110,10 @@ class Benchmarks:
 
 
 def read_benchmarks(entries: Sequence[str | Source]) -> Benchmarks:
-    """Index the prompts of files, folders (every file is a benchmark of its own) or Hub data sets.
+    """Index prompts from files, folders (one benchmark per file) or Hub data sets.
 
     Raises:
-        ValueError: a file cannot be read, or a row holds no prompt; it names file and row.
+        ValueError: an unreadable file, or a row without a prompt; names file and row.
     """
     sources: list[tuple[str, Source]] = []
     for entry in entries:
@@ -161,7 +160,7 @@ def read_benchmarks(entries: Sequence[str | Source]) -> Benchmarks:
 
 
 def _read_prompts(source: Source) -> list[str]:
-    """Every user turn of every row; the same prompt counts once."""
+    """Return every user turn in every row; the same prompt counts once."""
     found: dict[str, None] = {}
     for row in read_source(source):
         try:
@@ -179,7 +178,7 @@ def _read_prompts(source: Source) -> list[str]:
 
 
 def user_turns(row: Values) -> list[str]:
-    """Texts of the users' turns, in the OpenAI or the ShareGPT form."""
+    """Return the user turns as texts, from the OpenAI or the ShareGPT form."""
     turns = row.get("messages") or row.get("conversations") or []
     return [
         split_parts(turn.get("content") or turn.get("value") or "")[0]
@@ -189,7 +188,7 @@ def user_turns(row: Values) -> list[str]:
 
 
 def prompts_of(row: object) -> list[str]:
-    """The user's turns in one row of a benchmark."""
+    """Return the user turns in one benchmark row."""
     if not isinstance(row, dict):
         raise ValueError("row is not an object")
     if isinstance(row.get("messages") or row.get("conversations"), list):
@@ -225,7 +224,8 @@ def content_identity(parts: Sequence[str]) -> int:
 
 
 def exact_duplicates(identity_N: np.ndarray, usable_N: np.ndarray) -> np.ndarray:
-    """Index of each row's first usable equal, [N]; -1 for that one and for unusable rows."""
+    """Return the index of each row's first usable equal, [N]; -1 for that one and for unusable
+    rows."""
     first_N = np.full(len(identity_N), -1, dtype=np.int64)
     rows = np.flatnonzero(usable_N)
     _, first, inverse = np.unique(identity_N[rows], return_index=True, return_inverse=True)

@@ -1,8 +1,8 @@
-"""Sources to tokenized, filtered, mixed, split, optionally packed data sets; every row is counted.
+"""Build data sets from sources: tokenize, filter, mix, split, optionally pack; count every row.
 
-Reading and tokenizing are cached by ``datasets`` under a fingerprint of the files (path, size,
-modification time), the tokenizer and the settings; a second call only reads the Arrow files. Rows
-stay on disk: memory holds a few numbers per row (and all tokens, if packed).
+``datasets`` caches reading and tokenizing under a fingerprint: files (path, size, modification
+time), tokenizer and settings. A second call only reads the Arrow files. Rows stay on disk: memory
+holds a few numbers per row (and all tokens, if packed).
 """
 
 import json
@@ -53,7 +53,7 @@ ROWS_PER_CALL = 512
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Columns of both sets: ``input_ids`` list[int32], ``loss_mask`` list[int8], ``source``."""
+    """Columns in both sets: ``input_ids`` list[int32], ``loss_mask`` list[int8], ``source``."""
 
     train: Dataset
     valid: Dataset
@@ -66,20 +66,20 @@ def load_data(
     """Read, filter, tokenize, mask, mix, split and count the sources.
 
     loss_mask is 1 on tokens that the assistant writes (end-of-turn token included) and on every
-    token of a text document. Unpacked: one row per conversation or document, cut at max_length;
-    a conversation whose mask is empty is left out and counted. Packed: every document is followed
-    by a separator (the pad token, or EOS for a tokenizer without one; mask 1 after text, 0 after a
-    conversation), the documents of a split are shuffled, concatenated and cut in blocks of
-    max_length, the last one short; ``source`` of a block is that of its first token.
+    token in a text document. Unpacked: one row per conversation or document, cut at max_length; a
+    conversation with an empty mask is dropped and counted. Packed: a separator follows every
+    document (the pad token, or EOS for a tokenizer without one; mask 1 after text, 0 after a
+    conversation). The documents in a split are shuffled, concatenated and cut in blocks of
+    max_length, the last one short; a block's ``source`` comes from its first token.
 
-    A row is left out for the first reason in this order: it cannot be read or rendered, a filter,
-    a benchmark, too few or too many tokens, an empty mask, a duplicate of a row that has no such
-    fault. Rows that a weight below 1 does not draw are counted, but they are not in ``side_file``.
+    Rows are dropped for the first reason in this order: cannot be read or rendered, a filter, a
+    benchmark, too few or too many tokens, an empty mask, a duplicate of a row without such faults.
+    Rows not drawn by a weight below 1 are counted, but not written to ``side_file``.
 
     Args:
-        side_file: JSON lines, one per row left out: {"reason", "source", "location", "row"}, and
-            "detail" where there is more to say: the value that a filter refused, the benchmarks and
-            the first words shared with one, the place of the row that a duplicate repeats.
+        side_file: JSON lines, one per dropped row: {"reason", "source", "location", "row"}, and
+            "detail" if there is more to say: the value that a filter refused, the benchmarks and
+            the first shared words, the location of the duplicated row.
 
     Raises:
         ValueError: a source cannot be read, or no row is usable; the text says why.
@@ -124,7 +124,7 @@ def load_data(
 def _tokenize_rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks | None
 ) -> tuple[Dataset, np.ndarray]:
-    """All rows of all sources, bad ones included, one table row each, and the source of each."""
+    """Return one table row per raw row in all sources, bad ones included, and each row's source."""
     if config.chat_sources:
         ChatRenderer(tokenizer)
     identity = tokenizer_identity(tokenizer)
@@ -149,14 +149,14 @@ def _tokenize_rows(
 
 
 def row_groups(rows: Dataset) -> dict[str, np.ndarray]:
-    """Dimension -> group of each row."""
+    """Return dimension -> group per row."""
     found = {name: np.asarray(rows[name][:], dtype=object) for name in ("language", "segment")}
     lengths = [context_of(length) for length in rows["num_tokens"][:]]
     return {"context": np.array(lengths, dtype=object), **found}
 
 
 def _mark_duplicates(config: DataConfig, rows: Dataset, errors: np.ndarray) -> np.ndarray:
-    """Write the reason of every duplicate into ``errors``; [N] the row it repeats, else -1."""
+    """Write each duplicate's reason into ``errors``; return [N] the row it repeats, else -1."""
     repeated_N = np.full(len(errors), -1, dtype=np.int64)
     if config.duplicates == "keep":
         return repeated_N
@@ -208,7 +208,7 @@ def _raw_columns(source: Source, explodes: bool) -> Iterator[dict[str, str]]:
 
 
 def _one_per_turn(row: RawRow) -> Iterator[RawRow]:
-    """The conversation up to each turn of the assistant, as a row of its own."""
+    """Yield the conversation up to each assistant turn as a separate row."""
     try:
         turns = [] if row.error else explode(parse_json(row.text))
     except ValueError:
@@ -225,7 +225,8 @@ def _fingerprint(parts: list[object]) -> str:
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what decides the ids: pickling a tokenizer does not give the same bytes twice."""
+    """Hash the settings that decide the ids: pickling a tokenizer does not give the same bytes
+    twice."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["truncation"] = state["padding"] = None
     return _fingerprint([json.dumps(state), tokenizer.chat_template, tokenizer.special_tokens_map])
@@ -249,7 +250,7 @@ def _write_side_file(path: Path, rows: Dataset, errors: np.ndarray, repeated_N: 
 def _nothing_usable(
     report: DataReport, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """The message for data without one supervised token."""
+    """Return the error message for data without a supervised token."""
     names = [source.name for source in config.sources]
     message = f"data.sources: {names}: none of {report.rows_read} rows is usable"
     for words, counts in (("bad rows", report.bad_rows), ("left out", report.refused_rows())):

@@ -177,7 +177,7 @@ def scan(source: Source) -> tuple[int, str]:
 
 @dataclass
 class Run:
-    """The rows of one input on their way to one output."""
+    """Rows from one input, written to one output."""
 
     source: Source
     answers: AnswerFile
@@ -186,7 +186,7 @@ class Run:
     num_cut: int = 0
 
     def dialogues(self) -> Iterator[Dialogue]:
-        """Rows that are not settled; those that cannot be asked about are settled on the way."""
+        """Yield unsettled rows; settle rows without a question on the way."""
         for row, raw in enumerate(read_source(self.source)):
             if not self.answers.is_pending(row):
                 continue
@@ -220,7 +220,7 @@ class Run:
 
 
 async def ask_server(run: Run, options: RegenerateOptions) -> str:
-    """Answer all rows; returns what the summary says of the requests."""
+    """Answer all rows; return the summary's text about the requests."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):  # an error inside the loop would lose tasks
@@ -232,7 +232,7 @@ async def ask_server(run: Run, options: RegenerateOptions) -> str:
 
 
 def ask_itself(answers: AnswerFile, options: RegenerateOptions, bar: tqdm) -> tuple[int, str]:
-    """Sample self-made conversations; returns the cut answers and what the summary says."""
+    """Sample self-made conversations; return the number of cut answers and the summary's text."""
     from pipedraft.data_recipes.local import load_on
     from pipedraft.data_recipes.self_prompt import SelfPrompting
     from pipedraft.pretrained import load_tokenizer
@@ -255,7 +255,8 @@ def ask_local(run: Run, options: RegenerateOptions) -> str:
 
 
 def settings_of(options: RegenerateOptions, digest: str) -> Values:
-    """Options that the answers depend on. The server's address may change, its model may not."""
+    """Return options that change the answers. The server's address may change, its model may
+    not."""
     folder = Path(options.target or "")
     is_folder = options.target is not None and folder.exists()
     return {

@@ -1,4 +1,4 @@
-"""Raw rows to table columns, each with its reason if bad, and which of them are drawn, how often.
+"""Turn raw rows into table columns, with a reason for each bad row, and draw rows by weight.
 
 N rows; hashes are int64 from 0 to 2^63, equal for equal content.
 """
@@ -46,7 +46,7 @@ class TableRow:
     """Findings about a raw row, each a column of the table."""
 
     error: str
-    """Why the row is left out; "" for a good row."""
+    """Reason for dropping the row; "" for a good row."""
     detail: str = ""
     license: str = ""
     hash: int = 0
@@ -54,26 +54,26 @@ class TableRow:
     contamination: int = 0
     """Bit b is set if the row contains a prompt of benchmark b."""
     left_out: str = ""
-    """Fields of the row that nobody reads, or that the template does not render, as JSON."""
+    """Row fields without effect (unread, or not rendered by the template), as JSON."""
     language: str = ""
     segment: str = ""
-    """Groups of the row; see ``groups``."""
+    """Row groups; see ``groups``."""
     thinking_back: int = 0
-    """1: the last turn's thinking, which the template strips, was put back."""
+    """1: the last turn's thinking was put back after the template stripped it."""
     num_missing: int = 0
     num_tokens: int = 0
-    """Tokens of the whole row, before the cut."""
+    """Tokens in the whole row, before the cut."""
     num_supervised: int = 0
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
 
 
 class RowRefused(Exception):
-    """A readable row that the configuration leaves out: the reason, and details."""
+    """A readable row that the configuration drops: the reason, and details."""
 
 
 def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | None) -> list[object]:
-    """Settings that decide the columns of a row: with the tokenizer, the fingerprint of a table."""
+    """Return settings that decide a row's columns: with the tokenizer, a table's fingerprint."""
     fields = [source.prompt_field, source.answer_field, source.license, repr(source.filters)]
     max_length = None if config.pack else config.max_length
     found = benchmarks.fingerprint if benchmarks else ""
@@ -105,7 +105,7 @@ def tokenize_batch(
     source: Source,
     benchmarks: Benchmarks | None,
 ) -> dict[str, list[object]]:
-    """Table columns for a batch of raw rows; a bad row keeps its place, with the reason."""
+    """Return table columns for raw rows; a bad row keeps its place, with the reason."""
     renderer = None
     if source.kind == "conversations":
         variables = config.chat_template_kwargs
@@ -157,7 +157,7 @@ def _judge(
     source: Source,
     benchmarks: Benchmarks | None,
 ) -> None:
-    """Apply what needs no tokens: filters, benchmarks, and the keys of duplicates."""
+    """Apply checks that need no tokens: filters, benchmarks, and duplicate keys."""
     if isinstance(content, str):
         texts, parts, num_turns = [content], [content], None
     else:
@@ -182,7 +182,7 @@ def _judge(
 def _store_tokens(
     row: TableRow, ids: list[int], mask: list[int], config: DataConfig, source: Source
 ) -> None:
-    """Keep the tokens of a row, cut, unless their number refuses it."""
+    """Store a row's tokens, cut, unless their number refuses it."""
     row.num_tokens = len(ids)
     limit = None if config.pack else config.max_length
     least = source.filters.min_tokens if source.filters is not None else None
@@ -196,7 +196,7 @@ def _store_tokens(
 
 
 def read_messages(row: Any, source: Source) -> Conversation:
-    """The conversation in a row of this source.
+    """Return the conversation in a row from this source.
 
     Raises:
         ValueError: a short reason without data from the row, so that reasons can be counted.
@@ -225,7 +225,7 @@ def as_text(part: Any) -> str:
 
 
 def identifying_text(conversation: Conversation, config: DataConfig) -> str:
-    """The text whose hash decides split and draws; the turns of one row stay together."""
+    """Return the text hashed for split and draws; the turns in one row stay together."""
     messages = conversation.messages
     if config.explode_turns:
         roles = [message["role"] for message in messages]
@@ -238,32 +238,32 @@ def identifying_text(conversation: Conversation, config: DataConfig) -> str:
 
 
 def license_of(row: Values, source: Source) -> str:
-    """Lower case, as the Hub writes licenses; "" if neither the row nor the source names one."""
+    """Return the license in lower case, as the Hub writes it; "" if neither row nor source names
+    one."""
     named = row.get("license")
     return (named if isinstance(named, str) and named else source.license or "").lower()
 
 
 def content_hash(content: str, seed: int) -> int:
-    """63 bits of sha256(seed, content): split and mixing depend on nothing else."""
+    """Return 63 bits of sha256(seed, content): split and mixing depend on nothing else."""
     return int.from_bytes(sha256(f"{seed}\n{content}".encode()).digest()[:8], "big") >> 1
 
 
 def draw_copies(hashes_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
-    """Copies of each row, int64 [N]: floor(weight), and one more by chance for the rest.
+    """Return copies per row, int64 [N]: floor(weight), and one more by chance for the rest.
 
-    A row is decided by its own hash and weight: other rows and sources do not matter, and a larger
-    weight never takes a row away.
+    Each row's copies depend only on its own hash and weight. A larger weight never removes a row.
     """
-    # Mixed, so that the draw is independent of the split, which reads the same hash.
+    # Mix the hash to make the draw independent of the split, which reads the same hash.
     uniform_N = (mix_bits(hashes_N.astype(np.uint64)) >> np.uint64(11)) / 2.0**53
     whole_N = np.floor(weights_N)
     return (whole_N + (uniform_N < weights_N - whole_N)).astype(np.int64)
 
 
 def split_rows(hashes_N: np.ndarray, valid_fraction: float) -> np.ndarray:
-    """Mask of the held-out rows: hash < valid_fraction * 2^63, equal content always together.
+    """Return the held-out mask: hash < valid_fraction * 2^63, equal content always together.
 
-    If that holds out none (all), the row with the smallest (largest) hash changes sides.
+    If this holds out none (all), the row with the smallest (largest) hash changes sides.
     """
     if valid_fraction == 0 or len(hashes_N) < 2:
         return np.zeros(len(hashes_N), dtype=bool)
@@ -305,7 +305,7 @@ def pack_documents(part: Dataset, config: DataConfig, separator: int) -> Dataset
     ids = np.insert(flat_ids.flatten().to_numpy(), ends, separator)
     mask = np.insert(flat_mask.flatten().to_numpy(), ends, is_text)
     starts = np.arange(0, len(ids), config.max_length)
-    # Where each document ends now that every one before it has its separator.
+    # Document ends after adding a separator to each earlier document.
     first_documents = np.searchsorted(ends + np.arange(1, len(ends) + 1), starts, side="right")
     offsets = pyarrow.array(np.append(starts, len(ids)), type=pyarrow.int32())
     blocks = {

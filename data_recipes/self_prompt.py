@@ -1,7 +1,7 @@
-"""Self-made conversations: a chat model writes the user's turn and the answer.
+"""Self-made conversations: a chat model writes the user turn and the answer.
 
-Magpie (arXiv:2406.08464): the prompt is the chat template's opening of a user turn, nothing else.
-``regenerate --self-prompt N`` samples N rows; a head trained on them drafts what its target says.
+Magpie (arXiv:2406.08464): the prompt is only the chat template's opening of a user turn.
+``regenerate --self-prompt N`` samples N rows to train a head on the target's own text.
 """
 
 import time
@@ -19,25 +19,25 @@ from pipedraft.data_recipes.overlap import Benchmarks, read_benchmarks
 
 CONTENT = "CONTENT"
 MIN_ANSWER = 8
-"""Answer tokens that a row has at least."""
+"""Minimum answer tokens per row."""
 
 
 @dataclass(frozen=True)
 class TurnMarkers:
-    """Token ids of a chat template between the contents of one exchange."""
+    """Chat template token ids around the contents of one exchange."""
 
     user: tuple[int, ...]
-    """Before the user's first turn: a default system prompt is in it."""
+    """Before the first user turn, with any default system prompt."""
     assistant: tuple[int, ...]
-    """From the end token of the user's turn, which is not in it, to the answer."""
+    """From the user turn's end token (excluded) to the answer."""
     end: int
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "TurnMarkers":
-        """Read the markers off a template.
+        """Extract the markers from a template.
 
         Raises:
-            ValueError: no template, or one that does not close a user's turn with the EOS token.
+            ValueError: no template, or one that does not close a user turn with the EOS token.
         """
         messages = [{"role": "user", "content": CONTENT}]
         rendered = render_chat(tokenizer, messages) if tokenizer.chat_template else ""
@@ -56,7 +56,7 @@ class TurnMarkers:
 
 
 class SelfPrompting:
-    """Samples rows in batches, and settles each as a conversation or with the reason against it."""
+    """Samples rows in batches, and settles each as a conversation or with a refusal reason."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SelfPrompting:
         self.num_tokens, self.num_cut = 0, 0
 
     def fill(self, answers: AnswerFile, num_rows: int, batch_size: int, bar: tqdm) -> None:
-        """Sample every row that is not settled, ``batch_size`` together."""
+        """Sample every unsettled row, ``batch_size`` together."""
         pending = [row for row in range(num_rows) if answers.is_pending(row)]
         for first in range(0, len(pending), batch_size):
             rows = pending[first : first + batch_size]
@@ -105,7 +105,7 @@ class SelfPrompting:
             bar.update(len(rows))
 
     def _sample(self, rows: Sequence[int]) -> dict[int, SampledRow]:
-        """Sample a batch; its numbers are drawn by the seed and its first row."""
+        """Sample a batch, with random numbers from the seed and its first row."""
         openings = [
             Opening(self.markers.user, self.sampling.is_greedy(row), writes_user=True)
             for row in rows
@@ -123,7 +123,7 @@ class SelfPrompting:
         return {rows[row.place]: row for row in found}
 
     def _read(self, row: SampledRow | None) -> tuple[Messages, str]:
-        """Return a row's messages, or the reason why it is left out."""
+        """Return a row's messages, or the reason for dropping it."""
         if row is None:
             return [], "the user's turn has no end"
         answer = row.ids[row.answer_start :]

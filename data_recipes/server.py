@@ -1,4 +1,4 @@
-"""Answers from a server that speaks OpenAI's chat completions (vLLM, SGLang), many at a time."""
+"""Get answers from an OpenAI chat completions server (vLLM, SGLang), many at a time."""
 
 import asyncio
 import json
@@ -36,9 +36,9 @@ LARGEST_ANSWER_BYTES = 16 << 20
 TRY_AGAIN = {408, 409, 425, 429}  # and 5xx
 CUT_OFF = {"abort", "error"}  # finish reasons of a server that gave up
 NO_ROOM = re.compile(r"max_tokens|context|positions", re.IGNORECASE)
-"""In the refusal of a prompt and --max-tokens that are longer than the context together."""
+"""Matches the refusal when prompt and --max-tokens together exceed the context."""
 FAILURES_IN_A_ROW = 100
-"""So many rows without one answer between them: the server is at fault and the run stops."""
+"""Stop the run after this many failed rows in sequence: the server is at fault."""
 
 
 class TryAgain(Exception):
@@ -55,15 +55,15 @@ class ChatServerOptions(Options):
     """with --server"""
 
     model: str | None = None
-    """what the server calls the target"""
+    """model name on the server"""
     concurrency: int = option(64, least=1)
     """requests at a time"""
     attempts: int = option(8, least=1)
-    """per answer, waits between them grow"""
+    """attempts per answer, with growing waits"""
     deadline: float = option(600.0, metavar="SECONDS")
-    """of each request"""
+    """timeout per request"""
     key_variable: str | None = None
-    """environment variable that holds the API key"""
+    """environment variable with the API key"""
 
 
 class ChatServer:
@@ -88,7 +88,7 @@ class ChatServer:
 
     @property
     def base(self) -> str:
-        """The address up to /v1, which may be left out of --server."""
+        """Return the address up to /v1, optional in --server."""
         url = httpx2.URL(self.address.strip().rstrip("/").removesuffix("/chat/completions"))
         return str(url.copy_with(path="/v1") if url.path in ("", "/") else url)
 
@@ -99,11 +99,11 @@ class ChatServer:
         await self.client.aclose()
 
     async def check(self) -> None:
-        """Ask which models there are. A passing fault is left to the requests that follow.
+        """Request the model list. A temporary fault is left to later requests.
 
         Raises:
             ValueError: the address, the key or the model is wrong.
-            TargetLost: nothing answers there.
+            TargetLost: no server answers there.
         """
         try:
             listing = await self._send("GET", "/models")
@@ -128,13 +128,13 @@ class ChatServer:
     async def answer_dialogues(
         self, dialogues: Iterator[Dialogue], settle: Callable[[Dialogue, str], None]
     ) -> None:
-        """Answer every dialogue, as many at a time as the server may be asked.
+        """Answer every dialogue, with at most ``concurrency`` requests at a time.
 
-        A dialogue's turns follow each other; ``dialogues`` is read only as fast as they are
-        answered.
+        A dialogue's turns run in sequence; ``dialogues`` is read only as fast as they are answered.
 
         Args:
-            settle: gets each dialogue when it is complete, with "", or cannot be, with the reason.
+            settle: gets each dialogue when it is complete (with "") or has failed (with the
+                reason).
         """
         failures = 0
 
@@ -164,7 +164,7 @@ class ChatServer:
             raise errors.exceptions[0] from errors
 
     async def answer(self, dialogue: Dialogue, turn: int) -> TargetAnswer:
-        """One answer, asked for again after faults that may pass; see ``retried``."""
+        """Request one answer, with retries after temporary faults; see ``retried``."""
         return await self.retried(lambda attempt: self._ask(dialogue, turn, attempt))
 
     async def complete(self, body: Values) -> Values:
@@ -172,14 +172,14 @@ class ChatServer:
         return await self.retried(lambda _: self._send("POST", "/chat/completions", body))
 
     async def retried(self, ask: Callable[[int], Awaitable[T]]) -> T:
-        """Ask until an attempt succeeds.
+        """Retry until an attempt succeeds.
 
         Args:
             ask: makes attempt 0, 1, ..
 
         Raises:
             RowFailed: the server refuses this question, or no attempt succeeded.
-            TargetLost: it refuses every question, or cannot be reached.
+            TargetLost: the server refuses every question, or is unreachable.
         """
         last = self.options.attempts - 1
         for attempt in range(self.options.attempts):
@@ -231,7 +231,7 @@ class ChatServer:
         return TargetAnswer(text, is_cut, calls)
 
     async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
-        """The JSON value of one response; the deadline covers connecting, waiting and reading."""
+        """Return one response's JSON value; the deadline covers connecting, waiting and reading."""
         self.num_requests += method == "POST"
         url = self.base + path
         try:
@@ -272,7 +272,7 @@ class ChatServer:
 
 
 async def read_body(response: httpx2.Response) -> bytes:
-    """Raises RowFailed for a body that does not end within the largest size of an answer."""
+    """Read the body; raise RowFailed if it exceeds the maximum answer size."""
     body = bytearray()
     async for chunk in response.aiter_bytes():
         body += chunk
@@ -282,7 +282,7 @@ async def read_body(response: httpx2.Response) -> bytes:
 
 
 def read_answer_calls(payload: Any) -> list[Values]:
-    """The calls of tools in a chat completion; TryAgain for what are none."""
+    """Read the tool calls in a chat completion; raise TryAgain for invalid ones."""
     try:
         return read_calls(payload["choices"][0]["message"])
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -312,7 +312,7 @@ def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:
 
 
 def error_message(data: bytes) -> str:
-    """A server's words about an error, in one line of at most 200 characters."""
+    """Return a server's error message in one line, at most 200 characters."""
     return " ".join(data[:1000].decode("utf-8", "replace").split())[:200]
 
 

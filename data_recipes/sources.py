@@ -1,6 +1,6 @@
 """Read a source row by row: local files, folders, the standard library, or a Hub data set.
 
-A reader holds a batch of rows, whatever the size of the file, but for a JSON array: the whole.
+Readers keep one batch of rows in memory for any file size; a JSON array is read whole.
 """
 
 import codecs
@@ -35,11 +35,11 @@ class RawRow:
     location: str
     """File and line or row number (from 1), to find it again."""
     error: str = ""
-    """Why the row cannot be read at all; "" if it can."""
+    """Reason if the row cannot be read at all, else ""."""
 
 
 def list_files(source: Source) -> list[Path] | None:
-    """The files of a source, sorted; None if it is a Hub data set."""
+    """List a source's files, sorted; None for a Hub data set."""
     if source.kind == "python_stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         modules = (file for file in root.rglob("*.py") if file.is_file())
@@ -79,7 +79,7 @@ def list_files(source: Source) -> list[Path] | None:
 
 
 def read_source(source: Source) -> Iterator[RawRow]:
-    """The first ``max_rows`` rows of a source, in a fixed order, unreadable ones included."""
+    """Yield a source's first ``max_rows`` rows, in a fixed order, unreadable ones included."""
     files = list_files(source)
     if files is None:
         rows = read_hub(source)
@@ -93,7 +93,7 @@ def read_source(source: Source) -> Iterator[RawRow]:
 
 
 def dump_row(row: object) -> str:
-    """A row as JSON that can be stored as UTF-8, half surrogate pairs included."""
+    """Dump a row as JSON that encodes to UTF-8, unpaired surrogates included."""
     text = json.dumps(row, ensure_ascii=False, default=str)
     try:
         text.encode()
@@ -103,9 +103,9 @@ def dump_row(row: object) -> str:
 
 
 def needed_columns(source: Source, names: list[str]) -> list[str] | None:
-    """The columns worth reading of a table of conversations or texts; null: all of them.
+    """Return the table columns worth reading for conversations or texts; null: all columns.
 
-    Embeddings beside the text can be larger than the text.
+    Embeddings next to the text can be larger than the text.
     """
     content = {"messages", "conversations", source.prompt_field, source.text_field} & {*names}
     if not content:
@@ -123,7 +123,7 @@ def parse_json(text: str) -> Any:
 
 
 def check_unicode(text: str) -> None:
-    """Half a surrogate pair can be written in JSON, but neither hashed nor tokenized."""
+    """Refuse unpaired surrogates: JSON can contain them, but they cannot be hashed or tokenized."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -131,7 +131,7 @@ def check_unicode(text: str) -> None:
 
 
 def _take_field(row: RawRow, field: str) -> RawRow:
-    """The document inside a row; a row without one keeps its JSON and gets a reason."""
+    """Return the document inside a row; a row without one keeps its JSON and gets a reason."""
     if row.error:
         return row
     try:
@@ -147,7 +147,7 @@ def _take_field(row: RawRow, field: str) -> RawRow:
 
 
 def _suffix(path: Path) -> str:
-    """The extension in lower case, that inside a .gz file for a compressed one."""
+    """Return the extension in lower case, without .gz for a compressed file."""
     path = Path(path.name.lower())
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
@@ -189,7 +189,7 @@ def _read_rows(path: Path, source: Source) -> Iterator[RawRow]:
 
 
 def _first_character(path: Path) -> bytes:
-    """The first byte that is no white space."""
+    """Return the first byte other than white space."""
     with _open(path) as file:
         while part := file.read(1 << 16).removeprefix(codecs.BOM_UTF8):
             if part.strip():
@@ -198,7 +198,7 @@ def _first_character(path: Path) -> bytes:
 
 
 def _read_array(path: Path, most: int) -> Iterator[RawRow]:
-    """Read a JSON array as a whole; JSON lines take the memory of one row."""
+    """Read a JSON array as a whole; JSON lines need memory for one row only."""
     try:
         with _open(path) as file:
             rows = json.loads(file.read().decode("utf-8-sig"))
@@ -269,7 +269,7 @@ def load_hub(source: Source) -> Any:
 
 
 def hub_stamp(source: Source) -> str:
-    """Changes when the data set does: its fingerprint, or its commit if it is streamed."""
+    """Return a stamp that changes with the data set: its fingerprint, or its commit if streamed."""
     if source.streaming:
         return str(_load("load_dataset_builder", source).hash)
     return load_hub(source)._fingerprint

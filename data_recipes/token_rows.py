@@ -1,7 +1,7 @@
 """Conversations as token ids in one safetensors file: no text, no tokenizer, read into memory.
 
-Tensors: ``ids`` (uint16 or int32 [tokens], all rows joined), ``ends`` (int64 [rows], where each row
-ends) and ``prompt`` (int32 [rows], tokens before the answer, which the loss leaves out).
+Tensors: ``ids`` (uint16 or int32 [tokens], all rows joined), ``ends`` (int64 [rows], end offset per
+row) and ``prompt`` (int32 [rows], tokens before the answer, excluded from the loss).
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class TokenRows:
     def __init__(self, ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> None:
         """
         Args:
-            ids: of each row.
-            prompt_lengths: leading tokens of each row that are no labels; the first never is.
+            ids: per row.
+            prompt_lengths: leading tokens per row that are no labels; the first never is.
         """
         self.columns: dict[str, list[np.ndarray]] = {"input_ids": list(ids), "loss_mask": []}
         for row, length in zip(ids, prompt_lengths, strict=True):
@@ -91,7 +91,7 @@ def token_data(
     Args:
         labels: "assistant": the answers alone. "all": training rows have the prompts as labels,
             too; validation rows never do.
-        min_answer: rows with fewer answer tokens are left out.
+        min_answer: minimum answer tokens; shorter rows are dropped.
     """
     cut = [(row[:max_length], n) for row, n in zip(ids, prompt_lengths, strict=True)]
     kept = [(row, n) for row, n in cut if len(row) - n >= min_answer]

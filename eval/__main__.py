@@ -33,9 +33,9 @@ SUBCOMMANDS: dict[str, str | type[Options]] = {
     "report": "pipedraft.eval.report",
     "table": TableOptions,
 }
-"""First word of the command line -> its options, or the module whose ``run`` gets the other words.
+"""First word on the command line -> its options, or the module whose ``run`` gets the other words.
 
-Modules that need torch are imported once the options are read.
+Modules that need torch are imported after the options are read.
 """
 
 
@@ -43,10 +43,10 @@ build_parser = EvalOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
-    """The whole command; bad input raises ValueError, cheap checks before the models load.
+    """Run the whole command; bad input raises ValueError, cheap checks run before the models load.
 
     Args:
-        argv: a subcommand and its arguments, or the options of an evaluation.
+        argv: a subcommand and its arguments, or evaluation options.
     """
     if argv and not argv[0].startswith("-"):
         run_subcommand(subcommand(argv[0], list(SUBCOMMANDS)), argv[1:])

@@ -1,4 +1,4 @@
-"""Options of an evaluation and of the subcommands that decode; the others have their own."""
+"""Options for evaluations and for the subcommands that decode; other subcommands define theirs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,14 +100,14 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
-    """checkpoint folder or Hub repository of a draft; may be given several times"""
+    """checkpoint folder or Hub repository of a draft; repeatable"""
     draft_model: str | None = option(None, metavar="DIR")
-    """folder or Hub name of a language model with the target's tokenizer, as the draft (its own
-    schedule is pipeinfer); needs --target"""
+    """use this language model (folder or Hub name, with the target's tokenizer) as the draft; its
+    default schedule is pipeinfer; needs --target"""
     draft: Literal["ngram", "suffix"] | None = None
-    """a draft without a network: what followed the same tokens before; needs --target"""
+    """draft by n-gram or suffix lookup instead of a network; needs --target"""
     target: str | None = None
-    """folder or Hub name of the target; default: the one the draft names"""
+    """folder or Hub name of the target; default: the draft's own"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm,
     natural_questions (nq), wmt14_de_en, rag, or paths of .jsonl files with rows of prompt, turns or
@@ -119,55 +119,54 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     schedule: tuple[str, ...] = option((), metavar="NAMES", known=tuple(SCHEDULES))
     """comma list of schedules; default: each draft's own"""
     stages: int | None = option(None, least=1)
-    """pipeline stages of the target; default: those the draft was trained for, else 4"""
+    """pipeline stages of the target; default: as the draft was trained, else 4"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
-    """comma list; 0 is greedy"""
+    """comma list of temperatures; 0 is greedy"""
     verifier: Rule = "auto"
     """acceptance rule at temperatures above 0"""
     limit: int | None = option(None, metavar="P", least=1)
     """the first P prompts of each benchmark; default: all"""
     repeats: int = option(1, metavar="R", least=1)
-    """decode everything R times with the same random numbers: the same outputs, other times, which
-    tell the machine's noise from the prompts'"""
+    """decode everything R times with the same random numbers: outputs are equal, and differing
+    times separate the machine's noise from the prompts'"""
     sequences: int = option(1, metavar="N", least=1)
-    """conversations decoded at once, sooner; each one's outputs and counts are those that it has
-    alone, wall-clock times are left out"""
+    """conversations decoded at once, which is faster; outputs and counts stay the same as alone,
+    wall-clock times are left out"""
     max_new_tokens: int = option(128, metavar="M", least=1)
-    """new tokens of each turn"""
+    """new tokens per turn"""
     seed: int = option(0, metavar="N", least=0)
-    """of the sampling and the bootstrap"""
+    """seed for sampling and bootstrap"""
     dtype: Dtype = "float32"
-    """of target and draft; float32, for which greedy output is exact; auto: on a GPU as the target
-    is stored"""
+    """dtype of target and draft; greedy output is exact in float32; auto: the target's stored dtype
+    on a GPU"""
     bitwise: bool = False
-    """the target computes each row as plain decoding would, to the last bit, and outputs are
-    compared with plain decoding's instead of those of transformers; slower"""
+    """compute each target row bit for bit as autoregressive decoding would, and compare outputs
+    with autoregressive decoding instead of transformers; slower"""
     never_slower: bool = False
-    """time the rounds with and without the draft, and shrink or pause it where it loses"""
+    """time rounds with and without the draft, and shrink or pause it where it is slower"""
     no_lossless: bool = False
-    """leave out the comparison of greedy outputs with transformers, and the acceptance by entropy:
-    what takes the whole target once more"""
+    """skip the comparison of greedy outputs with transformers and the acceptance by entropy, which
+    both load the whole target a second time"""
     cost: str | None = option(None, metavar="PRESET|FILE")
     """cost model for the modeled speed-up S: h100, a100, rtx4090, jetson_orin, this_cpu, or a file
-    as --calibrate writes it; default: rows, links and verification free, a draft forward by its
-    layers"""
+    written by --calibrate; default: rows, links and verification are free, a draft forward costs
+    its share of layers"""
     score: bool = False
-    """add gsm8k's accuracy (also of its part of spec_bench) to every method: the last number of an
-    answer, or the one after ####, equals the reference"""
+    """add gsm8k's accuracy (also on its part of spec_bench) to every method: the answer's last
+    number, or the one after ####, equals the reference"""
     save_answers: bool = False
-    """write every method's answers into OUT/answers as JSON lines that evalplus (task_id, solution)
-    and lm-evaluation-harness read"""
+    """write every method's answers into OUT/answers, as JSON lines for evalplus (task_id, solution)
+    and lm-evaluation-harness"""
     calibrate: Path | None = None
-    """write the cost model that this run's measurements make: the time of a row more, a hop, a
-    verification, a draft forward"""
+    """write a cost model from this run's measurements: extra row, link, verification, draft
+    forward"""
     shard: str | None = option(None, metavar="I/N", parse=read_share)
-    """decode the I-th of N shares of the prompts into OUT/traces and write no report; afterwards
-    the same command without --shard decodes what is left and reports all"""
+    """decode share I of N into OUT/traces without a report; afterwards the same command without
+    --shard decodes the rest and reports all"""
     fresh: bool = False
-    """decode again what OUT/traces has; with --shard what it has of that share, the other shares of
-    the same N stay"""
+    """decode again despite OUT/traces; with --shard, replace only this share and keep the others"""
     out: Path = option(metavar="OUT")
-    """folder of the results"""
+    """results folder"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,7 +189,7 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeOptions(PlaceOptions, FilterOptions):
-    """Decode benchmarks across virtual links by several methods."""
+    """Decode benchmarks across virtual links with several methods."""
 
     PROG: ClassVar[str] = "pipedraft eval edge"
     EXAMPLE: ClassVar[str] = EDGE_EXAMPLE
@@ -199,146 +198,147 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     checkpoint: str | None = option(None, metavar="DIR")
     """folder or Hub name of a FlexSpec draft"""
     draft_model: str | None = option(None, metavar="DIR")
-    """a language model with the target's tokenizer as the draft; needs --target"""
+    """use this language model (with the target's tokenizer) as the draft; needs --target"""
     draft: Literal["ngram", "suffix"] | None = None
-    """a draft without a network, as of eval; needs --target"""
+    """draft by n-gram or suffix lookup instead of a network, as in eval; needs --target"""
     target: str | None = None
-    """folder or Hub name of the target; default: the one the draft names"""
+    """folder or Hub name of the target; default: the draft's own"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
-    """as of an evaluation"""
+    """comma list of benchmarks, as in eval"""
     data_dir: str | None = option(None, metavar="D")
     """see eval --help"""
     limit: int | None = option(None, metavar="P", least=1)
     """the first P prompts of each; default: all"""
     methods: tuple[str, ...] = option((), metavar="NAMES")
-    """comma list; default: all"""
+    """comma list of methods; default: all"""
     links: tuple[str, ...] = option(("5g", "4g", "wifi"), metavar="LINKS")
     """comma list of 5g, 4g, wifi, TRACE.csv, 5g:TRACE.csv"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
-    """comma list"""
+    """comma list of temperatures"""
     times: str = option("picospec", metavar="TIMES")
     """picospec, picospec_llama, flexspec, flexspec_145ms, flexspec_12ms, flexspec_10.5ms, or a JSON
     file of draft_s, verify_s, cloud_draft_s and perhaps verify_row_s, alone_s, edge_layer_s"""
     draft_length: int = option(4, metavar="K", least=1)
-    """of stop_and_wait and dssd"""
+    """draft length for stop_and_wait and dssd"""
     rule: RuleName | None = None
-    """acceptance at T > 0; default: each method's own"""
+    """acceptance rule at T > 0; default: each method's own"""
     policy: str = "geometric"
-    """draft length, except of stop_and_wait, dssd and pearl, which have their own: fixed:K, eq11,
-    alg2 or geometric"""
+    """draft length policy: fixed:K, eq11, alg2 or geometric; stop_and_wait, dssd and pearl have
+    their own"""
     token_bytes: int = option(0, metavar="B", least=0)
-    """that go up with each draft token besides its id"""
+    """extra bytes sent up with each draft token besides its id"""
     payload_tokens: int = option(10, metavar="K", least=1)
-    """the target's best tokens in a rejection, by topk and tail_escape"""
+    """target's top tokens sent with a rejection, by topk and tail_escape"""
     tail_samples: int = option(4, metavar="M", least=1)
-    """drawn tokens in a rejection, by tail_escape"""
+    """sampled tokens sent with a rejection, by tail_escape"""
     max_new_tokens: int = option(128, metavar="M", least=1)
-    """of each answer"""
+    """new tokens per answer"""
     dtype: Dtype = "float32"
-    """of target and draft; float32, for which greedy output is exact"""
+    """dtype of target and draft; greedy output is exact in float32"""
     seed: int = option(0, metavar="N", least=0)
-    """of all that is random"""
+    """random seed"""
     no_lossless: bool = False
-    """do not compare outputs with plain decoding"""
+    """skip the comparison of outputs with autoregressive decoding"""
     out: Path = option(metavar="OUT")
-    """folder of the results"""
+    """results folder"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions(PlaceOptions):
-    """Run a specification, as a paper's table is, with the drafts at hand."""
+    """Run a specification, such as a paper's table, with the available drafts."""
 
     PROG: ClassVar[str] = "pipedraft eval table"
     EXAMPLE: ClassVar[str] = TABLE_EXAMPLE
 
     name: str = option("", metavar="NAME", positional=True)
-    """of the table (see --list), or a YAML file"""
+    """table name (see --list), or a YAML file"""
     list: bool = False
-    """name all tables, a line each, and end"""
+    """list all tables, one per line, and exit"""
     target: str | None = None
     """folder or Hub name; default: the specification's, else the embedded one"""
     checkpoints: tuple[str, ...] = option(("out",), metavar="PLACE", many=True)
-    """folders of runs to find the drafts in, or YAML files of role: folder"""
+    """run folders to search for drafts, or YAML files of role: folder"""
     limit: int | None = option(None, metavar="P", least=1)
     """the first P prompts of each benchmark"""
     data_dir: str | None = option(None, metavar="D")
-    """of the benchmarks' official files; see eval --help"""
+    """folder with the benchmarks' official files; see eval --help"""
     max_new_tokens: int | None = option(None, metavar="M", least=1)
-    """a turn; default: 128"""
+    """new tokens per turn; default: 128"""
     dtype: Dtype | None = None  # type: ignore[assignment]  # None: the specification's
-    """of target and draft; default: the specification's, float32"""
+    """dtype of target and draft; default: the specification's, float32"""
     seed: int | None = option(None, metavar="N", least=0)
-    """of the sampling and the bootstrap; default: 0"""
+    """seed for sampling and bootstrap; default: 0"""
     sequences: int = option(1, metavar="N", least=1)
-    """conversations decoded at once; as of eval --help"""
+    """conversations decoded at once; see eval --help"""
     shard: str | None = option(None, metavar="I/N", parse=read_share)
-    """decode the I-th of N shares of the prompts; as of eval --help"""
+    """decode share I of N; see eval --help"""
     fresh: bool = False
-    """decode again what OUT/traces has; as of eval --help"""
+    """decode again despite OUT/traces; see eval --help"""
     out: Path = option(Path(), metavar="OUT")
-    """folder of the results"""
+    """results folder"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginesOptions(Options):
-    """Decode with every exported head in vLLM and here, with old exports, and planted faults."""
+    """Decode with every exported head in vLLM and here, including old exports and planted
+    faults."""
 
     PROG: ClassVar[str] = "pipedraft eval engines"
     EXAMPLE: ClassVar[str] = ENGINES_EXAMPLE
 
     engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
-    """python of the environment that has vLLM"""
+    """python of the environment with vLLM"""
     only: tuple[str, ...] = option((), metavar="NAMES")
-    """comma list: the cases with one of these words in their names; default: all"""
+    """comma list: run cases with one of these words in their name; default: all"""
     benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
-    """as of an evaluation"""
+    """comma list of benchmarks, as in eval"""
     data_dir: str | None = option(None, metavar="D")
     """see eval --help"""
     limit: int = option(2, metavar="P", least=1)
     """the first P prompts of each"""
     depth: int = option(3, metavar="K", least=1)
-    """draft tokens of a chain, for heads that have no number of their own"""
+    """draft tokens per chain, for heads without a fixed number"""
     max_new_tokens: int = option(64, metavar="M", least=2)
-    """of each answer"""
+    """new tokens per answer"""
     out: Path = option(Path("out/engines"), metavar="OUT")
-    """folder of engines.json"""
+    """folder for engines.json"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions(PlaceOptions):
-    """Find the first place where a draft's training, its decoding and its exported files part."""
+    """Find the first place where a draft's training, decoding and exported files disagree."""
 
     PROG: ClassVar[str] = "pipedraft eval parity"
     EXAMPLE: ClassVar[str] = PARITY_EXAMPLE
 
     checkpoint: str = option(metavar="DIR")
-    """checkpoint folder or Hub repository of a draft, or of a head in the layouts of SafeAILab,
-    SpecForge or speculators, which needs --target"""
+    """checkpoint folder or Hub repository of a draft, or a head in the SafeAILab, SpecForge or
+    speculators layout, which needs --target"""
     target: str | None = None
-    """folder or Hub name of the target; default: the one the draft names"""
+    """folder or Hub name of the target; default: the draft's own"""
     trained_tokenizer: str | None = option(None, metavar="DIR")
-    """folder or Hub name of the tokenizer, with its chat template, that the training data was made
-    with; default: the target's"""
+    """folder or Hub name of the tokenizer (with chat template) used for the training data; default:
+    the target's"""
     exported: tuple[str, ...] = option((), metavar="DIR", repeated=True)
-    """folder of exported files, or of a head in their layouts; may be given several times; default:
-    exports made for this, in every layout that the draft has"""
+    """folder with exported files, or with a head in an exported layout; repeatable; default: export
+    every layout that the draft supports"""
     benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
-    """as of an evaluation"""
+    """comma list of benchmarks, as in eval"""
     data_dir: str | None = option(None, metavar="D")
     """see eval --help"""
     limit: int = option(2, metavar="P", least=1)
     """the first P prompts of each"""
     depth: int = option(7, metavar="K", least=1)
-    """draft tokens of a chain, for drafts that have no number of their own"""
+    """draft tokens per chain, for drafts without a fixed number"""
     max_new_tokens: int = option(48, metavar="M", least=2)
-    """of each answer"""
+    """new tokens per answer"""
     dtype: Dtype = "float32"
-    """of target and draft; in others rounding hides small differences"""
+    """dtype of target and draft; rounding in other dtypes hides small differences"""
     engine: Literal["vllm"] | None = None
-    """decode the prompts in this engine, too, and compare its draft tokens"""
+    """also decode the prompts in this engine, and compare its draft tokens"""
     engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
-    """python of the environment that has the engine"""
+    """python of the environment with the engine"""
     engine_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """of the engine; default: --dtype"""
+    """dtype in the engine; default: --dtype"""
     json: Path | None = option(None, metavar="FILE")
-    """write counts and findings there, too"""
+    """also write counts and findings there"""

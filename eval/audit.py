@@ -1,8 +1,8 @@
-"""Audit a server with speculative decoding: are its answers those of the model alone?
+"""Audit a server with speculative decoding: does it answer as the model alone would?
 
-Greedy answers have to be the baseline's, apart from ties within rounding. Sampled answers have to
-come from the same distribution. The baseline is the same model served without speculation, or this
-project's own autoregressive decoding of --target.
+Greedy answers must equal the baseline's, apart from ties within rounding. Sampled answers must
+follow the same distribution. The baseline is the same model served without speculation, or this
+project's own autoregressive decoding with --target.
 """
 
 import asyncio
@@ -47,46 +47,45 @@ Writes audit.json and audit.html into --out and prints the verdict. Status 0: no
 1: one was; 2: bad input.
 """
 LEVEL = 0.01
-"""Chance of a false alarm, of all tests together."""
+"""False-alarm probability over all tests together."""
 TESTS = ("first tokens", "following tokens", "lengths", "stop reasons")
 NUM_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditOptions(ChatServerOptions):
-    """Hold a server with speculative decoding against the same model without it."""
+    """Compare a server with speculative decoding to the same model without it."""
 
     PROG: ClassVar[str] = "pipedraft audit"
     EXAMPLE: ClassVar[str] = EXAMPLE
     ONE_OF = (("baseline", "target"),)
 
     endpoint: str = option(metavar="URL")
-    """OpenAI-compatible server that is audited"""
+    """OpenAI-compatible server to audit"""
     baseline: str | None = option(None, metavar="URL")
     """the same model served without speculation"""
     baseline_model: str | None = option(None, metavar="NAME")
-    """what the baseline calls the model; default: --model"""
+    """model name on the baseline server; default: --model"""
     target: str | None = option(None, metavar="DIR")
-    """the model itself, in place of --baseline: decoded here, autoregressively, in float32"""
+    """decode this model here instead of --baseline, autoregressively, in float32"""
     benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
-    """prompts, as of eval"""
+    """comma list of benchmarks, as in eval"""
     data_dir: str | None = option(None, metavar="D")
     """see eval --help"""
     limit: int = option(4, metavar="P", least=1)
     """the first P prompts of each"""
     samples: int = option(32, metavar="N", least=2)
-    """sampled answers of each server to each prompt; 0 is not sampled"""
+    """sampled answers per server and prompt; 0: none"""
     temperature: float = option(1.0, metavar="T")
-    """of sampled answers"""
+    """sampling temperature"""
     max_new_tokens: int = option(48, metavar="M", least=2)
-    """of each answer"""
+    """new tokens per answer"""
     tie: float = option(0.25, metavar="NATS")
-    """largest difference between two tokens' log-probabilities that rounding may turn: 0.25 suits
-    bfloat16, 0.001 float32"""
+    """largest log-probability gap that rounding may flip: 0.25 suits bfloat16, 0.001 float32"""
     seed: int = 0
-    """of the sampling and the tests"""
+    """seed for sampling and tests"""
     out: Path = option(Path("out/audit"), metavar="OUT")
-    """folder of audit.json and audit.html"""
+    """folder for audit.json and audit.html"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,14 +97,14 @@ class AuditOptions(ChatServerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One answer of a server."""
+    """One answer from a server."""
 
     tokens: list[str]
-    """As log-probabilities name them; words, where a server has none."""
+    """Tokens as named by the log-probabilities; words, if a server returns none."""
     ended: bool
-    """By its own end, not by --max-new-tokens."""
+    """True if the answer ended by itself, not at --max-new-tokens."""
     logprobs: list[dict[str, float]] = field(default_factory=list)
-    """Of each token and the best others."""
+    """Log-probabilities per position: the chosen token and the best others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +115,9 @@ class Difference:
     place: int
     token: str
     baseline: str
-    """Its token there; "" as ``token``: the answer has ended."""
+    """The baseline's token there; "", as for ``token``: the answer has ended."""
     margin: float | None
-    """Between the baseline's log-probabilities of both; None: unknown."""
+    """Gap between the baseline's log-probabilities for both tokens; None: unknown."""
     is_tie: bool
 
 
@@ -126,7 +125,7 @@ def read_answer(payload: Values) -> Answer:
     """Read a chat completion.
 
     Raises:
-        Failure: it is none.
+        Failure: the payload is no chat completion.
     """
     try:
         choice = payload["choices"][0]
@@ -155,7 +154,7 @@ def first_difference(prompt: str, ours: Answer, theirs: Answer, tie: float) -> D
     margin = None
     if place < min(len(theirs.logprobs), len(theirs.tokens)) and token:
         known = theirs.logprobs[place]
-        # A token that is not among the best ones is below all of them.
+        # A token missing from the best ones is below all of them.
         margin = known[other] - known.get(token, min(known.values()))
     is_tie = margin is not None and margin <= tie
     return Difference(
@@ -167,7 +166,7 @@ def first_difference(prompt: str, ours: Answer, theirs: Answer, tie: float) -> D
 
 
 class Endpoint:
-    """A server that is asked the same prompts again and again."""
+    """A server that receives the same prompts repeatedly."""
 
     def __init__(self, name: str, address: str, model: str, options: AuditOptions) -> None:
         self.name, self.model, self.options = name, model, options
@@ -202,7 +201,7 @@ class Endpoint:
     async def answers(
         self, prompts: Sequence[Prompt], seed: int
     ) -> tuple[list[Answer], list[list[Answer]]]:
-        """Greedy answers, and sampled ones of each prompt."""
+        """Return greedy answers, and sampled ones for each prompt."""
         options = self.options
         greedy = await _all([self.ask(prompt) for prompt in prompts])
         sampled = await _all(
@@ -222,7 +221,7 @@ async def _all(asked: Sequence[Coroutine[object, object, Answer]]) -> list[Answe
 
 @contextmanager
 def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
-    """Yield the baseline's address and model; --target is served for as long as this is open."""
+    """Yield the baseline's address and model; --target is served while this is open."""
     if options.target is None:
         yield str(options.baseline), options.baseline_model or str(options.model)
         return
@@ -241,12 +240,12 @@ def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
             server.terminate()
 
 
-# -- the verdict ----------------------------------------------------------------------------
+# -- the result -----------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
 class Audit:
-    """Answers of both servers, and what follows of them."""
+    """Answers from both servers, and the conclusions."""
 
     endpoint: str
     baseline: str
@@ -256,15 +255,16 @@ class Audit:
     differences: list[Difference]
     tests: list[PairedTest]
     concentration: tuple[float, float]
-    """Chance that two sampled first tokens of a prompt are the same, here and in the baseline."""
+    """Probability that two sampled first tokens for a prompt are equal, here and in the
+    baseline."""
     ended: tuple[float, float]
-    """Shares of sampled answers that end before --max-new-tokens."""
+    """Share of sampled answers that end before --max-new-tokens."""
     has_logprobs: bool
     level: float = LEVEL
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong, a sentence each."""
+        """List the faults, one sentence each."""
         found = []
         wrong = [one for one in self.differences if not one.is_tie]
         if wrong:
@@ -301,7 +301,7 @@ class Audit:
 
     @property
     def scope(self) -> list[str]:
-        """How much was looked at, and what would have been found."""
+        """Say how much was tested, and how large a fault would have been found."""
         num_ties = sum(one.is_tie for one in self.differences)
         equal = len(self.greedy) - len(self.differences)
         lines = [
@@ -336,7 +336,7 @@ class Audit:
 
 
 def concentration(sampled: Sequence[Sequence[Answer]]) -> float:
-    """Chance that two answers to a prompt begin alike, over all prompts."""
+    """Return the probability that two answers to a prompt begin alike, over all prompts."""
     shares = []
     for answers in sampled:
         firsts = [answer.tokens[:1] for answer in answers]
@@ -350,12 +350,12 @@ def ended_share(sampled: Sequence[Sequence[Answer]]) -> float:
 
 
 async def audit(options: AuditOptions, prompts: list[Prompt], place: tuple[str, str]) -> Audit:
-    """Ask both servers, and compare."""
+    """Query both servers, and compare."""
     ours = Endpoint("--endpoint", options.endpoint, str(options.model), options)
     theirs = Endpoint("--baseline", *place, options)
     async with ours.client, theirs.client:
         try:
-            # Other seeds for the baseline: equal ones could draw equal answers.
+            # Use other seeds for the baseline: equal seeds could sample equal answers.
             half = 2**30
             greedy_a, sampled_a = await ours.answers(prompts, options.seed)
             greedy_b, sampled_b = await theirs.answers(prompts, options.seed + half)
@@ -386,7 +386,7 @@ async def audit(options: AuditOptions, prompts: list[Prompt], place: tuple[str, 
 
 
 def run(argv: Sequence[str]) -> None:
-    """The whole command."""
+    """Run the whole command."""
     options = AuditOptions.read(argv)
     tasks = load_tasks(options.benchmarks, options.data_dir, options.limit)
     make_folder("--out", options.out)

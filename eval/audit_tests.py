@@ -1,11 +1,12 @@
-"""Paired tests between two servers' answers: the law of their tokens, lengths and stop reasons.
+"""Paired tests between two servers' answers: distribution of tokens, lengths and stop reasons.
 
-Both servers answer the same prompts, equally often. If they sample from the same distribution, an
-answer could as well be the other server's. So a statistic is compared with its values after answers
-of the same prompt have changed sides at random. That holds for every statistic, and small samples.
+Both servers answer the same prompts equally often. If they sample from the same distribution, any
+answer could as well come from the other server. So compare a statistic with its values after
+randomly swapping answers to the same prompt. This is valid for every statistic, and for small
+samples.
 """
 
-# P prompts, N answers of one server to a prompt, K things that are counted, R permutations
+# P prompts, N answers per server and prompt, K counted features, R permutations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -16,30 +17,30 @@ import numpy as np
 NUM_PERMUTATIONS = 2000
 NUM_SIMULATIONS = 100
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Shares of wrong answers for which the power is computed."""
+"""Shares of wrong answers at which the power is computed."""
 POWER = 0.9
 
 Features = Sequence[Hashable]
-"""What an answer counts as: its first token, its pairs of tokens, ..."""
+"""An answer's features: its first token, its token pairs, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
-    """One test of all prompts."""
+    """One test over all prompts."""
 
     name: str
     p_value: float
     critical: float
-    """Largest value of the statistic that counts as equal, at the level of the test."""
+    """Largest statistic that still counts as equal, at the test's level."""
     statistic: float
     detectable_share: float | None
     """Smallest share of wrong answers that the test finds with ``POWER``; None: no share."""
     num_answers: int
-    """Of each server."""
+    """Answers per server."""
 
 
 def counts_of(answers: Sequence[Features]) -> np.ndarray:
-    """How often each answer has each feature, [answers, K]; features of one answer are left out."""
+    """Count each feature in each answer, [answers, K]; drop features that only one answer has."""
     holders = Counter(feature for answer in answers for feature in set(answer))
     columns = {feature: i for i, feature in enumerate(f for f, n in holders.items() if n > 1)}
     counts_NK = np.zeros((len(answers), len(columns)), dtype=np.float32)
@@ -51,7 +52,7 @@ def counts_of(answers: Sequence[Features]) -> np.ndarray:
 
 
 def homogeneity(ours_RK: np.ndarray, total_K: np.ndarray) -> np.ndarray:
-    """Sum of (a - b)^2 / (a + b) over what is counted: 0 where both servers have equal counts."""
+    """Sum (a - b)^2 / (a + b) over the features: 0 where both servers have equal counts."""
     return ((2 * ours_RK - total_K) ** 2 / np.maximum(total_K, 1e-9)).sum(-1)
 
 
@@ -63,12 +64,12 @@ def compare(
     level: float,
     rng: np.random.Generator,
 ) -> PairedTest:
-    """Test whether answers of two servers have the same features.
+    """Test whether two servers' answers have the same features.
 
     Args:
-        ours: of each prompt, the features of every answer.
-        theirs: as many, of the other server.
-        level: chance of a false alarm.
+        ours: features of every answer, per prompt.
+        theirs: the same for the other server, with as many answers.
+        level: false-alarm probability.
     """
     found, drawn_R, tables = 0.0, np.zeros(NUM_PERMUTATIONS), []
     for one, other in zip(ours, theirs, strict=True):
@@ -94,13 +95,14 @@ def compare(
 def _detectable(
     tables: Sequence[tuple[np.ndarray, int]], critical: float, rng: np.random.Generator
 ) -> float | None:
-    """Smallest share of answers replaced by the prompt's most frequent one that is found."""
+    """Return the smallest detectable share of answers replaced by the prompt's most frequent
+    one."""
     for share in SHARES:
         hits = 0
         for _ in range(NUM_SIMULATIONS):
             value = 0.0
             for counts, size in tables:
-                sides = rng.choice(len(counts), (2, size))  # both servers draw from the same law
+                sides = rng.choice(len(counts), (2, size))  # one distribution for both
                 usual = counts[(counts @ counts.sum(0)).argmax()]
                 wrong_N = rng.random(size) < share
                 ours_NK = np.where(wrong_N[:, None], usual, counts[sides[0]])
@@ -113,7 +115,8 @@ def _detectable(
 
 
 def features_of(kind: str) -> Callable[[Sequence[str], bool], Features]:
-    """Reader of an answer's features from its tokens, and whether it ended by itself."""
+    """Return a function that extracts features from an answer's tokens and whether it ended by
+    itself."""
     return {
         "first tokens": lambda tokens, ended: tokens[:1],
         "following tokens": lambda tokens, ended: list(zip(tokens, tokens[1:], strict=False)),

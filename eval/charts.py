@@ -1,6 +1,6 @@
-"""Kinds of charts, each drawn once: as PNG for report.md, as SVG for report.html.
+"""Chart types, each drawn once: as PNG for report.md, as SVG for report.html.
 
-Charts are drawn in the light theme. In an SVG its colors are CSS variables, so that one drawing
+Charts are drawn in the light theme. The SVG uses CSS variables for its colors, so one drawing
 serves a light and a dark page. matplotlib runs without a display and without global state.
 """
 
@@ -50,14 +50,14 @@ COLORS = [light for name, (light, _) in THEMES.items() if name.startswith("serie
 MARKERS = "osD^vP*"
 """Seven shapes for eight colors: 56 series look different."""
 WIDTH = 420
-"""Width of a chart in points: letters of 11 can be read on a phone too."""
+"""Chart width in points: 11-point letters stay readable on a phone."""
 MAX_SERIES = 12
-"""More lines are a tangle; the tables have the rest."""
+"""More lines would be unreadable; the tables list the rest."""
 MAX_LETTERS = 22
-"""Longest name beside an axis."""
+"""Longest name next to an axis."""
 LEGEND_LETTERS = 56
 """Longest name in a legend or above a panel."""
-# Kinds of work by color and height of their bars. Work is tall, handing over low, waiting lowest.
+# Color and bar height per kind of work. Work is tall, hand-over low, waiting lowest.
 KINDS = {
     "stage": (0, 0.8),
     "draft": (1, 0.6),
@@ -69,8 +69,8 @@ KINDS = {
     "wait": (7, 0.14),
 }
 STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # letters stay letters, which a search finds
-    "text.parse_math": False,  # names hold dollar signs
+    "svg.fonttype": "none",  # letters stay text, so that search finds them
+    "text.parse_math": False,  # names may contain dollar signs
     "font.size": 11,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
@@ -92,19 +92,19 @@ STYLE: dict[Any, Any] = {
 class Estimate(NamedTuple):
     value: float
     low: float | None = None
-    """Bounds of the 95 % interval; None or NaN where there is none."""
+    """Bounds of the 95 % interval; None or NaN if there is none."""
     high: float | None = None
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Ends of the interval; both are the value where there is none."""
+        """Return the interval's ends; both equal the value if there is no interval."""
         if is_known(self.low) and is_known(self.high):
             return self.low, self.high
         return self.value, self.value
 
 
 class Span(NamedTuple):
-    """One piece of work of a process, from when and for how long."""
+    """One piece of work in a process: start and duration."""
 
     kind: str
     start: float
@@ -116,7 +116,7 @@ class Span(NamedTuple):
 
 
 def shorten(text: str, letters: int) -> str:
-    """Cut in the middle, since names often differ at the end."""
+    """Cut in the middle, because names often differ at the end."""
     half = (letters - 3) // 2
     return text if len(text) <= letters else f"{text[:half]}...{text[-half:]}"
 
@@ -126,14 +126,14 @@ class Chart:
     title: str
     caption: str
     panels: Mapping[str, Mapping[str, Any]]
-    """Title of a panel -> label -> what is drawn."""
+    """Panel title -> label -> data to draw."""
     axis: str
     table: Table | None = None
-    """The same in numbers, where no other table has them."""
+    """The same data in numbers, if no other table shows them."""
     missing: str = ""
-    """Why there is nothing to draw, if there is not."""
+    """Reason for an empty chart, if it is one."""
     COLUMNS: ClassVar[tuple[str, ...]]
-    """Of the CSV file."""
+    """Columns of the CSV file."""
 
     @property
     def is_empty(self) -> bool:
@@ -153,7 +153,7 @@ class Chart:
 
     def _save(self, **settings: Any) -> bytes:
         buffer = io.BytesIO()
-        # The salt makes ids that are the same every time and differ between charts.
+        # The salt makes ids reproducible and different between charts.
         with rc_context(STYLE | {"svg.hashsalt": self.title}), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
             self.figure().savefig(buffer, **settings)
@@ -164,12 +164,12 @@ class Chart:
 
     @cached_property
     def drawing(self) -> str:
-        """An SVG file."""
+        """Return an SVG file."""
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         return self._save(format="svg", metadata=nothing).decode()
 
     def numbers(self) -> Iterator[Sequence[object]]:
-        """Yield the lines of the CSV file."""
+        """Yield the lines for the CSV file."""
         raise NotImplementedError
 
     def files(self) -> dict[str, bytes]:
@@ -181,19 +181,19 @@ class Chart:
         return {f"{name}.png": self.png(), f"{name}.svg": drawing, f"{name}.csv": numbers}
 
     def svg(self) -> str:
-        """The chart as an element of a page; all text in it is escaped."""
+        """Return the chart as a page element; all its text is escaped."""
         text = self.drawing
         box = re.search(r'viewBox="[^"]*"', text)
         assert box
         body = text.partition("<svg")[2].partition(">")[2]
-        body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)  # it would be the page's
-        body = re.sub(r"<[^>]*>", _themed, body)  # text holds neither "<" nor ">"
+        body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)  # it would apply to the page
+        body = re.sub(r"<[^>]*>", _themed, body)  # text contains neither "<" nor ">"
         return f'<svg class="plot" {box[0]} aria-hidden="true">{body}'
 
 
 def _themed(tag: re.Match[str]) -> str:
     variables = {light: f"var(--{name})" for name, (light, _) in THEMES.items()}
-    text = re.sub(r'^<g id="[^"]*"', "<g", tag[0])  # several charts have the same ones
+    text = re.sub(r'^<g id="[^"]*"', "<g", tag[0])  # several charts share ids
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text)
     return re.sub(r"#[0-9a-f]{6}", lambda color: variables.get(color[0], color[0]), text)
 
@@ -201,10 +201,10 @@ def _themed(tag: re.Match[str]) -> str:
 def _new_figure(
     titles: Sequence[str], height: float, legend: Mapping[str, Artist]
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with one panel below the other and its legend at the bottom.
+    """Make a figure with panels one below the other and its legend at the bottom.
 
     Args:
-        height: points of one panel.
+        height: points per panel.
     """
     labels = [shorten(label, LEGEND_LETTERS) for label in legend]
     columns = max(1, min(4, (LEGEND_LETTERS + 8) // (8 + max(map(len, labels), default=0))))
@@ -218,7 +218,7 @@ def _new_figure(
 
 
 def _name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Write the names of the rows, from the top."""
+    """Write the row names, from the top."""
     axes.set_yticks(range(len(names)), [shorten(name, MAX_LETTERS) for name in names])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -227,13 +227,13 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesChart(Chart):
-    """panels: title -> label of a series -> place -> estimate."""
+    """panels: title -> series label -> place -> estimate."""
 
     COLUMNS = ("panel", "series", "place", "value", "low", "high")
     reference: float | None = None
     """A dashed line."""
     limits: tuple[float, float | None] = (0, None)
-    """Ends of the axis of values."""
+    """Ends of the value axis."""
 
     def numbers(self) -> Iterator[Sequence[object]]:
         for panel, series in self.panels.items():
@@ -242,7 +242,7 @@ class SeriesChart(Chart):
                     yield panel, label, place, *estimate
 
     def looks(self) -> dict[str, Values]:
-        """Color and marker of each series that is drawn."""
+        """Return color and marker for each drawn series."""
         return {
             label: {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
             for i, label in enumerate(self.labels[:MAX_SERIES])
@@ -253,7 +253,7 @@ class SeriesChart(Chart):
 
 
 class IntervalChart(SeriesChart):
-    """A row for each place, in it a point with its interval for each series."""
+    """One row per place, with a point and its interval for each series."""
 
     def figure(self) -> Figure:
         looks = self.looks()
@@ -269,7 +269,9 @@ class IntervalChart(SeriesChart):
                 for place, estimate in series.get(label, {}).items():
                     y = places.index(place) + step * (index - (len(looks) - 1) / 2)
                     axes.plot(estimate.bounds, [y, y], color=look["color"], linewidth=2)
-                    axes.plot([estimate.value], [y], clip_on=False, **look)  # whole at the ends too
+                    axes.plot(
+                        [estimate.value], [y], clip_on=False, **look
+                    )  # whole at the ends, too
             for row in range(1, len(places)):
                 axes.axhline(row - 0.5, color=GRID, linewidth=0.8)
             _name_rows(axes, places)
@@ -280,11 +282,11 @@ class IntervalChart(SeriesChart):
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart(SeriesChart):
-    """A line for each series over numbers, its intervals as a band or as whiskers."""
+    """One line per series over numbers, with intervals as a band or as whiskers."""
 
     place_axis: str
     has_whiskers: bool = False
-    """For wide intervals, whose bands would cover each other."""
+    """Use whiskers for wide intervals, whose bands would overlap."""
     whole_places: bool = True
 
     def figure(self) -> Figure:
@@ -316,14 +318,14 @@ class LineChart(SeriesChart):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanChart(Chart):
-    """A row for each process: what it did when.
+    """One row per process: what it did when.
 
-    panels: title -> process -> spans. One inside another starts after it and is drawn over it.
+    panels: title -> process -> spans. A span inside another starts after it and is drawn over it.
     """
 
     COLUMNS = ("panel", "process", "kind", "start", "duration")
     window: tuple[float, float]
-    """The part of the axis that is shown, the same in all panels: these are compared."""
+    """Visible part of the axis, the same in all panels to compare them."""
 
     @property
     def labels(self) -> list[str]:
@@ -349,7 +351,7 @@ class SpanChart(Chart):
                     start, end = max(span.start, self.window[0]), min(span.end, self.window[1])
                     if end > start:
                         axes.barh(row, end - start, size, start, color=COLORS[color])
-            # What a process does is told in brackets, which there is no room for.
+            # There is no room for the description in brackets.
             _name_rows(axes, [name.partition(" (")[0] for name in tracks])
             axes.set_xlim(*self.window)
         panels[-1].set_xlabel(self.axis)

@@ -1,4 +1,4 @@
-"""Drafts that a command names, and those that a specification needs, among a user's folders."""
+"""Find drafts for a command or a specification among a user's folders."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from pipedraft.pretrained import place_draft
 
 
 def _folder_of(path: Path) -> Path | None:
-    """The checkpoint in a folder, or in its best/."""
+    """Return the checkpoint in a folder, or in its best/."""
     for folder in (path, path / "best"):
         if (folder / CONFIG_FILE).is_file():
             return folder
@@ -29,7 +29,7 @@ def _folder_of(path: Path) -> Path | None:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether a folder holds a language model, not a head."""
+    """Return True if a folder holds a language model, not a head."""
     try:
         return "model_type" in json.loads((folder / CONFIG_FILE).read_text())
     except ValueError:
@@ -37,7 +37,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def load_head(folder: Path, target: PreTrainedModel) -> Draft:
-    """Load a checkpoint of this package, on the target's device and in its dtype."""
+    """Load a checkpoint made by this package, on the target's device and in its dtype."""
     return place_draft(load_draft(str(folder), target), target)
 
 
@@ -47,12 +47,12 @@ def read_drafts(
     draft_model: str | None,
     lookup: str | None = None,
 ) -> tuple[str, str | None, dict[Path, Values]]:
-    """Name and revision of the target, and the description of every checkpoint.
+    """Return the target's name and revision, and every checkpoint's description.
 
     Args:
-        target: of --target; None: the one that the checkpoints name.
-        draft_model, lookup: a language model, or a draft without a network, in place of
-            checkpoints; they name no target.
+        target: --target; None: the one that the checkpoints name.
+        draft_model, lookup: a language model, or lookup drafting, instead of checkpoints; they name
+            no target.
     """
     folders = [resolve_folder(checkpoint) for checkpoint in checkpoints]
     drafts = {folder: read_description(folder) for folder in folders}
@@ -90,23 +90,23 @@ def _read_places(path: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class CheckpointSearch:
-    """Where to look for drafts, in the order of the command line."""
+    """Places to search for drafts, in command-line order."""
 
     folders: list[Path]
     given: dict[str, Path]
-    """Checkpoints by the name of their draft."""
+    """Checkpoints by draft name."""
 
     @classmethod
     def of(cls, places: Iterable[str], drafts: Mapping[str, str] | None = None) -> Self:
-        """Make a search of the places that a command names.
+        """Make a search from the places on the command line.
 
         Args:
             places: folders to search, and YAML files of role: checkpoint.
-            drafts: name -> folder of what a specification names itself.
+            drafts: name -> folder, from the specification.
 
         Raises:
-            UsageError: a file that names no role, a place that is neither, or folders that a
-                specification names without a checkpoint in them.
+            UsageError: a file that names no role, a place that is neither, or a folder named by the
+                specification without a checkpoint.
         """
         found = {name: _folder_of(Path(place)) for name, place in (drafts or {}).items()}
         missing = [f"{(drafts or {})[name]} ({name})" for name, path in found.items() if not path]
@@ -129,7 +129,8 @@ class CheckpointSearch:
         return search
 
     def find(self, name: str) -> Path | None:
-        """Return what is given for a name, or the first folder of that name with a checkpoint."""
+        """Return the checkpoint given for a name, or the first folder with this name and a
+        checkpoint."""
         if name in self.given:
             return self.given[name]
         found = (_folder_of(folder / name) for folder in self.folders)
@@ -137,20 +138,20 @@ class CheckpointSearch:
 
 
 class Drafts:
-    """Drafts by role, each loaded once for one target."""
+    """Drafts by role, each loaded once per target."""
 
     def __init__(
         self, search: CheckpointSearch, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.search, self.target, self.tokenizer = search, target, tokenizer
         self.folders: dict[str, Path] = {}
-        """Where the drafts that were found are."""
+        """Folders of the drafts found."""
         self.networks: dict[str, DraftNetwork] = {}
         self.missing: dict[str, str] = {}
-        """Why there is no draft of a name, and what makes one."""
+        """Reason for each missing draft, and the command that trains it."""
 
     def find(self, name: str) -> DraftNetwork | None:
-        """The network; None: there is no checkpoint of this role for this target."""
+        """Return the network; None if no checkpoint with this role fits this target."""
         if name in self.networks or name in self.missing:
             return self.networks.get(name)
         folder, reason = self.search.find(name), "no checkpoint"
@@ -159,7 +160,7 @@ class Drafts:
                 self.networks[name] = self._load(folder)
                 self.folders[name] = folder
                 return self.networks[name]
-            except ValueError as error:  # of another target, or damaged
+            except ValueError as error:  # for another target, or damaged
                 if name in self.search.given:
                     raise
                 reason = f"{folder}: {error}"
@@ -172,13 +173,13 @@ class Drafts:
         return load_head(folder, self.target)
 
     def is_model(self, name: str) -> bool:
-        """Whether what was found is a language model, not a head."""
+        """Return True if the draft found is a language model, not a head."""
         return _is_model(self.folders[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableContext:
-    """Target, prompts and drafts that all rows of a table share."""
+    """Target, prompts and drafts shared by all rows in a table."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -186,6 +187,6 @@ class TableContext:
     drafts: Drafts
     out: Path
     sequences: int = 1
-    """Conversations of a pipeline that are decoded at once."""
+    """Conversations decoded at once in a pipeline."""
     shard: str | None = None
     """Share of a pipeline's prompts: "2/4" is the second of four; None: all."""

@@ -1,4 +1,4 @@
-"""The command `python -m pipedraft.eval`, from its options to the report."""
+"""Run `python -m pipedraft.eval`, from its options to the report."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -44,7 +44,7 @@ from pipedraft.pretrained import quieten, resolve_dtype
 
 
 def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:
-    """The draft's type; with the folder if another draft has the same type and stages."""
+    """Return the draft's type; add the folder if another draft has the same type and stages."""
 
     def kind(description: Values) -> tuple[str, int | None]:
         return description["draft_type"], description["architecture"].get("num_stages")
@@ -60,7 +60,7 @@ def _load_drafts(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, tuple[str, DraftNetwork]]:
-    """Name of each draft -> its place and network."""
+    """Return draft name -> its place and network."""
     if options.draft_model is not None:
         network = load_draft_model(options.draft_model, target, tokenizer)
         return {"draft model": (options.draft_model, network)}
@@ -86,11 +86,11 @@ def _check_settings(given: Values, schedules: Collection[str]) -> None:
 
 
 def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedule]]:
-    """Every combination of the settings that a schedule has, by name, in their order.
+    """Return every combination of the schedule's settings, in name order.
 
     Args:
-        given: setting -> value or list of values; other schedules' settings are left out.
-        label: name of all; the settings are added where no column of the tables tells ways apart.
+        given: setting -> value or list of values; settings for other schedules are ignored.
+        label: common name; settings are added if no table column tells the combinations apart.
     """
     own = {
         name: value if isinstance(value, list) else [value]
@@ -112,12 +112,12 @@ def make_methods(
     target: "_Target",
     cost: CostModel,
 ) -> list[EvalMethod]:
-    """Every draft x schedule x temperature x setting of the schedule."""
+    """Return a method per draft x schedule x temperature x schedule setting."""
     schedules_of = {
         name: options.schedule or (default_schedule(network.draft_type),)
         for name, (_, network) in drafts.items()
     }
-    # Of all drafts at once: a setting may belong to the schedule of one of them.
+    # Over all drafts together: a setting may belong to the schedule of only one.
     used = dict.fromkeys(schedule for own in schedules_of.values() for schedule in own)
     _check_settings(options.settings, used)
     shared = {
@@ -135,7 +135,7 @@ def make_methods(
         num_stages = target.num_stages or network.num_stages
         cut = {"num_stages": num_stages} if num_stages else {}
         for schedule in schedules_of[name]:
-            # One draft may run under several schedules; its type alone would hide which.
+            # One draft may run under several schedules; its type alone would not tell them apart.
             label = name if len(schedules_of[name]) == 1 else f"{name}: {schedule}"
             ways = ways_of(schedule, options.settings, label)
             methods += [
@@ -170,7 +170,7 @@ def _load_target(
     trained: Iterable[Values],
     cluster: Cluster | None,
 ) -> _Target:
-    """Load the target where it decodes: here, or on the ranks of a cluster.
+    """Load the target where it decodes: here, or on a cluster's ranks.
 
     Args:
         trained: descriptions of the drafts.
@@ -195,7 +195,7 @@ def _load_target(
     model = cluster.load_target(
         name, revision=revision, num_stages=num_stages, boundaries=cut, dtype=dtype
     )
-    # No GPU here has room for all of the target, and a CPU would decode it for hours.
+    # No GPU here has room for the whole target, and a CPU would take hours.
     is_loaded = device.type == "cpu" and not options.no_lossless
     reference = load_target(name, revision=revision, dtype=dtype) if is_loaded else None
     trusts_plain = not (is_loaded or options.no_lossless)
@@ -206,7 +206,7 @@ def _load_target(
 def _with_cut(
     options: EvalOptions, cost: CostModel, target: str, revision: str | None
 ) -> EvalOptions:
-    """The options with layer numbers in place of --boundaries auto."""
+    """Return the options with layer numbers in place of --boundaries auto."""
     num_stages = options.stages or len(cost.stages) or DecodeConfig().num_stages
     cut = resolve_cut(options.boundaries, cost, target, revision, num_stages)
     return replace(options, boundaries=cut)
@@ -243,11 +243,11 @@ def _traces(options: EvalOptions, target: PreTrainedModel, weights: str) -> Trac
 def evaluate_drafts(
     options: EvalOptions, argv: Sequence[str], cluster: Cluster | None, held: ExitStack
 ) -> None:
-    """Load what the options name, evaluate it, write and print the report.
+    """Load the models in the options, evaluate them, write and print the report.
 
     Args:
-        argv: the words of the command line.
-        held: takes the lock of the output folder.
+        argv: the command line's words.
+        held: takes the output folder's lock.
         cluster: None: everything runs in this process.
     """
     quieten()

@@ -1,6 +1,6 @@
-"""Compare the methods of several runs prompt by prompt: `python -m pipedraft.eval compare --help`.
+"""Compare methods between runs prompt by prompt: `python -m pipedraft.eval compare --help`.
 
-Reads the "per_prompt" rows of results.json; the statistics are those of intervals.py.
+Reads the "per_prompt" rows in results.json; intervals.py computes the statistics.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ bootstrap that draws prompts with both runs' counts. An interval that contains 1
 runs apart. tokens/s: a machine that is slower for one of the runs looks like a difference."""
 
 
-# From the most alike to anything: the fields that the two entries of a comparison share.
+# Fields that both entries in a comparison share, from the most alike to any.
 LIKENESS = (
     ("method", "schedule", "stages", "tree_width", "tree"),
     ("schedule", "stages", "tree_width", "tree"),
@@ -40,7 +40,7 @@ LIKENESS = (
     ("schedule",),
     (),
 )
-# What makes numbers hard to compare if it differs, by its place in manifest.json.
+# Conditions that make numbers hard to compare if they differ, by path in manifest.json.
 CONDITIONS = {
     "target": ("target", "fingerprint", "hash"),
     "tokenizer": ("tokenizer", "sha256"),
@@ -66,12 +66,12 @@ class Quantity:
     denominator: str
     times_stages: bool = False
     place: int | None = None
-    """Index in the fields, where these are lists."""
+    """Index into fields that are lists."""
     group: str = ""
-    """Of a group of text, tokens per round."""
+    """Text group for tokens per round."""
 
     def counts(self, row: PromptRecord) -> tuple[float, float] | None:
-        """Numerator and denominator of a prompt; None: it did not record them."""
+        """Return a prompt's numerator and denominator; None if it did not record them."""
         if self.group and row.groups is not UNSET:
             *_, rounds, tokens = row.groups.get(self.group, [0] * 4)
             return tokens, rounds
@@ -101,7 +101,7 @@ BY_ENTROPY = tuple(
 
 
 def by_group(entries: Iterable[RunRecord]) -> list[Quantity]:
-    """Tokens per round of every group that any of the entries has."""
+    """Return tokens per round for every group in any entry."""
     names = dict.fromkeys(found.group for entry in entries for found in entry.acceptance_by_group)
     return [
         Quantity(f"tokens per round, {x}", f"tau, {group_name(x)}", "groups", "groups", group=x)
@@ -110,14 +110,14 @@ def by_group(entries: Iterable[RunRecord]) -> list[Quantity]:
 
 
 def has(quantity: Quantity, entry: RunRecord) -> bool:
-    """Whether every prompt recorded it, and anything was counted."""
+    """Return True if every prompt recorded the quantity, and the count is positive."""
     counts = [quantity.counts(row) for row in entry.per_prompt]
     return None not in counts and sum(count[1] for count in counts if count) > 0
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A folder that an evaluation wrote."""
+    """An evaluation's output folder."""
 
     folder: Path
     entries: list[RunRecord]
@@ -135,7 +135,7 @@ def _rows_by_id(entry: RunRecord) -> dict[tuple[str, str], PromptRecord]:
 
 @dataclass(frozen=True)
 class Line:
-    """One quantity of a method in one run against one in the baseline."""
+    """One quantity for a method in one run against the baseline run."""
 
     baseline: RunRecord
     compared: RunRecord
@@ -162,10 +162,10 @@ def _setting(entry: RunRecord, fields: Sequence[str]) -> tuple[object, ...]:
 def compare_entries(
     baseline: RunRecord, compared: RunRecord, quantities: Sequence[Quantity] = QUANTITIES
 ) -> Iterator[Line]:
-    """Every quantity that both recorded, on the prompts that both have.
+    """Compare every quantity that both recorded, on their common prompts.
 
-    Of plain decoding the wall clock alone: L' and S are 1 by construction. It shows whether the
-    machine was equally fast.
+    For autoregressive decoding only the wall clock: L' and S are 1 by construction. It shows
+    whether the machine was equally fast.
     """
     shared = _rows_by_id(compared).keys()
     keys = [key for key in _rows_by_id(baseline) if key in shared]
@@ -183,7 +183,7 @@ def compare_entries(
 
 
 def counterparts(entry: RunRecord, candidates: Sequence[RunRecord]) -> list[RunRecord]:
-    """The baseline's entries most like ``entry``: namesakes if there are any."""
+    """Return the baseline's entries most like ``entry``: namesakes if there are any."""
     place = ("benchmark", "sampling")
     is_plain = entry.schedule == AUTOREGRESSIVE
     candidates = [
@@ -223,7 +223,7 @@ def compare_runs(
 
 
 def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line]) -> list[str]:
-    """Warnings: what a reader must know before believing the numbers."""
+    """Return warnings to read before trusting the numbers."""
     found = []
     for benchmark in dict.fromkeys(line.compared.benchmark for line in lines):
         left_out = max(x.left_out for x in lines if x.compared.benchmark == benchmark)
@@ -279,7 +279,7 @@ COLUMNS: dict[str, Callable[[Line], str]] = {
 
 
 def verdicts(lines: Sequence[Line]) -> list[str]:
-    """Say in a sentence for each method which run is faster, by S where it was recorded."""
+    """Say in a sentence per method which run is faster, by S if it was recorded."""
     pooled = [line for line in lines if line.compared.benchmark == OVERALL] or lines
     found: dict[tuple[str, ...], str] = {}
     for line in pooled:
@@ -298,7 +298,7 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
 
 
 def format_comparison(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line]) -> str:
-    """Return the warnings, the table and the sentences of a comparison."""
+    """Return a comparison's warnings, table and sentences."""
     parts = [f"{compared.folder} compared with {baseline.folder}"]
     parts += [f"warning: {text}" for text in find_warnings(baseline, compared, lines)]
     return "\n".join([*parts, align_columns(Table.of(COLUMNS, lines)), *verdicts(lines), ""])
@@ -322,28 +322,28 @@ def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(Options):
-    """Compare runs of pipedraft.eval on the same prompts."""
+    """Compare pipedraft.eval runs on the same prompts."""
 
     PROG: ClassVar[str] = "pipedraft eval compare"
     EXAMPLE: ClassVar[str] = EXAMPLE + "\n" + LEGEND
 
     baseline: Path = option(metavar="RUN_A", positional=True)
-    """--out folder of the run to compare with"""
+    """--out folder of the baseline run"""
     others: tuple[Path, ...] = option(metavar="RUN_B", positional=True)
     """--out folders of other runs"""
     entropy: bool = False
-    """also the share of right draft tokens where the target's entropy is from 0, 0.05, .. nats"""
+    """add the share of accepted draft tokens by the target's entropy, from 0, 0.05, .. nats"""
     groups: bool = False
-    """also tokens per round by length of the context, language and kind of text"""
+    """add tokens per round by context length, language and kind of text"""
     json: Path | None = None
-    """write the comparisons there as well"""
+    """also write the comparisons there"""
 
 
 build_parser = CompareOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
-    """The whole subcommand; bad input raises ValueError."""
+    """Run the whole subcommand; bad input raises ValueError."""
     arguments = CompareOptions.read(argv)
     baseline, *others = [
         Evaluated.read(folder) for folder in (arguments.baseline, *arguments.others)

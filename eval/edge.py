@@ -1,4 +1,4 @@
-"""The command `eval edge`: methods on virtual links at temperatures, with one draft."""
+"""Run `eval edge`: methods on virtual links at several temperatures, with one draft."""
 
 import shlex
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.pretrained import quieten, resolve_device, resolve_dtype
 
 SETTINGS = ("rule", "policy", "token_bytes", "payload_tokens", "tail_samples")
-"""Options with the name of a simulation's setting."""
+"""Options named like a simulation setting."""
 
 
 def make_runs(options: EdgeOptions) -> list[LinkRun]:
-    """Every method on every link at every temperature; target and draft are not loaded yet."""
+    """Return every method on every link at every temperature, before loading target and draft."""
     times = read_times(options.times)
     return [
         LinkRun(
@@ -52,13 +52,13 @@ def make_runs(options: EdgeOptions) -> list[LinkRun]:
 
 
 def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
-    """Decode by every method, and write the report.
+    """Decode with every method, and write the report.
 
     Args:
         argv: the words after ``edge``.
 
     Returns:
-        What the terminal shows.
+        Text for the terminal.
     """
     quieten()
     for method in options.methods:

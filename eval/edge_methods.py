@@ -1,4 +1,4 @@
-"""Ways to decode across a link under their names in tables, all of them on the virtual clock.
+"""Edge-cloud decoding methods by table name, all on the virtual clock.
 
 decoded = decode(METHODS["picospec"], simulation, prompt_ids, prompt_index=0)
 """
@@ -28,17 +28,17 @@ from pipedraft.inference.sources.lookup import Lookup, LookupKind
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import KeepRows
 
-# -- published and assumed constants of computing and energy, for the virtual clock ---------------
+# -- published and assumed constants for computing and energy, for the virtual clock ---------------
 
 
 def published_times(
     draft_s: float, verify_s: float, alone_s: float, draft_weights: float, layer_weights: float
 ) -> Times:
-    """Times of a method's parts, from the few that a paper publishes.
+    """Derive the times of a method's parts from a paper's few published numbers.
 
     Args:
-        draft_weights, layer_weights: of the draft and of one layer of the target, in billions. What
-            the edge reads weights for takes as long as its draft does for these.
+        draft_weights, layer_weights: billions of weights in the draft and in one target layer. Edge
+            layers are priced at the draft's time per weight.
     """
     return Times(
         draft_s=draft_s,
@@ -50,7 +50,7 @@ def published_times(
 
 
 FLEXSPEC_DRAFT_MS = (145.0, 12.0, 10.5)
-"""A draft token on a Raspberry Pi 5, an iPhone 15 Pro Max and a Snapdragon 8 Gen 3."""
+"""Time per draft token on a Raspberry Pi 5, an iPhone 15 Pro Max and a Snapdragon 8 Gen 3."""
 TIMES: dict[str, Times] = {
     "picospec": published_times(0.097 / 4, 0.087, 1 / 13.89, 0.596, 31.2 / 64),
     "picospec_llama": published_times(0.171 / 4, 0.166, 1 / 6.87, 1.236, 68.5 / 80),
@@ -61,15 +61,15 @@ TIMES: dict[str, Times] = {
     },
 }
 """Edge: PicoSpec's Qwen3-0.6B (97 ms for 4 tokens) and Llama 1B (171 ms), FlexSpec's draft on a
-Jetson AGX. Cloud: PicoSpec's 32B and 70B targets, which verify in 87 and 166 ms (tables 2 and 3)
-and alone decode 13.89 and 6.87 tokens/s (table 1). Assumptions: a draft in the cloud takes a
-quarter of the edge's time, rows after the first of a pass cost nothing (they read the same
-weights), FlexSpec's cloud is PicoSpec's with a 70B target. The round trip that is left of
-PicoSpec's times per round without drafting and verification is 5 to 10 ms."""
+Jetson AGX. Cloud: PicoSpec's 32B and 70B targets: verification takes 87 and 166 ms (tables 2 and
+3), autoregressive decoding runs at 13.89 and 6.87 tokens/s (table 1). Assumptions: a draft in the
+cloud takes a quarter of the edge's time; rows after the first in a pass are free (they read the
+same weights); FlexSpec's cloud is PicoSpec's with a 70B target. PicoSpec's times per round minus
+drafting and verification leave 5 to 10 ms for the round trip."""
 
 
 def read_times(text: str) -> Times:
-    """Those of a name, or of a JSON file."""
+    """Read timing constants from a preset name or a JSON file."""
     if text in TIMES:
         return TIMES[text]
     path = Path(text)
@@ -86,26 +86,26 @@ def read_times(text: str) -> Times:
 
 class Radio(TypedDict):
     uj_per_bit: tuple[float, float]
-    """Up and down."""
+    """Energy per bit sent up, and received."""
     idle_w: float
     tail_s: float
 
 
 EDGE_W = 15.0
-"""Power of the edge's processor while it drafts; assumption: a Jetson AGX Orin's smallest mode."""
+"""Power of the edge processor while it drafts; assumption: a Jetson AGX Orin's smallest mode."""
 RADIOS: dict[str, Radio] = {
     "cellular": {"uj_per_bit": (0.43839, 0.05197), "idle_w": 1.060, "tail_s": 11.576},
     "wifi": {"uj_per_bit": (0.28317, 0.13701), "idle_w": 0.119, "tail_s": 0.238},
 }
-"""Phones of 2012 (Huang et al., MobiSys 2012: LTE and WiFi). Between messages the radio stays in
-its tail state, whose power is the idle one here."""
+"""Phones from 2012 (Huang et al., MobiSys 2012: LTE and WiFi). Between messages the radio stays in
+its tail state, whose power is used as idle power here."""
 
 
 def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
-    """What drafting and sending cost a device with this radio, in joules.
+    """Return the energy model for drafting and sending with this radio, in joules.
 
     Args:
-        draft_s: of one draft token at ``EDGE_W``.
+        draft_s: time per draft token at ``EDGE_W``.
     """
     values = RADIOS[radio]
     up, down = (8e-6 * energy for energy in values["uj_per_bit"])
@@ -119,7 +119,7 @@ def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
 
 
 def radio_of(link: str) -> str:
-    """Radio of a link, by its name or its trace file's: WiFi where that says so."""
+    """Return a link's radio, by its name or its trace file's: WiFi if the name says so."""
     return "wifi" if "wifi" in Path(link).stem else "cellular"
 
 
@@ -127,30 +127,30 @@ def radio_of(link: str) -> str:
 
 Place = Literal["target", "both", "draft"]
 STATE_BYTES = 2
-"""Of one number of a hidden state that crosses a link: half precision."""
+"""Bytes per hidden-state element sent across a link: half precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeMethod:
-    """A schedule with settings, and where the draft runs."""
+    """A schedule with settings, and the draft's location."""
 
     summary: str
     schedule: str
     settings: Values = field(default_factory=dict)
     drafts_in: Place | None = "both"
-    """On the edge with the target across the link ("both"), beside the target ("target"), or
-    without one ("draft"). None: there is no draft."""
+    """Draft location: on the edge with the target across the link ("both"), next to the target
+    ("target"), or alone ("draft"). None: no draft."""
     length: Literal["policy", "fixed", "own"] = "policy"
-    """Draft length: of the simulation's policy, its fixed length, or as the schedule says."""
+    """Draft length: from the simulation's policy, its fixed length, or the schedule's own."""
     lookup: LookupKind | None = None
-    """A draft without a network, which takes no time, in place of the simulation's."""
+    """Lookup drafting, which takes no time, instead of the simulation's draft."""
     has_own_rule: bool = False
-    """No other acceptance rule makes sense of it."""
+    """The method works with no other acceptance rule."""
     asks_with: Literal["id", "state"] | None = None
-    """What goes up for every single token: the one before it, or its hidden state behind the
+    """Upload for every single token: the previous token's id, or its hidden state after the
     target's first layers, which the edge computes. None: nothing, the tokens are streamed."""
     caveat: str = ""
-    """Why the output is not distributed as the target's; "": it is."""
+    """Reason why the output distribution differs from the target's; "": it is the same."""
 
 
 METHODS: dict[str, EdgeMethod] = {
@@ -213,7 +213,7 @@ METHODS: dict[str, EdgeMethod] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation(TokenFilters):
-    """Where methods are tried on the virtual clock: networks, link, constants, settings."""
+    """Set-up for methods on the virtual clock: networks, link, constants, settings."""
 
     target: SharedTarget
     draft: DraftNetwork | None
@@ -224,17 +224,17 @@ class Simulation(TokenFilters):
     energy: EnergyModel
     temperature: float = 0.0
     edge_layers: int = 3
-    """Layers of the target on the edge, of ``split``; PicoSpec's baseline has three."""
+    """Target layers on the edge, for ``split``; PicoSpec's baseline has three."""
     token_bytes: int = 0
-    """That go up with each draft token besides its id."""
+    """Extra bytes sent up with each draft token besides its id."""
     window: int | None = None
-    """Batches of picospec that may be away; None: each method's own."""
+    """Batches that picospec may have in flight; None: each method's own."""
     serial: bool = False
-    """picospec waits for each verdict."""
+    """Make picospec wait for each verification result."""
     slow: bool = False
-    """picospec makes no early passes."""
+    """Turn off picospec's early passes."""
     rule: RuleName | None = None
-    """For the methods without a rule of their own kind; None: each method's."""
+    """Acceptance rule for methods without a required one; None: each method's own."""
     policy: str = "geometric"
     max_length: int = 8
     fixed_length: int = 4
@@ -245,7 +245,7 @@ class Simulation(TokenFilters):
 
     @classmethod
     def on(cls, network: str, times: Times, **settings: Any) -> "Simulation":
-        """Make a simulation on a link of that name or file, checked before anything is loaded."""
+        """Make a simulation on a link by name or file, checked before anything is loaded."""
         energy = radio_energy(radio_of(network), draft_s=times.draft_s)
         found = cls(link=load_link(network), times=times, energy=energy, **settings)
         parse_policy(found.policy, max_length=found.max_length)
@@ -253,11 +253,11 @@ class Simulation(TokenFilters):
 
     @property
     def sampling(self) -> str:
-        """Label of temperature and filters."""
+        """Label for temperature and filters."""
         return sampling_label(self.temperature, self.active)
 
     def config(self, method: EdgeMethod) -> DecodeConfig:
-        """Configuration by which a method decodes in this simulation."""
+        """Return a method's decoding configuration in this simulation."""
         settings = dict(method.settings)
         if self.temperature == 0:
             settings.pop("verifier", None)
@@ -288,13 +288,13 @@ class Simulation(TokenFilters):
         )
 
     def draft_of(self, method: EdgeMethod) -> DraftNetwork | None:
-        """What a method drafts with."""
+        """Return a method's draft."""
         if method.lookup is None:
             return self.draft
         return Lookup(method.lookup, self.target.staged().vocab_size)
 
     def caveat(self, method: EdgeMethod) -> str:
-        """Why the output is not distributed as the target's; "": it is."""
+        """Say why the output distribution differs from the target's; "": it is the same."""
         if method.drafts_in is None:
             return ""
         return method.caveat or RULES[self.config(method).rule].caveat
@@ -302,17 +302,17 @@ class Simulation(TokenFilters):
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeOutput:
-    """One output and what it cost."""
+    """One output with its costs."""
 
     result: DecodeResult
-    """``token_times_s`` are virtual, from the request on."""
+    """``token_times_s`` are virtual, measured from the request."""
     up_bytes: int
-    """Payloads; the link's headers and what it sent twice are not in them."""
+    """Payload bytes, without link headers and retransmissions."""
     down_bytes: int
     messages: int
     wire_bytes: int
     joules: dict[str, float]
-    """Energy of the edge, by cause."""
+    """Edge energy, by cause."""
 
     @property
     def total_joules(self) -> float:
@@ -322,10 +322,10 @@ class EdgeOutput:
 def decode(
     method: EdgeMethod, simulation: Simulation, prompt_ids: list[int], *, prompt_index: int
 ) -> EdgeOutput:
-    """One output on a fresh virtual link.
+    """Decode one output on a fresh virtual link.
 
     Raises:
-        ValueError: a method that drafts, and no draft.
+        ValueError: the method needs a draft, and there is none.
     """
     if method.drafts_in == "draft":
         channel = Channel(simulation.link)
@@ -371,7 +371,7 @@ def decode(
 
 
 def _stream_down(result: DecodeResult, channel: Channel) -> float:
-    """Send the tokens of each round to the user when they are made; returns the last arrival."""
+    """Send each round's tokens to the user as soon as they exist; return the last arrival time."""
     times_s, arrivals_s = result.token_times_s, list[float]()
     while len(arrivals_s) < len(times_s):
         made_s = times_s[len(arrivals_s)]
@@ -386,9 +386,9 @@ def _stream_down(result: DecodeResult, channel: Channel) -> float:
 def _ask_for_each(
     result: DecodeResult, channel: Channel, simulation: Simulation, sends: Literal["id", "state"]
 ) -> float:
-    """Make every token wait for the one before it to cross the link; returns the last arrival.
+    """Make every token wait for its predecessor to cross the link; return the last arrival time.
 
-    The tokens are the target's own whoever computes its layers, and each has its usual pass.
+    The tokens are the target's own wherever its layers run, and each takes its usual pass.
     """
     config, times = simulation.target.model.config.get_text_config(), simulation.times
     edge_layers = min(simulation.edge_layers, config.num_hidden_layers) if sends == "state" else 0
@@ -409,7 +409,7 @@ def _ask_for_each(
 
 @torch.inference_mode()
 def _decode_alone(simulation: Simulation, prompt_ids: list[int], prompt_index: int) -> DecodeResult:
-    """The draft's own output, a token every ``draft_s``."""
+    """Decode with the draft alone, one token every ``draft_s``."""
     if simulation.draft is None:
         raise ValueError("draft: none is given; give --checkpoint or --draft-model")
     source, staged = make_source(simulation.draft), simulation.target.staged()

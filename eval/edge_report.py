@@ -1,4 +1,4 @@
-"""Rows of a table decoded across virtual links, what they measure, and their report."""
+"""Decode table rows across virtual links, measure them, and write their report."""
 
 # P conversations
 
@@ -44,7 +44,7 @@ from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import KeepRows
 
 SAME_TEXT_RULES = ("match", "gumbel")
-"""Rules whose output does not depend on the draft tokens: the same random numbers give the same."""
+"""Rules with output independent of the draft tokens: the same random numbers give the same text."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class LinkRun:
     network: str
     simulation: Simulation
     name: str = ""
-    """In results; of a method there may be several at one place. "": the method's."""
+    """Name in results, to tell several runs of a method apart. "": the method's."""
     num_prompts: int = 0
     costs: list[EdgeOutput] = field(default_factory=list)
     turns: list[DecodedTurn] = field(default_factory=list)
@@ -68,7 +68,7 @@ class LinkRun:
         return decoded.result
 
     def run(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> "LinkRun":
-        """Decode every turn for which the target has positions left."""
+        """Decode every turn that fits the target's positions."""
         positions = self.simulation.target.staged().max_positions
         check_room(benchmarks, self.simulation.tokenizer, positions, 1)
         for name, prompts in benchmarks.items():
@@ -88,21 +88,22 @@ class LinkRun:
 
     @property
     def place(self) -> tuple[str, str, Times]:
-        """Network, temperature and filters, times of computing."""
+        """Return network, temperature and filters, compute times."""
         return self.network, self.simulation.sampling, self.simulation.times
 
     @property
     def rule(self) -> str | None:
-        """Acceptance rule; None: greedy, or no draft token is tested."""
+        """Return the acceptance rule; None: greedy, or no draft token is tested."""
         method = METHODS[self.method]
         if not self.simulation.temperature or method.drafts_in in (None, "draft"):
             return None
         return self.simulation.config(method).rule
 
     def times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times of prompts: [P] milliseconds from first to last token, [P] tokens after the first.
+        """Return times per conversation: [P] milliseconds from first to last token, [P] tokens
+        after the first.
 
-        The turns of a conversation are added up; conversations without such a token are left out.
+        Turns are summed per conversation; conversations without such a token are left out.
         """
         sums: dict[tuple[str, int], tuple[float, int]] = {}
         for turn in self.turns:
@@ -117,10 +118,10 @@ class LinkRun:
 def measure(
     runs: Sequence[LinkRun], reference: PreTrainedModel | None, *, seed: int
 ) -> list[LatencyRecord]:
-    """One row of results.json for each run.
+    """Return one row for results.json per run.
 
     Args:
-        reference: target to compare greedy outputs with; None: outputs are not compared.
+        reference: target to compare greedy outputs with; None: do not compare.
     """
     plain = {run.place: run for run in runs if run.method == "cloud"}
     checks: dict[int, GreedyReference] = {}
@@ -199,7 +200,8 @@ def _latency_record(
 
 @torch.inference_mode()
 def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: DecodeResult) -> float:
-    """Mean over the output of what ``topk`` loses where a token is tested; bonuses lose nothing."""
+    """Return the mean over the output of the ``topk`` loss at tested tokens; bonus tokens lose
+    nothing."""
     source, first = make_source(draft), len(result.prompt_ids)
     source.begin({}, [*result.prompt_ids, result.token_ids[0]])
     logits_NV = output_logits(simulation.target.model, result.prompt_ids, result.token_ids)
@@ -216,10 +218,11 @@ def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: Deco
 
 
 def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> LosslessRecord:
-    """Outputs compared with what the target alone gives, where a method promises the same.
+    """Compare outputs with the target's own, for methods that promise equality.
 
-    Greedy: with transformers. Sampled by a rule that draft tokens do not touch: with the cloud
-    alone and the same random numbers. Other rules keep the distribution, not the output.
+    Greedy: compare with transformers. Sampled by a rule independent of draft tokens: compare with
+    cloud-only decoding with the same random numbers. Other rules preserve the distribution, not the
+    output.
     """
     if METHODS[run.method].caveat:
         return UNCHECKED
@@ -282,7 +285,7 @@ def _latency_cell(row: LatencyRecord) -> str:
 
 
 def latency_table(rows: Sequence[LatencyRecord]) -> Table:
-    """ms/token and its interval, a line for each method, a column for each place."""
+    """Return ms/token with its interval: one line per method, one column per place."""
     places = dict.fromkeys((row.network, row.sampling) for row in rows)
     cells = {(row.method, row.network, row.sampling): _latency_cell(row) for row in rows}
     header = ["method", *(f"{network}, T = {sampling}" for network, sampling in places)]
@@ -291,7 +294,8 @@ def latency_table(rows: Sequence[LatencyRecord]) -> Table:
 
 
 def notes(rows: Sequence[LatencyRecord]) -> list[str]:
-    """Lines about rows that are wrong, and about places where drafting on the edge does not pay."""
+    """Return lines about faulty rows, and about places where drafting on the edge is not worth
+    it."""
     found, slower = [], dict[str, list[str]]()
     for row in rows:
         place = f"{row.network}, T = {row.sampling}"
@@ -319,7 +323,7 @@ def _known(times: Times) -> dict[str, float]:
 
 
 def constants(rows: Sequence[LatencyRecord], times: Times, config: Values) -> list[str]:
-    """Everything that the clock and the energy rest on."""
+    """List every constant behind the clock and the energy."""
     found = [f"computing: {name} {value:g} s" for name, value in _known(times).items()]
     for network in dict.fromkeys(row.network for row in rows):
         link = load_link(network)
@@ -337,7 +341,7 @@ def constants(rows: Sequence[LatencyRecord], times: Times, config: Values) -> li
 def write_edge_report(
     folder: Path, rows: Sequence[LatencyRecord], manifest: Manifest, times: Times
 ) -> str:
-    """Write the files; returns what the terminal shows."""
+    """Write the files; return the text for the terminal."""
     table, details, said = latency_table(rows), Table.of(DETAILS, rows), notes(rows)
     known = constants(rows, times, manifest["config"])
     methods = [f"{n}: {METHODS[n].summary}" for n in dict.fromkeys(r.method for r in rows)]

@@ -1,9 +1,9 @@
-"""Compare a head's draft tokens in a serving engine with ours, and name why they differ.
+"""Compare a head's draft tokens in a serving engine with ours, and explain differences.
 
-The engine decodes the prompts in a process of its own environment and reports its rounds. Its draft
-tokens are held against the head's forward pass over the engine's own output. Where they differ, the
-head is run once more with each fault that engines and exports are known for. The fault that yields
-the engine's draft tokens is the cause. So nothing of the engine is read but tokens.
+The engine decodes the prompts in a process with its own environment and reports its rounds. Compare
+its draft tokens with the head's forward pass over the engine's own output. Where they differ, rerun
+the head once with each known engine or export fault. The fault that reproduces the engine's draft
+tokens is the cause. So only tokens are read from the engine.
 """
 
 # R compared draft tokens, U draft vocabulary
@@ -53,18 +53,18 @@ ENVIRONMENT = {
 }
 MALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 ROTARY_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
-"""That targets have, 10,000 first, which readers of an unknown name take."""
+"""RoPE bases in use; 10,000 first, the default for readers that miss the setting."""
 EXPLAINED = 0.97
-"""Share of the engine's draft tokens that a fault has to yield, to be named."""
+"""Share of the engine's draft tokens that a fault must reproduce to be named."""
 REDUCED = 0.25
-"""Share of the differences that a fault may leave."""
+"""Share of the differences that a fault may leave unexplained."""
 
 # -- the engine's process ---------------------------------------------------------------------
 
 
 class EngineRound(msgspec.Struct):
     root: int
-    """Place of the token that the round starts from, in prompt and output."""
+    """Index of the round's root token, in prompt and output."""
     drafted: list[int]
 
 
@@ -72,21 +72,21 @@ class EngineRun(msgspec.Struct):
     token_ids: list[int]
     rounds: list[EngineRound]
     rendered: list[int] | None = None
-    """Prompt tokens that the engine itself makes of the messages; None: no chat template."""
+    """Prompt tokens that the engine renders from the messages; None: no chat template."""
 
 
 class EngineAnswer(msgspec.Struct):
     engine: str
-    """Name and version."""
+    """Engine name and version."""
     dtype: str
     runs: list[EngineRun]
     num_drafts: int
     accepted: list[int]
-    """By draft position, by the engine's own counters."""
+    """Accepted draft tokens by position, from the engine's own counters."""
 
 
 def engine_environment(python: Path) -> dict[str, str]:
-    """Environment variables of a process of vLLM on a CPU, with its OpenMP loaded first."""
+    """Return environment variables for a vLLM process on a CPU, with its OpenMP loaded first."""
     libraries = [python.absolute().parents[1] / "lib" / "libiomp5.so", MALLOC]
     preload = ":".join(str(path) for path in libraries if path.exists())
     own = {**os.environ, **ENVIRONMENT, **({"LD_PRELOAD": preload} if preload else {})}
@@ -106,7 +106,7 @@ def ask_engine(python: Path, request: Values) -> EngineAnswer:
     """Run the engine's process on a request.
 
     Raises:
-        Failure: it ends without an answer; the message has the last line that it said.
+        Failure: it ends without an answer; the message contains its last line.
     """
     check_python(python)
     with tempfile.TemporaryDirectory() as place:
@@ -131,11 +131,12 @@ METHODS = {
     "dflash": "speculators",
     "mtp": "sglang",
 }
-"""Heads that vLLM runs on a CPU, and the layout that it gets of each."""
+"""Heads that vLLM runs on a CPU, and the layout exported for each."""
 
 
 def engine_depth(draft: Draft, depth: int) -> int:
-    """Draft tokens of a round in the engine: of a block all, as its rows see one another."""
+    """Return draft tokens per round in the engine: all for a block, because its rows see each
+    other."""
     return draft.config.num_tokens if isinstance(draft, DFlash) else trained_depth(draft, depth)
 
 
@@ -149,12 +150,12 @@ def engine_request(
     max_new_tokens: int,
     dtype: str,
 ) -> Values:
-    """What the engine's process is to decode.
+    """Build the request for the engine's process.
 
     Args:
-        prompts: token ids, and what they were made of.
-        files: folder of the head in the engine's layout.
-        kind: of the head.
+        prompts: token ids, and the messages behind them.
+        files: the head's folder in the engine's layout.
+        kind: head type.
     """
     turns = [(ids, {"role": "user", "content": prompt.turns[0]}) for ids, prompt in prompts]
     systems = [
@@ -180,18 +181,18 @@ def engine_request(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFault:
-    """One thing that an engine may do otherwise than training did."""
+    """One deviation from training that an engine may have."""
 
     what: str
     detail: str
     change: Callable[[], object] | None = None
-    """Makes the context in which the head computes as the engine would."""
+    """Makes a context in which the head computes as the faulty engine would."""
     tokens: Callable[[Tensor], Tensor] | None = None
-    """Target tokens of draft ids, where the map is what differs."""
+    """Maps draft ids to target tokens, for faults in the vocabulary map."""
 
 
 def known_faults(draft: Draft) -> Iterator[EngineFault]:
-    """Yield the faults that a head can meet in an engine, the most frequent first."""
+    """Yield possible engine faults for a head, the most frequent first."""
     yield from _layer_faults(draft)
     yield from _norm_faults(draft)
     for name, bias in draft.named_parameters():
@@ -308,7 +309,7 @@ def _filled(values: Sequence[Tensor], number: float) -> Callable[[], object]:
 
 @dataclass(kw_only=True)
 class EngineComparison:
-    """The engine's runs beside ours, prompt after prompt."""
+    """The engine's runs compared with ours, prompt by prompt."""
 
     draft: Draft
     target: PreTrainedModel
@@ -317,9 +318,9 @@ class EngineComparison:
     texts: list[tuple[Text, list[tuple[int, int, int]]]] = field(default_factory=list)
     """Each output, and its compared draft tokens: root, draft position, token."""
     num_equal: int = 0
-    """Outputs that are the ones decoded here."""
+    """Outputs equal to the ones decoded here."""
     ours: list[int] = field(default_factory=list)
-    """Accepted draft tokens here, by position; the rounds of it are ``num_rounds``."""
+    """Accepted draft tokens here, by position; ``num_rounds`` counts the rounds."""
     num_rounds: int = 0
 
     def __post_init__(self) -> None:
@@ -349,7 +350,7 @@ class EngineComparison:
     def _of_prompt(
         self, name: str, prompt_ids: list[int], run: EngineRun, text: Text
     ) -> Parting | None:
-        """Differences that are none of the head's: the prompt, or the target's own tokens."""
+        """Report differences outside the head: the prompt, or the target's own tokens."""
         if run.rendered is not None and run.rendered != prompt_ids:
             pairs = enumerate(zip(prompt_ids, run.rendered, strict=False))
             usual = min(len(prompt_ids), len(run.rendered))
@@ -363,7 +364,7 @@ class EngineComparison:
         return None
 
     def finish(self) -> Check:
-        """Compare the draft tokens of all prompts, and name why they differ."""
+        """Compare the draft tokens for all prompts, and explain differences."""
         wanted = self._wanted()
         logits_RU = self._logits()
         self.check.rows = len(wanted)
@@ -419,14 +420,14 @@ class EngineComparison:
 
     @property
     def shares(self) -> tuple[list[float], list[float]]:
-        """Draft tokens accepted in a round by position: here, there."""
+        """Return accepted draft tokens per round by position: here, there."""
         ours = [number / max(self.num_rounds, 1) for number in self.ours]
         theirs = [number / max(self.answer.num_drafts, 1) for number in self.answer.accepted]
         return ours, theirs
 
     @property
     def mean_acceptance_lengths(self) -> tuple[float, float]:
-        """Tokens of a round, as engines count them: here, there."""
+        """Return tokens per round, as engines count them: here, there."""
         ours, theirs = self.shares
         return 1 + sum(ours), 1 + sum(theirs)
 
@@ -435,7 +436,7 @@ class EngineComparison:
         return self.num_equal == len(self.texts)
 
     def lines(self) -> list[str]:
-        """What the engine's counters say beside ours."""
+        """Show the engine's counters next to ours."""
         ours, theirs = (", ".join(f"{x:.3f}" for x in side) for side in self.shares)
         tau = self.mean_acceptance_lengths
         return [

@@ -1,8 +1,7 @@
-"""Every exported head in vLLM beside ours, exports as they were before, and planted faults.
+"""Check every exported head in vLLM against ours, with old exports and planted faults.
 
-`make engines` calls this. Each case exports a head, changes its files, perhaps, and decodes the
-same prompts in vLLM and here. A sound case has to agree with ours; each planted fault has to be
-named.
+`make engines` runs this. Each case exports a head, possibly changes its files, and decodes the same
+prompts in vLLM and here. A sound case must agree with ours; each planted fault must be identified.
 """
 
 import json
@@ -37,11 +36,11 @@ from pipedraft.pretrained import quieten
 
 CONFIG = "config.json"
 LARGEST_DIFFERENCE = 0.02
-"""Of tau, there and here."""
+"""Largest accepted difference in tau, there and here."""
 EMBEDDED, SMOLLM2 = "assets/target", "out/smollm2"
 SMOLLM2_HEAD, EAGLE3_HEAD = "assets/heads/smollm2_eagle3", "assets/heads/eagle3"
 FOLDER = "out/engines"
-"""Where the Makefile trains the heads that do not ship, 60 steps each."""
+"""Makefile's training folder for heads that do not ship, 60 steps each."""
 
 Change = Callable[[Path], None]
 """Changes exported files in place."""
@@ -57,24 +56,24 @@ class EngineCase:
     layout: str = "speculators"
     change: Change | None = None
     cause: str | None = None
-    """What has to be named; None: nothing, it has to agree."""
+    """Fault to identify; None: the case must agree."""
     refused: bool = False
-    """The engine has to refuse it."""
+    """The engine must refuse the head."""
     dtype: str = "float32"
-    """Of the engine."""
+    """Engine dtype."""
     template: bool = False
-    """The engine's copy of the target has another chat template."""
+    """Give the engine's copy of the target another chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """What a case came to."""
+    """A case's result."""
 
     name: str
     layout: str
     outputs: str
     here: str
-    """Accepted draft tokens of a round by position."""
+    """Accepted draft tokens per round by position."""
     there: str
     tau_here: float | None
     tau_there: float | None
@@ -86,7 +85,7 @@ class EngineRow:
 
 
 def _configured(**settings: object) -> Change:
-    """Set entries of config.json, and of its layer; None removes one."""
+    """Set entries in config.json, and in its layer; None removes one."""
 
     def change(folder: Path) -> None:
         config = json.loads((folder / CONFIG).read_text())
@@ -121,14 +120,14 @@ def _both(*changes: Change) -> Change:
 
 
 def _maps(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """d2t and t2d of a whole vocabulary."""
+    """Return d2t and t2d for a whole vocabulary."""
     size = held["lm_head.weight"].shape[0]
     zeros, ones = torch.zeros(size, dtype=torch.long), torch.ones(size, dtype=torch.bool)
     return {"d2t": zeros, "t2d": ones}
 
 
 def _rotated(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Columns of fc in another order than the layers."""
+    """Permute fc's columns so that they no longer match the layers."""
     parts = held["fc.weight"].chunk(3, 1)
     return {"fc.weight": torch.cat([parts[2], parts[0], parts[1]], 1)}
 
@@ -199,7 +198,7 @@ def _target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _with_template(target: str, folder: Path) -> str:
-    """Copy of a target, by links, that has another chat template."""
+    """Copy the target, by links, with another chat template."""
     folder.mkdir()
     load_tokenizer(target).save_pretrained(folder)
     tokenizer = load_tokenizer(str(folder))
@@ -303,7 +302,7 @@ def table(rows: Sequence[EngineRow]) -> Table:
 
 
 def run_engines(options: EnginesOptions) -> None:
-    """The whole subcommand; status 1 where a case is not as expected."""
+    """Run the whole subcommand; status 1 if a case is not as expected."""
     quieten()
     make_folder("--out", options.out)
     rows = []

@@ -1,8 +1,8 @@
-"""Acceptance by group: length of the context, language, kind of text.
+"""Acceptance by group: context length, language, kind of text.
 
-Counted from decoded turns, so that one report shows any head, of this project or another, and an
-evaluation whose turns are in its traces decodes nothing for it. The groups are those by which a
-data recipe is mixed; ``metrics`` has the target's entropy.
+Counts come from decoded turns. So one report covers any head, from this project or another, and an
+evaluation with complete traces decodes nothing for it. Data recipes mix rows by the same groups;
+``metrics`` has the target's entropy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 GroupCounts = dict[str, list[int]]
 """DIMENSION/GROUP -> tests, accepted tests, rounds, tokens of these rounds."""
 TAIL_TOKENS = 8
-"""End of a prompt that may open the thinking."""
+"""Prompt tail that may open the thinking, in tokens."""
 ENDS = {str(low): f"{low} to {high - 1}" for low, high in pairwise(CONTEXT_EDGES)}
 ENDS[str(CONTEXT_EDGES[-1])] = f"{CONTEXT_EDGES[-1]} up"
 
 
 def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Kind of text of each of the ``token_ids``."""
+    """Yield the kind of text for each entry in ``token_ids``."""
     tail = str(tokenizer.decode(result.prompt_ids[-TAIL_TOKENS:])).rstrip()
     start = THINKING if tail.endswith("<think>") else ANSWER
     pieces = [str(tokenizer.decode([token])) for token in result.token_ids]
@@ -55,7 +55,7 @@ def count_groups(
     """Count a turn's tests and rounds by group.
 
     Args:
-        question: decides the language where the answer does not show one.
+        question: decides the language if the answer does not show one.
     """
     language = language_of(prose(answer))
     language = language_of(question) if language == "unknown" else language
@@ -78,7 +78,7 @@ def count_groups(
 
 
 def sum_groups(parts: Iterable[GroupCounts]) -> GroupCounts:
-    """Add up the counts of several turns."""
+    """Add up counts from several turns."""
     total: GroupCounts = {}
     for part in parts:
         for name, values in part.items():
@@ -92,7 +92,7 @@ def _order(name: str) -> tuple[str, int, str]:
 
 
 def acceptance_by_group(rows: Sequence[PromptRecord]) -> list[GroupRecord]:
-    """One entry for each group that has a round or a test."""
+    """Return one entry for each group with a round or a test."""
     counted = [row.groups for row in rows if row.groups is not UNSET]
     found = []
     for name in sorted({name for counts in counted for name in counts}, key=_order):
@@ -111,6 +111,6 @@ def acceptance_by_group(rows: Sequence[PromptRecord]) -> list[GroupRecord]:
 
 
 def group_name(name: str) -> str:
-    """A group as tables show it."""
+    """Return a group's display name for tables."""
     dimension, _, group = name.partition("/")
     return f"{dimension} {ENDS.get(group, group) if dimension == 'context' else group}"

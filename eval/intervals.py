@@ -1,11 +1,11 @@
-"""Confidence intervals of ratios of sums over conversations, and two runs on the same prompts.
+"""Confidence intervals for ratios of sums over conversations, and for two runs on the same prompts.
 
-Every quantity is such a ratio: L' = n sum(N) / sum(K), S, tokens per second, acceptance. The unit
-of resampling is a conversation: steps inside one are dependent, and so are its turns.
+Every quantity is such a ratio: L' = n sum(N) / sum(K), S, tokens per second, acceptance. Resampling
+draws conversations: steps inside one are dependent, and so are its turns.
 """
 
-# P conversations, R resamples, S the two runs (0 the baseline, 1 the one compared with it). Leading
-# axes (...) are independent experiments.
+# P conversations, R resamples, S the two runs (0 the baseline, 1 the compared run). Leading axes
+# (...) are independent experiments.
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -19,9 +19,10 @@ LEVEL = (1 + CONFIDENCE) / 2
 
 
 def student_quantile(probability: float, degrees: float) -> float:
-    """Quantile of Student's t, from the normal one z.
+    """Return a quantile of Student's t, from the normal quantile z.
 
-    z + g1(z) / d + g2(z) / d^2 + g3(z) / d^3 + g4(z) / d^4    Abramowitz and Stegun 26.7.5
+        z + g1(z) / d + g2(z) / d^2 + g3(z) / d^3 + g4(z) / d^4    Abramowitz and Stegun 26.7.5
+
     At 0.975 it is 0.7 % low for d = 2, 0.01 % for d = 5, and exact to six digits from d = 15.
     """
     z = NORMAL.inv_cdf(probability)
@@ -36,7 +37,7 @@ def student_quantile(probability: float, degrees: float) -> float:
 
 
 def resampling_weights(size: int, *, seed: int) -> np.ndarray:
-    """How often each of ``size`` conversations is drawn in each resample, [P, R].
+    """Return how often each resample draws each of ``size`` conversations, [P, R].
 
     Whole numbers as float64: sums over conversations stay exact.
     """
@@ -46,22 +47,23 @@ def resampling_weights(size: int, *, seed: int) -> np.ndarray:
 
 
 def effective_size(weight_P: np.ndarray) -> np.ndarray:
-    """How many equally heavy conversations say as much: sum(w)^2 / sum(w^2), Kish 1965; [...]."""
+    """Return the effective number of equally weighted conversations: sum(w)^2 / sum(w^2), Kish
+    1965; [...]."""
     with np.errstate(invalid="ignore"):
         return weight_P.sum(-1) ** 2 / (weight_P**2).sum(-1)
 
 
 def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Confidence interval of a statistic from its resampled values.
+    """Return a statistic's confidence interval from its resampled values.
 
     Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the percentiles a and 1 - a of
-    the resampled values, a = Phi(-sqrt(P / (P - 1)) t), t = 0.975 quantile of Student's t with
-    P - 1 degrees of freedom. The plain 2.5 % percentiles cover too seldom with few conversations.
+    the resampled values, a = Phi(-sqrt(P / (P - 1)) t), t = 0.975 quantile of Student's t with P -
+    1 degrees of freedom. The plain 2.5 % percentiles cover too seldom with few conversations.
     Deviation: P is the effective number of conversations; a few long ones weigh like few.
 
-    Of ratios of sums over 8 to 80 prompts with log-normal lengths (sigma 0.5 to 1.5) and of their
-    differences between two runs it covers the truth in 93 to 98 %. With the plain P it does in 91
-    to 95 %, BCa in 83 to 94 %, the bootstrap-t in 87 to 96 %, the delta method in 78 to 95 %.
+    Coverage is 93 to 98 % for ratios of sums over 8 to 80 prompts with log-normal lengths (sigma
+    0.5 to 1.5), and for their differences between two runs. With the plain P it is 91 to 95 %, with
+    BCa 83 to 94 %, the bootstrap-t 87 to 96 %, the delta method 78 to 95 %.
 
     Args:
         values_R: [..., R].
@@ -83,7 +85,8 @@ def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
 def bootstrap_ratio(
     numerator_P: np.ndarray, denominator_P: np.ndarray, *, seed: int = 0
 ) -> np.ndarray:
-    """Confidence interval [..., 2] of sum(numerator) / sum(denominator), resampling conversations.
+    """Return a confidence interval [..., 2] for sum(numerator) / sum(denominator), by resampling
+    conversations.
 
     Args:
         numerator_P: [..., P].
@@ -100,19 +103,18 @@ def bootstrap_ratio(
 
 
 def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[float, float]:
-    """95 % interval of sum(accepts) / sum(tests) where the tests of a prompt are dependent.
+    """Return a 95 % interval for sum(accepts) / sum(tests) with dependent tests within a prompt.
 
-    Wilson's interval with the effective number of tests p (1 - p) / v, where v is the jackknife's
-    variance of the rate over prompts, and Student's t in place of z (after Korn and Graubard 1998,
-    Survey Methodology 24). Where v is 0, that is where all or none were accepted, every prompt
-    counts as one test.
-    Deviation: theirs widens Clopper and Pearson's interval, which is wider than 95 % asks for;
-    their variance is linearized, and their degrees of freedom take prompts for equally long.
+    Wilson's interval with the effective number of tests p (1 - p) / v, where v is the rate's
+    jackknife variance over prompts, and Student's t in place of z (after Korn and Graubard 1998,
+    Survey Methodology 24). If v is 0, because all or none were accepted, every prompt counts as one
+    test. Deviation: theirs widens Clopper and Pearson's interval, which is wider than 95 % needs;
+    their variance is linearized, and their degrees of freedom assume equally long prompts.
 
-    From 10 prompts up, with log-normal numbers of tests (sigma 0.7 to 1.5), it covers the truth in
-    91 to 99 %; Wilson's own interval, which takes the tests for independent, in 47 to 95 %. Unlike
-    a bootstrap it does not shrink to a point where the few prompts that reach a position accept
-    everything there. With 3 prompts it is cautious.
+    From 10 prompts up, with log-normal numbers of tests (sigma 0.7 to 1.5), coverage is 91 to 99 %.
+    Wilson's own interval, which assumes independent tests, covers 47 to 95 %. Unlike a bootstrap it
+    does not shrink to a point where the few prompts at a position accept everything there. With 3
+    prompts it is cautious.
 
     Args:
         accepts_P: prompts without a test are left out.
@@ -134,7 +136,7 @@ def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[flo
 
 
 def wilson_interval(passed: int, total: int) -> tuple[float, float]:
-    """Confidence interval of a share, by Wilson 1927, eq. 4; NaN for total = 0.
+    """Return a confidence interval for a share, by Wilson 1927, eq. 4; NaN for total = 0.
 
     Deviation: none.
     """
@@ -142,7 +144,8 @@ def wilson_interval(passed: int, total: int) -> tuple[float, float]:
 
 
 def _wilson(share: float, size: float, z: float) -> tuple[float, float]:
-    """((p + z^2 / 2n) +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), inside [0, 1]."""
+    """Return ((p + z^2 / 2n) +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), inside [0,
+    1]."""
     center = share + z * z / (2 * size)
     spread = z * math.sqrt(share * (1 - share) / size + z * z / (4 * size * size))
     scale = 1 + z * z / size
@@ -156,10 +159,10 @@ def _wilson(share: float, size: float, z: float) -> tuple[float, float]:
 def paired_interval(
     numerator_SP: np.ndarray, denominator_SP: np.ndarray, *, seed: int = 0
 ) -> np.ndarray:
-    """Interval [..., 2] of the ratio of the two pooled values.
+    """Return an interval [..., 2] for the ratio of the two pooled values.
 
-    A resample draws prompts with what both runs did on them: what makes a prompt long or easy for
-    both cancels.
+    A resample draws prompts with both runs' results: effects that make a prompt long or easy for
+    both cancel.
     """
     weights_PR = resampling_weights(numerator_SP.shape[-1], seed=seed)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -171,7 +174,7 @@ def paired_interval(
 
 @dataclass(frozen=True, kw_only=True)
 class PairedComparison:
-    """One ratio of sums in two runs, on the prompts that both have."""
+    """One ratio of sums in two runs, on their common prompts."""
 
     num_prompts: int
     baseline: float
@@ -182,18 +185,18 @@ class PairedComparison:
 
     @property
     def differs(self) -> bool:
-        """The interval of the ratio does not contain 1."""
+        """Return True if the ratio's interval does not contain 1."""
         low, high = self.ratio_ci95
         return low > 1 or high < 1
 
 
 def compare_paired(numerator_SP: np.ndarray, denominator_SP: np.ndarray) -> PairedComparison:
-    """Compare one quantity of two runs.
+    """Compare one quantity between two runs.
 
     Args:
         numerator_SP: [2, P], one column per prompt.
-        denominator_SP: same shape; 0 in both runs where a prompt ended before the first step: it
-            says nothing, and is left out.
+        denominator_SP: same shape. Columns with 0 in both runs (the prompt ended before the first
+            step) carry no information and are left out.
     """
     counted_P = denominator_SP.any(0)
     numerator_SP = numerator_SP[:, counted_P].astype(np.float64)

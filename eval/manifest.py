@@ -1,4 +1,4 @@
-"""What a number depended on: versions, seeds, dtype, code, tokenizer, prompts, hardware."""
+"""Record a number's conditions: versions, seeds, dtype, code, tokenizer, prompts, hardware."""
 
 import hashlib
 import json
@@ -32,12 +32,13 @@ def _sha256(text: str) -> str:
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over the system messages and turns, in order; equal hashes mean equal prompts."""
+    """Return SHA-256 over the system messages and turns, in order; equal hashes mean equal
+    prompts."""
     return _sha256(json.dumps([[prompt.system, prompt.turns] for prompt in prompts]))
 
 
 def git_state() -> dict[str, str | bool] | None:
-    """Commit of the checkout the code runs from; None for an installed wheel."""
+    """Return the commit of the running checkout; None for an installed wheel."""
     root = Path(pipedraft.__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -53,7 +54,7 @@ def git_state() -> dict[str, str | bool] | None:
 
 
 def processor_name() -> str:
-    """Name of the CPU; platform.processor() is empty on many Linux systems."""
+    """Return the CPU's name; platform.processor() is empty on many Linux systems."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
         for line in information.read_text().splitlines():
@@ -92,12 +93,12 @@ def build_manifest(
     argv: Sequence[str],
     seed: int,
 ) -> Manifest:
-    """Everything needed to repeat a run, or to see why two runs differ.
+    """Return everything needed to repeat a run, or to see why two runs differ.
 
     Args:
-        checkpoints: folders of the drafts; the SHA-256 of their weights is recorded.
-        draft: a language model is recorded as the target is; other drafts by their checkpoints.
-        config: the settings as resolved.
+        checkpoints: draft folders; the SHA-256 of their weights is recorded.
+        draft: a language model is recorded like the target; other drafts by their checkpoints.
+        config: the resolved settings.
         argv: the command line, program first.
     """
     template = tokenizer.chat_template

@@ -1,9 +1,9 @@
-"""Sums over decoded turns: L', acceptance, wall-clock times. Counts are stored, never ratios.
+"""Sums over decoded turns: L', acceptance, wall-clock times. Files store counts, never ratios.
 
 Pooled values are ratios of sums; intervals are bootstraps over conversations.
 """
 
-# P conversations, M repeats, E bins of entropy, J positions in a round
+# P conversations, M repeats, E entropy bins, J positions in a round
 import math
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -28,22 +28,22 @@ from pipedraft.files import Values
 from pipedraft.inference.result import DecodeResult
 
 AUTOREGRESSIVE = "autoregressive"
-"""Schedule and method name of the baseline."""
+"""The baseline's schedule and method name."""
 OVERALL = "overall"
-"""In place of a benchmark: all of them pooled."""
+"""Benchmark name for all of them pooled."""
 ENTROPY_EDGES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
-"""Nats. Each bin reaches from one to below the next, the last one to infinity; fixed, so that runs
-can be compared bin by bin."""
+"""Bin edges in nats. Each bin ends below the next edge, the last is open; fixed, so that runs can
+be compared bin by bin."""
 Turn = TypeVar("Turn", bound=Hashable)
 
 
 def sum_lists(lists: Sequence[Sequence[int]]) -> list[int]:
-    """Element-wise sum of lists of different lengths."""
+    """Return the element-wise sum of lists with different lengths."""
     return _padded(lists).sum(0).astype(int).tolist()
 
 
 def _padded(counts: Sequence[Sequence[int]], length: int = 0) -> np.ndarray:
-    """A row for each list, shorter lists filled up with 0."""
+    """Return one row per list, shorter lists padded with 0."""
     table = np.zeros((len(counts), max([length, *map(len, counts)])))
     for line, row in zip(table, counts, strict=True):
         line[: len(row)] = row
@@ -51,14 +51,14 @@ def _padded(counts: Sequence[Sequence[int]], length: int = 0) -> np.ndarray:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """Numerator over denominator; NaN, not an error, where nothing was counted."""
+    """Divide; return NaN, not an error, if nothing was counted."""
     return numerator / denominator if denominator else math.nan
 
 
 def pooled_ratio(
     numerator_P: np.ndarray, denominator_P: np.ndarray, *, seed: int = 0
 ) -> tuple[float, Interval]:
-    """Ratio of the sums over conversations, and its bootstrap interval."""
+    """Return the ratio of sums over conversations, and its bootstrap interval."""
     low, high = bootstrap_ratio(numerator_P, denominator_P, seed=seed).tolist()
     return ratio(float(numerator_P.sum()), float(denominator_P.sum())), (low, high)
 
@@ -66,13 +66,13 @@ def pooled_ratio(
 def measure_times(
     results: Sequence[DecodeResult], plain_tokens_per_s: float = math.nan
 ) -> WallClockRecord | None:
-    """Times of one process; None when no request recorded two token times.
+    """Return one process's times; None if no request recorded two token times.
 
-    tokens/s is N over the time between the first and the last token of each request, prefill
-    excluded. The times between tokens are pooled over requests: 0 inside an accepted burst.
+    tokens/s is N over the time between each request's first and last token, prefill excluded. Times
+    between tokens are pooled over requests: 0 inside an accepted burst.
 
     Args:
-        plain_tokens_per_s: of autoregressive decoding, for the speedup.
+        plain_tokens_per_s: the baseline's, for the speedup.
     """
     times = [np.asarray(r.token_times_s) for r in results if len(r.token_times_s) > 1]
     if not times:
@@ -96,13 +96,13 @@ def run_record(
     seed: int = 0,
     **fields: Any,
 ) -> RunRecord:
-    """One entry of results.json. Values that do not exist are NaN here and null in the file.
+    """Return one entry for results.json. Missing values are NaN here and null in the file.
 
     Args:
-        results: one for each turn, all with the same number of stages.
-        conversations: which conversation each result belongs to; None: every result is its own.
-        seed: of the bootstrap.
-        fields: of the record: what was run, and what the results do not say.
+        results: one per turn, all with the same number of stages.
+        conversations: each result's conversation; None: every result is its own.
+        seed: for the bootstrap.
+        fields: record fields that the results do not contain, such as the settings.
     """
     stages = {result.num_stages for result in results}
     if len(stages) != 1:
@@ -116,7 +116,7 @@ def run_record(
     rounds = [length for result in results for length in result.round_lengths]
     tests = sum_lists([result.position_tests for result in results])
     accepts = sum_lists([result.position_accepts for result in results])
-    # As long as the tests, also when nothing was accepted at the last positions.
+    # Pad to the tests' length, also if nothing was accepted at the last positions.
     accepts += [0] * (len(tests) - len(accepts))
     known = {
         "stages": num_stages,
@@ -151,10 +151,10 @@ def run_record(
 def acceptance_length(
     counts: Sequence[tuple[int, int]], num_stages: int, seed: int = 0, *, with_mean: bool = False
 ) -> AcceptanceLength:
-    """L' = n sum(N) / sum(K); conversations that stopped on the prefill token have no steps.
+    """Return L' = n sum(N) / sum(K); conversations that end on the prefill token have no steps.
 
     Args:
-        counts: N and K of each conversation.
+        counts: N and K per conversation.
     """
     decoded = [(num_stages * tokens, steps) for tokens, steps in counts if steps]
     numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
@@ -171,10 +171,10 @@ def acceptance_length(
 def acceptance_by_category(
     rows: Sequence[PromptRecord], *, num_stages: int, seed: int = 0
 ) -> dict[str, CategoryRecord]:
-    """Rates and L' of each category of prompt; "benchmark/category" where several are pooled.
+    """Return rates and L' per prompt category; "benchmark/category" if several are pooled.
 
     Args:
-        seed: of the bootstrap of L'.
+        seed: for the bootstrap of L'.
     """
     several = len({row.benchmark for row in rows}) > 1
     groups: dict[str, list[PromptRecord]] = {}
@@ -197,7 +197,7 @@ def acceptance_by_category(
 
 
 def rate_fields(accepts_P: np.ndarray, tests_P: np.ndarray) -> Values:
-    """Fields of a record: counts, their ratio, and its interval."""
+    """Return record fields: counts, their ratio, and its interval."""
     accepts, tests = int(accepts_P.sum()), int(tests_P.sum())
     return {
         "tests": tests,
@@ -208,16 +208,16 @@ def rate_fields(accepts_P: np.ndarray, tests_P: np.ndarray) -> Values:
 
 
 def acceptance_intervals_by_position(rows: Sequence[PromptRecord]) -> list[Interval]:
-    """Entry j: interval of "acceptance_by_position"[j]."""
+    """Return intervals; entry j belongs to "acceptance_by_position"[j]."""
     tests_PJ = _padded([row.position_tests for row in rows])
     accepts_PJ = _padded([row.position_accepts for row in rows], tests_PJ.shape[1])
     return [wilson_over_prompts(a, t) for a, t in zip(accepts_PJ.T, tests_PJ.T, strict=True)]
 
 
 def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
-    """Index in ``token_ids`` of every token that was tested against a draft token, and the outcome.
+    """Yield each tested token's index in ``token_ids``, and its outcome.
 
-    Every token of a round but the last was a draft token that was right: the round went on with it.
+    Every token in a round but the last was an accepted draft token: the round continued after it.
     """
     index = 1  # after the token from the prefill
     for length, end in zip(result.round_lengths, result.round_ends, strict=True):
@@ -230,14 +230,14 @@ def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
 def count_by_entropy(
     result: DecodeResult, entropies: Sequence[float]
 ) -> tuple[list[int], list[int]]:
-    """Tests and accepted tests in each bin.
+    """Count tests and accepted tests in each bin.
 
     Args:
-        entropies: of the target's distribution of each of the ``token_ids``.
+        entropies: the target's, at each entry in ``token_ids``.
     """
     tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
     for index, accepted in token_tests(result):
-        # Rounding leaves a certain token an entropy just below 0.
+        # Rounding can push a certain token's entropy just below 0.
         place = max(bisect_right(ENTROPY_EDGES, entropies[index]) - 1, 0)
         tests[place] += 1
         accepts[place] += accepted
@@ -245,7 +245,7 @@ def count_by_entropy(
 
 
 def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
-    """One entry for each bin, empty ones included; none where no entropies were counted."""
+    """Return one entry per bin, empty ones included; none if no entropies were counted."""
     tests_PE = _padded([row.entropy_tests for row in rows if row.entropy_tests is not UNSET])
     accepts_PE = _padded([row.entropy_accepts for row in rows if row.entropy_accepts is not UNSET])
     edges = zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], math.inf], strict=True)
@@ -259,13 +259,13 @@ def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
 
 
 def decode_seconds(result: DecodeResult) -> float:
-    """First to last token, as tokens/s counts them."""
+    """Return seconds from first to last token, as tokens/s counts them."""
     times_s = result.token_times_s
     return times_s[-1] - times_s[0] if times_s else 0.0
 
 
 def unequal_turns(repeats: Sequence[Mapping[Turn, DecodeResult]]) -> int:
-    """Turns whose tokens or steps are not the same in every repeat."""
+    """Count turns with tokens or steps that differ between repeats."""
     outcomes = [
         {key: (result.token_ids, result.num_steps) for key, result in turns.items()}
         for turns in repeats
@@ -277,7 +277,7 @@ def unequal_turns(repeats: Sequence[Mapping[Turn, DecodeResult]]) -> int:
 def repeats_record(
     rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
 ) -> RepeatsRecord:
-    """Make the record of repeats for results.json.
+    """Make the repeats' record for results.json.
 
     Args:
         rows: with ``decode_s_repeats`` of length M.

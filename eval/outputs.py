@@ -1,4 +1,4 @@
-"""OUT/outputs.html: what each method wrote, accepted draft tokens colored."""
+"""Write OUT/outputs.html: each method's output, with accepted draft tokens colored."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,7 +11,7 @@ from pipedraft.inference.generation import TextPieces, colored, tokens_of
 from pipedraft.inference.result import shown
 
 MAX_TURNS = 5
-"""Of each benchmark that are shown."""
+"""Turns shown per benchmark."""
 HEAD = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -33,7 +33,7 @@ def outputs_page(
     tokenizer: PreTrainedTokenizerBase,
     title: str,
 ) -> str:
-    """Return a page of the first answers of every method with a draft."""
+    """Return a page with the first answers from every method with a draft."""
     drafted = [recording for recording in recordings if recording.draft_type is not None]
     parts = [HEAD.format(title=escape(title), most=MAX_TURNS)]
     for name, prompts in benchmarks.items():

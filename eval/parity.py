@@ -1,8 +1,8 @@
-"""Where a draft's training and its decoding part: `python -m pipedraft.eval parity --help`.
+"""Find where a draft's training and decoding disagree: `python -m pipedraft.eval parity --help`.
 
-Under greedy decoding with a chain, the draft reads what it reads in teacher-forced training for as
-long as its draft tokens are the target's own. At all such rows the draft token of decoding has to
-be the one of the training's forward pass, up to ties within rounding.
+Under greedy decoding with a chain, the draft has the same inputs as in teacher-forced training as
+long as its draft tokens are the target's own. In all such rows, decoding must produce the same
+draft token as the training forward pass, up to ties within rounding.
 """
 
 # R rows (roots), U draft vocabulary, V vocabulary
@@ -58,7 +58,7 @@ from pipedraft.models.target import choose_decoding_threads, load_target, load_t
 from pipedraft.pretrained import place_draft, quieten, resolve_device, resolve_dtype
 
 NOTED = ("agreement_1", "agreement_filling", "agreement")
-"""Metrics of a checkpoint: how often a first draft token was the target's, of validation rows."""
+"""Checkpoint metrics: how often the first draft token equaled the target's, on validation rows."""
 LEGEND = """\
 Shares of rows whose draft token is the target's own. training, and files: the training's forward
 pass at every row of the answers. there, decoding: at the rows that decoding reached by right draft
@@ -72,7 +72,8 @@ tokens alone, by the training's forward pass and as decoded, which have to be eq
 def training_prompt(
     renderer: ChatRenderer, prompt: Prompt, answer: str, prompt_ids: list[int]
 ) -> tuple[list[int], tuple[str, str] | None]:
-    """The prompt's ids as training preprocesses this conversation, and where decoding differs."""
+    """Return the prompt's ids as training preprocesses this conversation, and any decoding
+    difference."""
     messages = [{"role": "user", "content": prompt.turns[0]}]
     if prompt.system is not None:
         messages.insert(0, {"role": "system", "content": prompt.system})
@@ -100,7 +101,8 @@ def training_prompt(
 def exported_drafts(
     folder: Path, kind: str, target: PreTrainedModel, name: str, given: Sequence[str]
 ) -> dict[str, Draft | str]:
-    """Drafts as exported files say them, by layout or folder; or why there is none."""
+    """Return drafts read from exported files, by layout or folder; or the reason for having
+    none."""
     if kind not in LAYOUTS and not given:
         known = ", ".join(LAYOUTS)
         return {"files": f"SGLang's and vLLM's layouts are of {known}; of {kind} there is none"}
@@ -136,12 +138,12 @@ class Parity:
     decoding: Decoding
     files: Mapping[str, Draft | str]
     renderer: ChatRenderer | None
-    """Of the training; None: its tokenizer has no chat template."""
+    """Renderer used in training; None: its tokenizer has no chat template."""
     depth: int
     engine: EngineComparison | None = None
     checks: dict[str, Check] = field(default_factory=dict)
     counts: list[Counter[str]] = field(default_factory=list)
-    """By draft position: rows, and how many of them are right."""
+    """Counts by draft position: rows, and accepted rows."""
 
     def __post_init__(self) -> None:
         self.counts = [Counter() for _ in range(self.depth)]
@@ -172,7 +174,7 @@ class Parity:
         trained_states = states if trained is text else trained.states(self.draft, self.depth)
         others = {n: trained.states(head, self.depth) for n, head in self.heads.items()}
         for step in range(min(self.depth, len(roots) - 1)):
-            rows = roots[: -1 - step]  # the label is of the answer, too
+            rows = roots[: -1 - step]  # the label must lie in the answer, too
             place_R = torch.tensor(rows, device=text.ids_T.device)
             logits_RU = self.draft.logits(trained_states[step][place_R])
             logits_RV = over_vocabulary(self.draft, logits_RU)
@@ -230,7 +232,7 @@ class Parity:
             )
 
     def _compare_draft_token(self, name: str, found: Drafted, text: Text, state: Tensor) -> None:
-        """One row that decoding reached with right draft tokens alone."""
+        """Compare one decoding row reached through accepted draft tokens only."""
         check, counts = self.checks["decoding"], self.counts[found.depth - 1]
         ours_V = over_vocabulary(self.draft, self.draft.logits(state[None]))[0]
         best, teacher = int(ours_V.argmax()), int(text.teacher_T[found.root + found.depth - 1])
@@ -258,7 +260,7 @@ class Parity:
             )
 
     def compare_with_note(self, metrics: Mapping[str, float]) -> None:
-        """Hold the training's forward pass against what the checkpoint says of it."""
+        """Compare the training forward pass with the checkpoint's recorded metrics."""
         first, check = self.counts[0], Check(name="checkpoint")
         self.checks["checkpoint"] = check
         here = first["training"] / max(first["rows"], 1)
@@ -277,7 +279,7 @@ class Parity:
 
     @property
     def positions(self) -> list[dict[str, int]]:
-        """Counts by draft position."""
+        """Return counts by draft position."""
         names = ("rows", "training", *self.heads, "reached", "there", "decoding")
         return [{name: row[name] for name in names} for row in self.counts]
 
@@ -298,12 +300,13 @@ class Parity:
 
 @contextmanager
 def own_checkpoint(options: ParityOptions) -> Iterator[str]:
-    """Yield a checkpoint of this project: the one given, or one made of a peer's files."""
+    """Yield a checkpoint in this project's format: the given one, or one converted from other
+    files."""
     folder = resolve_folder(options.checkpoint)
     try:
         is_peer = "draft_type" not in json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, ValueError):
-        is_peer = False  # reading it as a checkpoint says what is wrong
+        is_peer = False  # reading it as a checkpoint explains the error
     if not is_peer:
         yield options.checkpoint
         return
@@ -320,7 +323,7 @@ def own_checkpoint(options: ParityOptions) -> Iterator[str]:
 def in_engine(
     options: ParityOptions, parity: Parity, kind: str, folder: str, prompts: Sequence[Prompt]
 ) -> EngineComparison:
-    """Decode the prompts in the engine, with the files that it is to read."""
+    """Decode the prompts in the engine, with the files to test."""
     if kind not in METHODS:
         known = ", ".join(METHODS)
         raise UsageError(
@@ -333,7 +336,7 @@ def in_engine(
     with tempfile.TemporaryDirectory() as place:
         if options.exported:
             files = options.exported[0]
-        elif folder != options.checkpoint:  # a peer's files, as they are
+        elif folder != options.checkpoint:  # files from another project, unchanged
             files = str(resolve_folder(options.checkpoint))
         else:
             files = f"{place}/exported"
@@ -353,7 +356,7 @@ def in_engine(
 
 
 def compare_all(options: ParityOptions) -> None:
-    """The whole subcommand; bad input raises ValueError, and a difference ends with status 1."""
+    """Run the whole subcommand; bad input raises ValueError, a difference exits with status 1."""
     quieten()
     with own_checkpoint(options) as folder:
         compare(options, folder)

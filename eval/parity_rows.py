@@ -1,7 +1,6 @@
-"""The rows of a draft in training and in decoding, and why one of them is not the other's."""
+"""Compare a draft's rows in training and in decoding, and explain a difference."""
 
-# T tokens of a text, R rows (roots), Q and a rows at once, H hidden, U draft vocabulary
-# V vocabulary
+# T text tokens, R rows (roots), Q and a rows at once, H hidden, U draft vocabulary, V vocabulary
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,19 +24,19 @@ from pipedraft.models.spd import SPD
 from pipedraft.models.target import capture_hidden
 
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Differences that are no fault, in parts of the largest value that is compared."""
+"""Tolerated difference, relative to the largest compared value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """The first place, and what it most likely is."""
+    """The first place of disagreement, and its most likely cause."""
 
     what: str
     detail: str
     prompt: str | None = None
-    """None: at every one."""
+    """None: at every prompt."""
     root: int | None = None
-    """Token of the text that the round starts from."""
+    """Text token that the round starts from."""
     draft_position: int | None = None
 
     def __str__(self) -> str:
@@ -48,17 +47,17 @@ class Parting:
 
 @dataclass(kw_only=True)
 class Check:
-    """One thing held against the training's forward pass."""
+    """One comparison with the training forward pass."""
 
     name: str
     unit: str = "rows"
     rows: int = 0
     ties: int = 0
     largest_difference: float = 0.0
-    """Of logits."""
+    """Largest difference between logits."""
     first: Parting | None = None
     remark: str = ""
-    """In place of a comparison."""
+    """Remark instead of a comparison."""
 
     def __str__(self) -> str:
         if self.first or self.remark:
@@ -72,16 +71,17 @@ class Check:
 
 
 def trained_depth(draft: Draft, depth: int) -> int:
-    """Draft tokens of a round that the draft was made for, of ``depth`` that are asked for."""
+    """Return draft tokens per round as the draft was trained, at most ``depth``."""
     if isinstance(draft, SPD):
         return draft.config.max_in_flight
     if isinstance(draft, PPSD):
-        return draft.num_stages - 1  # drafted after a step, when one of the stages is done
+        return draft.num_stages - 1  # drafted after a step, when the first stage has finished it
     return min(depth, draft.config.num_tokens) if isinstance(draft, DFlash) else depth
 
 
 class Text:
-    """A text by teacher forcing: the target's hidden states and tokens, and what drafts say."""
+    """A text under teacher forcing: the target's hidden states and tokens, and the drafts'
+    outputs."""
 
     def __init__(self, target: PreTrainedModel, ids: Sequence[int], layers: set[int]) -> None:
         self.target, self.ids_T = target, torch.tensor(ids, device=target.device)
@@ -89,13 +89,13 @@ class Text:
         self.taps = capture_hidden(target, self.ids_T[None], layers | {last})
         head, norm = target.get_output_embeddings(), target.get_decoder().norm
         self.teacher_T = head(norm(self.taps[last][0])).argmax(-1)  # type: ignore[misc]
-        """The target's own token behind every one."""
+        """The target's own token after each one."""
 
     def states(self, draft: Draft, depth: int) -> list[Tensor]:
-        """What the LM head reads in training of draft tokens 1 .. depth: [T, ...] each, by root.
+        """Return LM head inputs in training for draft tokens 1 .. depth: [T, ...] each, by root.
 
-        Row t of an entry is of the round whose root is the token at t; rows without one hold
-        anything.
+        Row t in an entry belongs to the round with the token at t as its root; rows without a round
+        contain arbitrary values.
         """
         taps, ids_T, ids_BT = self.taps, self.ids_T, self.ids_T[None]
         if isinstance(draft, EagleHead):
@@ -106,8 +106,8 @@ class Text:
             blocks_TSH = F.pad(blocks_ASH, (0, 0, 0, 0, 1, 0))
             states, shifts = list(blocks_TSH.unbind(1)[:depth]), [0] * depth
         else:
-            # Row t predicts the token at t + 1; as many tokens are in flight as the draft token
-            # says.
+            # Row t predicts the token at t + 1; as many tokens are in flight as the draft token's
+            # number.
             shifts = [-step for step in range(depth)]
             if isinstance(draft, SPD):
                 states = [draft(taps, [step])[0] for step in range(1, depth + 1)]
@@ -119,7 +119,7 @@ class Text:
 
 
 def over_vocabulary(draft: Draft, logits_RU: Tensor) -> Tensor:
-    """Logits [R, V]: minus infinity for what the draft vocabulary lacks."""
+    """Return logits [R, V]: minus infinity for tokens missing from the draft vocabulary."""
     logits_RV = logits_RU.new_full((len(logits_RU), draft.target_vocab_size), -torch.inf)
     return logits_RV.index_copy(1, vocabulary(draft), logits_RU)
 
@@ -131,7 +131,7 @@ def vocabulary(draft: Draft) -> Tensor:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Largest of every row, [R]; where both are minus infinity there is none."""
+    """Return each row's largest difference, [R]; 0 where both are minus infinity."""
     return (ours - theirs).nan_to_num(0.0, torch.inf, -torch.inf).abs().flatten(1).amax(1)
 
 
@@ -144,7 +144,7 @@ def size_of(values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Read:
-    """Hidden states that the draft was given."""
+    """Hidden states that the draft received."""
 
     layer: int
     first: int
@@ -154,17 +154,17 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafted:
-    """One draft token of decoding."""
+    """One draft token from decoding."""
 
     root: int
     depth: int
     path: list[int]
-    """The root and the draft tokens before it."""
+    """The root and the earlier draft tokens."""
     token: int
     read: list[Read]
-    """All that the draft has been given of the committed text, and of these rows in flight."""
+    """All draft inputs: the committed text, and these rows in flight."""
     state: Tensor | None = None
-    """What the LM head read; None with the next two: a CUDA graph does not show them."""
+    """LM head input; None, as the next two, under a CUDA graph, which does not expose them."""
     logits_U: Tensor | None = None
     position: int | None = None
     """Rotary position of the draft's last row."""
@@ -172,7 +172,7 @@ class Drafted:
 
 @contextmanager
 def told(owner: object, name: str, note: Callable[..., None]) -> Iterator[None]:
-    """Every call of one object's method ends with ``note(result, *arguments)``."""
+    """Call ``note(result, *arguments)`` after every call to one object's method."""
     method = getattr(owner, name)
 
     def call(*arguments: object, **options: object) -> object:
@@ -188,7 +188,7 @@ def told(owner: object, name: str, note: Callable[..., None]) -> Iterator[None]:
 
 
 class Decoding:
-    """Greedy decoding with chains, every draft token noted with what the draft saw."""
+    """Greedy decoding with chains that records every draft token with the draft's inputs."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Decoding:
         self.target, self.tokenizer = target, tokenizer
 
     def run(self, prompt_ids: list[int]) -> tuple[list[int], list[Drafted]]:
-        """The answer's tokens, and all draft tokens of their making."""
+        """Return the answer's tokens, and all draft tokens made on the way."""
         self.drafted: list[Drafted] = []
         self._committed: list[Read] = []
         self._calls: list[tuple[Tensor, Tensor, int | None]] = []
@@ -270,11 +270,11 @@ class Decoding:
 def why_decoding_parts(
     draft: Draft, found: Drafted, text: Text, state: Tensor, rounding: float
 ) -> tuple[str, str]:
-    """Why decoding parts from training at a row: the first input that differs, in their order."""
+    """Explain why decoding disagrees with training at a row: the first input that differs."""
     for read in found.read:
         ours_aH = text.taps[read.layer][0, read.first : read.first + len(read.rows_aH)]
         differ_a = difference(ours_aH, read.rows_aH)
-        # Row by row: a first token's states may be a thousand times as large as the others'.
+        # Row by row: a first token's states may be 1,000 times as large as the others'.
         wrong = (differ_a > rounding * ours_aH.abs().amax(1)).nonzero().flatten().tolist()
         if wrong:
             at, layers = read.first + wrong[0], range(len(text.target.get_decoder().layers) + 1)
@@ -315,7 +315,7 @@ def why_decoding_parts(
 
 
 def why_files_part(draft: Draft, other: Draft) -> tuple[str, str]:
-    """The first setting or weight of exported files that is not the checkpoint's."""
+    """Return the first setting or weight in exported files that differs from the checkpoint."""
     kinds = {"feature_layers": "hidden states", "rope_parameters": "positions"}
     for ours, theirs in ((draft.config, other.config), (draft.layer_config, other.layer_config)):
         for part in fields(ours):

@@ -1,4 +1,4 @@
-"""Which charts an evaluation has: those of report.md and report.html."""
+"""Select an evaluation's charts, for report.md and report.html."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,18 +26,19 @@ MIN_TESTS = 20
 """Positions tested less often are not drawn: their acceptance is noise."""
 MAX_POSITIONS = 16
 FEW_PROMPTS = 30
-"""Below it intervals are so wide that bands would cover each other."""
+"""Below this number, intervals are so wide that bands would overlap."""
 MAX_SPANS = 40
-"""Spans of the busiest process in a time line: about so many bars can be told apart."""
+"""Spans for the busiest process in a timeline: more bars would be indistinguishable."""
 PLAIN = "The dashed line is autoregressive decoding, 1 by construction."
 Series = dict[str, dict[Any, Estimate]]
 """label -> place -> estimate."""
 
 
 def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Entries of each method and setting by label; the baseline is a line, not a method.
+    """Return entries by label, per method and setting; the baseline is a line, not a method.
 
-    A label has method and n; temperature, width, tree and run only where labels need them.
+    A label has method and n; temperature, width, tree and run only where needed to tell labels
+    apart.
     """
     series: dict[tuple, list[RunRecord]] = {}
     for run in runs:
@@ -59,7 +60,7 @@ def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 def _by_temperature(
     runs: Sequence[RunRecord], values: Callable[[list[RunRecord]], dict[Any, Estimate]]
 ) -> dict[str, Series]:
-    """A panel for each temperature, in it every series that has values."""
+    """Return one panel per temperature, with every series that has values."""
     drafted = tables.drafted_runs(runs)
     samplings = [r.sampling for r in sorted(drafted, key=lambda run: run.temperature)]
     samplings = list(dict.fromkeys(samplings))
@@ -84,7 +85,7 @@ def _rate(counted: EntropyRecord) -> Estimate:
 
 
 def _numbers(series: Series, place: str, value: str, digits: int = 3) -> Table:
-    """The numbers of a chart that no other table has."""
+    """Return a chart's numbers, for charts without another table."""
     rows = [
         [label, str(x), tables.number(e.value, digits), tables.bounds((e.low, e.high), digits)]
         for label, found in series.items()
@@ -105,10 +106,10 @@ def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
 
 
 def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
-    """A line for each method that was run on several numbers of stages.
+    """Draw a line for each method with several numbers of stages.
 
-    Entries of different folders may make a line. Where folders hold the same number twice, the
-    second ones make another line, in the order of the folders; labels then name these.
+    A line may join entries from different folders. If folders contain the same number twice, the
+    second ones make another line, in folder order; labels then name the folders.
     """
     lines: dict[str, list[dict[int, RunRecord]]] = {}
     for run in tables.drafted_runs(pooled):
@@ -138,8 +139,8 @@ def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
 
 
 def _position_rates(entries: Sequence[RunRecord]) -> dict[int, Estimate]:
-    """Share accepted by position from 1 up, entries pooled, where it was tested often enough."""
-    # Intervals are those of one entry; several have none in common.
+    """Return the acceptance rate by position from 1 up, entries pooled, if tested often enough."""
+    # Intervals belong to one entry; several have none in common.
     intervals = entries[0].acceptance_by_position_ci95 if len(entries) == 1 else ()
     rates = {}
     for j in range(min(MAX_POSITIONS, max(len(run.position_tests) for run in entries))):
@@ -217,7 +218,7 @@ def seconds_by_process(pooled: Sequence[RunRecord]) -> Chart:
 
 
 def time_line(name: str, tracks: Mapping[str, Sequence[Span]]) -> Chart:
-    """A few steps of decoding from a Chrome trace, after the prefill.
+    """Draw a few decoding steps from a Chrome trace, after the prefill.
 
     Args:
         tracks: process -> its spans in milliseconds.
@@ -248,7 +249,7 @@ def time_line(name: str, tracks: Mapping[str, Sequence[Span]]) -> Chart:
 
 
 def latencies(rows: Sequence[LatencyRecord]) -> Chart:
-    """Time of a token on links."""
+    """Draw the time per token on links."""
     panels: dict[str, Series] = {}
     for row in sorted(rows, key=lambda row: row.temperature):
         label = ", ".join(filter(None, (row.method, row.folder)))
@@ -276,11 +277,11 @@ def latencies(rows: Sequence[LatencyRecord]) -> Chart:
 def all_charts(
     runs: Sequence[RunRecord], pooled: Sequence[RunRecord], latency: Sequence[LatencyRecord]
 ) -> list[Chart]:
-    """Charts of a page, empty ones too.
+    """Return a page's charts, empty ones too.
 
     Args:
         runs: every entry.
-        pooled: those over all prompts of their folder.
+        pooled: entries pooled over all prompts in their folder.
     """
     return [
         lengths_by_benchmark(runs),

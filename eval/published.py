@@ -1,4 +1,5 @@
-"""A paper's table, ours beside what was published: run, and shown as text, Markdown and JSON."""
+"""Reproduce a paper's table next to the published values: run, and show as text, Markdown and
+JSON."""
 
 import shlex
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ LEGEND = """\
 
 
 def measured(table: Spec, outcomes: Sequence[RowOutcome], index: int, measure: Column) -> Value:
-    """Value of a row's measure; one that divides by a row that was not run does not exist."""
+    """Return a row's value in a column; missing if it divides by a row that was not run."""
     own = outcomes[index].values.get(measure.benchmark, {}).get(measure.quantity, (None, None))
     if measure.over is None:
         return own
@@ -78,7 +79,7 @@ def _remark(row: Row, outcome: RowOutcome) -> str:
 
 
 def paper_table(table: Spec, outcomes: Sequence[RowOutcome]) -> Table:
-    """One line for each row: what names it, our values, the published ones, a remark."""
+    """Return one line per row: its names, our values, the published ones, a remark."""
     places = [table.place(row) for row in table.rows]
     has_network = len({place[1] for place in places}) > 1
     has_stages = any(outcome.stages for outcome in outcomes)
@@ -101,7 +102,7 @@ def paper_table(table: Spec, outcomes: Sequence[RowOutcome]) -> Table:
 
 
 def for_terminal(table: Table) -> str:
-    """Aligned, with the remarks below: they are long."""
+    """Align the columns, with the long remarks below."""
     lines = [align_columns(Table(table.header[:-1], [row[:-1] for row in table.rows]))]
     place = table.header.index("T")
     for row in table.rows:
@@ -111,7 +112,7 @@ def for_terminal(table: Table) -> str:
 
 
 def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
-    """Lines below a table: what differs, and where the numbers are from."""
+    """Return lines below a table: differences, and where the numbers are from."""
     prompts = ", ".join(f"{len(found)} of {name}" for name, found in context.benchmarks.items())
     name = "assets/target" if table.target == DEFAULT_TARGET else table.target
     lines = [
@@ -125,7 +126,7 @@ def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
 
 
 def table_record(name: str, table: Spec, outcomes: Sequence[RowOutcome]) -> dict[str, object]:
-    """Contents of table.json: every row's measured and published values."""
+    """Return the contents for table.json: every row's measured and published values."""
     rows = []
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
         ours = {}
@@ -157,7 +158,7 @@ def list_tables() -> str:
 
 
 def read_options(options: TableOptions) -> Spec:
-    """The specification with the options over it, checked."""
+    """Return the specification with the options applied, checked."""
     names = ("target", "limit", "data_dir", "max_new_tokens", "seed", "dtype")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     spec = msgspec.structs.replace(read_spec(options.name), **given)
@@ -230,7 +231,7 @@ def _write(
     manifest: Manifest,
     context: TableContext,
 ) -> str:
-    """Write the files; returns what the terminal shows."""
+    """Write the files; return the text for the terminal."""
     out: Path = options.out
     results = finished.results
     assert results is not None

@@ -1,9 +1,8 @@
-"""results.json as types: what an evaluation writes, and how every reader gets it.
+"""Types for results.json: used by the evaluation to write it, and by every reader.
 
-A field has the name and place of its key. Keys that a reader does not know are skipped, and those
-that older versions did not write have a default. A number that does not exist (a rate of nothing)
-is null in a file and None once read; until it is written it may be NaN: see ``is_known``. Unset
-fields are left out of the file.
+A field has its key's name and place. Readers skip unknown keys; keys missing from older versions
+have a default. A missing number (a rate over nothing) is null in a file and None once read; until
+it is written it may be NaN: see ``is_known``. Unset fields are left out of the file.
 """
 
 import json
@@ -22,7 +21,7 @@ from pipedraft.files import Values, read_bounded
 from pipedraft.inference.rules.filters import sampling_label
 
 MAX_BYTES = 2**29
-"""Largest file that is read: some hundred thousand prompts by ten methods."""
+"""Maximum file size: 100,000s of prompts with ten methods."""
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Counts = Annotated[list[Count], Meta(max_length=1_000_000)]
 Amount = Annotated[float, Meta(ge=0)]
@@ -31,18 +30,18 @@ Interval = tuple[Figure, Figure]
 Name = Annotated[str, Meta(max_length=100_000)]
 T = TypeVar("T")
 Filtered = Annotated[dict[Name, Amount], Meta(max_length=100)]
-"""Filters of samples by name, those that remove something."""
+"""Active sample filters by name."""
 Manifest = Values
 """manifest.json; see ``manifest.build_manifest``."""
 
 
 def is_known(value: float | None | UnsetType) -> TypeGuard[float]:
-    """Whether a value exists; one that does not is NaN in memory and null in a file."""
+    """Return True if a value exists; a missing one is NaN in memory and null in a file."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def number_or_nan(value: Figure) -> float:
-    """The number, NaN for None: arithmetic and plots leave NaN out."""
+    """Return the number, or NaN for None: arithmetic and plots ignore NaN."""
     return math.nan if value is None else value
 
 
@@ -50,11 +49,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the tables."""
 
     run: Name | UnsetType = UNSET
-    """Folder, where entries of several are shown together; not in a file."""
+    """Folder, if entries from several are shown together; not in a file."""
 
     @property
     def folder(self) -> str:
-        """Name of the folder in labels; "" where there is one alone."""
+        """Return the folder's name for labels; "" if there is only one."""
         return self.run or ""  # type: ignore[return-value]  # an unset field is false
 
 
@@ -63,40 +62,41 @@ class AcceptanceLength(msgspec.Struct, frozen=True, kw_only=True):
 
     pooled: Figure
     mean: Figure | UnsetType = UNSET
-    """Over conversations; unset for a category."""
+    """Mean over conversations; unset for a category."""
     ci95: Interval
 
 
 class WallClockRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured in one process; see ``metrics.WallClock``."""
+    """Times measured in one process; see ``metrics.WallClock``."""
 
     tokens_per_s: Figure
     ttft_ms: Figure = None
     itl_ms_p50: Figure = None
     itl_ms_p99: Figure = None
     speedup: Figure = None
-    """Over the autoregressive tokens per second of the same process."""
+    """Speed-up over autoregressive tokens per second in the same process."""
 
 
 class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Sequences compared with the reference's; the rest is of half precision alone."""
+    """Comparison of sequences with the reference; the optional fields are for half precision
+    only."""
 
     checked: Count
     mismatches: Count
     """Turns that differ."""
     faults: Count | UnsetType = UNSET
-    """Turns, among the mismatches, whose first difference is not within the noise."""
+    """Mismatched turns whose first difference exceeds the noise."""
     near_ties: Count | None | UnsetType = UNSET
-    """Places in the reference's outputs where the two best logits are within the noise: where a tie
-    could have fallen differently."""
+    """Reference positions where the two best logits are within the noise, so a tie could fall
+    differently."""
     positions: Count | UnsetType = UNSET
-    """Places that were looked at for them."""
+    """Positions checked for near ties."""
     noise: Figure | UnsetType = UNSET
     """Nats. Largest change of a margin between step-by-step and single-pass computation."""
     margins: list[Figure] | UnsetType = UNSET
-    """Margin of every mismatch at its first difference."""
+    """Each mismatch's margin at its first difference."""
     ties: Count | UnsetType = UNSET
-    """The other mismatches."""
+    """Mismatches within the noise."""
 
     def __post_init__(self) -> None:
         if self.mismatches > self.checked:
@@ -107,7 +107,7 @@ UNCHECKED = LosslessRecord(checked=0, mismatches=0)
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Times and counts of one process, by kind of work."""
+    """One process's times and counts, by kind of work."""
 
     name: Name
     seconds: dict[Name, Amount]
@@ -117,7 +117,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
-    """Add up the reports of one process on several benchmarks."""
+    """Add up one process's reports on several benchmarks."""
 
     def total(counts: Iterable[Mapping[str, Any]]) -> Values:
         return dict(sum(map(Counter, counts), Counter()))
@@ -132,7 +132,7 @@ def add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
 
 
 class CategoryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One category of prompts."""
+    """One prompt category."""
 
     prompts: Count
     tests: Count
@@ -143,8 +143,8 @@ class CategoryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Draft tokens tested where the target's entropy is from ``entropy_from`` to below
-    ``entropy_to`` nats."""
+    """Draft tokens tested at target entropies from ``entropy_from`` to below ``entropy_to``
+    nats."""
 
     entropy_from: float
     entropy_to: Figure
@@ -156,7 +156,7 @@ class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Draft tokens tested in one group of text, DIMENSION/GROUP; see ``groups``."""
+    """Draft tokens tested in one text group, DIMENSION/GROUP; see ``groups``."""
 
     group: Name
     prompts: Count
@@ -173,12 +173,12 @@ class RepeatsRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     repeats: Count
     unequal_turns: Count
-    """Turns whose tokens or steps differ between repeats: 0 unless something is broken."""
+    """Turns with tokens or steps that differ between repeats: 0 unless something is broken."""
     tokens_per_s: list[Figure]
 
 
 class ScoreRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Right answers."""
+    """Correct answers."""
 
     kind: Name
     scored: Count
@@ -186,11 +186,11 @@ class ScoreRecord(msgspec.Struct, frozen=True, kw_only=True):
     mean: Figure
     ci95: Interval
     cut: Count
-    """Answers that ran into --max-new-tokens or the context: most of these cannot be right."""
+    """Answers cut at --max-new-tokens or the context: most of these cannot be correct."""
 
 
 class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one conversation, by which two runs are compared prompt by prompt."""
+    """Counts for one conversation, to compare two runs prompt by prompt."""
 
     benchmark: Name
     id: Name
@@ -202,16 +202,16 @@ class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
     virtual_time: Amount | UnsetType = UNSET
     virtual_time_autoregressive: Amount | UnsetType = UNSET
     decode_s: Amount | UnsetType = UNSET
-    """Mean of the repeats."""
+    """Mean over the repeats."""
     decode_s_repeats: list[Amount] = []
     position_tests: Counts = []
     position_accepts: Counts = []
     entropy_tests: Counts | UnsetType = UNSET
     entropy_accepts: Counts | UnsetType = UNSET
     groups: dict[Name, Counts] | UnsetType = UNSET
-    """Tests, accepted ones, rounds and their tokens of each group of text."""
+    """Tests, accepted tests, rounds and their tokens, per text group."""
     score: Count | UnsetType = UNSET
-    """1 or 0; unset where nothing was scored."""
+    """1 or 0; unset if nothing was scored."""
     outcome: Name | UnsetType = UNSET
 
 
@@ -226,7 +226,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     filters: Filtered = {}
     tree_width: Count
     tree: Name | None
-    """Shape of the draft tree or micro-batch; None: layers of ``tree_width``."""
+    """Draft tree or micro-batch shape; None: layers of ``tree_width``."""
     prompts: Count
     tokens: Count
     """N, the prefill tokens excluded."""
@@ -237,8 +237,8 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     draft_acceptance_rate: Figure
     theoretical_speedup: Figure
     theoretical_speedup_by_row: dict[Name, Figure] = {}
-    """S by the cost of a row more, relative to the first; the run's own alone where draft tokens
-    were chosen by it."""
+    """S by the cost of an extra row, relative to the first; only the run's own cost if it decided
+    the draft tokens."""
     wallclock: WallClockRecord | None
     lossless: LosslessRecord
     turns: Count = 0
@@ -251,7 +251,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     drafted: Count = 0
     draft_forwards: Count = 0
     checkpoint: Name | None = None
-    """Place of the draft; None for plain decoding."""
+    """The draft's location; None for autoregressive decoding."""
     verifier: Name = "match"
     seed: int = 0
     max_new_tokens: Count | None = None
@@ -275,12 +275,12 @@ class RunRecord(Entry, frozen=True, kw_only=True):
 
     @property
     def sampling(self) -> str:
-        """Label of temperature and filters."""
+        """Label for temperature and filters."""
         return sampling_label(self.temperature, self.filters)
 
     @property
     def benchmark_mean(self) -> float:
-        """Plain mean of L' over the benchmarks, each one pooled, whatever their lengths."""
+        """Unweighted mean of L' over the benchmarks, each pooled, for any lengths."""
         sums: dict[str, tuple[int, int]] = {}
         for prompt in self.per_prompt:
             tokens, steps = sums.get(prompt.benchmark, (0, 0))
@@ -290,12 +290,12 @@ class RunRecord(Entry, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> str:
-        """Label of what is drafted at once."""
+        """Label for the draft's shape."""
         return self.tree or f"W={self.tree_width}"
 
 
 class LatencyRecord(Entry, frozen=True, kw_only=True):
-    """One method of edge-cloud decoding on one link."""
+    """One edge-cloud decoding method on one link."""
 
     method: Name
     network: Name
@@ -303,7 +303,7 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
     filters: Filtered = {}
     rule: Name | None = None
     caveat: Name = ""
-    """Why the output is not the target's own; "" where it is."""
+    """Reason why the output is not the target's own; "" if it is."""
     prompts: Count = 0
     tokens: Count = 0
     ms_per_token: Figure
@@ -330,12 +330,12 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
 
     @property
     def sampling(self) -> str:
-        """Label of temperature and filters."""
+        """Label for temperature and filters."""
         return sampling_label(self.temperature, self.filters)
 
 
 class ReplayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation of a recorded run, on other hardware."""
+    """One conversation from a recorded run, on other hardware."""
 
     benchmark: Name
     id: Name
@@ -346,11 +346,11 @@ class ReplayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One recorded run on one cost model and benchmark: an entry of replay.json."""
+    """One recorded run on one cost model and benchmark: an entry in replay.json."""
 
     method: Name
     draft_type: Name | None
-    """None: plain decoding."""
+    """None: autoregressive decoding."""
     draft_sha256: Name
     schedule: Name
     tree_width: Count
@@ -362,7 +362,7 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     benchmark: Name
     stages: Count
     boundaries: Counts = []
-    """Where the target is cut: (0, b1, .., L)."""
+    """Layers where the target is cut: (0, b1, .., L)."""
     cost_name: Name
     cost: Values
     prompts: Count
@@ -372,28 +372,29 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
     theoretical_speedup: Figure
     theoretical_speedup_ci95: Interval
     one_device_speedup: Figure
-    """Over plain decoding with all layers on one device of this cost model: the price of the
-    pipeline is in it."""
+    """Speed-up over autoregressive decoding with all layers on one device of this cost model; it
+    includes the price of the pipeline."""
     per_prompt: list[ReplayedPrompt]
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """The file. An evaluation writes runs and overall, edge-cloud decoding latency and times."""
+    """The whole file. An evaluation writes runs and overall, edge-cloud decoding latency and
+    times."""
 
     runs: list[RunRecord] | UnsetType = UNSET
     overall: list[RunRecord] | UnsetType = UNSET
-    """The same, pooled over the benchmarks; empty with a single one."""
+    """The same entries, pooled over the benchmarks; empty with a single one."""
     latency: list[LatencyRecord] | UnsetType = UNSET
     times: dict[str, float] | UnsetType = UNSET
 
     @property
     def entries(self) -> list[RunRecord]:
-        """All entries: runs, then what is pooled over them."""
+        """Return all entries: runs, then the pooled ones."""
         return [*(self.runs or ()), *(self.overall or ())]
 
 
 def parse(content: bytes, kind: type[T], where: str) -> T:
-    """Read a JSON file into its record.
+    """Parse a JSON file into its record.
 
     Args:
         where: option and file, for messages.
@@ -429,7 +430,7 @@ def _value_at(content: Any, place: str) -> object:
 
 
 def read_bytes(option: str, path: Path) -> bytes:
-    """A file of bounded size.
+    """Read a file with a bounded size.
 
     Raises:
         UsageError: ``option`` named a folder without it, or one that is too large.
@@ -441,7 +442,7 @@ def read_bytes(option: str, path: Path) -> bytes:
 
 
 def read_results(option: str, folder: Path) -> Results:
-    """results.json of an evaluation's folder.
+    """Read results.json from an evaluation's folder.
 
     Raises:
         UsageError: one line with the file, the field and its value.

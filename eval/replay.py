@@ -1,4 +1,5 @@
-"""Recorded runs on other hardware, without a model: `python -m pipedraft.eval replay --help`."""
+"""Replay recorded runs on other hardware, without a model: `python -m pipedraft.eval replay
+--help`."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -44,26 +45,26 @@ N tokens, K steps, L' = n N / K, S modeled speed-up over plain decoding on the s
 with 95 % bootstrap intervals over conversations; one device: the same over plain decoding with all
 layers on one. link: one hop, in times of a target pass over one token."""
 UNEQUAL = 1.1
-"""Ratio of two ranks' speeds from which a calibrated cost model tells them apart."""
+"""Speed ratio between two ranks above which a calibrated cost model separates them."""
 STAGED_DRAFTS = ("spd", "ppsd")
-"""Drafts that read the stages' outputs, so that another cut makes other draft tokens."""
+"""Drafts that read the stages' outputs, so that another cut changes their draft tokens."""
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cost model by name."""
+    """A named cost model."""
 
     name: str
     cost: CostModel | None
     """None: the recorded one."""
     link: float | None
-    """Time of a hop in place of the model's."""
+    """Link time instead of the cost model's."""
     cuts: bool = False
-    """The target is cut anew, by memory and speed."""
+    """Cut the target again, by memory and speed."""
 
     def cost_for(self, recording: Recording) -> CostModel:
-        """The cost model with the draft's cost filled in."""
+        """Return the cost model with the draft's cost filled in."""
         cost = self.cost or recording.config.cost
         if self.link is not None:
             stages = tuple(replace(stage, link=None) for stage in cost.stages)
@@ -71,7 +72,7 @@ class Hardware:
         return recording.with_draft(cost)
 
     def boundaries_for(self, recording: Recording, cost: CostModel) -> tuple[int, ...]:
-        """Where the target is cut on this hardware."""
+        """Return the target's cuts on this hardware."""
         num_stages, own = recording.config.num_stages, recording.boundaries
         if cost.stages and len(cost.stages) != num_stages:
             raise NotReplayable(f"the cost model has {len(cost.stages)} devices")
@@ -87,7 +88,7 @@ class Hardware:
 
 
 class NotReplayable(Exception):
-    """One line: why a recorded run does not say what would happen under another cost model."""
+    """One line: why a recorded run cannot predict the run under another cost model."""
 
 
 def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> str:
@@ -112,10 +113,10 @@ def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> s
 
 
 def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
-    """Compute what the recorded steps would take on other hardware.
+    """Compute how long the recorded steps would take on other hardware.
 
     Returns:
-        One record for each benchmark, and with several "overall".
+        One record per benchmark, and with several "overall".
 
     Raises:
         NotReplayable: a run there would have drafted other tokens.
@@ -129,7 +130,7 @@ def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
     one = () if fastest is None else (replace(fastest, link=0.0, link_row=0.0, replicas=1),)
     alone = VirtualClock(replace(cost, link=0.0, link_row=0.0, stages=one), (0, cut[-1]), 0.0)
     piped = VirtualClock(cost, cut, 0.0)
-    # Plain decoding's time of a token on one device, over that on the pipeline.
+    # Autoregressive time per token on one device, over the time on the pipeline.
     one_device_share = alone.autoregressive_time(1) / piped.autoregressive_time(1)
     benchmarks = dict.fromkeys(row.benchmark for row in rows)
     found = []
@@ -174,7 +175,7 @@ def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
 def _replayed_prompts(
     recording: Recording, cost: CostModel, cut: Sequence[int]
 ) -> list[ReplayedPrompt]:
-    """The turns of each conversation on the clock of another cost model, added up."""
+    """Price each conversation's turns on another cost model's clock, summed."""
     clocks: dict[tuple[str, str], list[tuple[int, VirtualClock, float]]] = {}
     for (benchmark, name, _), result in recording.turns.items():
         clock = VirtualClock(cost, cut, cost.draft_forward or 0.0)
@@ -195,7 +196,7 @@ def _replayed_prompts(
 
 
 def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
-    """The recorded steps once more, on a clock with other costs."""
+    """Repeat the recorded steps on a clock with other costs."""
     for times, *event in result.step_log:
         for _ in range(times):
             if len(event) == 1:
@@ -206,9 +207,9 @@ def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
 
 
 def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[str, float]:
-    """S of recorded steps by what a row more costs a stage, the run's own cost among them.
+    """Return S for recorded steps by the stage cost of an extra row, including the run's own.
 
-    A schedule that chooses its draft tokens by that cost has its own alone.
+    A schedule that uses this cost to choose its draft tokens gets only its own.
     """
     found, config = {}, engine.config
     for row in sorted({*ROW_COSTS, config.cost.row}):
@@ -225,9 +226,10 @@ def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[s
 
 
 def best_of(found: Sequence[ReplayRecord]) -> list[ReplayRecord]:
-    """Replays with the highest S of each benchmark, sampling, number of stages, cost and link.
+    """Return the replays with the highest S per benchmark, sampling, number of stages, cost and
+    link.
 
-    Outputs of other lengths or random numbers are not compared.
+    Runs with other output lengths or random seeds are not compared.
     """
     best: dict[tuple[object, ...], ReplayRecord] = {}
     speeds = np.nan_to_num([number_or_nan(record.theoretical_speedup) for record in found])
@@ -257,7 +259,7 @@ VARYING: dict[str, Callable[[ReplayRecord], str]] = {
     "max new": lambda record: str(record.max_new_tokens),
     "seed": lambda record: str(record.seed),
 }
-"""Columns where runs of several settings are in the traces."""
+"""Extra columns if the traces contain runs with several settings."""
 
 
 def _table(found: Sequence[ReplayRecord]) -> Table:
@@ -271,25 +273,25 @@ def _table(found: Sequence[ReplayRecord]) -> Table:
 
 
 def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostModel:
-    """Fit the cost model to what a comparison measured.
+    """Fit the cost model to a comparison's measurements.
 
-    - A target pass is the stages' mean time for one row, added up, in plain decoding.
-    - ``row``, ``sharing``: least squares of the stages' times over calls, further rows, and calls
-      times the processes that computed beside them on average, of all methods.
-    - ``verify``: a mean verification of one row.
-    - ``link``: what plain decoding takes beyond stages and verification, over its n + 1 hops.
-      In one process: nothing.
-    - ``draft_forward``: drafting time over forward passes, of all methods.
-    - ``stages``: where a rank's layers take at least ``UNEQUAL`` times as long as another's, the
-      speed of each, by plain decoding.
+    - A target pass is the sum of the stages' mean one-row times, in autoregressive decoding.
+    - ``row``, ``sharing``: least squares for the stages' times, over calls, extra rows, and calls
+    times the other processes computing at the same time on average, for all methods.
+    - ``verify``: mean verification time for one row.
+    - ``link``: autoregressive time beyond stages and verification, over its n + 1 links. In one
+    process: 0.
+    - ``draft_forward``: drafting time over forward passes, for all methods.
+    - ``stages``: if a rank's layers take at least ``UNEQUAL`` times as long as another's, each
+    rank's speed, from autoregressive decoding.
 
     Args:
-        runs: entries of results.json with "processes", one number of stages, plain decoding among
-            them.
-        boundaries: where the target was cut, if each stage had a process.
+        runs: entries from results.json with "processes", one number of stages, autoregressive
+            decoding among them.
+        boundaries: the target's cuts, if each stage had a process.
 
     Raises:
-        ValueError: plain decoding emitted nothing to measure.
+        ValueError: autoregressive decoding emitted nothing to measure.
     """
     runs = [run for run in runs if run.benchmark == OVERALL] or list(runs)
     plain = next(run for run in runs if run.schedule == AUTOREGRESSIVE)
@@ -322,7 +324,7 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
 
 
 def _stage_speeds(plain: RunRecord, boundaries: Sequence[int]) -> tuple[StageCost, ...]:
-    """Speed of each rank's device, where they differ; 1: a pass over all layers is the unit."""
+    """Return each rank's device speed, if they differ; 1: a pass over all layers is the unit."""
     seconds = [process.seconds.get("stage", 0.0) for process in plain.processes]
     seconds = [each for each in seconds if each]
     if len(seconds) == 1 or len(seconds) != len(boundaries) - 1:
@@ -344,7 +346,8 @@ def _tokens_per_s(run: RunRecord) -> float:
 
 
 def _row_and_sharing(runs: Sequence[RunRecord]) -> tuple[float, float]:
-    """Extra time of a further row, and beside a further busy process, over the time of the first.
+    """Return the extra time per further row, and per further busy process, over the first row's
+    time.
 
     Non-negative least squares; a column that does not vary is left out.
     """
@@ -366,7 +369,7 @@ def _row_and_sharing(runs: Sequence[RunRecord]) -> tuple[float, float]:
 
 
 def _others_busy(run: RunRecord) -> float:
-    """Processes that computed beside a busy one on average, while the run lasted."""
+    """Return how many processes computed alongside a busy one on average during the run."""
     if run.wallclock is None or len(run.processes) == 1:
         return 0.0
     kinds = ("stage", "verify", "draft")
@@ -400,28 +403,28 @@ def _in_passes(link: str, pass_ms: float | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(Options):
-    """N, K, L' and S of recorded runs on other hardware and links."""
+    """Compute N, K, L' and S for recorded runs on other hardware and links."""
 
     PROG: ClassVar[str] = "pipedraft eval replay"
     EXAMPLE: ClassVar[str] = EXAMPLE + "\n" + LEGEND
 
     traces: tuple[Path, ...] = option(metavar="TRACES", positional=True)
-    """what evaluations have recorded"""
+    """evaluation folders with traces"""
     cost: tuple[str, ...] = option((), metavar="PRESET|FILE", repeated=True)
-    """cost model: h100, a100, rtx4090, jetson_orin, this_cpu, or a file as --calibrate writes it;
-    may be given several times; default: the run's"""
+    """cost model: h100, a100, rtx4090, jetson_orin, this_cpu, or a file written by --calibrate;
+    repeatable; default: the run's"""
     link: tuple[str, ...] = option((), metavar="T,..", parse=read_link)
-    """time of a hop in place of the cost model's: in target passes over one token, or with a unit
+    """link time instead of the cost model's: in target passes over one token, or with a unit
     (200us, 20ms) and --pass-ms"""
     boundaries: Literal["recorded", "auto"] = "recorded"
-    """auto: cut the target anew by the memory and speed of each stage in --cost"""
+    """auto: cut the target again by each stage's memory and speed in --cost"""
     pass_ms: float | None = option(None, metavar="MS")
-    """milliseconds of a target pass over one token"""
+    """milliseconds per target pass over one token"""
     best: bool = False
-    """only the method with the highest S of each benchmark, temperature, stages, cost, link, and
+    """show only the method with the highest S per benchmark, temperature, stages, cost, link, and
     recorded --max-new-tokens and --seed"""
     json: bool = False
-    """print JSON alone"""
+    """print only JSON"""
     out: Path | None = option(None, metavar="DIR")
     """write replay.json and replay.md there"""
 
@@ -445,7 +448,7 @@ def _hardware(arguments: ReplayOptions) -> list[Hardware]:
 
 
 def run(argv: Sequence[str]) -> None:
-    """The whole subcommand; bad input raises ValueError."""
+    """Run the whole subcommand; bad input raises ValueError."""
     arguments = ReplayOptions.read(argv)
     recordings = read_recordings(arguments.traces)
     wanted = [

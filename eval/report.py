@@ -1,7 +1,7 @@
-"""What an evaluation writes, and one page of several: `python -m pipedraft.eval report --help`.
+"""Write an evaluation's report, or one page for several: `python -m pipedraft.eval report --help`.
 
-report.html is one file without scripts and network. jinja2 escapes everything that was read from
-files; the page is report.html.jinja, its charts are in plots.py.
+report.html is one file without scripts and network. jinja2 escapes all text from files; the page is
+report.html.jinja, its charts are in plots.py.
 """
 
 import hashlib
@@ -45,17 +45,17 @@ A results.json may also hold, or hold alone, times of edge-cloud decoding:
                 "ci95": [30.1, 33.0]}]}          ci95: null where there is no interval
 """
 CHARTS = "charts"
-"""Folder of the pictures."""
+"""Folder for the pictures."""
 SHOWN_CHARTS = ("length_by_benchmark.png", "acceptance_by_position.png")
-"""Those in report.md."""
-# Not allowed in XML, or able to turn the reading direction of what follows.
+"""Charts in report.md."""
+# Characters that XML forbids, or that can change the reading direction.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
 
 
 def printable(value: Any) -> Any:
-    """A value with a replacement character for each character that no page can hold."""
+    """Replace each character that a page cannot contain by a replacement character."""
     if isinstance(value, str):
         return _UNPRINTABLE.sub("\ufffd", value)
     if isinstance(value, msgspec.Struct):
@@ -69,12 +69,12 @@ def printable(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSource:
-    """Files of one evaluation's folder, read."""
+    """Parsed files from one evaluation's folder."""
 
     name: str
     entries: list[RunRecord]
     manifest: Manifest | None = None
-    """None: there is none."""
+    """None: no manifest.json."""
     latency: list[LatencyRecord] = field(default_factory=list)
     digest: str
     """SHA-256 of results.json."""
@@ -98,7 +98,7 @@ class ReportSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A folder against the first one."""
+    """A folder compared with the first one."""
 
     title: str
     warnings: list[str]
@@ -108,7 +108,7 @@ class Comparison:
 
 
 def _summary(pooled: Sequence[RunRecord]) -> Values:
-    """The one number of every method, and where its interval lies between 0 and the largest."""
+    """Return every method's main number, and its interval's place between 0 and the largest."""
     drafted = [run for run in pooled if run.schedule != AUTOREGRESSIVE and run.steps]
     lengths = [run.equivalent_acceptance_length for run in drafted]
     known = [v for x in lengths for v in (x.pooled, *x.ci95) if is_known(v)]
@@ -149,7 +149,7 @@ def _losses(runs: Sequence[RunRecord]) -> str:
 
 
 def title_of(manifests: Sequence[Manifest], runs: Sequence[RunRecord]) -> str:
-    """Return what was measured on which target, and on which day."""
+    """Return the measurement, the target and the day."""
     drafts = dict.fromkeys(run.method for run in runs if run.schedule != AUTOREGRESSIVE)
     targets = dict.fromkeys(filter(None, (fact(one, "target", "name") for one in manifests)))
     days = sorted(str(fact(one, "created"))[:10] for one in manifests if fact(one, "created"))
@@ -159,7 +159,7 @@ def title_of(manifests: Sequence[Manifest], runs: Sequence[RunRecord]) -> str:
 
 
 def _overview(sources: Sequence[ReportSource], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Facts at the top of the page: what was measured, on which target."""
+    """Return facts for the top of the page: the measurement, and its target."""
 
     def listed(values: Iterable[object]) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
@@ -184,7 +184,7 @@ def _overview(sources: Sequence[ReportSource], runs: Sequence[RunRecord]) -> lis
 
 
 def _legend(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """The Markdown legend as terms; entries begin with a bold one."""
+    """Return the Markdown legend as terms; entries begin with a bold one."""
     plain = " ".join(re.sub(r"[*`]", "", tables.legend(runs)).split())
     entries = [entry.strip() for entry in plain.removeprefix("- ").split(" - ")]
     return [(entry.partition(" ")[0].rstrip(","), entry) for entry in entries]
@@ -196,11 +196,11 @@ def build_page(
     comparisons: Sequence[Comparison] = (),
     traces: Mapping[str, Mapping[str, Sequence[Span]]] | None = None,
 ) -> bytes:
-    """The HTML page of one evaluation, or of several side by side.
+    """Build the HTML page for one evaluation, or for several side by side.
 
     Args:
-        sources: one or more; the order is the page's.
-        traces: name -> process -> what it did when; the names are printable.
+        sources: one or more, in page order.
+        traces: name -> process -> its spans; the names are printable.
     """
     several = len(sources) > 1
     runs, pooled, latency = [], [], []
@@ -253,10 +253,10 @@ def build_page(
 def format_report(
     runs: Sequence[RunRecord], manifest: Manifest, pictures: Collection[str] = ()
 ) -> str:
-    """Text of report.md.
+    """Return the text for report.md.
 
     Args:
-        pictures: files of charts that there are.
+        pictures: existing chart files.
     """
     hardware, target = manifest["hardware"], manifest["target"]
     parts = [
@@ -313,7 +313,7 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
         digest=hashlib.sha256(content).hexdigest(),
     )
     write_atomically(out_dir / "report.html", build_page([source]))
-    # Last: whoever finds results.json finds the rest.
+    # Last: once results.json exists, so does the rest.
     write_atomically(out_dir / "results.json", content)
 
 
@@ -321,10 +321,10 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
 
 
 def read_source(folder: Path, name: str) -> ReportSource:
-    """Read what an evaluation has left in its folder.
+    """Read an evaluation's folder.
 
     Args:
-        name: what the page calls it.
+        name: its name on the page.
     """
     path, about = folder / "results.json", folder / "manifest.json"
     content = read_bytes("OUT", path)
@@ -342,7 +342,7 @@ def read_source(folder: Path, name: str) -> ReportSource:
 
 
 def short_names(folders: Sequence[Path], option: str = "OUT") -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them apart."""
+    """Return the paths' last parts, as many as needed to tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -354,7 +354,7 @@ def short_names(folders: Sequence[Path], option: str = "OUT") -> list[str]:
 
 
 def read_trace(path: Path) -> dict[str, list[Span]]:
-    """Process -> its spans, of a Chrome trace as ``--trace`` writes it."""
+    """Return process -> its spans, from a Chrome trace written by ``--trace``."""
     content = printable(parse(read_bytes("--trace", path), dict, f"--trace: {str(path)!r}"))
     try:
         events = content["traceEvents"]
@@ -378,7 +378,7 @@ def read_trace(path: Path) -> dict[str, list[Span]]:
 
 
 def compare_folders(folders: Sequence[Path], names: Sequence[str]) -> list[Comparison]:
-    """Every folder against the first one."""
+    """Compare every folder with the first one."""
     found = []
     for folder, name in zip(folders[1:], names[1:], strict=True):
         title = f"{name} compared with {names[0]}"
@@ -410,16 +410,16 @@ class ReportOptions(Options):
     folders: tuple[Path, ...] = option(metavar="OUT", positional=True)
     """--out folders of evaluations"""
     trace: tuple[Path, ...] = option((), metavar="FILE", repeated=True)
-    """what processes did when, from pipedraft inference --trace; may be given several times"""
+    """process timeline from pipedraft inference --trace; repeatable"""
     out: Path | None = None
-    """the page; default: OUT/report.html of a single folder, report.html of several"""
+    """output page; default: OUT/report.html for one folder, report.html for several"""
 
 
 build_parser = ReportOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
-    """The whole subcommand; bad input raises ValueError."""
+    """Run the whole subcommand; bad input raises ValueError."""
     arguments = ReportOptions.read(argv)
     folders = arguments.folders
     names = short_names(folders)

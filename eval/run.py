@@ -62,30 +62,30 @@ from pipedraft.pretrained import context_length
 
 WARM_UP_TOKENS = 8
 LOTS = 1 << 20
-"""No conversation waits for others."""
+"""Room for all sequences: no conversation waits for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalMethod:
-    """One line of the table: a draft and the way it is run."""
+    """One table line: a draft with its decoding settings."""
 
     name: str
     config: DecodeConfig
     draft: DraftNetwork | None
     checkpoint: str | None = None
-    """Place of the draft."""
+    """The draft's location."""
 
 
 def draft_hash(draft: DraftNetwork) -> str:
-    """SHA-256 over a draft's type and weights."""
+    """Return SHA-256 over a draft's type and weights."""
     return f"{type(draft).__name__} {weights_hash(list(draft.state_dict().values()))}"
 
 
 def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
-    """Draft and target as the header of a trace file names them for ``traces.Recording``.
+    """Return draft and target for a trace file's header, as ``traces.Recording`` reads them.
 
     Args:
-        draft: None for plain decoding.
+        draft: None for autoregressive decoding.
     """
     return {
         "draft_type": None if draft is None else draft.draft_type,
@@ -95,9 +95,9 @@ def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
 
 
 def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
-    """Counts of each conversation, from which two reports can be compared prompt by prompt.
+    """Return each conversation's counts, to compare two reports prompt by prompt.
 
-    Counts are the first repeat's, seconds the mean of all.
+    Counts are from the first repeat, seconds are means over all.
     """
     turns: dict[tuple[str, int], list[list[DecodedTurn]]] = {}
     for index, records in enumerate(repeats):
@@ -108,7 +108,7 @@ def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
 
 
 def _prompt_record(repeats: Sequence[Sequence[DecodedTurn]]) -> PromptRecord:
-    """The record of one conversation, from its decoded turns in each repeat."""
+    """Return one conversation's record, from its decoded turns in each repeat."""
     records = repeats[0]
     seconds = [sum(decode_seconds(record.result) for record in records) for records in repeats]
     prompt, results = records[0].prompt, [record.result for record in records]
@@ -145,11 +145,11 @@ class BenchmarkRun:
     """One method on one benchmark, or on all of them together."""
 
     repeats: list[list[DecodedTurn]]
-    """At least one; they differ in their times alone."""
+    """At least one; they differ only in their times."""
     lossless: LosslessRecord | None
     num_turns: int
     processes: list[ProcessRecord]
-    """Measurements of each process in the first repeat."""
+    """Measurements from each process in the first repeat."""
 
     @property
     def records(self) -> list[DecodedTurn]:
@@ -157,7 +157,7 @@ class BenchmarkRun:
 
     @property
     def times(self) -> list[DecodeResult]:
-        """Results of all repeats' turns, for their times."""
+        """Return results for all repeats' turns, for their times."""
         return [record.result for records in self.repeats for record in records]
 
     def entry(
@@ -218,29 +218,30 @@ class Evaluation:
     tokenizer: PreTrainedTokenizerBase
     benchmarks: dict[str, list[Prompt]]
     reference: PreTrainedModel | None
-    """Whole target with which transformers decodes every turn once more, to compare greedy outputs,
-    and that says how certain it was of every token; None: neither."""
+    """Whole target for transformers: it decodes every turn again to compare greedy outputs, and
+    gives the entropy at every token; None: skip both."""
     trusts_plain: bool = False
-    """Without one, greedy outputs are compared with plain decoding's, as sampled ones are."""
+    """Without a reference, compare greedy outputs with autoregressive decoding, as for sampled
+    ones."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
     """Makes the pipeline; see ``Engine``."""
     scores: bool = False
-    """Score answers of which the right one is known."""
+    """Score answers with a known correct result."""
     answers: Path | None = None
-    """Folder to save every method's answers in."""
+    """Folder for every method's answers."""
     repeats: int = 1
-    """Times that everything is decoded; 2 or more tell the machine's noise from the prompts'."""
+    """Decoding repeats; 2 or more separate the machine's noise from the prompts'."""
     sequences: int = 1
-    """Conversations at once, each with the outputs and counts that it has alone; more than one have
-    no wall-clock times."""
+    """Conversations decoded at once, each with the same outputs and counts as alone; above 1,
+    wall-clock times are left out."""
     traces: Traces = Traces()
-    """Turns that were decoded before; in memory by default."""
+    """Turns decoded before; in memory by default."""
 
     def decode_shard(self, methods: Sequence[EvalMethod]) -> int:
-        """Decode this shard's turns of every method, baselines and greedy references included.
+        """Decode this shard's turns with every method, baselines and greedy references included.
 
         Returns:
-            Turns that are on disk now.
+            Turns now on disk.
         """
         most = max(method.config.max_new_tokens for method in methods)
         check_room(self.benchmarks, self.tokenizer, self._num_positions, most)
@@ -255,14 +256,13 @@ class Evaluation:
         return sum(row.turns for entry in parts for row in entry.per_prompt)
 
     def run(self, methods: Sequence[EvalMethod]) -> list[RunRecord]:
-        """Entries of results.json: for each sampling the baseline first, then each method.
+        """Return entries for results.json: per sampling the baseline first, then each method.
 
-        The autoregressive baseline is decoded once for each, on the smallest number of
-        stages asked for: its L' is 1 for every n by construction, and fewer stages are its
-        fastest wall clock. With more than one benchmark each method also gets an entry "overall"
-        that pools them.
+        The autoregressive baseline is decoded once per sampling, on the smallest requested number
+        of stages: its L' is 1 for every n by construction, and its wall clock is fastest with few
+        stages. With more than one benchmark each method also gets a pooled entry "overall".
         """
-        for method in methods:  # refuses what cannot be run before anything is decoded
+        for method in methods:  # refuse impossible methods before decoding
             self._engine(method)
             tokens = method.config.max_new_tokens
             check_room(self.benchmarks, self.tokenizer, self._num_positions, tokens)
@@ -306,7 +306,8 @@ class Evaluation:
         plain: Mapping[str, BenchmarkRun],
         bar: tqdm,
     ) -> dict[str, BenchmarkRun]:
-        """``plain``: plain decoding at this temperature; empty where this is it."""
+        """Decode; ``plain``: the baseline's turns at this temperature, empty for the baseline
+        itself."""
         config = method.config
         self._warm_up(method, self._num_positions - config.max_new_tokens)
         engine = self._engine(method)
@@ -345,7 +346,7 @@ class Evaluation:
     def _decode_once(
         self, method: EvalMethod, engine: Engine, repeat: int, bar: tqdm
     ) -> dict[str, tuple[list[DecodedTurn], list[ProcessRecord]]]:
-        """Every benchmark: its turns, and what each process measured meanwhile."""
+        """Decode every benchmark: return its turns, and each process's measurements."""
         traces = self._open_traces(method, engine, repeat)
         again = f" repeat {repeat + 1}" if repeat else ""
         found = {}
@@ -368,7 +369,7 @@ class Evaluation:
         return found
 
     def _with_entropies(self, records: list[DecodedTurn], method: EvalMethod) -> list[DecodedTurn]:
-        """Records with the target's entropies, for those that tested draft tokens."""
+        """Add the target's entropies to records that tested draft tokens."""
         if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
             return records
         traces = self.traces.open(entropies="nats, T = 1")
@@ -388,7 +389,7 @@ class Evaluation:
         return self.traces.open(
             config=method.config.to_dict(),
             draft=None if method.draft is None else draft_hash(method.draft),
-            # Only what runs across a link has another kind of target, and that is not recorded.
+            # Only methods across a link have another kind of target, and these are not recorded.
             recorded=recorded_draft(method.draft, cast(StagedTarget, engine.target)),
             **again,
         )
@@ -426,7 +427,7 @@ class Evaluation:
 
 
 def _described(method: EvalMethod) -> str:
-    """Name of a method in progress bars and files."""
+    """Return a method's name for progress bars and files."""
     config = method.config
     shape = config.schedule.label or f"W={config.schedule.width}"
     return f"{method.name} n={config.num_stages} T={config.sampling} {shape}"

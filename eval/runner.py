@@ -1,6 +1,6 @@
-"""Rows of a specification through what decodes: pipelines and links.
+"""Run a specification's rows: on pipelines and on links.
 
-A row that cannot be run says why, in place of its values.
+A row that cannot be run has a remark with the reason instead of values.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,29 +30,29 @@ from pipedraft.models.target_part import weights_identity
 from pipedraft.pretrained import resolve_device, resolve_dtype
 
 Value = tuple[float | None, Sequence[float | None] | None]
-"""A number and its 95 % interval, where there is one."""
+"""A number and its 95 % interval, if there is one."""
 
 
 @dataclass
 class RowOutcome:
-    """Values of a row, or why it has none."""
+    """A row's values, or the reason for having none."""
 
     values: dict[str | None, dict[str, Value]] = field(default_factory=dict)
-    """Benchmark, or None for all of them, -> quantity -> value."""
+    """Benchmark, or None for all together -> quantity -> value."""
     remark: str = ""
     stages: int | None = None
     agreement: str = "-"
-    """How many of the outputs that were compared with the target's own are equal to them."""
+    """Share of compared outputs equal to the target's own."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Outcomes of a specification's rows, and the entries behind them."""
+    """Outcomes for a specification's rows, and the entries behind them."""
 
     outcomes: list[RowOutcome]
-    """One for each row of the specification, in their order."""
+    """One per row in the specification, in order."""
     results: Results | None
-    """The entries behind them; None: nothing could be run."""
+    """The entries behind them; None: no row could run."""
 
 
 def load_context(spec: Spec, options: TableOptions) -> TableContext:
@@ -102,7 +102,7 @@ def check_pipeline(spec: Spec) -> None:
 def _prepare_pipeline(
     spec: Spec, context: TableContext
 ) -> tuple[list[RowOutcome], dict[int, EvalMethod], Evaluation]:
-    """An outcome for every row, the method of each that can be run, and what runs them."""
+    """Return an outcome per row, a method per row that can run, and their evaluation."""
     outcomes = [_found(row, context) for row in spec.rows]
     methods = {}
     for index, (row, outcome) in enumerate(zip(spec.rows, outcomes, strict=True)):
@@ -117,7 +117,7 @@ def _prepare_pipeline(
                 max_new_tokens=spec.max_new_tokens,
             )
             Engine(context.target, context.tokenizer, config, draft)
-        except ValueError as error:  # this target cannot be cut so, or carries no trees
+        except ValueError as error:  # this target does not support the cut or trees
             outcome.remark = str(error)
             continue
         folder = None if row.draft is None else str(context.drafts.folders[row.draft])
@@ -136,10 +136,10 @@ def _prepare_pipeline(
 
 
 def decode_shard(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], int | None]:
-    """Decode this shard's turns of every row that can be run.
+    """Decode this shard's turns for every row that can run.
 
     Returns:
-        What is known of the rows, and the turns that are on disk now; None: no row can be run.
+        The rows' outcomes so far, and the number of turns on disk; None: no row can run.
     """
     outcomes, methods, comparison = _prepare_pipeline(spec, context)
     return outcomes, comparison.decode_shard(list(methods.values())) if methods else None
@@ -174,7 +174,7 @@ def _runnable(spec: Spec) -> list[Row]:
 
 
 def _found(row: Row, context: TableContext) -> RowOutcome:
-    """The outcome of a row that is to be run; its remark says why it cannot be."""
+    """Return the outcome for a row to run; its remark says why it cannot."""
     if row.run is None:
         return RowOutcome(remark=row.remark)
     if row.draft is not None and context.drafts.find(row.draft) is None:
@@ -198,7 +198,7 @@ EDGE_QUANTITIES: dict[str, Callable[[LatencyRecord], Value]] = {
 
 
 def _simulation(settings: Values, **shared: Any) -> tuple[str, str, Simulation]:
-    """Method, network and simulation of a row's settings."""
+    """Return method, network and simulation from a row's settings."""
     fields = dict(settings)
     method, network, given = (fields.pop(name) for name in ("method", "network", "times"))
     if method not in METHODS:
@@ -244,11 +244,11 @@ def run_edge(spec: Spec, context: TableContext) -> Finished:
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to make the rows of a specification."""
+    """A way to run a specification's rows."""
 
     quantities: frozenset[str]
     check: Callable[[Spec], None]
-    """Raises ValueError for a row that no method could run."""
+    """Raises ValueError for a row that no method can run."""
     run: Callable[[Spec, TableContext], Finished]
 
 
@@ -259,7 +259,7 @@ KINDS = {
 
 
 def check(name: str, spec: Spec) -> None:
-    """Raise ValueError for settings or measures that no evaluation has. Loads no model."""
+    """Raise ValueError for unknown settings or columns. Loads no model."""
     kind = KINDS[spec.kind]
     for text in spec.measures:
         if Column.parse(text).quantity not in kind.quantities:

@@ -1,8 +1,8 @@
-"""Answers of an evaluation: GSM8K's accuracy, and files that other harnesses read.
+"""Score answers with GSM8K's accuracy, and write files for other harnesses.
 
-Lossless decoding leaves the output, and so every score, as the target's own. Answers of every
-method are scored all the same: a method that changes them shows it. Programs are not run here:
-evalplus and lm-evaluation-harness score the files of ``save_answers``.
+Lossless decoding does not change the output, so every score is the target's own. Every method is
+scored anyway, which exposes a method that changes answers. Programs are not run here: evalplus and
+lm-evaluation-harness score the files from ``save_answers``.
 """
 
 import json
@@ -33,19 +33,19 @@ MARKED = re.compile(
 )
 """GSM8K's mark before the result."""
 HEADING = re.compile(r"[.)]\**\s+\S")
-"""Behind the number of a numbered heading, "#### 1. Eggs"."""
+"""Text after the number in a numbered heading, "#### 1. Eggs"."""
 THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,;: ]|[~'\u2019\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
-"""Separators of thousands that LaTeX and typography have, beside the comma."""
+"""Thousands separators in LaTeX and typography, besides the comma."""
 DASHES = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\uff0d", "-"))
 
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one answer."""
+    """One answer's score."""
 
     passed: bool
     outcome: str
-    """PASSED, or what is wrong with the answer."""
+    """PASSED, or the answer's fault."""
 
 
 def _value(match: re.Match[str]) -> Decimal:
@@ -54,19 +54,18 @@ def _value(match: re.Match[str]) -> Decimal:
 
 
 def find_number(answer: str) -> Decimal | None:
-    """Return the number an answer ends on; None if it has none.
+    """Return the answer's final number; None if it has none.
 
-    The published rule of GSM8K: the number after the first "####", wherever that is; without one
-    the last number of the last \\boxed{..} that has any; else the last number. Reasoning before
-    "</think>" does not count, nor do separators of thousands and units; equal values are equal:
-    1,250.50 is $1250.5.
+    GSM8K's published rule: the number after the first "####", anywhere; without one the last number
+    in the last \\boxed{..} with any; else the last number. Reasoning before "</think>" is ignored,
+    as are thousands separators and units; equal values are equal: 1,250.50 is $1250.5.
     """
     _, mark, rest = answer.rpartition("</think>")
     text = (rest if mark and NUMBER.search(rest) else answer).translate(DASHES).rstrip()
     text = THOUSANDS.sub(",", text)
     marked = list(MARKED.finditer(text))
     numbered = [match for match in marked if HEADING.match(text, match.end())]
-    if len(numbered) > 1:  # headings of steps, of which no number is a result
+    if len(numbered) > 1:  # step headings, with no number as a result
         marked = [match for match in marked if match not in numbered]
     if marked:
         return _value(marked[0])
@@ -78,7 +77,7 @@ def find_number(answer: str) -> Decimal | None:
 
 
 def _boxes(text: str) -> Iterator[str]:
-    """Contents of every \\boxed{..}; braces inside are balanced."""
+    """Yield the contents of every \\boxed{..}; inner braces are balanced."""
     for start in re.finditer(r"\\f?box(?:ed)?\s*\{", text):
         depth, end = 1, start.end()
         while end < len(text) and depth:
@@ -96,7 +95,7 @@ def score_answer(expected: Decimal, answer: str) -> Score:
 
 
 def score_turns(turns: Iterable["DecodedTurn"]) -> list["DecodedTurn"]:
-    """Add a score to the turns that answer a prompt with a right number."""
+    """Add a score to the turns with a known correct number."""
     return [
         turn
         if turn.prompt.expected is None
@@ -106,7 +105,7 @@ def score_turns(turns: Iterable["DecodedTurn"]) -> list["DecodedTurn"]:
 
 
 def summarize_scores(turns: Sequence["DecodedTurn"]) -> ScoreRecord | UnsetType:
-    """Make ``score`` of an entry of results.json; unset if nothing was scored."""
+    """Return ``score`` for an entry in results.json; unset if nothing was scored."""
     scored = [(turn, turn.score) for turn in turns if turn.score is not None]
     if not scored:
         return UNSET
@@ -122,7 +121,7 @@ def summarize_scores(turns: Sequence["DecodedTurn"]) -> ScoreRecord | UnsetType:
 
 
 def check_scorable(benchmarks: Mapping[str, Sequence["Prompt"]]) -> None:
-    """Raise UsageError unless a prompt has a right answer."""
+    """Raise UsageError unless a prompt has a known correct answer."""
     if all(prompt.expected is None for prompts in benchmarks.values() for prompt in prompts):
         raise UsageError(
             f"--score: {', '.join(benchmarks)} cannot be scored; add gsm8k to --benchmarks, or "
@@ -131,14 +130,14 @@ def check_scorable(benchmarks: Mapping[str, Sequence["Prompt"]]) -> None:
 
 
 def save_answers(folder: Path, name: str, turns: Sequence["DecodedTurn"]) -> None:
-    """Write the answers of one method and benchmark as JSON lines.
+    """Write the answers from one method and benchmark as JSON lines.
 
     evalplus reads ``task_id`` and ``solution``; the other fields have the names and places of
     lm-evaluation-harness's samples.
 
     Args:
-        folder: of the answers; made where it is missing.
-        name: of the file, without its ending.
+        folder: for the answers; created if missing.
+        name: file name, without its ending.
     """
     make_folder("--out", folder)
     lines = [

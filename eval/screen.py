@@ -1,4 +1,4 @@
-"""What an evaluation prints: a table of less than 100 columns, and whose folder it may write to."""
+"""Print an evaluation's table in less than 100 columns, and check its output folder."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,9 +21,10 @@ from pipedraft.files import Values, to_json
 WIDTH = 99
 LONGEST_NAME = 28
 LEAST_TOLD = ("S", "alpha", "tau", "speed-up")
-"""Columns that are left to the report, in this order, where a line is too long."""
+"""Columns dropped from the terminal, in this order, when a line is too long; the report has
+them."""
 ANY_RUN = {"fresh", "shard", "calibrate", "save_answers", "out", "config", "no_lossless"}
-"""Options that the results of a folder may differ in."""
+"""Options that may differ between results in one folder."""
 
 
 def _short(name: str) -> str:
@@ -53,7 +54,7 @@ COLUMNS: dict[str, Callable[[RunRecord], str]] = {
 
 
 def screen_table(runs: Sequence[RunRecord]) -> str:
-    """The results for a terminal, benchmark by benchmark; what all rows share stands above."""
+    """Return the results for a terminal, benchmark by benchmark, with common settings above."""
     benchmarks = list(dict.fromkeys(run.benchmark for run in runs))
     runs = sorted(runs, key=lambda run: benchmarks.index(run.benchmark))
     is_scored = "score" in results_table(runs).header
@@ -77,10 +78,10 @@ def screen_table(runs: Sequence[RunRecord]) -> str:
 
 
 def check_folder(out: Path, config: Values, *, is_fresh: bool) -> None:
-    """Raise UsageError if ``out`` holds the results of other settings.
+    """Raise UsageError if ``out`` contains results from other settings.
 
     Args:
-        is_fresh: they are to be replaced.
+        is_fresh: replace the old results.
     """
     try:
         held = json.loads((out / "manifest.json").read_bytes())["config"]

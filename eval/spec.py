@@ -1,8 +1,8 @@
-"""The one input of the evaluation runner: rows x prompts x settings of decoding.
+"""Specification for the evaluation runner: rows x prompts x decoding settings.
 
-A row is a draft and the way it is run; beside it may stand what a paper published. A specification
-is YAML (configs/papers, configs/eval) or made of command-line flags. It is read and checked without
-a model: its settings must be ones that exist, and every published number must have a source.
+A row is a draft with its decoding settings, optionally with a paper's published numbers. A
+specification is YAML (configs/papers, configs/eval) or made from command-line flags. Reading and
+checking it needs no model: its settings must exist, and every published number must have a source.
 """
 
 import difflib
@@ -37,20 +37,20 @@ T = TypeVar("T")
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A draft that specifications ask for by name: a folder of that name in --checkpoints."""
+    """A draft that specifications request by name: a folder with this name in --checkpoints."""
 
     train: Name
-    """Command that makes it for the embedded target."""
+    """Command that trains it for the embedded target."""
 
 
 class Column(NamedTuple):
-    """A column of what is measured: QUANTITY [over ROW] [on BENCHMARK]."""
+    """A column of measurements: QUANTITY [over ROW] [on BENCHMARK]."""
 
     quantity: str
     over: str | None
-    """Name of the row whose value, at the same place, divides."""
+    """Name of the divisor row, at the same place."""
     benchmark: str | None
-    """Benchmark that is measured; None: all of them pooled."""
+    """Benchmark to measure; None: all of them pooled."""
 
     @classmethod
     def parse(cls, text: str) -> "Column":
@@ -60,13 +60,13 @@ class Column(NamedTuple):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line: a way to decode, and what was published about it."""
+    """One line: decoding settings, and published values."""
 
     name: Name
     draft: Name | None = None
-    """Role, or one of the specification's own drafts; null: it needs none."""
+    """Role, or one of the specification's own drafts; null: no draft."""
     run: Values | None = {}
-    """Settings over those of all rows. null: cannot be run here, ``remark`` says why."""
+    """Settings that override those for all rows. null: cannot be run here, ``remark`` says why."""
     published: dict[str, float | str] = {}
     """Column -> number, or text where the source gives a range."""
     is_ours: bool = False
@@ -75,7 +75,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Specification: what is decoded, how, and what it is compared with."""
+    """What to decode, with which settings, and the published values to compare."""
 
     title: Name
     kind: Literal["pipeline", "edge"] = "pipeline"
@@ -83,9 +83,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Folder or Hub name."""
     rows: Annotated[list[Row], Meta(min_length=1, max_length=10_000)]
     run: Values = {}
-    """Settings of every row."""
+    """Settings for every row."""
     drafts: Places = {}
-    """Name -> folder of a checkpoint or language model; other names are roles."""
+    """Name -> folder with a checkpoint or language model; other names are roles."""
     benchmarks: Names = msgspec.field(default_factory=lambda: list(BENCHMARKS))
     data_dir: Name | None = None
     limit: Positive | None = None
@@ -93,16 +93,16 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     seed: Annotated[int, Meta(ge=0)] = 0
     dtype: Dtype = "float32"
     chat_template_kwargs: Values = {}
-    """Variables of the target's chat template."""
+    """Variables for the target's chat template."""
     paper: str = ""
     measures: Names = []
     sources: dict[Name, str] = {}
-    """Published column -> where its numbers are from."""
+    """Published column -> source of its numbers."""
     differences: str = ""
-    """Differences between the published runs and ours, whatever the machine."""
+    """Differences between the published runs and ours, on any machine."""
 
     def settings(self, row: Row) -> Values:
-        """Settings of every row, as far as the row's schedule has them, and the row's own."""
+        """Return the common settings that the row's schedule has, overridden by the row's own."""
         own = row.run or {}
         schedule = (self.run | own).get("schedule")
         if schedule not in SCHEDULES:
@@ -111,19 +111,19 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return {name: v for name, v in self.run.items() if name not in foreign} | own
 
     def place(self, row: Row) -> tuple[float, str | None]:
-        """Temperature and network: rows of one place can be compared."""
+        """Return temperature and network: rows with equal ones can be compared."""
         settings = self.settings(row)
         return settings.get("temperature", 0), settings.get("network")
 
     def baseline(self, row: Row, measure: Column) -> int | None:
-        """Index of the row that a measure divides by."""
+        """Return the index of the column's divisor row."""
         for index, other in enumerate(self.rows):
             if other.name == measure.over and self.place(other) == self.place(row):
                 return index
         return None
 
     def check(self, name: str, roles: Iterable[str]) -> None:
-        """Raise ValueError for what no paper, checkpoint or column stands behind."""
+        """Raise ValueError for unknown sources, drafts or columns."""
         known = [*self.drafts, *roles]
         keys = [(row.name, self.place(row)) for row in self.rows]
         for row, key in zip(self.rows, keys, strict=True):
@@ -163,10 +163,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def decode_config(
     settings: Values, *, draft_stages: int | None = None, **shared: Any
 ) -> DecodeConfig:
-    """Settings as YAML has them: flat, the tree as its label.
+    """Build the configuration from YAML settings: flat, with the tree as its label.
 
     Args:
-        draft_stages: pipeline stages that the draft was trained for, where none are set.
+        draft_stages: pipeline stages that the draft was trained for, used if none are set.
     """
     values = {**settings, "boundaries": tuple(settings.get("boundaries", ()))}
     num_stages = values.pop("num_stages", None) or draft_stages
@@ -181,7 +181,7 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def _read(path: Path, kind: type[T], where: str) -> T:
-    """A YAML file of bounded size, as ``kind``."""
+    """Read a YAML file with a bounded size, as ``kind``."""
     if path.stat().st_size > MAX_BYTES:
         raise UsageError(f"{where}: more than {MAX_BYTES >> 20} MiB; give a specification")
     try:
@@ -195,24 +195,25 @@ def _read(path: Path, kind: type[T], where: str) -> T:
 
 @cache
 def read_roles() -> dict[str, Role]:
-    """Drafts and targets that shipped specifications ask for; an installed wheel has none."""
+    """Return drafts and targets requested by shipped specifications; an installed wheel has
+    none."""
     path = FOLDER / ROLES_FILE
     return _read(path, dict[str, Role], ROLES_FILE) if path.is_file() else {}
 
 
 def table_names() -> list[str]:
-    """Names of all shipped tables; an installed wheel has none."""
+    """Return the names of all shipped tables; an installed wheel has none."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.name != ROLES_FILE)
 
 
 def read_spec(name: str) -> Spec:
-    """Read the specification of a table, by its name or from a file.
+    """Read a table's specification, by its name or from a file.
 
     Args:
-        name: of a shipped table, or a YAML file.
+        name: a shipped table, or a YAML file.
 
     Raises:
-        UsageError: there is none of that name, or it says what cannot be.
+        UsageError: an unknown name, or an invalid specification.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):

@@ -1,4 +1,4 @@
-"""Tables of text for every report: as Markdown, for the terminal, and manifest.json as lines."""
+"""Text tables for every report: as Markdown, for the terminal, and manifest.json as lines."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,17 +77,17 @@ class Table:
 
     @classmethod
     def of(cls, columns: Mapping[str, Callable[[Entry], str]], entries: Iterable[Entry]) -> "Table":
-        """One line for each entry.
+        """Build one line per entry.
 
         Args:
-            columns: name -> cell of an entry.
+            columns: name -> function from an entry to its cell.
         """
         rows = [[cell(entry) for cell in columns.values()] for entry in entries]
         return cls(list(columns), rows)
 
 
 def align_columns(table: Table) -> str:
-    """Lines of equally wide columns for the terminal, numbers to the right."""
+    """Return equally wide columns for the terminal, numbers to the right."""
     rows = [table.header, *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -139,7 +139,7 @@ SETTING_COLUMNS: dict[str, Cell] = {
     "W": lambda run: str(run.tree_width),
     "tree": lambda run: run.tree or "-",
 }
-"""Columns that name an entry within its benchmark."""
+"""Columns that identify an entry within its benchmark."""
 COLUMNS: dict[str, Cell] = {
     **SETTING_COLUMNS,
     "prompts": lambda run: str(run.prompts),
@@ -159,7 +159,7 @@ SCORE_COLUMN: dict[str, Cell] = {"score": _score}
 MEAN_COLUMN: dict[str, Cell] = {"L' benchmark mean": lambda run: number(run.benchmark_mean)}
 TEXT_COLUMNS = {"benchmark", "method", "category", "of", "run", "network", "process"}
 TEXT_COLUMNS |= {"group", "domain", "target", "scope"}
-"""The other columns hold numbers."""
+"""Text columns; the others contain numbers."""
 
 
 def _is_scored(runs: Sequence[RunRecord]) -> bool:
@@ -175,16 +175,16 @@ def _named(runs: Sequence[RunRecord], columns: dict[str, Cell]) -> dict[str, Cel
 
 
 def _setting(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of what names each entry."""
+    """Return header and cells that identify each entry."""
     table = Table.of(_named(runs, SETTING_COLUMNS), runs)
     return table.header, table.rows
 
 
 def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
-    """The table of results: a row for each run.
+    """Return the results table: one row per run.
 
     Args:
-        with_benchmark: for entries of several benchmarks.
+        with_benchmark: for entries from several benchmarks.
     """
     columns = COLUMNS | (SCORE_COLUMN if _is_scored(runs) else {})
     if any(run.benchmark == OVERALL for run in runs):
@@ -195,7 +195,7 @@ def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) ->
 
 
 def histogram_table(runs: Sequence[RunRecord]) -> Table:
-    """Share of rounds that emitted j tokens."""
+    """Return the share of rounds that emitted j tokens."""
     lengths = [str(j) for j in range(HISTOGRAM_LENGTHS + 1)] + [f"> {HISTOGRAM_LENGTHS}"]
     header, rows = _setting(runs)
     for row, run in zip(rows, runs, strict=True):
@@ -207,7 +207,7 @@ def histogram_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def row_cost_table(runs: Sequence[RunRecord]) -> Table:
-    """S by the cost of a row."""
+    """Return S by the cost per row."""
     costs = sorted({cost for run in runs for cost in run.theoretical_speedup_by_row}, key=float)
     header, rows = _setting(runs)
     for row, run in zip(rows, runs, strict=True):
@@ -216,7 +216,7 @@ def row_cost_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def position_table(runs: Sequence[RunRecord]) -> Table:
-    """Share accepted of the tokens tested as first, second, ... of their round."""
+    """Return the acceptance rate for the first, second, ... token in a round."""
     header, rows = _setting(runs)
     for row, run in zip(rows, runs, strict=True):
         rates = run.acceptance_by_position[:NUM_POSITIONS]
@@ -229,7 +229,7 @@ def position_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def has_categories(run: RunRecord) -> bool:
-    """Whether the prompts of a benchmark have several categories.
+    """Return True if a benchmark's prompts have several categories.
 
     Entries pooled over benchmarks are left out: they are shown by benchmark already.
     """
@@ -258,7 +258,7 @@ def entropy_range(entropy_bin: EntropyRecord) -> str:
 
 
 def entropy_table(runs: Sequence[RunRecord]) -> Table:
-    """Acceptance where the target's distribution has so many nats."""
+    """Return acceptance by the target's entropy in nats."""
     header, settings = _setting(runs)
     rows = [
         [*setting, entropy_range(found), str(found.tests)]
@@ -270,7 +270,7 @@ def entropy_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def group_table(runs: Sequence[RunRecord]) -> Table:
-    """Acceptance by group of text."""
+    """Return acceptance by text group."""
     header, settings = _setting(runs)
     rows = [
         [*setting, group_name(found.group), str(found.prompts), str(found.tests)]
@@ -283,7 +283,7 @@ def group_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def repeats_table(runs: Sequence[RunRecord]) -> Table:
-    """Tokens per second of every repeat."""
+    """Return tokens per second for every repeat."""
     header, settings = _setting(runs)
     rows = []
     for setting, run in zip(settings, runs, strict=True):
@@ -295,7 +295,7 @@ def repeats_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def process_table(runs: Sequence[RunRecord]) -> Table:
-    """Seconds that each process spent on each kind of work."""
+    """Return the seconds each process spent on each kind of work."""
     header, settings = _setting(runs)
     kinds = list(dict.fromkeys(k for run in runs for p in run.processes for k in p.seconds))
     rows = [
@@ -308,12 +308,12 @@ def process_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def pooled_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The entries over all benchmarks: "overall", or the only benchmark's own."""
+    """Return the entries over all benchmarks: "overall", or the only benchmark's own."""
     return [run for run in runs if run.benchmark == OVERALL] or list(runs)
 
 
 def drafted_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Entries that say something about a draft."""
+    """Return entries with a draft."""
     return [run for run in runs if run.schedule != AUTOREGRESSIVE and run.rounds]
 
 
@@ -326,7 +326,7 @@ class Detail(NamedTuple):
 
 
 def details(runs: Sequence[RunRecord]) -> list[Detail]:
-    """Tables of what the entries have recorded beside their results."""
+    """Return tables of further records in the entries, besides the results."""
     pooled = pooled_runs(runs)
     drafted = drafted_runs(pooled)
     priced = [run for run in drafted if run.theoretical_speedup_by_row]
@@ -355,7 +355,7 @@ def details(runs: Sequence[RunRecord]) -> list[Detail]:
 
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
-    """Warnings: what a reader must know before believing the numbers."""
+    """Return warnings to read before trusting the numbers."""
     own = dict.fromkeys(run.benchmark for run in runs if run.benchmark in FORMS)
     lines = [
         f"{', '.join(own)}: prompts written for pipedraft in the form of "
@@ -364,7 +364,7 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
     for run in (run for run in runs if run.benchmark != OVERALL):
         where = f"{run.benchmark}, {run.method}, T={run.sampling}"
         mismatches = run.lossless.mismatches
-        # Counted in half precision alone: in float32 every difference is a fault.
+        # Counted only in half precision: in float32 every difference is a fault.
         faults = mismatches if run.lossless.faults is UNSET else run.lossless.faults
         if faults:
             lines.append(f"Not lossless ({where}): {lossless_share(run)} turns agree.")
@@ -388,11 +388,11 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
     return lines
 
 
-# -- manifest.json as named lines of text; what another version left out is left out ---------------
+# -- manifest.json as named lines of text; missing facts are left out ------------------------------
 
 
 def fact(manifest: Manifest, *path: str) -> Any:
-    """A value by its place; None where it was not recorded."""
+    """Return a value by its path; None if it was not recorded."""
     value: Any = manifest
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
@@ -400,7 +400,7 @@ def fact(manifest: Manifest, *path: str) -> Any:
 
 
 def describe(manifest: Manifest) -> list[tuple[str, str]]:
-    """Facts (name, value) with which a run is repeated, or by which two runs differ."""
+    """Return facts (name, value) needed to repeat a run, or to tell two runs apart."""
 
     def leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
@@ -414,7 +414,7 @@ def describe(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def given_options(manifest: Manifest) -> list[tuple[str, str]]:
-    """The command's resolved options, those that were left at nothing excluded."""
+    """Return the command's resolved options, without empty ones."""
     config = fact(manifest, "config")
     return [
         (f"--{name.replace('_', '-')}", str(value))

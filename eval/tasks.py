@@ -1,4 +1,4 @@
-"""Benchmarks as lists of prompts, and prompts as token ids.
+"""Load benchmarks as lists of prompts, and encode prompts as token ids.
 
 A benchmark is read from files in its own published format, from Spec-Bench's file, from the Hub, or
 from any .jsonl file.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ASSETS = Path(pipedraft.__file__).parent / "assets" / "eval"
 HUB_PREFIX = "hub:"
 PACKAGED = {"mt_bench": "pipedraft-chat", "gsm8k": "pipedraft-math", "humaneval": "pipedraft-code"}
-"""What results call the repository's own prompts in the form of a benchmark, which they are not."""
+"""Names in results for the repository's own prompts, which only have a benchmark's form."""
 FORMS = {name: form for form, name in PACKAGED.items()}
 SPEC_BENCH_SOURCE = (
     "put Spec-Bench's question.jsonl (github.com/hemingkx/Spec-Bench, data/spec_bench) into "
@@ -43,17 +43,17 @@ TRANSLATION, SUMMARIZATION, QUESTIONS = "translation", "summarization", "qa"
 MATH, RETRIEVAL = "math_reasoning", "rag"
 SPEC_BENCH_CATEGORIES = (TRANSLATION, SUMMARIZATION, QUESTIONS, MATH, RETRIEVAL)
 Row = Values
-"""A JSON object, as a file or the Hub has it."""
+"""A JSON object from a file or the Hub."""
 Rows = Iterator[tuple[str, Row]]
 """("path:line", row)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One conversation: what the user says in each turn. The answers are generated."""
+    """One conversation: the user's message in each turn. The answers are generated."""
 
     task: str
-    """What results call its benchmark."""
+    """Benchmark name in results."""
     id: str
     category: str
     turns: list[str]
@@ -61,11 +61,11 @@ class Prompt:
     """The published answer, in the benchmark's own form; not used for decoding."""
     system: str | None = None
     expected: Decimal | None = None
-    """Number that a right answer ends on; None: no answer is right or wrong."""
+    """Number that a correct answer ends on; None: answers cannot be scored."""
 
     @property
     def form(self) -> str:
-        """The benchmark that it has the form of."""
+        """Return the benchmark whose form it has."""
         return FORMS.get(self.task, self.task)
 
 
@@ -84,13 +84,13 @@ def turns_of(value: object, field: str, where: str) -> list[str]:
     ]
 
 
-# -- one prompt of each published format -----------------------------------------------------------
+# -- one prompt in each published format -----------------------------------------------------------
 
 
 def _single(
     turn: str, where: str, *, reference: str | None = None, expected: Decimal | None = None
 ) -> Prompt:
-    """A prompt of one turn; its id is its line, its task and category are the benchmark's."""
+    """Make a one-turn prompt; its id is its line, its task and category are the benchmark's."""
     number = where.rpartition(":")[2]
     return Prompt(
         task="", id=number, category="", turns=[turn], reference=reference, expected=expected
@@ -98,7 +98,7 @@ def _single(
 
 
 def _questions(row: Row, where: str) -> Prompt:
-    """FastChat's format, which MT-Bench and Spec-Bench share."""
+    """Parse FastChat's format, which MT-Bench and Spec-Bench share."""
     reference = row.get("reference")
     if isinstance(reference, list) and reference and isinstance(reference[0], list):
         reference = reference[0]  # Spec-Bench's rag: all accepted answers of the one turn
@@ -145,7 +145,7 @@ def _gsm8k(row: Row, where: str) -> Prompt:
 
 
 def _messages(value: object, where: str) -> tuple[list[str], str | None]:
-    """User turns and system message; assistant messages are left out, the target answers itself."""
+    """Return user turns and system message; the target generates assistant messages itself."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{where}: messages must be a list of {{role, content}} objects")
     turns, system = [], None
@@ -161,7 +161,7 @@ def _messages(value: object, where: str) -> tuple[list[str], str | None]:
 
 
 def _own_prompt(task: str, row: Row, where: str) -> Prompt:
-    """A row of a user's file: ``prompt`` (a string), ``turns`` (strings) or ``messages``."""
+    """Parse a row in a user's file: ``prompt`` (a string), ``turns`` (strings) or ``messages``."""
     system = None
     if "turns" in row:
         turns = turns_of(row["turns"], "turns", where)
@@ -191,7 +191,7 @@ def _humaneval(row: Row, where: str) -> Prompt:
 
 
 def _alpaca(row: Row, where: str) -> Prompt:
-    """The instruction, then the input if there is one; without the training template."""
+    """Join the instruction and the input if there is one; without the training template."""
     if "turns" in row:  # the 80 questions that EAGLE's repository has, of an empty category
         return _questions({**row, "category": "instruction"}, where)
     turn = text_of(row, "instruction", where)
@@ -201,7 +201,7 @@ def _alpaca(row: Row, where: str) -> Prompt:
 
 
 def _turns(row: Row, where: str) -> Prompt:
-    """A row of DeepSpec's files: ``turns`` alone."""
+    """Parse a row in DeepSpec's files: only ``turns``."""
     return Prompt(
         task="",
         id=str(row.get("question_id", where.rpartition(":")[2])),
@@ -219,7 +219,8 @@ CODE_INSTRUCTION = (
 
 
 def _math(row: Row, where: str) -> Prompt:
-    """MATH-500 and AIME: DeepSpec's rows, or ``problem`` and ``answer`` of the official files."""
+    """Parse MATH-500 and AIME: DeepSpec's rows, or ``problem`` and ``answer`` in the official
+    files."""
     if "turns" in row:
         return _turns(row, where)
     field = next((name for name in ("problem", "Problem", "question") if name in row), "problem")
@@ -229,7 +230,8 @@ def _math(row: Row, where: str) -> Prompt:
 
 
 def _mbpp(row: Row, where: str) -> Prompt:
-    """DeepSpec's rows, or ``text`` (mbpp.jsonl) or ``prompt`` (sanitized-mbpp) of the authors."""
+    """Parse DeepSpec's rows, or the authors' ``text`` (mbpp.jsonl) or ``prompt``
+    (sanitized-mbpp)."""
     if "turns" in row:
         return _turns(row, where)
     turn = text_of(row, "text" if "text" in row else "prompt", where)
@@ -238,7 +240,8 @@ def _mbpp(row: Row, where: str) -> Prompt:
 
 
 def _livecodebench(row: Row, where: str) -> Prompt:
-    """DeepSpec's rows, or ``question_content`` of the authors' files; programs are not run."""
+    """Parse DeepSpec's rows, or ``question_content`` in the authors' files; programs are not
+    run."""
     if "turns" in row:
         return _turns(row, where)
     question = text_of(row, "question_content", where)
@@ -250,7 +253,8 @@ def _livecodebench(row: Row, where: str) -> Prompt:
 
 
 def _arena_hard(row: Row, where: str) -> Prompt:
-    """DeepSpec's rows, or Arena-Hard's question.jsonl: ``prompt`` (v2) or ``turns`` (v0.1)."""
+    """Parse DeepSpec's rows, or Arena-Hard's question.jsonl: ``prompt`` (v2) or ``turns``
+    (v0.1)."""
     if "prompt" in row:
         prompt = _single(text_of(row, "prompt", where), where)
         return replace(prompt, id=str(row.get("uid", prompt.id)))
@@ -262,7 +266,7 @@ def _arena_hard(row: Row, where: str) -> Prompt:
 
 
 def _flowspec(row: Row, where: str) -> Prompt:
-    """Spec-Bench's form; alpaca's categories are empty."""
+    """Parse Spec-Bench's form; alpaca's categories are empty."""
     return _questions({**row, "category": row.get("category") or "flowspec"}, where)
 
 
@@ -272,7 +276,7 @@ def _flowspec_gsm8k(row: Row, where: str) -> Prompt:
     return replace(prompt, expected=_expected_number(solution or "", "reference", where))
 
 
-# -- where a benchmark is found --------------------------------------------------------------------
+# -- where to find a benchmark ---------------------------------------------------------------------
 
 Parse = Callable[[Row, str], Prompt]
 
@@ -283,20 +287,20 @@ class Benchmark:
     """Paths below the data folder; the first that exists is read."""
     hub: Source | None
     parse: Parse
-    """One row of its own format."""
+    """Parses one row in its own format."""
     category: str | None = None
-    """Category of all its prompts; None: each row names its own."""
+    """Category for all its prompts; None: each row names its own."""
     is_part: bool = False
-    """The file is Spec-Bench's, of which this is one category."""
+    """The benchmark is one category in Spec-Bench's file."""
 
 
 def _peers(name: str, parse: Parse, category: str, *files: str) -> Benchmark:
-    """A set that papers on draft heads report, in DeepSpec's form or in its authors'."""
+    """Define a set used in papers on draft heads, in DeepSpec's form or in its authors'."""
     return Benchmark((f"deepspec/{name}.jsonl", *files), None, parse, category)
 
 
 def _of_flowspec(name: str, parse: Parse, category: str | None) -> Benchmark:
-    """One of the six sets of FlowSpec's table 1, as its repository has them."""
+    """Define one of the six sets in FlowSpec's table 1, as its repository has them."""
     files = (f"flowspec/{name}.jsonl", f"flowspec/{name}/question.jsonl")
     return Benchmark(files, None, parse, category)
 
@@ -350,7 +354,7 @@ FILE_ENDINGS = (".jsonl", ".jsonl.gz")
 
 
 def _read_rows(source: Source, option: str) -> Rows:
-    """Yield the rows of a JSON file or a Hub data set, as recipes read them."""
+    """Yield rows from a JSON file or a Hub data set, as recipes read them."""
     try:
         for row in read_source(source):
             if row.error:
@@ -366,7 +370,7 @@ def _read_rows(source: Source, option: str) -> Rows:
 def _parse_row(text: str, where: str) -> Row:
     try:
         row = json.loads(text)
-        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        json.dumps(row, ensure_ascii=False).encode()  # refuse an unpaired surrogate
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error}); write one object per line") from error
     if not isinstance(row, dict):
@@ -375,7 +379,7 @@ def _parse_row(text: str, where: str) -> Row:
 
 
 def _hub_rows(name: str, repository: str) -> Rows:
-    """Rows of a benchmark from the Hub.
+    """Yield a benchmark's rows from the Hub.
 
     Args:
         repository: "" for the published one.
@@ -430,7 +434,7 @@ def _benchmark_rows(name: str, data_dir: str | Path | None) -> tuple[Rows, Parse
 
 
 def task_name(name: str) -> str:
-    """What results call a benchmark that ``load_task`` takes: its own name, or its file's."""
+    """Return a benchmark's name in results: its own, or its file's."""
     if name.endswith(FILE_ENDINGS):
         return Path(name).name.partition(".jsonl")[0]
     return ALIASES.get(name, name)
@@ -461,15 +465,15 @@ def load_task(
     """Read a benchmark.
 
     Args:
-        name: one of ``BENCHMARKS``, or the path of a .jsonl(.gz) file whose rows hold ``prompt``,
-            ``turns`` or ``messages`` (``id``, ``category``, ``reference`` optional). cnn_dm,
+        name: one of ``BENCHMARKS``, or the path of a .jsonl(.gz) file with ``prompt``, ``turns`` or
+            ``messages`` in its rows (``id``, ``category``, ``reference`` optional). cnn_dm,
             natural_questions (nq), wmt14_de_en and rag are parts of spec_bench's file.
-        data_dir: folder with the files that ``BENCHMARKS`` names; None reads the repository's own
-            prompts in assets/eval; "hub:" downloads the benchmark (the whole published one, not
-            Spec-Bench's 80 questions of it), "hub:owner/name" another data set of the same fields.
-        limit: takes the FIRST rows of the file, never a sample, so that two runs with one limit
-            see the same prompts. MT-Bench and Spec-Bench are sorted by category: a small limit is
-            all writing.
+        data_dir: folder with the files in ``BENCHMARKS``; None reads the repository's own prompts
+            in assets/eval; "hub:" downloads the benchmark (the whole published one, not
+            Spec-Bench's 80 questions), "hub:owner/name" another data set with the same fields.
+        limit: takes the FIRST rows in the file, never a sample, so that two runs with one limit see
+            the same prompts. MT-Bench and Spec-Bench are sorted by category: a small limit is all
+            writing.
 
     Raises:
         ValueError: names the field or file and line, the value, and the fix.
@@ -491,7 +495,7 @@ def load_task(
 def load_tasks(
     names: Iterable[str], data_dir: str | Path | None = None, limit: int | None = None
 ) -> dict[str, list[Prompt]]:
-    """Several benchmarks by the names that results have, each as ``load_task`` reads it."""
+    """Read several benchmarks by their names in results, each as ``load_task`` does."""
     benchmarks: dict[str, list[Prompt]] = {}
     for name in names:
         prompts = load_task(name, data_dir, limit)
@@ -507,11 +511,11 @@ def load_tasks(
 def encode_turn(
     tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, answers: list[str]
 ) -> list[int]:
-    """Token ids of the conversation up to the user's turn ``len(answers)``, ready to be answered.
+    """Return the conversation's token ids up to the user's turn ``len(answers)``, ready to answer.
 
-    The chat template is applied to the whole conversation, the generated ``answers`` of the
-    earlier turns included. A tokenizer without a chat template (a base model) gets the texts
-    joined by newlines; the manifest says so.
+    The chat template is applied to the whole conversation, including the generated ``answers`` in
+    earlier turns. Without a chat template (a base model), join the texts by newlines; the manifest
+    says so.
     """
     from pipedraft.chats import ChatRefused, render_chat
 

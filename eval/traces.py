@@ -1,13 +1,13 @@
-"""Decoded turns on disk: an evaluation goes on where it was killed, and is shared out.
+"""Store decoded turns on disk: an evaluation can resume after a kill, and can be sharded.
 
     python -m pipedraft.eval ... --out OUT --shard 1/4      # a quarter of the prompts, no report
-    python -m pipedraft.eval ... --out OUT                  # what is left, and the report of all
+    python -m pipedraft.eval ... --out OUT                  # the rest, and the report for all
 
-OUT/traces has one file of JSON lines for each way of decoding and shard. Its name begins with a
-hash of everything that an output or its steps depend on, so that other settings never meet old
-lines: they begin files of their own. Times of a turn are those of the launch that decoded it; what
-every process measured (``processes`` in the results) is of the last launch alone. A turn's line is
-its whole ``DecodeResult``, which ``replay`` prices on other hardware.
+OUT/traces has one JSON lines file per decoding method and shard. Its name begins with a hash of all
+inputs to an output or its steps, so other settings never mix with old lines: they start new files.
+A turn's times come from the launch that decoded it; process measurements (``processes`` in the
+results) come only from the last launch. A turn's line is its whole ``DecodeResult``, which
+``replay`` prices on other hardware.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WHOLE = (0, 1)
 TurnKey = tuple[str, str, int]
-"""Benchmark, id of the prompt, turn."""
+"""Benchmark, prompt id, turn."""
 
 
 class TraceFile:
     """JSON values by key, in a file that grows line by line.
 
-    A line that a kill cut short is not there.
+    A line cut short by a kill is ignored.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class TraceFile:
     ) -> None:
         """
         Args:
-            folder: None: everything stays in memory.
-            identity: written as the first line; a digest of it is in the file's name.
-            shard: (index, number); every shard's lines are read, and its own are added to.
+            folder: None: keep everything in memory.
+            identity: written as the first line; its digest is in the file's name.
+            shard: (index, number); read every shard's lines, and append only to this one's.
         """
         self.path: Path | None = None
         self._found: Values = {}
@@ -67,16 +67,16 @@ class TraceFile:
             self.path = folder / f"{digest}{own}.jsonl"
             for path in sorted(folder.glob(f"{digest}*.jsonl")):
                 turns = dict(read_lines(path)[1])
-                if "-of-" in path.name:  # decoded beside other processes: no times of a machine
+                if "-of-" in path.name:  # decoded next to other processes: no usable times
                     turns = {key: _untimed(value) for key, value in turns.items()}
                 self._found |= turns
 
     def get(self, key: Sequence[object]) -> Values | None:
-        """The value of a key; None: there is none."""
+        """Return a key's value; None if missing."""
         return self._found.get(json.dumps(key))
 
     def find(self, key: Sequence[object], compute: Callable[[], T]) -> T:
-        """The value of a key; if there is none, what ``compute`` returns, which is added."""
+        """Return a key's value; if missing, call ``compute`` and store the result."""
         name = json.dumps(key)
         if name not in self._found:
             self._found[name] = compute()
@@ -85,7 +85,7 @@ class TraceFile:
         return self._found[name]
 
     def _write(self, path: Path, line: str) -> None:
-        """Append a line; it is flushed to disk before this returns."""
+        """Append a line, and flush it to disk before the return."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
             size = file.seek(0, os.SEEK_END)
@@ -100,14 +100,14 @@ class TraceFile:
 
 
 def _untimed(value: object) -> object:
-    """Empty the times of a decoded turn; other values have none."""
+    """Clear a decoded turn's times; other values have none."""
     if isinstance(value, dict) and "token_times_s" in value:
         return value | {"token_times_s": []}
     return value
 
 
 def read_lines(path: Path) -> tuple[str, list[tuple[str, object]]]:
-    """The identity as it was written, and (key as JSON, value) of every whole line."""
+    """Return the identity as written, and (key as JSON, value) for every whole line."""
     header, *lines = path.read_bytes().splitlines() or [b""]
     found = []
     for line in lines:
@@ -121,19 +121,20 @@ def read_lines(path: Path) -> tuple[str, list[tuple[str, object]]]:
 
 @dataclass(frozen=True)
 class Traces:
-    """The trace files of one evaluation."""
+    """One evaluation's trace files."""
 
     folder: Path | None = None
-    """None: nothing is kept on disk."""
+    """None: nothing is stored on disk."""
     identity: Values | None = None
-    """Target, tokenizer and everything else that all ways of decoding share."""
+    """Target, tokenizer and everything else shared by all methods."""
     shard: tuple[int, int] = WHOLE
 
     def open(self, **identity: object) -> TraceFile:
         return TraceFile(self.folder, (self.identity or {}) | identity, self.shard)
 
     def mine(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
-        """The prompts of this shard, every number-th one of all, by benchmarks that have some."""
+        """Return this shard's prompts, every number-th one, by benchmark; leave out empty
+        benchmarks."""
         index, number = self.shard
         pairs = [(name, prompt) for name, prompts in benchmarks.items() for prompt in prompts]
         kept: dict[str, list[Prompt]] = {}
@@ -143,13 +144,13 @@ class Traces:
 
 
 def turn_key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[object]:
-    """Key of a decoded turn: it is the same one only if its prompt has the same tokens."""
+    """Return a decoded turn's key; it includes the prompt's tokens."""
     digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
     return [prompt.task, prompt.id, turn, digest]
 
 
 def code_hash() -> str:
-    """SHA-256 of the source files that decoding runs through."""
+    """Return SHA-256 over the source files used in decoding."""
     digest, root = hashlib.sha256(), Path(pipedraft.__file__).parent
     for folder in ("inference", "models"):
         for file in sorted((root / folder).rglob("*.py")):
@@ -165,11 +166,11 @@ def traces_of(
     backend: str = "local",
     shard: str | None = None,
 ) -> Traces:
-    """The traces of an evaluation.
+    """Open an evaluation's traces.
 
     Args:
-        out: folder of its results.
-        weights: of the target, as ``weights_identity`` names them.
+        out: results folder.
+        weights: the target's, as ``weights_identity`` names them.
         shard: "2/4" is the second of four.
     """
     index, _, number = (shard or "1/1").partition("/")
@@ -185,9 +186,9 @@ def traces_of(
 
 
 def remove_traces(out: Path, shard: str | None = None) -> None:
-    """Forget what was decoded, but for what the other shares of this division have.
+    """Delete the stored turns, except those in other shards of this division.
 
-    Whole runs and other divisions may hold turns of any share.
+    Whole runs and other divisions may contain turns from any share.
     """
     if shard is None:
         shutil.rmtree(out / "traces", ignore_errors=True)
@@ -204,20 +205,20 @@ def remove_traces(out: Path, shard: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class Recording:
-    """One way of decoding, on all shards of its evaluation."""
+    """One decoding method, over all shards in its evaluation."""
 
     config: DecodeConfig
     draft_type: str | None
-    """None: plain decoding."""
+    """None: autoregressive decoding."""
     draft_hash: str
     relative_cost: float
-    """Cost of a draft forward, by its size, in target passes of one token."""
+    """Cost of a draft forward, by its size, in one-token target passes."""
     boundaries: tuple[int, ...]
     turns: dict[TurnKey, DecodeResult]
 
     @property
     def name(self) -> str:
-        """Name in messages and tables."""
+        """Return the name for messages and tables."""
         if self.draft_type is None:
             return AUTOREGRESSIVE
         schedule = self.config.schedule
@@ -225,7 +226,7 @@ class Recording:
         return f"{self.draft_type} {self.draft_hash[:6]}: {schedule.name} {shape}"
 
     def with_draft(self, cost: CostModel) -> CostModel:
-        """The cost model, with a draft's cost by its size where the model names none."""
+        """Return the cost model, with the draft's cost by size if the model has none."""
         if cost.draft_forward is not None:
             return cost
         return replace(cost, draft_forward=self.relative_cost)
@@ -238,7 +239,7 @@ class _Recorded(msgspec.Struct):
 
 
 class _Header(msgspec.Struct):
-    """First line of a trace file, as far as it is read."""
+    """A trace file's first line, as far as it is read."""
 
     config: Values | None = None
     repeat: int = 0
@@ -247,10 +248,10 @@ class _Header(msgspec.Struct):
 
 
 def read_recordings(places: Iterable[Path]) -> list[Recording]:
-    """Read the traces of evaluations: what each run decoded, step by step.
+    """Read evaluation traces: each run's decoding, step by step.
 
     Args:
-        places: folders of evaluations, their folders "traces", or files in these.
+        places: evaluation folders, their folders "traces", or files in these.
     """
     headers: dict[str, _Header] = {}
     turns: dict[str, dict[TurnKey, DecodeResult]] = {}
@@ -259,8 +260,8 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
             text, lines = read_lines(path)
             header = msgspec.json.decode(text, type=_Header)
             if header.config is None or header.recorded is None or header.repeat:
-                continue  # outputs of the reference, or the same steps at other times
-            # Turns that were decoded together are the same ones; they are not a second recording.
+                continue  # reference outputs, or the same steps at other times
+            # Turns decoded together are the same ones, not a second recording.
             identity = json.loads(text)
             identity.pop("together", None)
             text = json.dumps(identity)

@@ -1,4 +1,4 @@
-"""Turns of conversations and how they are decoded: one after the other, or many at once."""
+"""Decode the turns in conversations: one after the other, or many at once."""
 
 import hashlib
 from collections import deque
@@ -22,23 +22,23 @@ class DecodedTurn:
     """One decoded turn."""
 
     conversation: tuple[str, int]
-    """Benchmark and index of the prompt in it."""
+    """Benchmark, and the prompt's index in it."""
     prompt: Prompt
     turn: int
     result: DecodeResult
     answer: str
     score: Score | None = None
-    """None: no right answer is known, or --score was not given."""
+    """None: no known correct answer, or no --score."""
     entropies: list[float] | None = None
     """The target's entropy at every token; None: not computed."""
     groups: dict[str, list[int]] | None = None
-    """Counts by group of text; None: plain decoding."""
+    """Counts by text group; None: autoregressive decoding."""
 
 
 def prompt_seed(prompt: Prompt, turn: int) -> int:
-    """The ``prompt_index`` of a turn: 31 bits that depend on the prompt's name alone.
+    """Return a turn's ``prompt_index``: 31 bits that depend only on the prompt's name.
 
-    So a prompt draws the same numbers whatever --limit, the benchmarks' order and the method are.
+    So a prompt draws the same random numbers for any --limit, benchmark order and method.
     """
     name = f"{prompt.form}/{prompt.id}/{turn}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") >> 1
@@ -47,7 +47,7 @@ def prompt_seed(prompt: Prompt, turn: int) -> int:
 def any_fits(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> bool:
-    """Whether a prompt's first turn has at most so many tokens."""
+    """Return True if a prompt's first turn fits within the given number of tokens."""
     return any(len(encode_turn(tokenizer, prompt, [])) <= max_prompt_tokens for prompt in prompts)
 
 
@@ -57,7 +57,7 @@ def check_room(
     num_positions: int,
     max_new_tokens: int,
 ) -> None:
-    """Every benchmark must have a prompt that fits before the new tokens."""
+    """Refuse benchmarks without a prompt that leaves room for the new tokens."""
     room = num_positions - max_new_tokens
     for name, prompts in benchmarks.items():
         if any_fits(prompts, tokenizer, room):
@@ -75,7 +75,7 @@ def check_room(
 
 
 class PromptDecoder(Protocol):
-    """Anything that decodes a prompt: an engine, or a method on a simulated link."""
+    """Protocol for prompt decoders: an engine, or a method on a simulated link."""
 
     def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult: ...
 
@@ -90,16 +90,16 @@ def evaluate(
     traces: TraceFile | None = None,
     bar: tqdm | None = None,
 ) -> list[DecodedTurn]:
-    """Decode every turn of every prompt; a later turn answers what was generated before it.
+    """Decode every turn in every prompt; a later turn follows the earlier generated answers.
 
     Args:
-        engine: a ``BatchEngine`` decodes as many conversations at once as it has room for; wall
-            clock times, which depend on the company, are left out then.
-        max_prompt_tokens: a turn with a longer prompt, and the turns after it, are left out: there
-            are fewer records than turns then, and ``compare`` reports how many.
+        engine: a ``BatchEngine`` decodes as many conversations at once as fit; wall-clock times
+            depend on the batch and are left out then.
+        max_prompt_tokens: skip a turn with a longer prompt, and the turns after it; ``compare``
+            reports how many records are missing.
         description: left of the progress bar.
-        traces: turns in there are not decoded again, and decoded ones are added.
-        bar: that of a whole evaluation; None: one of its own.
+        traces: reuse the turns in there, and add new ones.
+        bar: a whole evaluation's progress bar; None: make one.
     """
     traces = traces or TraceFile()
     num_turns = sum(len(prompt.turns) for prompt in prompts)
@@ -120,7 +120,7 @@ def evaluate(
 
 @dataclass
 class _Conversation:
-    """The turns of a prompt so far."""
+    """A prompt's turns so far."""
 
     name: tuple[str, int]
     prompt: Prompt
@@ -131,9 +131,9 @@ class _Conversation:
     records: list[DecodedTurn] = field(default_factory=list)
 
     def next_prompt(self) -> list[int] | None:
-        """Token ids before the next turn that is to be decoded; None: there is none that fits.
+        """Return token ids before the next turn to decode; None if none fits.
 
-        Turns in between that were decoded before are added.
+        Adds skipped turns that were decoded before.
         """
         while num_left := len(self.prompt.turns) - len(self.records):
             answers = [record.answer for record in self.records]
@@ -149,11 +149,11 @@ class _Conversation:
 
     @property
     def prompt_index(self) -> int:
-        """What the next turn draws its random numbers by."""
+        """Return the index that seeds the next turn's random numbers."""
         return prompt_seed(self.prompt, len(self.records))
 
     def add(self, result: DecodeResult) -> None:
-        """Add the next turn, decoded now."""
+        """Add the newly decoded next turn."""
         key = turn_key(self.prompt, len(self.records), result.prompt_ids)
         self._append(DecodeResult(**self.traces.find(key, lambda: asdict(result))))
 
@@ -178,7 +178,7 @@ def _decode_alone(engine: PromptDecoder, conversation: _Conversation) -> None:
 
 
 def _decode_together(batch: BatchEngine, conversations: Iterable[_Conversation]) -> None:
-    """One turn of each conversation at a time; the next one joins where another has ended."""
+    """Decode one turn per conversation at a time; the next conversation joins when another ends."""
     waiting = deque(conversations)
     live: dict[Handle, _Conversation] = {}
 
@@ -194,6 +194,6 @@ def _decode_together(batch: BatchEngine, conversations: Iterable[_Conversation])
         batch.step()
         for handle in [handle for handle in live if handle.future.done()]:
             conversation = live.pop(handle)
-            # Times of one conversation say nothing where others were decoded beside it.
+            # Times for one conversation mean nothing next to others in the batch.
             conversation.add(replace(handle.future.result(), prefill_s=0.0, token_times_s=[]))
             go_on(conversation)

@@ -1,6 +1,7 @@
-"""Run vLLM for pipedraft, by vLLM's own Python: nothing of the package is imported.
+"""Run vLLM for pipedraft, with vLLM's own Python: imports nothing from the package.
 
 python vllm_process.py decode REQUEST.json ANSWER.json     draft tokens: eval/engine_parity.py
+
 python vllm_process.py states REQUEST.json FOLDER          hidden states: train/features/vllm.py
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def note_rounds(llm, rounds):
-    """Keep each verification round: its sequence, the root's place, and the draft tokens."""
+    """Record each verification round: its sequence, the root's index, and the draft tokens."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     update = scheduler.update_from_output
 
@@ -27,7 +28,7 @@ def note_rounds(llm, rounds):
 
 
 def counted(llm):
-    """vLLM's own counters of drafts, and of accepted tokens by position."""
+    """Return vLLM's own counters for drafts, and for accepted tokens by position."""
     values = {metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}
     drafts = values.get("vllm:spec_decode_num_drafts")
     places = values.get("vllm:spec_decode_num_accepted_tokens_per_pos")
@@ -80,7 +81,7 @@ def decode(request):
 
 
 class NoStream:
-    """CUDA's streams and events where there is no CUDA: everything is done when it is asked for."""
+    """Stand-in for CUDA streams and events on a CPU, where every operation is synchronous."""
 
     def __init__(self, *_, **__):
         pass
@@ -96,7 +97,7 @@ class NoStream:
 
 
 def without_cuda(torch):
-    """Let vLLM's connector of hidden states, which is written for CUDA alone, run on a CPU."""
+    """Let vLLM's CUDA-only connector for hidden states run on a CPU."""
     for name in ("Stream", "Event", "stream", "current_stream"):
         setattr(torch.cuda, name, NoStream)
     empty_like = torch.empty_like
@@ -104,7 +105,7 @@ def without_cuda(torch):
 
 
 def is_written(path):
-    """Tell whether the writer of a file has let go of its lock."""
+    """Return True once a file's writer has released its lock."""
     if not os.path.exists(path):
         return False
     with open(f"{path}.lock") as lock:
@@ -116,9 +117,9 @@ def is_written(path):
 
 
 def states(request, folder):
-    """Answer each line of rows on stdin by a line of files, until stdin ends."""
+    """Answer each line of rows on stdin with a line of files, until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM itself prints is no reply
+    os.dup2(2, 1)  # keep vLLM's own output out of the replies
     torch, vllm = importlib.import_module("torch"), importlib.import_module("vllm")
     layers = {"eagle_aux_hidden_state_layer_ids": request["layers"]}
     llm = vllm.LLM(
@@ -147,7 +148,7 @@ def states(request, folder):
         prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
         outputs = llm.generate(prompts, one, use_tqdm=False)
         paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
-        # vLLM writes in the steps after a request's last one, which nothing else makes here.
+        # vLLM writes in the steps after a request's last one, which nothing else triggers here.
         while not all(map(is_written, paths)):
             llm.llm_engine.step()
         print(json.dumps(paths), file=replies, flush=True)

@@ -1,1 +1,1 @@
-"""Exchange of heads: export to serving engines, import from other projects, cards, the Hub."""
+"""Exchange heads: export to serving engines, import from other projects, cards, the Hub."""

@@ -1,6 +1,6 @@
-"""Model cards: what a draft is, how to run it, what it learned from and how far it was measured.
+"""Render model cards: the draft, how to run it, its training data and measured results.
 
-The words of a card stand in card.md.jinja.
+The card's text is in card.md.jinja.
 """
 
 import re
@@ -30,13 +30,13 @@ from pipedraft.pretrained import hub_link
 
 CARD = "README.md"
 CHART = "length_by_benchmark.png"
-"""Picture of an evaluation that a card shows."""
+"""Evaluation chart shown on a card."""
 MADE = "<!-- Written by pipedraft. Without this line the text is yours and is kept as it is. -->"
-"""Last line of a card that ``push`` may write anew."""
+"""Last line of a card that ``push`` may overwrite."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 ENGINES = {"sglang": "SGLang", "speculators": "vLLM"}
-"""Layout of an export -> who serves it."""
+"""Export layout -> its serving engine."""
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "eagle": ("sglang",),
     "eagle3": ("sglang", "speculators"),
@@ -44,26 +44,26 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "dflash": ("sglang", "speculators"),
     "dspark": ("sglang", "speculators"),
 }
-"""Those that a kind of head can be exported in."""
+"""Export layouts per head type."""
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardSource:
-    """Everything that a model card is made of."""
+    """All inputs for a model card."""
 
     description: Description
-    """config.json of the draft's checkpoint."""
+    """config.json from the draft's checkpoint."""
     place: str = "THIS_FOLDER"
-    """What a reader gives as --checkpoint: the repository once it has one."""
+    """Value for the reader's --checkpoint: the repository once it has one."""
     revision: str | None = None
-    """Branch of the repository, if it is not the main one."""
+    """Repository branch, if it is not the main one."""
     layout: str | None = None
-    """Layout of an export for a serving engine; None: a checkpoint."""
+    """Export layout for a serving engine; None: a checkpoint."""
     launch: str | None = None
     """Command that serves the export."""
     license: Values = field(default_factory=dict)
-    """license of the target, and where that is `other` license_name and license_link."""
+    """The target's license, and for `other` its license_name and license_link."""
     measured: "Measured | None" = None
 
     @property
@@ -72,11 +72,11 @@ class CardSource:
 
     @property
     def target_is_public(self) -> bool:
-        """A name that others can load, not a folder of this machine."""
+        """Return True for a name that others can load, not a local folder."""
         return is_hub_id(self.target)
 
     def licensed(self, *, asks_hub: bool) -> "CardSource":
-        """Return the same with the license of the target, as ``license_of`` finds it."""
+        """Return a copy with the target's license, as found by ``license_of``."""
         revision = self.description["target"].get("revision")
         return replace(self, license=license_of(self.target, revision, asks_hub=asks_hub))
 
@@ -87,7 +87,7 @@ def is_hub_id(name: str) -> bool:
 
 @cache
 def card_template() -> Template:
-    """Compiled once: a run writes a card with everything that it saves."""
+    """Compile the template once: a run writes a card with every save."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -95,7 +95,7 @@ def card_template() -> Template:
 
 
 def render_card(source: CardSource) -> str:
-    """README.md with the metadata that the Hub reads."""
+    """Return README.md with the metadata that the Hub reads."""
     source = _shown(source)
     return card_template().render(
         source=source,
@@ -110,13 +110,13 @@ def render_card(source: CardSource) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of others that no Markdown or HTML of its own acts in."""
+    """Escape external text so that its Markdown and HTML have no effect."""
     line = one_line(text).replace("<", "&lt;").replace("`", "'").replace("|", "&#124;")
     return line.replace("](", "] (")
 
 
 def _shown(source: CardSource) -> CardSource:
-    """Plain text of what comes from checkpoints, rows and results; of local folders the name."""
+    """Escape text from checkpoints, rows and results; shorten local folders to their names."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
@@ -128,7 +128,7 @@ def _shown(source: CardSource) -> CardSource:
     description = clean(source.description)
     name = source.target
     if not source.target_is_public:
-        description["target"]["name"] = f".../{plain(Path(name).name)}"  # no name on the Hub
+        description["target"]["name"] = f".../{plain(Path(name).name)}"  # not a Hub name
     data = description.get("training", {}).get("data") or {}
     if isinstance(data.get("sources"), dict):
         data["sources"] = {
@@ -168,21 +168,21 @@ def _metadata(source: CardSource) -> str:
 
 
 class MeasuredLength(msgspec.Struct, frozen=True):
-    """Acceptance length in results.json, as eval/record.py writes it."""
+    """Acceptance length in results.json, as written by eval/record.py."""
 
     pooled: float | None
     ci95: tuple[float | None, float | None]
 
 
 class MeasuredClock(msgspec.Struct, frozen=True):
-    """Wall clock of an entry, against plain decoding in the same process."""
+    """An entry's wall clock, against autoregressive decoding in the same process."""
 
     tokens_per_s: float | None
     speedup: float | None = None
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
-    """Entry of results.json: what a card shows, and no more."""
+    """Entry in results.json, with only the fields that a card shows."""
 
     benchmark: str
     method: str
@@ -198,12 +198,12 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     position_tests: list[int] = []
     position_accepts: list[int] = []
     filters: dict[str, float] = {}
-    """Of samples, those that remove something."""
+    """Active sample filters."""
     wallclock: MeasuredClock | None = None
 
     @property
     def sampling(self) -> str:
-        """Temperature and filters; who differs here is not alike."""
+        """Label for temperature and filters; only entries with equal labels are comparable."""
         filters = (f", {name.replace('_', '-')} {x:g}" for name, x in self.filters.items())
         return f"{self.temperature:g}" + "".join(filters)
 
@@ -226,7 +226,7 @@ class _Machine(msgspec.Struct, frozen=True):
 
 
 class MeasuredBy(msgspec.Struct, frozen=True):
-    """What a card shows of manifest.json, as eval/manifest.py writes it."""
+    """Fields from manifest.json for a card, as written by eval/manifest.py."""
 
     checkpoints: dict[str, str]
     prompts: dict[str, _Prompts]
@@ -238,16 +238,17 @@ class MeasuredBy(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Measured:
-    """Entries of an evaluation for one draft, and for decoding without one."""
+    """Evaluation entries for one draft, and for autoregressive decoding."""
 
     runs: list[MeasuredRun]
     manifest: MeasuredBy
     chart: Path | None = None
-    """Picture of L' by benchmark, if it shows this draft alone."""
+    """Chart of L' by benchmark, if it shows only this draft."""
 
     @property
     def best(self) -> MeasuredRun | None:
-        """The greedy entry with the largest speed-up, or of most tokens per round untimed."""
+        """Return the greedy entry with the largest speed-up, or with most tokens per round if
+        untimed."""
 
         def gain(run: MeasuredRun) -> tuple[float, float]:
             speedup = run.wallclock.speedup if run.wallclock else None
@@ -261,10 +262,10 @@ class Measured:
         """Read measured figures for a model card from an evaluation's results.
 
         Args:
-            weights_sha256: of the draft's checkpoint; the evaluation must have run it.
+            weights_sha256: for the draft's checkpoint; the evaluation must have run it.
 
         Raises:
-            ValueError: no results of `pipedraft eval`, or those of other weights.
+            ValueError: no results from `pipedraft eval`, or results for other weights.
         """
         path = results
         try:
@@ -292,7 +293,7 @@ class Measured:
         return cls(runs, manifest, chart if is_own else None)
 
     def eval_results(self) -> list[EvalResult]:
-        """Return results as the Hub's metadata has them, without those of no draft."""
+        """Return results as Hub metadata, without the baseline's."""
         found = []
         for run in (run for run in self.runs if run.checkpoint is not None):
             setting = {
@@ -301,7 +302,7 @@ class Measured:
             } | run.filters
             shown = f"{run.schedule}, n = {run.stages}, T = {run.sampling}, W = {run.tree_width}"
             shown += f", {run.tree}" if run.tree else ""
-            # Prompts in the form of a benchmark are not the benchmark.
+            # Prompts in a benchmark's form are not the benchmark.
             folder, prompts = self.manifest.config.data_dir, self.manifest.prompts[run.benchmark]
             is_named = folder is not None or run.benchmark.startswith("pipedraft-")
             kind = run.benchmark if is_named else f"pipedraft-{run.benchmark}"
@@ -334,11 +335,11 @@ class Measured:
 
 
 def license_of(name: str, revision: str | None, *, asks_hub: bool) -> Values:
-    """Return the license that the target's card names; nothing is inferred.
+    """Return the license named on the target's card; infer nothing.
 
     Args:
         name: folder or Hub id of the target.
-        asks_hub: otherwise only a folder or the cache of downloads is read.
+        asks_hub: False: read only a folder or the download cache.
     """
     path: object = Path(name, CARD)
     if not Path(name).is_dir():

@@ -1,7 +1,7 @@
-"""Acceptance by draft position: the best chain for a launch line, and settings of simulators.
+"""Acceptance by draft position: the best chain for a launch line, and simulator settings.
 
-vLLM and SGLang can accept draft tokens by given rates instead of by comparison, to measure what an
-acceptance is worth on other hardware. The rates of a real run make such a figure reproducible.
+vLLM and SGLang can accept draft tokens at given rates instead of verifying them, to measure the
+value of an acceptance rate on other hardware. Rates from a real run make such figures reproducible.
 """
 
 # V target vocabulary, H hidden
@@ -15,11 +15,11 @@ from pipedraft.models.draft import Draft
 from pipedraft.models.exchange.card import MeasuredRun
 
 CHAIN_LENGTH = 3
-"""Draft tokens in a row where nothing is known of a head's acceptance."""
+"""Chain length if the head's acceptance is unknown."""
 
 
 def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
-    """Return the acceptance of draft position 1, 2, .. given that the one before was accepted."""
+    """Return the acceptance at draft position 1, 2, .. given that the one before was accepted."""
     depth = max((len(run.position_tests) for run in runs), default=0)
     tests, accepts = [0] * depth, [0] * depth
     for run in runs:
@@ -31,7 +31,7 @@ def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
 
 
 def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
-    """Sort an evaluation's chains of a draft by sampling: of each the longest, on every benchmark.
+    """Group an evaluation's chains by sampling: for each the longest, on every benchmark.
 
     Raises:
         ValueError: there is none.
@@ -40,7 +40,7 @@ def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
     for run in runs:
         kind, _, length = (run.tree or "").partition(":")
         is_chain = kind == "chain" and length.isdigit() and run.checkpoint is not None
-        # The line over all benchmarks holds the same counts once more.
+        # The line over all benchmarks repeats the same counts.
         if is_chain and run.benchmark != "overall" and run.position_tests:
             chains.setdefault(run.sampling, {}).setdefault(int(length), []).append(run)
     if not chains:
@@ -52,13 +52,13 @@ def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
 
 
 def validated_acceptance(metrics: Values) -> list[float]:
-    """Return the shares of held-out rows whose draft tokens are the target's own, by position."""
+    """Return the share of held-out rows with the target's own draft token, by position."""
     names = [f"agreement_{position}" for position in range(1, len(metrics) + 1)]
     return [float(metrics[name]) for name in names if name in metrics]
 
 
 def relative_cost(head: Draft) -> float:
-    """Return the weights that a draft token reads over those that a pass of the target reads."""
+    """Return the weights read per draft token over those read per target pass."""
     layer = head.layer_config
     num_heads = 2 * (layer.num_heads + layer.num_key_value_heads)
     block = layer.hidden_size * (num_heads * layer.head_size + 3 * layer.intermediate_size)
@@ -70,17 +70,17 @@ def relative_cost(head: Draft) -> float:
 
 
 def best_chain(acceptance: Sequence[float], cost: float) -> int:
-    """Return the length k with the most tokens per cost of a round, 1 + k ``cost``."""
+    """Return the length k with the most tokens per round cost, 1 + k ``cost``."""
     tokens = list(accumulate(accumulate(acceptance, mul), initial=1.0))
     lengths = range(1, len(acceptance) + 1)
     return max(lengths, key=lambda k: tokens[k] / (1 + k * cost), default=CHAIN_LENGTH)
 
 
 def simulated(chains: dict[str, list[MeasuredRun]]) -> Values:
-    """Settings of both engines' simulators by sampling and benchmark.
+    """Return both engines' simulator settings by sampling and benchmark.
 
-    vLLM's rates are unconditional: entry j is the share of rounds that accept tokens 1 .. j. The
-    length counts the target's own token, in both engines.
+    vLLM's rates are unconditional: entry j is the share of rounds that accept tokens 1 .. j. In
+    both engines the length counts the target's own token.
     """
     found: Values = {}
     for sampling, runs in chains.items():

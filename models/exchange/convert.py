@@ -1,7 +1,7 @@
-"""Heads rewritten into the form that serving engines assume, with the same draft tokens.
+"""Convert heads to the form that serving engines assume, with the same draft tokens.
 
-An engine that meets another form mostly loads it and accepts less, without a message. So every
-difference is converted here, or refused by name.
+Engines mostly load other forms without a message and accept less. So every difference is converted
+here, or refused by name.
 """
 
 # H hidden, U draft vocabulary, V target vocabulary, k fused layers
@@ -17,7 +17,7 @@ from pipedraft.models.eagle3 import Eagle3
 
 
 def convert(head: Eagle3 | DFlash) -> None:
-    """Sort the fused layers and, of a whole vocabulary, the draft tokens of a loaded head.
+    """Sort a loaded head's fused layers and, for a whole vocabulary, its draft tokens.
 
     Raises:
         ValueError: a setting that no engine reads.
@@ -34,7 +34,7 @@ def convert(head: Eagle3 | DFlash) -> None:
 
 @torch.no_grad()
 def sort_layers(head: Eagle3 | DFlash) -> None:
-    """Permute the columns of ``fc``: engines collect hidden states in the order of the layers."""
+    """Permute the columns in ``fc``: engines collect hidden states in layer order."""
     layers = head.config.feature_layers
     if len(set(layers)) < len(layers):
         raise ValueError(
@@ -56,7 +56,7 @@ def sort_layers(head: Eagle3 | DFlash) -> None:
 
 @torch.no_grad()
 def sort_vocabulary(head: Eagle3 | DFlash) -> None:
-    """Order the rows of the LM head by token: engines read no map of a whole vocabulary."""
+    """Order the LM head's rows by token: engines read no map for a whole vocabulary."""
     order_V = head.draft_ids.argsort()
     if isinstance(head, Eagle3):
         head.lm_head.weight.copy_(head.lm_head.weight[order_V])

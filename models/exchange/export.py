@@ -1,7 +1,7 @@
-"""Heads in the layouts that serving engines load.
+"""Export heads in the layouts that serving engines load.
 
-``sglang`` is the layout of the authors (`LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`, and
-`DFlashDraftModel` and `Qwen3DSparkModel`, which vLLM loads as well; of an MTP layer the target's
+``sglang`` is the authors' layout (`LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`, and
+`DFlashDraftModel` and `Qwen3DSparkModel`, which vLLM loads as well; for an MTP layer the target's
 own, `mtp.*`):
 
     python -m sglang.launch_server --model-path TARGET --dtype bfloat16 \\
@@ -13,12 +13,12 @@ own, `mtp.*`):
     vllm serve TARGET --dtype bfloat16 \\
       --speculative-config '{"method": "eagle3", "model": "OUT", "num_speculative_tokens": 3}'
 
-Weights stay float32 as trained; ``--dtype`` is what the engine then computes in. The embedding of
-tokens is the target's: SGLang takes it from there, vLLM's layout gets a copy. (vLLM needs none, but
-the package speculators then reads uninitialized memory with transformers 5.23.)
+Weights stay float32 as trained; ``--dtype`` sets the engine's compute dtype. The token embedding is
+the target's: SGLang takes it from there, vLLM's layout gets a copy. (vLLM needs none, but without
+it the speculators package reads uninitialized memory with transformers 5.23.)
 
 Layer numbers: here and in vLLM index i is the input of the target's layer i. SGLang adds one to the
-numbers it reads, so they are written one lower for it, and left out where its default is meant.
+numbers it reads, so its numbers are written one lower, and omitted where they equal its default.
 """
 
 import json
@@ -60,7 +60,7 @@ from pipedraft.models.mtp import MTP, MTP_PREFIX
 
 Layout = Literal["sglang", "speculators"]
 Config = dict[str, object]
-"""config.json of an export."""
+"""An export's config.json."""
 
 HEADS: dict[str, type[Draft]] = {
     "eagle": Eagle,
@@ -73,9 +73,9 @@ HEADS: dict[str, type[Draft]] = {
 ORIGIN_FILE = "pipedraft.json"
 
 VLLM_ONLY = ("norm_before_residual", "query_key_norm", "sliding_window")
-"""Settings of EAGLE-3 heads that SGLang 0.5.23 does not read off the files."""
+"""EAGLE-3 settings that SGLang 0.5.23 does not read from the files."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
-"""Norms around the projection that both engines read."""
+"""Norms around the projection; both engines read them."""
 SIMULATORS_FILE = "acceptance.json"
 
 
@@ -87,21 +87,21 @@ def export(
     target: str | None = None,
     results: Path | None = None,
 ) -> list[Path]:
-    """Write a checkpoint of a head in the layout of a serving engine.
+    """Write a head's checkpoint in a serving engine's layout.
 
     Args:
         folder: checkpoint folder.
-        out: made by one rename when every file is written; must not hold anything yet.
-        target: name of the target for the engine, where it is not the one of the training.
-        results: results.json of an evaluation with a chain. It decides the length of the chain, and
-            its acceptance is written for the engines' simulators.
+        out: created by one rename when every file is written; must be empty or new.
+        target: the target's name for the engine, if different from training.
+        results: results.json from an evaluation with a chain. It sets the chain length, and its
+            acceptance is written for the engines' simulators.
 
     Returns:
         The files.
 
     Raises:
         ValueError: another kind of draft, a head the layout cannot describe, another target, or a
-            folder that is in use.
+            folder in use.
     """
     head, description = load_head(folder, layout)
     if layout == "sglang" and target is not None:
@@ -145,10 +145,10 @@ def export(
 
 
 def load_head(folder: Path, layout: str) -> tuple[Eagle | Eagle3 | MTP | DFlash, Description]:
-    """Load a checkpoint whose kind the layout has a place for.
+    """Load a checkpoint, if the layout supports its head type.
 
     Raises:
-        ValueError: another kind.
+        ValueError: another head type.
     """
     description = read_description(folder)
     kind = description["draft_type"]
@@ -170,7 +170,7 @@ def _parts(
     revision: str | None,
     num_tokens: int,
 ) -> tuple[Config, dict[str, Tensor]]:
-    """config.json and weights, with those of the target that the layout repeats."""
+    """Return config.json and weights, including target parts that the layout repeats."""
     if isinstance(head, MTP):
         return mtp_parts(head, read_target(name, revision))
     if isinstance(head, Eagle):
@@ -193,15 +193,15 @@ def _parts(
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Origin of an exported folder: kept beside it for its card, unread by the engines."""
+    """An export's origin: stored in the folder for its card, ignored by engines."""
 
     layout: Layout
     weights_sha256: str
-    """SHA-256 of the checkpoint's weights, by which an evaluation names them."""
+    """SHA-256 over the checkpoint's weights, which identifies them in evaluations."""
     description: Description
-    """config.json of the checkpoint, with the target's name for the engine."""
+    """The checkpoint's config.json, with the target's name for the engine."""
     num_tokens: int = CHAIN_LENGTH
-    """Draft tokens of a round."""
+    """Draft tokens per round."""
 
     @classmethod
     def read(cls, folder: Path) -> "Origin":
@@ -219,7 +219,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def launch_line(self, place: Path | str) -> str:
-        """Shell command that serves the target with the exported head at ``place``."""
+        """Return the shell command that serves the target with the exported head at ``place``."""
         target, kind = self.description["target"]["name"], self.description["draft_type"]
         is_shifted = self.description["architecture"].get("sample_from_anchor") is False
         return launch_line(self.layout, target, place, kind, self.num_tokens, is_shifted)
@@ -233,15 +233,15 @@ def launch_line(
     num_tokens: int = CHAIN_LENGTH,
     is_shifted: bool = False,
 ) -> str:
-    """Shell command that serves ``target`` with the exported head.
+    """Return the shell command that serves ``target`` with the exported head.
 
     Args:
-        num_tokens: draft tokens of a round.
+        num_tokens: draft tokens per round.
         is_shifted: the head is a DSpark whose anchor gives no draft token.
     """
     place, target = shlex.quote(str(out)), shlex.quote(target)
     is_block = kind in (DFlash.draft_type, DSpark.draft_type)
-    if layout == "speculators" and is_block:  # its files say the rest, the target too
+    if layout == "speculators" and is_block:  # its files contain all other settings, the target too
         return f"vllm serve {place} --dtype bfloat16"
     if layout == "speculators":
         options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": num_tokens}
@@ -252,7 +252,7 @@ def launch_line(
         f"python -m sglang.launch_server --model-path {target} --dtype bfloat16 "
         f"--speculative-algorithm {algorithm} --speculative-draft-model-path {place}"
     )
-    if is_block and not is_shifted:  # which is as long as its configuration says
+    if is_block and not is_shifted:  # its configuration sets the length
         return line
     if is_block:  # SGLang takes a block for one draft token longer than it is
         return f"{line} --speculative-num-draft-tokens {num_tokens + 1}"
@@ -268,7 +268,7 @@ def launch_line(
 
 
 def sglang_config(head: Eagle3) -> Config:
-    """config.json of the authors' layout."""
+    """Return config.json in the authors' layout."""
     layers, last = head.config.feature_layers, head.config.num_target_layers
     used = [name for name in VLLM_ONLY if getattr(head.config, name)]
     if used:
@@ -290,7 +290,7 @@ def sglang_config(head: Eagle3) -> Config:
         "draft_vocab_size": len(head.draft_ids),
         "torch_dtype": "float32",
     }
-    # SpecForge's norm_output says something else; TensorRT-LLM's name for ours tells them apart.
+    # SpecForge's norm_output has another meaning; TensorRT-LLM's name for ours separates them.
     post = {"return_hidden_post_norm": True} if head.config.norm_output else {}
     if post or layers != (2, last // 2, last - 3):
         config["eagle_config"] = {
@@ -307,7 +307,8 @@ def sglang_weights(head: Eagle3) -> dict[str, Tensor]:
 
 
 def _speculators(kind: str, num_tokens: int, target: str, architectures: list[str]) -> Config:
-    """Entries of every config.json in vLLM's layout, version 0.9 of the package speculators."""
+    """Return common config.json entries for vLLM's layout, version 0.9 of the speculators
+    package."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": num_tokens,
@@ -331,7 +332,7 @@ def _speculators(kind: str, num_tokens: int, target: str, architectures: list[st
 def speculators_config(
     head: Eagle3, target: str, architectures: list[str], num_tokens: int
 ) -> Config:
-    """config.json of vLLM's layout of EAGLE-3."""
+    """Return config.json in vLLM's EAGLE-3 layout."""
     window = {}
     if head.config.sliding_window is not None:
         window = {
@@ -347,7 +348,7 @@ def speculators_config(
         | {"num_aux_hidden_states": len(head.config.feature_layers)},
         "draft_vocab_size": len(head.draft_ids),
         "eagle_aux_hidden_state_layer_ids": list(head.config.feature_layers),
-        # vLLM takes a missing one for true.
+        # vLLM's default is true.
         "norm_before_residual": head.config.norm_before_residual,
         "norm_before_fc": head.config.norm_before_fc,
         "fc_norm": head.config.fc_norm,
@@ -356,7 +357,7 @@ def speculators_config(
 
 
 def speculators_weights(head: Eagle3, embedding_VH: Tensor) -> dict[str, Tensor]:
-    """Weights without maps of a whole vocabulary, for which vLLM has no parameters."""
+    """Return weights without whole-vocabulary maps, for which vLLM has no parameters."""
     renamed = {
         name.replace("midlayer.", "layers.0."): value
         for name, value in sglang_weights(head).items()
@@ -367,9 +368,9 @@ def speculators_weights(head: Eagle3, embedding_VH: Tensor) -> dict[str, Tensor]
 
 
 def vocabulary_maps(head: Eagle3 | DFlash) -> dict[str, Tensor]:
-    """d2t int64 [U]: target id minus draft id. t2d bool [V]: is in the draft vocabulary.
+    """Return d2t int64 [U]: target id minus draft id, and t2d bool [V]: in the draft vocabulary.
 
-    Zeros and all true for the full vocabulary: SpecForge holds uninitialized maps without them.
+    Zeros and all true for the full vocabulary: without them SpecForge's maps stay uninitialized.
     """
     t2d = torch.zeros(head.target_vocab_size, dtype=torch.bool)
     t2d[head.draft_ids] = True
@@ -377,10 +378,10 @@ def vocabulary_maps(head: Eagle3 | DFlash) -> dict[str, Tensor]:
 
 
 def eagle_config(head: Eagle) -> Config:
-    """config.json of the authors' layout of EAGLE-1.
+    """Return config.json in the authors' EAGLE-1 layout.
 
-    vLLM drops a bias of ``fc`` without a word, and then accepts nothing. So only a head without one
-    has the name that vLLM knows. ``bias`` is not written: SGLang takes it for the attention's.
+    vLLM silently drops a bias in ``fc``, and then accepts nothing. So only a head without one gets
+    the name that vLLM knows. ``bias`` is not written: SGLang would apply it to the attention.
     """
     names = ["LlamaForCausalLMEagle"] + ["EagleLlamaForCausalLM"] * (not head.config.fc_bias)
     biases = {"attention_bias": True, "qkv_bias": True} if head.config.attention_bias else {}
@@ -388,10 +389,10 @@ def eagle_config(head: Eagle) -> Config:
 
 
 def eagle_weights(head: Eagle) -> dict[str, Tensor]:
-    """Weights without the embedding and the LM head, which engines take from the target.
+    """Return weights without the embedding and the LM head, which engines take from the target.
 
-    SGLang has a bias of ``fc`` in every head, and of ``o_proj`` where queries have one. A file
-    without them would leave them as memory happens to be.
+    SGLang allocates a bias for ``fc`` in every head, and for ``o_proj`` where queries have one.
+    Missing from the file, they would stay uninitialized.
     """
     weights = {
         name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: value
@@ -405,9 +406,9 @@ def eagle_weights(head: Eagle) -> dict[str, Tensor]:
 
 
 def mtp_parts(head: MTP, found: TargetFiles) -> tuple[Config, dict[str, Tensor]]:
-    """The target's config.json, its embedding and LM head, and the layer as it has it.
+    """Return the target's config.json, its embedding and LM head, and the layer in its own form.
 
-    Engines read the folder as they read the target's own when they look for its MTP layer.
+    Engines read the folder as they read the target's own to find its MTP layer.
     """
     if not head.config.native:
         raise ValueError(
@@ -416,14 +417,14 @@ def mtp_parts(head: MTP, found: TargetFiles) -> tuple[Config, dict[str, Tensor]]
         )
     head.reference.check_fingerprint(found.fingerprint)
     layers: Config = {"mtp_num_hidden_layers": 1}
-    text = found.config.get("text_config")  # of models that also see
+    text = found.config.get("text_config")  # for vision-language models
     config = found.config | (layers if text is None else {"text_config": text | layers})
     own = {MTP_PREFIX + name: value for name, value in head.state_dict().items()}
     return config, own | found.weights
 
 
 def dflash_config(head: DFlash) -> Config:
-    """config.json of the authors' layout of DFlash."""
+    """Return config.json in the authors' DFlash layout."""
     return {
         "architectures": ["DFlashDraftModel"],
         **_block_config(head, lowest=1),
@@ -435,7 +436,7 @@ def dflash_config(head: DFlash) -> Config:
 
 
 def dspark_config(head: DSpark) -> Config:
-    """config.json of the authors' layout of DSpark, DeepSpec's."""
+    """Return config.json in the authors' DSpark layout, DeepSpec's."""
     config = head.config
     if not config.markov_rank:
         raise ValueError(
@@ -448,7 +449,7 @@ def dspark_config(head: DSpark) -> Config:
         **_block_config(head, lowest=0),
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [layer - 1 for layer in config.feature_layers],
-        "num_anchors": 512,  # its reader wants one, which decoding never reads
+        "num_anchors": 512,  # required by its reader, unused in decoding
         "markov_rank": config.markov_rank,
         "markov_head_type": "vanilla",
         "sample_from_anchor": config.sample_from_anchor,
@@ -458,7 +459,8 @@ def dspark_config(head: DSpark) -> Config:
 
 
 def _block_config(head: DFlash, lowest: int) -> Config:
-    """Entries of both block heads; a layer number is of a layer's output, -1 of the embedding."""
+    """Return entries for both block heads; a layer number means a layer's output, -1 the
+    embedding."""
     layers, last = head.config.feature_layers, head.config.num_target_layers
     if not all(lowest <= layer < last for layer in layers):
         raise ValueError(
@@ -480,7 +482,7 @@ def _block_config(head: DFlash, lowest: int) -> Config:
 
 
 def block_speculators_config(head: DFlash, target: str, architectures: list[str]) -> Config:
-    """config.json of vLLM's layout of DFlash and DSpark."""
+    """Return config.json in vLLM's layout for DFlash and DSpark."""
     config, own = head.config, {}
     if isinstance(config, DSparkConfig):
         own = {
@@ -498,14 +500,15 @@ def block_speculators_config(head: DFlash, target: str, architectures: list[str]
         "aux_hidden_state_layer_ids": list(config.feature_layers),
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.first_row == 0,
-        # Of windows, which there are none of; vLLM takes false for a causal block all the same.
+        # There are no windows; vLLM reads false as a causal block all the same.
         "sliding_window_non_causal": True,
         **own,
     }
 
 
 def block_speculators_weights(head: DFlash, head_VH: Tensor) -> dict[str, Tensor]:
-    """Embedding and LM head are read off the target, but for the rows of a draft vocabulary."""
+    """Return the weights: embedding and LM head come from the target, except draft-vocabulary
+    rows."""
     weights = head.state_dict()
     if weights.pop("draft_ids", None) is None:
         return weights
@@ -513,9 +516,9 @@ def block_speculators_weights(head: DFlash, head_VH: Tensor) -> dict[str, Tensor
 
 
 def _layer_config(head: Draft) -> Config:
-    """The head's decoder layers as a configuration of a Llama or Qwen3.
+    """Return the head's decoder layers as a Llama or Qwen3 configuration.
 
-    Rotary positions are given twice: readers before transformers 5 know only the first form.
+    Rotary settings are given twice: readers before transformers 5 know only the first form.
     """
     layer = head.layer_config
     rope = dict(layer.rope_parameters)

@@ -1,7 +1,7 @@
-"""Uploading a checkpoint, or an export for a serving engine, to the Hub.
+"""Upload a checkpoint, or an export for a serving engine, to the Hub.
 
-What is there already is not sent again: huggingface_hub compares every file with the branch, and
-the storage of large files knows those that an upload sent before it broke off.
+Existing content is not sent again: huggingface_hub compares every file with the branch, and the
+large-file storage knows files sent by an interrupted upload.
 """
 
 import json
@@ -34,13 +34,13 @@ from pipedraft.models.fingerprint import read_target
 from pipedraft.pretrained import hub_link
 
 Files = dict[str, str | bytes | Path]
-"""Name of an uploaded file -> its content, or the file to send."""
+"""Uploaded file's name -> its content, or the file to send."""
 WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """Options of an upload."""
+    """Upload options."""
 
     repo: str
     revision: str | None = None
@@ -48,15 +48,15 @@ class Upload:
     private: bool = False
     message: str | None = None
     results: Path | None = None
-    """results.json of an evaluation of this checkpoint."""
+    """results.json from an evaluation of this checkpoint."""
     target: str | None = None
-    """Hub id of the target, where the training knew it as a folder."""
+    """The target's Hub id, if training used a folder."""
     is_half: bool = False
-    """Weights in fp16, which loading makes float32 again."""
+    """Upload weights in fp16; loading makes them float32 again."""
 
 
 def model_card(description: Description) -> str:
-    """Card of a checkpoint that is on no Hub yet; reads files only.
+    """Return the card for a checkpoint not yet on the Hub; reads only files.
 
     Args:
         description: its config.json.
@@ -68,7 +68,7 @@ def model_card(description: Description) -> str:
 
 
 def check_repo_id(repo: str) -> None:
-    """Raise ValueError for what names no repository of a user; no such name leaves a folder."""
+    """Raise ValueError for an invalid repository name; valid names cannot leave a folder."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -78,13 +78,13 @@ def check_repo_id(repo: str) -> None:
 
 
 def prepare_upload(folder: Path, upload: Upload) -> Files:
-    """Files that belong on the Hub, never the training state: name -> text, or file to send.
+    """Return files for the Hub, never the training state: name -> text, or file to send.
 
-    A README.md that was written by hand is taken as it is.
+    A hand-written README.md is kept unchanged.
 
     Raises:
-        ValueError: no complete checkpoint or export, another target than the draft's, results of
-            other weights, or results for a card that was written by hand.
+        ValueError: no complete checkpoint or export, another target than the draft's, results for
+            other weights, or results for a hand-written card.
     """
     origin = Origin.read(folder) if (folder / ORIGIN_FILE).is_file() else None
     description = read_description(folder) if origin is None else origin.description
@@ -105,7 +105,7 @@ def prepare_upload(folder: Path, upload: Upload) -> Files:
 
 
 def fill_folder(folder: Path, files: Files) -> None:
-    """Write what ``prepare_upload`` found."""
+    """Write the files from ``prepare_upload``."""
     for name, content in files.items():
         if isinstance(content, Path):
             shutil.copyfile(content, folder / name)
@@ -118,7 +118,7 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def _check_weights(folder: Path, *, is_export: bool) -> None:
-    """Refuse what nobody could load, or decode with."""
+    """Refuse weights that nobody could load, or decode with."""
     path = folder / WEIGHTS_FILE
     for needed in (folder / CONFIG_FILE, path):
         if not needed.is_file():
@@ -139,7 +139,7 @@ def _check_weights(folder: Path, *, is_export: bool) -> None:
 
 
 def _with_target(description: Description, name: str, *, is_export: bool) -> Description:
-    """The description with another name of the same target."""
+    """Return the description with another name for the same target."""
     if is_export:
         raise ValueError(
             f"--target: {name!r} for an export, whose configuration names it too; give it to "
@@ -171,10 +171,10 @@ def _card(
 
 
 def _halved(path: Path) -> dict[str, Tensor]:
-    """Return weights in fp16, which has eleven bits where bf16 has eight.
+    """Return weights in fp16, which has 11 significant bits (bf16: 8).
 
     Raises:
-        ValueError: a weight that fp16 cannot hold.
+        ValueError: a weight outside the fp16 range.
     """
     weights = load_file(path)
     floats = {name: value for name, value in weights.items() if value.is_floating_point()}
@@ -191,10 +191,10 @@ def _halved(path: Path) -> dict[str, Tensor]:
 
 
 def identity_of(texts: Mapping[str, object]) -> tuple[object, ...]:
-    """Return what must not be mixed up in one folder: layout, type, stages and target of a draft.
+    """Return the fields that must match within one folder: draft layout, type, stages and target.
 
     Args:
-        texts: config.json and pipedraft.json, where there are such; empty: of another model.
+        texts: config.json and pipedraft.json, if present; empty: from another model.
     """
     try:
         layout, description = None, json.loads(str(texts[CONFIG_FILE]))
@@ -212,12 +212,12 @@ def push(files: Files, upload: Upload) -> str:
     """Create the repository and the branch if needed and upload ``files``.
 
     Returns:
-        Address of the commit, of the newest one where nothing had changed.
+        Address of the commit, or of the newest one if nothing changed.
 
     Raises:
-        ValueError: no token or right, a card that the Hub refuses, other content in the
+        ValueError: no token or permission, a card that the Hub refuses, other content in the
             repository, or a public repository for a private upload.
-        Failure: the Hub cannot be reached, breaks off or stays silent.
+        Failure: the Hub is unreachable, breaks off or stays silent.
     """
     api, repo, revision = HfApi(), upload.repo, upload.revision
     with hub_link(f"--repo: {repo!r}"):
@@ -258,9 +258,9 @@ def push(files: Files, upload: Upload) -> str:
 def _check_content(
     api: HfApi, files: Files, upload: Upload, info: ModelInfo, *, is_new_branch: bool
 ) -> None:
-    """Refuse to write over something else, or to put files among those of another model.
+    """Refuse to overwrite other content, or to mix files with another model's.
 
-    A new branch begins with the files of the main one, and may become another draft.
+    A new branch begins with the main branch's files, and may become another draft.
     """
     names = {sibling.rfilename for sibling in info.siblings or ()}
     if not any(name == CONFIG_FILE or name.endswith(WEIGHTS_SUFFIXES) for name in names):

@@ -1,10 +1,10 @@
-"""EAGLE-3 and DFlash heads as GGUF files, as llama.cpp's converter writes them.
+"""Export EAGLE-3 and DFlash heads as GGUF files, as llama.cpp's converter writes them.
 
     llama-server -m TARGET.gguf -md OUT/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max 3
 
-Embedding and, of a whole vocabulary, DFlash's LM head are read off the target. The tokenizer is
-copied from the target's GGUF file, because llama.cpp compares the two. Names and keys are those of
-llama.cpp's ``conversion/llama.py`` and ``conversion/qwen.py`` of 2026-08-24.
+llama.cpp reads the embedding and, for a whole vocabulary, DFlash's LM head from the target. The
+tokenizer is copied from the target's GGUF file, because llama.cpp compares the two. Names and keys
+follow llama.cpp's ``conversion/llama.py`` and ``conversion/qwen.py`` as on 2026-08-24.
 """
 
 # N query or key heads, D head size
@@ -28,7 +28,7 @@ from pipedraft.models.fingerprint import read_target
 FILE = "draft.gguf"
 KINDS: dict[str, type[Eagle3 | DFlash]] = {"eagle3": Eagle3, "dflash": DFlash}
 UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window")
-"""Settings of EAGLE-3 heads that llama.cpp does not read."""
+"""EAGLE-3 settings that llama.cpp does not read."""
 NUM_EAGLE_LAYERS = 3
 AROUND = {
     "norm": "output_norm",
@@ -51,15 +51,15 @@ BLOCK = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""Modules of a decoder layer, and their names in a GGUF file."""
+"""Decoder layer modules, and their names in a GGUF file."""
 
 
 def export_gguf(folder: Path, out: Path, *, target: str | None) -> tuple[list[Path], str]:
-    """Write a checkpoint of a head as ``out``/draft.gguf.
+    """Write a head's checkpoint as ``out``/draft.gguf.
 
     Args:
         folder: checkpoint folder.
-        target: GGUF file of the target, in any quantization.
+        target: the target's GGUF file, in any quantization.
 
     Returns:
         The files, and the shell command that serves the target with the head.
@@ -93,7 +93,7 @@ def export_gguf(folder: Path, out: Path, *, target: str | None) -> tuple[list[Pa
 
 
 def load_head(folder: Path) -> tuple[Eagle3 | DFlash, list[float]]:
-    """Load a checkpoint with its LM head; return its validated acceptance, too."""
+    """Load a checkpoint with its LM head; also return its validated acceptance."""
     description = read_description(folder)
     kind = description["draft_type"]
     if kind not in KINDS:
@@ -111,7 +111,7 @@ def load_head(folder: Path) -> tuple[Eagle3 | DFlash, list[float]]:
 
 
 def check_head(head: Eagle3 | DFlash) -> None:
-    """Refuse by name what llama.cpp has no place for."""
+    """Refuse by name every setting that llama.cpp does not support."""
     config, rope = head.config, head.layer_config.rope_parameters
     found: dict[str, Any] = {}
     if isinstance(head, Eagle3):
@@ -128,9 +128,8 @@ def check_head(head: Eagle3 | DFlash) -> None:
 
 
 def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
-    """Tensors by GGUF's names. Rows of EAGLE-3's queries and keys are in the order of its rotation:
-    llama.cpp rotates neighbors there, and halves in a DFlash.
-    """
+    """Return tensors by GGUF name. Permute EAGLE-3's query and key rows for llama.cpp's rotation:
+    it rotates neighbors there, and halves in a DFlash."""
     layer = head.layer_config
     tensors: dict[str, Tensor] = {}
     heads = {"attn_q": layer.num_heads, "attn_k": layer.num_key_value_heads}
@@ -157,7 +156,7 @@ def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
 
 
 def read_tokenizer(file: Path, head: Eagle3 | DFlash) -> dict[str, Any]:
-    """Return the tokenizer's fields of the target's GGUF file.
+    """Return the tokenizer fields from the target's GGUF file.
 
     Raises:
         ValueError: another target.

@@ -1,15 +1,14 @@
-"""DFlash and DSpark heads that others trained, in the four layouts that they are published in.
+"""Import DFlash and DSpark heads from other projects, in their four published layouts.
 
-    DFlash               the authors': DFlashDraftModel, settings of the block in dflash_config
-    DSpark               the authors' (DeepSpec): Qwen3DSparkModel, all settings side by side
-    DSpark               SpecForge's: DSparkDraftModel, settings of the block in dflash_config
-    DFlash and DSpark    vLLM's, of the package speculators: speculators_model_type
+    DFlash               the authors': DFlashDraftModel, block settings in dflash_config
+    DSpark               the authors' (DeepSpec): Qwen3DSparkModel, all settings on one level
+    DSpark               SpecForge's: DSparkDraftModel, block settings in dflash_config
+    DFlash and DSpark    vLLM's, from the speculators package: speculators_model_type
 
-The tensors have the same names in all. Where the files have an embedding and an LM head, they are
-the target's.
+Tensor names are the same in all. An embedding or LM head in the files is the target's.
 """
 
-# H hidden, V target vocabulary, r rank of the table of token pairs
+# H hidden, V target vocabulary, r rank of the token-pair table
 
 import msgspec
 import torch
@@ -39,7 +38,7 @@ PAIRS, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True):
-    """``dflash_config``: settings that may also stand beside it, and those that change nothing."""
+    """``dflash_config``: settings that may also be outside it, and settings without effect."""
 
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
@@ -57,7 +56,7 @@ class _Block(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Given(msgspec.Struct):
-    """Settings beside those of the decoder layers."""
+    """Settings besides those for the decoder layers."""
 
     num_hidden_layers: int
     mask_token_id: int
@@ -77,7 +76,7 @@ class _Given(msgspec.Struct):
 
 
 def block_head(peer: Peer, found: TargetFiles, reference: TargetReference) -> DFlash:
-    """The head; one of DFlash's kind whose anchor gives a draft token is a DSpark without a table.
+    """Return the head; a DFlash whose anchor gives a draft token becomes a DSpark without a table.
 
     Raises:
         ValueError: a setting or a tensor that cannot be expressed.
@@ -131,7 +130,7 @@ def _kind(peer: Peer) -> type[DFlash]:
 
 
 def _settings(peer: Peer) -> Values:
-    """All settings side by side, whichever part of the configuration they stand in."""
+    """Return all settings on one level, from any part of the configuration."""
     block = convert(peer, {"dflash_config": peer.config.get("dflash_config", {})}, _Nested)
     inner = block.dflash_config
     check(peer, "dflash_config.causal", inner.causal, False)
@@ -140,7 +139,7 @@ def _settings(peer: Peer) -> Values:
     layers = peer.config.get("transformer_layer_config", {})
     if not isinstance(layers, dict) or (layers and layers.get("model_type") != "qwen3"):
         raise peer.refuse("transformer_layer_config", layers, "its model_type is to be qwen3")
-    # What stands beside dflash_config is said first by the readers of the authors' layout.
+    # Readers of the authors' layout prefer settings outside dflash_config.
     return given | peer.config | layers
 
 
@@ -149,7 +148,8 @@ class _Nested(msgspec.Struct):
 
 
 def _pairs(peer: Peer, given: _Given, hidden: int) -> Values:
-    """Settings of DSpark's two small heads by the tensors, which the configuration may not deny."""
+    """Return settings for DSpark's two small heads from the tensors; the configuration must
+    agree."""
     rank = peer.weights[PAIRS].shape[-1] if PAIRS in peer.weights else 0
     proj = peer.weights.get(CONFIDENCE)
     reads_pair = proj is not None and proj.shape[-1] != hidden
@@ -172,7 +172,7 @@ def _pairs(peer: Peer, given: _Given, hidden: int) -> Values:
 
 
 def _feature_layers(peer: Peer, given: _Given, depth: int) -> tuple[int, ...]:
-    """A number of speculators' is of a layer's input, one of the others' of its output."""
+    """Return layer numbers as inputs, as in speculators; the other layouts count outputs."""
     if given.aux_hidden_state_layer_ids is not None:
         key, numbers, shift = "aux_hidden_state_layer_ids", given.aux_hidden_state_layer_ids, 0
     elif given.target_layer_ids is not None:

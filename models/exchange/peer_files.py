@@ -1,7 +1,7 @@
-"""What every layout of a head that others trained is read by: files, settings, vocabulary, tensors.
+"""Shared functions to import heads from other projects: files, settings, vocabulary, tensors.
 
-Pickled files are opened with ``weights_only=True``: tensors and plain values, no code. A setting or
-a tensor that cannot be expressed in ours is refused by its name and value.
+Pickled files are opened with ``weights_only=True``: tensors and plain values, no code. An
+inexpressible setting or tensor is refused by its name and value.
 """
 
 # H hidden, V target vocabulary, U draft vocabulary
@@ -29,11 +29,11 @@ from pipedraft.models.mtp import MTP_PREFIX
 from pipedraft.pretrained import explained, first_line, hub_link, read_config
 
 MAX_BYTES = 2**36
-"""Of one file of weights; larger ones are no draft."""
+"""Maximum size of a weight file; larger files are no drafts."""
 PICKLED = (".bin", ".pt", ".pth")
 
 NEXT_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
-"""DeepSeek-V3 and GLM-4.5 have their MTP layer as one more of the decoder, of these names."""
+"""Names in DeepSeek-V3 and GLM-4.5, which store the MTP layer as an extra decoder layer."""
 NEXT_NAMES = {
     "enorm.weight": "pre_fc_norm_embedding.weight",
     "hnorm.weight": "pre_fc_norm_hidden.weight",
@@ -44,10 +44,10 @@ NEXT_NAMES = {
 }
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""model_type of a head's decoder layer."""
+"""model_type values for a head's decoder layer."""
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 UNREAD = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.", "layers.0.self_attn.rotary_emb.")
-"""Tensors that are the target's, or made anew from the configuration."""
+"""Tensors that belong to the target, or are recomputed from the configuration."""
 EMBEDDING = "embed_tokens.weight"
 
 Weights = dict[str, Tensor]
@@ -56,7 +56,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 def place_of(name: str, revision: str | None) -> Path:
-    """Folder or file on this machine, downloaded if need be."""
+    """Return the local folder or file, downloaded if needed."""
     place = Path(name)
     if place.exists():
         return place
@@ -68,7 +68,7 @@ def place_of(name: str, revision: str | None) -> Path:
 
 
 def read_head(name: str, place: Path) -> tuple[Values, Weights]:
-    """Configuration and weights of a folder or a file; of a target its MTP layer alone."""
+    """Read configuration and weights from a folder or a file; from a target only its MTP layer."""
     folder = place if place.is_dir() else place.parent
     files = [place]
     if place.is_dir():
@@ -105,7 +105,7 @@ def read_head(name: str, place: Path) -> tuple[Values, Weights]:
 
 
 def _prefix(name: str, files: list[Path]) -> str:
-    """Prefix of the names of the wanted tensors.
+    """Return the name prefix for the wanted tensors.
 
     Raises:
         ValueError: several MTP layers.
@@ -120,7 +120,7 @@ def _prefix(name: str, files: list[Path]) -> str:
 
 
 def _mtp_name(key: str, prefix: str) -> str:
-    """Qwen3.5's name of a tensor of an MTP layer."""
+    """Return Qwen3.5's name for an MTP layer's tensor."""
     if prefix in ("", MTP_PREFIX):
         return key
     key = key.removeprefix(prefix)
@@ -148,7 +148,7 @@ def _opened(file: Path) -> Iterator[safe_open]:
 
 
 def _unpickle(file: Path) -> Values:
-    """Tensors and plain values of a file of torch.save; anything else is refused unexecuted."""
+    """Read tensors and plain values from a torch.save file; refuse anything else unexecuted."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
@@ -169,7 +169,7 @@ class Peer:
     """A head as its trainer wrote it."""
 
     name: str
-    """What the user gave."""
+    """The name as the user gave it."""
     config: Values
     weights: Weights
     revision: str | None = None
@@ -195,7 +195,7 @@ def convert(peer: Peer, settings: Values, kind: type[Fields]) -> Fields:
 
 
 def layer_of(peer: Peer, settings: Values, reference: TargetReference) -> LayerConfig:
-    """Shape of the decoder layer; what the tensors say is not asked of the configuration."""
+    """Return the decoder layer's shape, from the tensors where possible, else the configuration."""
     own, name = peer.weights, peer.name
     kind = settings.get("model_type")
     known = {key: value for key, value in settings.items() if key != "architectures"}
@@ -212,7 +212,7 @@ def layer_of(peer: Peer, settings: Values, reference: TargetReference) -> LayerC
     if rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise peer.refuse("rope_parameters", dict(rope), f"known types: {', '.join(ROPE_TYPES)}")
     gate = next((x for key, x in own.items() if key.endswith("mlp.gate_proj.weight")), None)
-    # A size that the file does not hold would be memory for nothing.
+    # A size not backed by the file would waste memory.
     if gate is not None:
         check(peer, "intermediate_size", layer.intermediate_size, gate.shape[0])
     return replace(
@@ -225,7 +225,7 @@ def layer_of(peer: Peer, settings: Values, reference: TargetReference) -> LayerC
 def vocabulary_of(
     peer: Peer, weights: Weights, size: int | None, reference: TargetReference
 ) -> tuple[Weights, Tensor]:
-    """The weights without the maps, and the target id of every draft token."""
+    """Return the weights without the maps, and every draft token's target id."""
     weights = dict(weights)
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
     num_tokens, head = size_of(reference), weights.get("lm_head.weight")
@@ -245,14 +245,14 @@ def vocabulary_of(
 
 
 def check_ids(peer: Peer, key: str, ids: Tensor, num_tokens: int) -> None:
-    """Refuse draft tokens that are none of the target's, or twice the same."""
+    """Refuse draft tokens outside the target's vocabulary, or duplicates."""
     if len(ids.unique()) != len(ids) or not bool(((ids >= 0) & (ids < num_tokens)).all()):
         found = f"{int(ids.min())}..{int(ids.max())}"
         raise peer.refuse(key, found, f"ids of 0..{num_tokens - 1}, each once")
 
 
 def fill(peer: Peer, head: Head, weights: Weights, found: TargetFiles) -> Head:
-    """The head with these weights, in float32, each of which it must have and no other."""
+    """Load these weights into the head, in float32; names must match exactly."""
     embedding = weights.pop(EMBEDDING, None)
     if embedding is not None:
         check_shared(peer, EMBEDDING, embedding, found.embedding_VH)

@@ -1,18 +1,18 @@
-"""Heads that others trained, made checkpoints of this project.
+"""Import heads from other projects as checkpoints.
 
-What a folder holds is told by its tensors and its config.json:
+Tensors and config.json identify a folder's layout:
 
     EAGLE-1              SafeAILab's, also as SGLang and vLLM load it: fc [H, 2 H], layers.0.*
     EAGLE-3              SafeAILab's and SGLang's (SpecForge writes it): midlayer.*
-    EAGLE-3              vLLM's, of the package speculators: layers.0.*, speculators_model_type
-    DFlash, DSpark       their authors', SpecForge's, and vLLM's of speculators: hidden_norm
-    MTP                  of a target itself: mtp.* (Qwen3.5), or one more layer of its decoder
-                         (DeepSeek-V3, GLM-4.5), where that is a Llama's or a Qwen's
+    EAGLE-3              vLLM's, from the speculators package: layers.0.*, speculators_model_type
+    DFlash, DSpark       their authors', SpecForge's, and vLLM's speculators: hidden_norm
+    MTP                  a target's own: mtp.* (Qwen3.5), or an extra decoder layer
+                         (DeepSeek-V3, GLM-4.5), if it is a Llama's or a Qwen's
     SPD                  the authors' .pt files, versions 10 and 11
 
-Every setting is either expressed in ours or refused by its name and value; so is every tensor. The
-embedding of tokens is taken from the target, and one in the file has to be the same. Pickled files
-are opened with ``weights_only=True``: tensors and plain values, no code.
+Every setting and tensor is either converted or refused by its name and value. The token embedding
+comes from the target; one in the file must equal it. Pickled files are opened with
+``weights_only=True``: tensors and plain values, no code.
 """
 
 # H hidden, V target vocabulary, U draft vocabulary
@@ -54,11 +54,11 @@ from pipedraft.models.spd import SPD, SPDConfig
 from pipedraft.pretrained import load_config
 
 UNKNOWN_LAYER = re.compile(r"experts?\.|mlp\.gate\.|_a_proj|kv_b_proj")
-"""Tensors of experts, and of DeepSeek's latent attention, in an MTP layer."""
+"""MTP layer tensors for experts, and for DeepSeek's latent attention."""
 
 
 class _Fields(msgspec.Struct):
-    """Settings of a head beside those of its decoder layer."""
+    """Head settings besides those for its decoder layer."""
 
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -82,16 +82,16 @@ def import_head(
     """Write a published head as a checkpoint.
 
     Args:
-        name: folder, file of weights or repository on the Hub.
-        target: folder or Hub id of the target that the head was trained for.
-        out: made by one rename when every file is written.
-        revision: of the repository.
+        name: folder, weight file or Hub repository.
+        target: folder or Hub id of the head's target.
+        out: created by one rename when every file is written.
+        revision: for the repository.
 
     Returns:
         The draft, and the files.
 
     Raises:
-        ValueError: an unknown layout, a setting or tensor that cannot be expressed, another target.
+        ValueError: an unknown layout, an inexpressible setting or tensor, another target.
     """
     place = place_of(name, revision)
     peer = Peer(name, *read_head(name, place), revision)
@@ -139,13 +139,13 @@ def _eagle3(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle
     norm_output = bool(given.norm_output)
     if not is_vllm:
         norm_output = bool(given.eagle_config.get("return_hidden_post_norm"))
-        # SpecForge's norm_output is another one: whether the LM head reads normed states.
+        # SpecForge's norm_output differs: it says if the LM head reads normed states.
         check(peer, "norm_output", given.norm_output in (None, True), True)
     num_layers = int(reference.fingerprint["num_layers"])
     weights = {key.replace("layers.0.", "midlayer."): value for key, value in peer.weights.items()}
     weights, draft_ids = vocabulary_of(peer, weights, given.draft_vocab_size, reference)
     if len(draft_ids) == size_of(reference):
-        # A head without one reads the target's.
+        # A head without an LM head uses the target's.
         weights.setdefault("lm_head.weight", found.head_VH)
     config = Eagle3Config(
         feature_layers=_feature_layers(peer, given, num_layers),
@@ -166,7 +166,7 @@ def _eagle3(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle
 def _eagle(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle:
     _fields(peer, peer.config)
     layer = layer_of(peer, peer.config, reference)
-    # An export has biases of zeros, where engines would otherwise read memory as it is.
+    # Exports contain zero biases, because engines would otherwise read uninitialized memory.
     weights = {
         key.replace("layers.0.", "layer."): value
         for key, value in peer.weights.items()
@@ -181,10 +181,10 @@ def _eagle(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle:
 
 
 def _mtp(peer: Peer, found: TargetFiles, reference: TargetReference) -> MTP:
-    """Beside its MTP layer a target has all its other weights, and an export has some of them.
+    """Return an MTP layer from a target's weights, or from an export with only some of them.
 
-    DeepSeek's and GLM's layers have copies of the embedding and of the LM head instead. Their
-    states are fed back as SGLang does it, normed; vLLM norms them for the LM head alone.
+    DeepSeek's and GLM's layers contain copies of the embedding and the LM head instead. Their
+    states are fed back normed, as in SGLang; vLLM norms them only for the LM head.
     """
     settings = load_config(reference.name, None).get_text_config()
     if settings.model_type not in (*FAMILIES, "qwen3_5_text"):
@@ -220,7 +220,8 @@ def _fields(peer: Peer, settings: Values) -> _Fields:
 
 
 def _feature_layers(peer: Peer, given: _Fields, num_layers: int) -> tuple[int, ...]:
-    """Index i is the input of the target's layer i; SGLang's eagle_config counts outputs."""
+    """Return layer inputs: index i is the input of the target's layer i; SGLang's eagle_config
+    counts outputs."""
     key = "eagle_aux_hidden_state_layer_ids"
     check(peer, "use_aux_hidden_state", given.eagle_config.get("use_aux_hidden_state", True), True)
     numbers, shift = given.eagle_aux_hidden_state_layer_ids, 0
@@ -235,7 +236,7 @@ def _feature_layers(peer: Peer, given: _Fields, num_layers: int) -> tuple[int, .
 
 
 def _window(peer: Peer, given: _Fields) -> int | None:
-    """Sliding window of the one layer, if ``layer_types`` says that it slides."""
+    """Return the layer's sliding window, if ``layer_types`` says that it slides."""
     kind = (given.layer_types or ["full_attention"])[0]
     if kind not in ("full_attention", "sliding_attention"):
         raise peer.refuse("layer_types", given.layer_types, "known: full and sliding attention")
@@ -265,10 +266,10 @@ class _Module(msgspec.Struct):
 
 
 def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
-    """The module of version 10 (a list of layers for each depth) or 11 (anchors).
+    """Return the module from version 10 (a list of layers per depth) or 11 (anchors).
 
-    Committed rows are read at depth n, whatever trained_with_use_deepest says: their states are
-    known to the last layer.
+    Committed rows are read at depth n, for any trained_with_use_deepest: their states are known up
+    to the last layer.
     """
     given = convert(peer, peer.config, _Module)
     if given.version not in (10, 11) or given.stage_layers is not None:
@@ -287,7 +288,7 @@ def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
         draft_vocab_size=None if given.draft_token_ids is None else len(given.draft_token_ids),
         **own,
     )
-    # The modules are Qwen3's decoder layers of the target's sizes, whatever its family.
+    # The modules are Qwen3 decoder layers with the target's sizes, for any target family.
     settings = load_config(reference.name, None).get_text_config()
     layer = LayerConfig.of_target_layer(settings)
     layer = replace(layer, has_query_key_norm=True, has_attention_bias=False)
