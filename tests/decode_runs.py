@@ -321,10 +321,8 @@ def distribution_p_value(target, draft, *, samples=330, **options) -> float:
     """Return the p-value for sampled outputs under the target's distribution.
 
     Every token is compared with its probabilities under the target given all tokens before it.
-    Tokens
-    are counted in two ways. Grouping by the last two tokens shows a fault in any context. Pooling
-    all
-    tokens in probability order shows a preference for likely tokens from fewer samples.
+    Tokens are counted in two ways. Grouping by the last two tokens shows a fault in any context.
+    Pooling all tokens in probability order shows a preference for likely tokens from fewer samples.
     """
     options = {"num_stages": 2, "temperature": 1.3, "max_new_tokens": 8, **options}
     engine, prompt = engine_for(target, draft=draft, **options), [1, 2]
@@ -347,8 +345,7 @@ def unlike_plain_text(target, draft, *, samples=100, **options) -> int:
     """Count sampled outputs unlike the baseline's with the same random numbers.
 
     By the rules gumbel and match every output equals the baseline's, whatever is drafted. This test
-    is
-    stricter than a comparison of distributions.
+    is stricter than a comparison of distributions.
     """
     options = {"temperature": 1.3, "max_new_tokens": 8, **options}
     engine = engine_for(target, draft=draft, num_stages=2, **options)
