@@ -197,7 +197,7 @@ def seed_all() -> None:
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """Limit memory: a size claimed by a file must be compared with the file before any allocation."""
+    """Limit memory: a file's claimed sizes must be compared with the file before any allocation."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2 * 2**30, before[1]))

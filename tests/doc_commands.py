@@ -203,7 +203,7 @@ def read(module: str, words: list[str]) -> None:
 
 @contextmanager
 def training_script() -> Iterator[Any]:
-    """Import the training script for targets as a module; its folder makes its neighbor importable."""
+    """Import the targets' training script as a module, with its folder importable."""
     place = REPOSITORY / "assets" / "target"
     spec = importlib.util.spec_from_file_location("target_training", place / "train.py")
     assert spec is not None and spec.loader is not None

@@ -204,7 +204,7 @@ def scaled_layer(layer: re.Match[str]) -> str:
 
 
 def make_place(folder: Path) -> None:
-    """Make a checkout's files, chats, benchmark files, and local stand-ins for targets on the Hub."""
+    """Make a checkout's files, chats, benchmark files, and stand-ins for targets on the Hub."""
     for name in ("assets", "benchmarks"):
         (folder / name).symlink_to(REPOSITORY / name)
     shutil.copytree(REPOSITORY / "configs", folder / "configs")

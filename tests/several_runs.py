@@ -87,7 +87,7 @@ def decode_alone(target, draft, handle):
 
 
 def check_as_alone(target, draft, handles) -> int:
-    """How many sequences are other ones than alone."""
+    """Count the sequences that differ from decoding alone."""
     wrong = 0
     for handle in handles:
         alone, found = decode_alone(target, draft, handle), handle.future.result(0)
