@@ -107,7 +107,7 @@ class ForkServer:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Fork and return the process id; the process exits with 0 after ``work``, with 1 on failure."""
+    """Fork and return the process id; the child exits with 0 after ``work``, with 1 on failure."""
     pid = os.fork()
     if pid == 0:
         try:

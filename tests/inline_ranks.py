@@ -18,7 +18,7 @@ class Wire(Local):
     """Link that turns every message into bytes and back, as between processes."""
 
     def __init__(self, handle=None, ends=(None, None)) -> None:
-        """``ends``: devices of a direct transfer for tensors on the first one; else all is bytes."""
+        """``ends``: devices of a direct transfer for tensors on the first; else all is bytes."""
         super().__init__(handle)
         self.ends = ends
 
@@ -29,7 +29,7 @@ class Wire(Local):
 
 
 class LateWire(Wire):
-    """Cancellations that arrive too late: every other one comes when the stage is already at work."""
+    """Late cancellations: every other one comes when the stage is already at work."""
 
     count = 0
 

@@ -192,7 +192,7 @@ def test_any_answer_round_trips_through_ids_and_mask(tokenizer, answers):
 
 
 def test_offsets_trimmed_of_whitespace_still_mark_the_whitespace_token():
-    """Byte-level post-processors report "a", "<newline>", "b" in this way: the middle one is empty."""
+    """Byte-level post-processors report "a", "<newline>", "b" this way: the middle one is empty."""
     offsets = [(0, 1), (2, 2), (2, 3)]
     assert mark_tokens(offsets, [(0, 3)]) == [1, 1, 1]
     assert mark_tokens(offsets, [(0, 2)]) == [1, 1, 0]

@@ -51,7 +51,7 @@ def trained(tmp_path_factory) -> Run:
 
 @cache
 def greedy_text(run: Run) -> str:
-    """By transformers alone."""
+    """Greedy output from transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(run.world.target)
     target = AutoModelForCausalLM.from_pretrained(run.world.target, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""Model cards as a Hub on 127.0.0.1 gets them, and exports with theirs."""
+"""Model cards as received by a Hub on 127.0.0.1, and exports with their cards."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ QUESTIONS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range
 
 @pytest.fixture(scope="module")
 def place(no_pictures, tmp_path_factory) -> Place:
-    """Also prompts, and what two of the drafts measured on them."""
+    """Place with prompts, and measurements for two drafts on them."""
     folder = tmp_path_factory.mktemp("hub")
     place = make_place(folder)
     write_rows(folder / "gsm8k" / "test.jsonl", *QUESTIONS)
@@ -188,10 +188,10 @@ def commands_of(card: ModelCard) -> list[str]:
 
 
 def run_commands(card: ModelCard, monkeypatch, parsed: Collection[str] = ()) -> list[str]:
-    """Run what a card says, in this process; the programs in order.
+    """Run a card's commands in this process; return the programs in order.
 
     Args:
-        parsed: those of which only the arguments are read.
+        parsed: programs whose arguments are only read.
     """
     programs = []
     for command in commands_of(card):
