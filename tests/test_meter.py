@@ -1,4 +1,4 @@
-"""Never slower: what the meter's trials cost, and exact texts whatever it chooses."""
+"""Never slower: the cost of the meter's trials, and exact outputs whatever it chooses."""
 
 import random
 
@@ -25,7 +25,7 @@ OTHERS = [{"schedule": "spd"}, {"schedule": "pipeinfer"}]
 
 
 def run_rounds(rounds, total, hiccup=0.0):
-    """Time over that of the best part alone; ``rounds``: part -> (tokens, time)."""
+    """Time relative to the best part alone; ``rounds``: part -> (tokens, time)."""
     rng, meter, now, tokens = random.Random(0), DraftMeter(), 0.0, 0
     meter.begin(0.0)
     used = dict.fromkeys(PARTS, 0)
