@@ -49,7 +49,7 @@ def small_draft(target, seed=0):
 
 
 def right_draft(target):
-    """The target itself: always accepted, with caches that must follow every verification result."""
+    """The target itself: always accepted; its caches must follow every verdict."""
     return LanguageModelDraft(target, target)
 
 
@@ -210,7 +210,7 @@ def test_plain_decoding_streams_a_token_per_pass(alone_s):
 
 
 def test_one_batch_is_away_as_published():
-    """If drafting is short and the link slow, enough batches to hide it are in flight by default."""
+    """If drafting is short and the link slow, enough batches to hide it are in flight."""
     most = {}
     for name in ("picospec", "picospec_published"):
         config = simulate(tiny_llama(), None, temperature=1.0).config(METHODS[name])
@@ -243,7 +243,7 @@ def test_bytes_of_draft_tokens_take_their_time():
     [("picospec", 64, 0.008, 7.51), ("picospec_llama", 80, 0.005, 4.33)],
 )
 def test_split_inference_takes_what_picospecs_table_1_says(name, layers, round_trip_s, published):
-    """No constant was fitted to it: three layers on the edge, at the speed of its draft's weights."""
+    """No constant was fitted to it: three layers on the edge, at its draft's speed per weight."""
     times = METHOD_TIMES[name]
     alone_s = times.forward_s(1, alone=True) * (1 - 3 / layers)
     token_s = 3 * times.edge_layer_s + round_trip_s + alone_s

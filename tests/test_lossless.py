@@ -155,7 +155,7 @@ def test_both_tests_of_sampled_text_catch_the_published_tree_rule(monkeypatch):
 
 def test_the_comparison_notices_a_draw_that_depends_on_the_draft(monkeypatch):
     class TakesTheFirstChild(RULES["gumbel"]):
-        """Accepts a draft token whenever the target's probability for it exceeds one half."""
+        """Accepts the first draft token with probability 0.2, whatever the target says."""
 
         def walk(self, tree, verdicts_R):
             children = tree.children(0)

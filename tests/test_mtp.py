@@ -153,7 +153,7 @@ def next_layer(target, weights, number=4):
 
 
 def write_next_layer(tmp_path, family, change=lambda weights: None):
-    """Folders for a target with the layer under these names, and with Qwen3.5's names."""
+    """Folders for the target and for a separate layer, and that layer under Qwen3.5's names."""
     target = tiny(family)
     path = write_target(tmp_path / "target", target, {})
     native = {f"mtp.{name}": x for name, x in make_head(target, "mtp").state_dict().items()}

@@ -103,7 +103,7 @@ def test_steps_follow_the_closed_form(size):
 
 
 def test_a_draft_that_is_never_right_is_asked_rarely():
-    """Output and steps stay the same; a probe now and then notices when draft tokens get accepted."""
+    """Output and steps stay; a probe now and then notices when draft tokens get accepted."""
     eager, rare = (simulated(0.0, PipeInfer(give_up=floor), new_tokens=80) for floor in (0, 0.1))
     assert rare.token_ids == eager.token_ids and rare.num_steps == eager.num_steps
     assert rare.num_drafted < 0.25 * eager.num_drafted

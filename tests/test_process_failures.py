@@ -231,7 +231,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @needs_linux
 def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
-    """Until then no part of it can be reached from another machine."""
+    """Until its end, no part of the launch is reachable from another machine."""
     words = [sys.executable, "-c", WAITING, str(tmp_path)]
     start = "from pipedraft.inference.ranks import launch\nlaunch.LEAVE_S = 0.2\n"
     process = subprocess.Popen([sys.executable, "-c", f"{start}launch.run_ranks(3, {words})"])
@@ -253,7 +253,7 @@ def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
 @pytest.mark.all  # three ranks that import torch and transformers
 @needs_linux
 def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
-    """Until then no part of it can be reached from another machine."""
+    """Until its end, no part of the launch is reachable from another machine."""
     words = [sys.executable, process_failures.__file__, str(folder)]
     start = f"from pipedraft.inference.ranks.launch import run_ranks\nrun_ranks(3, {words})"
     process = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.PIPE, text=True)
