@@ -54,7 +54,7 @@ CHAIN = TreeShape(kind="chain", depth=3)
 TREES_OF_ROUNDS = ("eagle3", "dflash", "language_model")
 """Heads of all kinds, for schedules with the same demands on a head as eagle and flowspec."""
 GROWS_LAYERS = ("spd", "spd_all", "ppsd")
-"""Heads with no other use; the other heads draft for every schedule."""
+"""Heads that only grow layers; the other heads draft for every schedule."""
 SPECIAL = [
     ("spd", "spd", {"timing": "output_states"}),
     ("ppsd", "pipedec", {"tree_width": 4}),

@@ -104,9 +104,10 @@ def started(plan: Plan) -> Iterator[list[BaseProcess]]:
 
 
 def outcome_of(plan: Plan, *, is_stopped: bool = False, launcher_ends_all: bool = False) -> Outcome:
-    """Args:
-    is_stopped: the failing rank cannot end by itself.
-    launcher_ends_all: as torchrun does when one rank has ended in failure.
+    """
+    Args:
+        is_stopped: the failing rank cannot end by itself.
+        launcher_ends_all: as torchrun does when one rank has ended in failure.
     """
     start = time.monotonic()
     with started(plan) as ranks:

@@ -44,7 +44,7 @@ async def test_greedy_text_is_plain_decodings(schedule, right, monkeypatch):
         assert outcome.result.token_ids == greedy_reference(target, prompt, NEW_TOKENS)
         assert sum(outcome.result.round_lengths) == outcome.result.num_tokens
         if schedule == "autoregressive":
-            assert outcome.result.num_steps == NEW_TOKENS - 1  # one pass per token after the prompt's
+            assert outcome.result.num_steps == NEW_TOKENS - 1  # one pass per later token
 
 
 @in_loop

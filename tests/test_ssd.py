@@ -40,8 +40,7 @@ def test_the_output_is_the_targets(acceptance, outcomes, forward):
 
 
 def test_a_draft_that_is_always_right_waits_once():
-    """A batch with m draft tokens gives m + 1 tokens in n steps; drafting overlaps the one before.
-    """
+    """A batch with m draft tokens gives m + 1 tokens in n steps; drafting overlaps the one before."""
     result = decode(1.0)
     assert result.num_steps == NUM_STAGES * TOKENS / (LENGTH + 1)
     assert serial_forwards(result) == [LENGTH] and result.round_lengths == [TOKENS]

@@ -138,7 +138,7 @@ class Runs:
 
     world: World
     changes: dict[str, dict[str, Any]]
-    """Changes for every run by a method."""
+    """Changes for every run, by method."""
     parent: ForkServer
 
     def start(self, method: str, folder: Path, *, changes: dict | None = None, **job: Any) -> int:
@@ -214,7 +214,8 @@ def said(folder: Path) -> str:
 
 @contextlib.contextmanager
 def start_runs(folder: Path, changes: dict[str, dict[str, Any]], *modules: str) -> Iterator[Runs]:
-    """Args:
+    """
+    Args:
         modules: imported besides those that every run needs.
     """
     quieten()
