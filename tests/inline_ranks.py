@@ -29,7 +29,7 @@ class Wire(Local):
 
 
 class LateWire(Wire):
-    """Late cancellations: every other one comes when the stage is already at work."""
+    """Drops every other cancellation, as if it came too late."""
 
     count = 0
 

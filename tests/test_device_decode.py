@@ -308,7 +308,7 @@ class Attentions(TorchFunctionMode):
 
 @pytest.mark.parametrize("head", ["spd", "ppsd", "eagle3", "dflash", "flexspec", "language_model"])
 def test_keys_are_not_repeated_for_the_heads_that_share_them(head):
-    """Of four query heads two each share their keys: the kernel sees them as rows of one head."""
+    """Every two query heads share their keys: the kernel sees them as rows of one head."""
     with Attentions() as found:
         cpu, gpu = decode_twice(head, default_schedule(head), {}, 0.0, LocalPipeline)
     assert cpu.token_ids == gpu.token_ids

@@ -1,4 +1,4 @@
-"""Killed evaluations resume, and shards of one give the report of the whole."""
+"""Killed evaluations resume, and an evaluation's shards give the report of the whole."""
 
 import json
 import os
@@ -104,7 +104,7 @@ def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, arguments, tmp
 
 
 def test_shares_make_the_report_of_the_whole(whole, arguments, tmp_path, capsys):
-    """Also when each shard starts afresh."""
+    """Each shard may also start afresh."""
     for share in ("1/2", "2/2"):
         run(arguments(tmp_path, "--fresh", "--shard", share))
         assert "decoded turns of this share" in capsys.readouterr().out

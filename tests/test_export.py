@@ -1,4 +1,4 @@
-"""Export of EAGLE-3 heads: the layouts, and that the package of vLLM's layout reads them.
+"""Export of EAGLE-3 heads: the layouts, and the package behind vLLM's layout reads them.
 
 The package ``speculators`` pins older versions of transformers and datasets than this project, so
 it cannot be one of its extras. To run the tests that need it, put it beside the environment:
@@ -112,7 +112,7 @@ MAPS = {"d2t": (20,), "t2d": (64,)}
 
 @pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
 def test_the_layout_of_the_authors(tmp_path, make_target):
-    """Also for a Qwen3: engines build every head from Llama's layer, without norms on queries."""
+    """Qwen3 included: engines build every head from Llama's layer, without norms on queries."""
     folder = make_checkpoint(tmp_path, make_target, draft_vocab_size=20)
     export(folder, "sglang", tmp_path / "out")
     config, weights = read(tmp_path / "out")

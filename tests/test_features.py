@@ -229,7 +229,7 @@ def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
 
 
 def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
-    """Of two processes, one looks for shards for longer than a usual collective call may last."""
+    """One of two processes searches for shards beyond the usual limit on a collective call."""
     out = tmp_path / "dump"
     assert dump_killed_at(world, out, 7)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -98,7 +98,7 @@ def test_messages_cannot_act_on_a_terminal_nor_show_a_password(text, shown):
 
 
 def test_a_cause_that_is_raised_again_is_its_own_and_ends(capsys):
-    """As when a library wraps a refusal: the user should see the refusal."""
+    """A library may wrap a refusal: the user should see the refusal itself."""
 
     def fail() -> None:
         try:

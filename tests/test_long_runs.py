@@ -276,7 +276,7 @@ def test_a_run_cut_into_minutes_ends_where_the_whole_one_does(
 def test_a_run_without_a_better_score_ends_and_stays_ended(
     runs, tmp_path, monkeypatch, capsys, minutes, launches
 ):
-    """Also with one step per launch: the steps without a better score are saved."""
+    """One step per launch works too: the number of steps without a better score is saved."""
     scores = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.5, 5: 0.3}
 
     def launch(patience: int) -> Any:

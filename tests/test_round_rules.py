@@ -53,7 +53,7 @@ def drawn_trees(shape: tuple[int, ...]) -> Iterator[tuple[float, TokenTree]]:
 
 
 class Told(float):
-    """A uniform rejected by this many tests and accepted by the next; ``odds`` belong to that draw."""
+    """A uniform rejected by this many tests and accepted by the next; ``odds`` of that draw."""
 
     def __new__(cls, num_rejected: int):
         told = super().__new__(cls, 0.5)

@@ -51,7 +51,7 @@ def test_a_part_reads_its_own_tensors_alone_and_is_equal(name, tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_processes_read_parts_that_make_up_the_layers(name, tmp_path, monkeypatch):
-    """Two nodes with three processes: no row or expert count is a multiple of three."""
+    """Two nodes, three processes each; rows and experts do not divide evenly among them."""
     tiny(name).save_pretrained(tmp_path)
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads of torch do not outlive a fork
 

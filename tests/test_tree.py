@@ -167,7 +167,7 @@ def test_a_pruned_segment_is_the_segment_of_the_rerooted_tree(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_keep_means_the_same_to_every_holder_of_rows(seed):
-    """A holder of S[lo:hi) that lists its rows by name drops exactly the rows that KeepRows drops."""
+    """A holder of S[lo:hi) with a list of row names drops exactly the rows that KeepRows drops."""
     rng = np.random.default_rng(200 + seed)
     total = int(rng.integers(1, 20))
     rows = tuple(np.flatnonzero(rng.random(total) < 0.6).tolist())
