@@ -275,7 +275,7 @@ def read_back(entries: list[RunRecord]) -> list[dict]:
 def source(entries: list, name: str = "a", *, latency: Sequence[dict] = (), **more) -> ReportSource:
     """
     Args:
-        entries: records, or what ``read_back`` made of them.
+        entries: records, or the result of ``read_back`` on them.
     """
     content = to_json({"runs": entries, "latency": list(latency)})
     found = parse(content, Results, "results.json")

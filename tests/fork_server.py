@@ -31,7 +31,7 @@ def answer(run: Callable[[dict[str, Any]], NoReturn], *modules: str) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
         for module in ("deepspeed", *modules):
             importlib.import_module(module)
-    get_checkpoint_conversion_mapping("llama")  # which is built once
+    get_checkpoint_conversion_mapping("llama")  # the mapping is built once
     gc.freeze()  # no process collects garbage among inherited objects
     for line in sys.stdin:
         job = json.loads(line)

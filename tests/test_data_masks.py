@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from pipedraft.data_recipes.chat import mark_tokens
 from pipedraft.data_recipes.conversations import normalize_conversation
 
-# Cuts thinking from every assistant turn that a later user turn follows, as Qwen3's template does.
+# Cuts thinking from every assistant turn before a later user turn, as Qwen3's template does.
 STRIPS_THINKING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -22,7 +22,7 @@ STRIPS_THINKING = (
     "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{ " + TURN.format(content="text") + " }}{% endfor %}" + PROMPT
 )
-# The generation prompt opens the thinking block that finished turns do not have.
+# The generation prompt opens a thinking block; finished turns have none.
 OPENS_THINKING = (
     PLAIN.removesuffix(PROMPT)
     + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"

@@ -1,7 +1,7 @@
 """Export of EAGLE-3 heads: the layouts, and the package behind vLLM's layout reads them.
 
 The package ``speculators`` pins older versions of transformers and datasets than this project, so
-it cannot be one of its extras. To run the tests that need it, put it beside the environment:
+it cannot be one of its extras. To run the tests that need it, put it next to the environment:
 
     pip install --no-deps --target DIR speculators==0.9.0 hs-connectors==0.9.0 loguru openai jiter \
       distro sniffio httpx httpcore certifi protobuf pydantic-settings python-dotenv aiohttp \
@@ -485,7 +485,7 @@ def test_the_package_computes_the_same_logits_at_every_draft_token(tmp_path, opt
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
     with torch.no_grad():
-        model(  # takes ids already shifted: token t + 1 beside the states of position t
+        model(  # takes ids already shifted: token t + 1 with the states of position t
             hidden_states=torch.cat([states[layer][:, :-1] for layer in layers], -1),
             input_ids=ids_T[None, 1:],
             document_ids=torch.zeros(1, LENGTH - 1, dtype=torch.int64),

@@ -82,7 +82,7 @@ def test_the_card_holds_the_measured_figures_as_the_hub_reads_them(
     assert card.data.model_name == "name" and card.data.library_name == "pipedraft"
     assert card.data.tags == ["speculative-decoding", "pipedraft", "spd"]
     assert card.data.datasets == ["openai/gsm8k"]
-    assert str(place.folder / "eval") in card.text  # the command that measured
+    assert str(place.folder / "eval") in card.text  # the measuring command
     assert "Rows by license: mit 5, unknown 2." in card.text
     assert yaml.safe_load(str(card).split("---\n")[1])["model-index"][0]["name"] == "name"
 

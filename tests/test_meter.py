@@ -43,9 +43,9 @@ def run_rounds(rounds, total, hiccup=0.0):
 @pytest.mark.parametrize(
     ("full", "half", "most"),
     [
-        ((1, 1.5), (1, 1.3), 1.03),  # always wrong
+        ((1, 1.5), (1, 1.3), 1.03),  # always rejected
         ((1, 3.0), (1, 2.0), 1.03),
-        ((2, 1.9), (2, 1.4), 1.03),  # half right: a shorter draft makes as many tokens
+        ((2, 1.9), (2, 1.4), 1.03),  # half accepted: a shorter draft makes as many tokens
         ((4, 1.5), (3, 1.4), 1.02),  # good
         ((8, 1.2), (4, 1.1), 1.02),
     ],

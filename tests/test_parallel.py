@@ -96,8 +96,7 @@ def assert_same_run(folder: Path, alone: Path) -> None:
             assert torch.allclose(found[key].double(), value.double(), atol=ABSOLUTE), (name, key)
 
 
-# Every method and every strategy in one pair or another; runs of spd are those that are stopped and
-# go on, below.
+# Every method and every strategy has a pair; the spd runs are stopped and resumed, below.
 PAIRS = [
     *(("ddp", "ppsd"), ("fsdp2", "eagle"), ("fsdp2", "dspark"), ("fsdp2", "flexspec")),
     *(("zero2", "eagle"), ("zero3", "eagle3"), ("zero3", "mtp")),

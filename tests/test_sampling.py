@@ -84,7 +84,7 @@ def test_plain_decoding_has_the_targets_law(rule, filters):
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_every_schedule_gives_plain_decodings_text(way, rule, filters):
-    """Each schedule runs with both rules and both filters; the test above has each rule and filter."""
+    """Schedules run with both rules and both filters; the test above has each rule and filter."""
     found = markov_texts(4, max_new_tokens=40, verifier=rule, **filters.active, **way)
     assert found == plain_texts(4, 40, rule, filters)
 

@@ -273,9 +273,9 @@ def simulated_batch(target, acceptance, *, count, temperature=0.0, **cost):
     ("acceptance", "cost", "most"),
     [
         (0.9, {"row": 0.01, "draft_forward": 0.01}, 8),
-        (0.0, {"row": 0.05, "draft_forward": 0.01}, 0),  # never right
+        (0.0, {"row": 0.05, "draft_forward": 0.01}, 0),  # never accepted
         (0.9, {"row": 0.01, "draft_forward": 4.0}, 0),  # slower than the whole target
-        (0.9, {"row": 0.01, "draft_forward": 0.125}, 2),  # two forwards fit beside a step
+        (0.9, {"row": 0.01, "draft_forward": 0.125}, 2),  # two forwards overlap with a step
     ],
 )
 def test_as_many_sequences_draft_as_pay(llama, acceptance, cost, most):

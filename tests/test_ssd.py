@@ -40,7 +40,7 @@ def test_the_output_is_the_targets(acceptance, outcomes, forward):
 
 
 def test_a_draft_that_is_always_right_waits_once():
-    """A batch with m draft tokens gives m + 1 tokens in n steps; drafting overlaps the one before."""
+    """A batch of m draft tokens gives m + 1 tokens in n steps, drafted during the one before."""
     result = decode(1.0)
     assert result.num_steps == NUM_STAGES * TOKENS / (LENGTH + 1)
     assert serial_forwards(result) == [LENGTH] and result.round_lengths == [TOKENS]
@@ -69,8 +69,7 @@ def test_a_verdict_that_was_no_outcome_is_a_miss():
 
 
 def test_a_late_row_of_a_batch_is_worth_more_than_all_probabilities_above_it():
-    """Of three accepted draft tokens 0.616 each and a rejected one 0.226: 0.616 sqrt(0.616^3) is
-    more."""
+    """Compare 0.226 for a rejected token with 0.616 sqrt(0.616^3), three accepted: the latter is more."""
     assert decode(1.0, outcomes=1).round_lengths == [TOKENS]
 
 

@@ -314,7 +314,7 @@ def test_occupancies_at_the_limits():
 
 
 def test_processes_share_the_validation_rows_and_run_equally_often(world, tmp_path, monkeypatch):
-    """With 17 rows, the first of two processes has 8 and 1, the second 8 and one that counts zero."""
+    """With 17 rows, the first of two processes has 8 and 1, the second 8 and a zero-weight one."""
     trainer = world.trainer("spd", tmp_path, evaluation__max_rows=17, data__valid_fraction=0.5)
     assert len(trainer.data.valid) >= 17
     monkeypatch.setattr(trainer, "reduce", lambda sums: sums)
