@@ -69,7 +69,7 @@ def test_a_verdict_that_was_no_outcome_is_a_miss():
 
 
 def test_a_late_row_of_a_batch_is_worth_more_than_all_probabilities_above_it():
-    """Compare 0.226 for a rejected token with 0.616 sqrt(0.616^3), three accepted: the latter is more."""
+    """For three accepted tokens 0.616 sqrt(0.616^3) exceeds the 0.226 for a rejected one."""
     assert decode(1.0, outcomes=1).round_lengths == [TOKENS]
 
 
