@@ -95,7 +95,7 @@ def wait_for(server, process, requests) -> None:
 
 
 def test_a_killed_run_goes_on_without_asking_for_finished_rows(server, monkeypatch, tmp_path):
-    data, expected = make_data(tmp_path, 46)  # the first 60 include only one slow answer
+    data, expected = make_data(tmp_path, 46)  # any slow answer is among the first 60
     server.is_faulty, server.delay_s = True, 0.03
     server.held, server.num_unheld = {"user 1.0"}, 60  # it neither ends nor finishes row 1
     out = tmp_path / "own.jsonl"
