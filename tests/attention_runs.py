@@ -1,4 +1,4 @@
-"""What tests of attention and objectives share: rows in memory order, losses and gradients."""
+"""Helpers for tests of attention and objectives: rows in memory order, losses and gradients."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ LABELS = [list(range(23, 3, -1)), [9, 20, 3, 11, 20]]
 
 
 def tiny_objective(objective_class, config, target=None):
-    """Float64, and no parameter at a special value."""
+    """Return an objective in float64 with no parameter at a special value."""
     target = tiny_llama(layers=6, hidden=32, vocab=24) if target is None else target
     rows = {"input_ids": LABELS, "loss_mask": [[1] * len(ids) for ids in LABELS]}
     data = SimpleNamespace(train=Dataset.from_dict(rows), report=SimpleNamespace(to_dict=dict))
@@ -52,7 +52,7 @@ def output_and_gradients(attend, inputs, **options) -> list[torch.Tensor]:
 
 
 def assert_loss_and_gradients(objective, batch, expected, expected_sums):
-    """An objective's loss, sums and gradients are those of a formula written out."""
+    """Assert that an objective's loss, sums and gradients equal a written-out formula."""
     parameters = dict(objective.named_parameters())
     expected_gradients = torch.autograd.grad(expected, [*parameters.values()])
     output = objective(batch, torch.Generator())
@@ -66,11 +66,13 @@ def assert_loss_and_gradients(objective, batch, expected, expected_sums):
 
 
 def assert_nothing_without_rows(objective, empty, full=None) -> None:
-    """No loss, and a zero gradient of every trained parameter: other processes wait for each.
+    """Assert a zero loss and a zero gradient for every trained parameter.
+
+    Other processes wait for each of these gradients.
 
     Args:
-        empty: a batch without a counted row.
-        full: another batch, which has the same sums.
+        empty: a batch without a supervised row.
+        full: another batch, with the same sums.
     """
     output = objective(empty, torch.Generator())
     assert float(output.loss.detach()) == 0 and int(output.counted) == 0
@@ -83,7 +85,7 @@ def assert_nothing_without_rows(objective, empty, full=None) -> None:
 
 
 def tune(objective, batch, steps: int) -> list[dict[str, float]]:
-    """Metrics at every step of training on one batch."""
+    """Train on one batch and return the metrics at every step."""
     optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
     metrics = []
     for _ in range(steps):
@@ -98,7 +100,7 @@ def tune(objective, batch, steps: int) -> list[dict[str, float]]:
 
 
 def assert_autocast_is_close(objective, batch) -> None:
-    """In bfloat16; rates of chains of three draft tokens among the sums."""
+    """Assert that bfloat16 autocast stays close to float32, rates of 3-token chains included."""
     outputs = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):

@@ -1,4 +1,4 @@
-"""What tests of the heads that draft blocks share: objectives, plain formulas, checked sources."""
+"""Helpers for tests of block-drafting heads: objectives, written-out formulas, checked sources."""
 
 import math
 
@@ -38,8 +38,8 @@ SAMPLED_WAYS = [
         )
     ),
 ]
-"""Of the others test_eagle_schedules.py and test_pipeinfer.py sample the text of another head, and
-the greedy text of a block is compared with all of them."""
+"""The other ways are sampled with another head in test_eagle_schedules.py and test_pipeinfer.py.
+Block heads decode all of them greedily."""
 KINDS = {
     "dflash": (DFlashObjective, DFlashTrainConfig, {}),
     "dspark": (DSparkObjective, DSparkTrainConfig, {"markov_rank": 6}),
@@ -54,7 +54,7 @@ def make_objective(target=None, kind="dflash", **options) -> DFlashObjective:
 
 @torch.no_grad()
 def decoded_block(draft, ids_T, feature_TH, anchor):
-    """By the runtime, the context in two parts."""
+    """Draft a block with the runtime, the context arriving in two parts."""
     caches = [KeyValues() for _ in draft.layers]
     half = anchor // 2
     draft.propose(ids_T[half, None], 2, feature_TH[:half], position=half, caches=caches)
@@ -75,7 +75,7 @@ def assert_training_is_decoding(objective) -> None:
         text, anchor = divmod(place, T)
         expected_SH = decoded_block(draft, ids_BT[text], feature_BTH[text], anchor)
         if isinstance(draft, DSpark):
-            # Places at the end of a text that is followed by another are behind its tokens.
+            # Where another text follows, the last places of a text lie beyond its tokens.
             count = min(len(expected_SH), T - anchor)
             before = ids_BT[text, anchor : anchor + count]
             states_SH, expected_SH = states_SH[:count], draft.behind(expected_SH[:count], before)
@@ -103,7 +103,7 @@ def plain_block(objective, ids_T, taps_TH, anchor):
 
 
 def plain_logits(objective, states, before):
-    """Of rows of a block, behind the tokens before theirs."""
+    """Logits for block rows, each conditioned on the tokens before it."""
     draft, head = objective.draft, objective.target.lm_head
     logits = states @ head.weight[draft.draft_ids].T
     if not isinstance(draft, DSpark) or not draft.markov_head:
@@ -114,7 +114,7 @@ def plain_logits(objective, states, before):
 
 
 def plain_confidence(objective, both, rate):
-    """Cross-entropy of the foretold acceptance with the acceptance; how far off it is."""
+    """Cross-entropy between predicted and measured acceptance, and the absolute error."""
     proj = objective.draft.confidence_head.proj
     said = (both[: proj.in_features] @ proj.weight[0] + proj.bias[0]).sigmoid()
     rate = rate.detach()
@@ -123,7 +123,7 @@ def plain_confidence(objective, both, rate):
 
 
 def turn_of(mask, anchor, most) -> int:
-    """Labels behind the anchor that are of its turn."""
+    """Count the labels after the anchor in the anchor's turn."""
     if not anchor or not mask[anchor]:
         return 0
     end = anchor
@@ -160,7 +160,7 @@ def plain_loss(objective, batch):
                 weights = [prefix[i:].sum() for i in range(count)]
             rate_S = torch.minimum(kept_SU, q_SU).sum(-1)
             normed_SU = kept_SU / kept_SU.sum(-1, keepdim=True)
-            # What the draft vocabulary lacks is a part of the distance.
+            # Target mass outside the draft vocabulary is part of the distance.
             distance_S = (kept_SU - q_SU).abs().sum(-1) + 1 - kept_SU.sum(-1)
             divergence_S = {
                 "kl": (normed_SU * (normed_SU.log() - q_SU.log())).sum(-1),
@@ -182,7 +182,7 @@ def plain_loss(objective, batch):
 
 
 class Checked:
-    """Compares every distribution with that of a block computed anew from the whole text."""
+    """Compares every distribution with a block recomputed from the whole text."""
 
     def begin(self, features, tokens):
         self.seen, self.expected = [], {}
@@ -224,7 +224,7 @@ class CheckedDSpark(Checked, DSparkSource):
 
 
 def tree_of_one_pass(target, source, shape: TreeShape) -> TokenTree:
-    """The tree that a source grows behind a prompt, by one pass of its head."""
+    """Return the tree that a source grows after a prompt in one head forward."""
     ids = PROMPTS[2]
     taps = capture_hidden(target, torch.tensor([ids]), source.taps)
     source.begin({layer: x[0] for layer, x in taps.items()}, [*ids, 5])

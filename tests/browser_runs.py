@@ -1,4 +1,4 @@
-"""A headless Chromium that tests drive over a pipe, by the DevTools protocol."""
+"""A headless Chromium driven by tests over a pipe, with the DevTools protocol."""
 
 import json
 import os
@@ -71,7 +71,7 @@ class Browser:
         )
 
     def type(self, text: str) -> None:
-        """Into what has the focus, with Enter behind."""
+        """Type into the focused element, then press Enter."""
         self.call("Input.insertText", text=text)
         for kind in ("keyDown", "keyUp"):
             key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
@@ -80,7 +80,7 @@ class Browser:
 
 @contextmanager
 def browsing(folder: Path) -> Iterator[Browser]:
-    """``folder``: for the browser's profile."""
+    """Start a browser; ``folder`` holds its profile."""
     down_read, down_write = os.pipe()
     up_read, up_write = os.pipe()
     words = [

@@ -1,7 +1,7 @@
-"""Commands as real processes, forked from one that imported nearly everything.
+"""Run commands as real processes, forked from one process with nearly everything imported.
 
-A job of the fork server is one of them: module, arguments, folder, environment, and files for what
-it prints. Each imports gRPC itself, which does not survive a fork.
+A job for the fork server is one command: module, arguments, folder, environment, and output files.
+Each job imports gRPC itself, because gRPC does not survive a fork.
 """
 
 import os
@@ -22,14 +22,14 @@ from fork_server import ForkServer, answer, rank_environments, write_to
 from pipedraft.cli import run_command
 
 LIMIT_S = 300
-"""For a process to say what is waited for; the machine may be busy."""
+"""Time limit for expected output; the machine may be busy."""
 LIFE_S = 900
-"""A process that hangs is ended by then."""
+"""Time limit after which a hanging process is ended."""
 MODULES = ("inference", "eval", "train", "train.features")
 
 
 def run(job: dict[str, Any]) -> NoReturn:
-    """What `python -m MODULE` does, in a process that is to end."""
+    """Do what `python -m MODULE` does, in a process that ends afterwards."""
     write_to(job["out"])
     write_to(job["err"], 2)
     signal.alarm(LIFE_S)
@@ -65,7 +65,7 @@ class Process:
         module: str = "pipedraft.inference",
         environment: dict[str, str] | None = None,
     ) -> "Process":
-        """In ``folder``, which gets one more pair of files for what it prints."""
+        """Start a command in ``folder`` with a new pair of output files there."""
         name = f"process_{len(list(folder.glob('process_*.out')))}"
         out, err = folder / f"{name}.out", folder / f"{name}.err"
         out.touch()
@@ -76,7 +76,7 @@ class Process:
         return cls(parent, pid, out, err)
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Until it has printed that."""
+        """Wait until the command has printed a match for ``pattern``."""
         deadline_s = time.monotonic() + LIMIT_S
         while not (found := re.search(pattern, self.out.read_text())):
             said = self.err.read_text()
@@ -88,14 +88,14 @@ class Process:
         os.kill(self.pid, number)
 
     def finish(self) -> tuple[int, str, str]:
-        """Status, negative for the signal that ended it, and what was printed."""
+        """Return the exit status (negative for a signal), stdout and stderr."""
         if self.status is None:
             self.status = self.parent.wait(self.pid)
         return self.status, self.out.read_text(), self.err.read_text()
 
 
 def make_certificate(folder: Path) -> tuple[str, str]:
-    """Paths of a new certificate of 127.0.0.1 and of its key."""
+    """Make a certificate for 127.0.0.1 and return the paths: certificate, key."""
     words = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
         "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
@@ -105,7 +105,7 @@ def make_certificate(folder: Path) -> tuple[str, str]:
 
 
 def run_ranks(parent: ForkServer, script: str, words: Sequence[str], num_processes: int) -> str:
-    """What a script's ranks print; ``words``: its arguments, a folder first."""
+    """Run a script's ranks and return their output; ``words`` are its arguments, a folder first."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

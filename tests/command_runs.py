@@ -1,4 +1,4 @@
-"""Commands called in this process, and launched as a group of processes."""
+"""Run commands in this process, or launch them as a group of processes."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ MAINS: dict[str, Callable[[], None]] = {
 
 
 def call(command: str, arguments: list[str], monkeypatch) -> int:
-    """Exit status of a command in this process; anything but a clean exit is raised."""
+    """Run a command in this process and return its exit status; raise anything but a clean exit."""
     monkeypatch.setattr(sys, "argv", [command, *arguments])
     try:
         run_command(MAINS[command])
@@ -47,7 +47,7 @@ def assert_one_line(status: int, out: str, err: str, words: list[str]) -> None:
 
 
 def launch(arguments, *, num_processes, **options):
-    """torchrun on a free port of this machine."""
+    """Launch with torchrun on a free port."""
     command = [
         str(Path(sys.executable).with_name("torchrun")),
         *("--nproc-per-node", str(num_processes), "--rdzv-backend", "c10d"),

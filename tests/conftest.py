@@ -1,4 +1,4 @@
-"""Tiny random targets and a tokenizer, built in code, and paths. Nothing is downloaded."""
+"""Fixtures: tiny random targets and a tokenizer, built in code, and paths; no downloads."""
 
 import json
 import os
@@ -47,10 +47,10 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-# A shell without job control starts background jobs with SIGINT ignored, which tests of it inherit.
+# A shell without job control starts background jobs with SIGINT ignored, and tests inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples every time, however long a busy machine takes to make them.
+# Draw the same examples every time, however long a busy machine takes.
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -58,14 +58,14 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure() -> None:
-    # Processes are forked, and figures are those of CPUs; benchmarks/gpu_check.py is for GPUs.
+    # Tests fork and compute CPU figures; benchmarks/gpu_check.py is for GPUs.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest looks for the marks that -m names
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for the marks given with -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that no worker is left with one at the end."""
+    """Begin with the longest files, so that no worker is left with one at the end."""
     mark_the_rest(items)
     items.sort(key=lambda item: item.path.stem not in LONG_FILES)
 
@@ -82,7 +82,7 @@ def tiny_model(
     seed: int = 0,
     **extra: Any,
 ) -> PreTrainedModel:
-    """A random fp32 causal LM in eval mode, the same for the same arguments.
+    """Return a random fp32 causal LM in eval mode, the same for the same arguments.
 
     Weights are drawn with standard deviation 0.2 instead of the usual 0.02: at this width 0.02
     gives nearly uniform logits, and greedy tests would hang on ties and rounding.
@@ -114,14 +114,14 @@ def tiny_llama(layers: int = 4, hidden: int = 32, **sizes: Any) -> PreTrainedMod
 
 
 def tiny_qwen3(layers: int = 4, hidden: int = 32, **sizes: Any) -> PreTrainedModel:
-    """As tiny_llama, with RMSNorm on queries and keys."""
+    """Like tiny_llama, with RMSNorm on queries and keys."""
     return tiny_model(Qwen3Config, Qwen3ForCausalLM, layers=layers, hidden=hidden, **sizes)
 
 
 def tiny_mistral(
     layers: int = 4, hidden: int = 32, *, sliding_window: int | None = None, **sizes: Any
 ) -> PreTrainedModel:
-    """As tiny_llama; with ``sliding_window`` its cache keeps that many tokens per layer."""
+    """Like tiny_llama; with ``sliding_window`` its cache keeps only as many tokens per layer."""
     sizes |= {"layers": layers, "hidden": hidden, "sliding_window": sliding_window}
     return tiny_model(MistralConfig, MistralForCausalLM, **sizes)
 
@@ -149,7 +149,7 @@ def llama() -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def small_target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a random model of four layers, with a tokenizer of bytes."""
+    """Folder with a random four-layer model and a byte tokenizer."""
     folder = tmp_path_factory.mktemp("small") / "target"
     tiny_llama(vocab=300).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
@@ -158,7 +158,7 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What short training runs need: see train_runs, which only tests of training import."""
+    """World for short training runs: see train_runs, imported by training tests only."""
     from train_runs import make_world
 
     from pipedraft.train.__main__ import quieten
@@ -169,7 +169,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_of_another_file() -> Iterator[None]:
-    """Files come to a worker in any order, and each finds the process as the first one did."""
+    """Reset process state between files: a worker runs files in any order."""
     environment, folder = dict(os.environ), Path.cwd()
     seed_all()
     yield
@@ -185,7 +185,7 @@ def nothing_of_another_file() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def the_same_random_numbers() -> None:
-    """Also where a test draws without a generator of its own."""
+    """Seed the global generators for tests that draw without one of their own."""
     seed_all()
 
 
@@ -197,7 +197,7 @@ def seed_all() -> None:
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """What a file says must not be allocated before it is compared with what the file holds."""
+    """Limit memory: a file's claimed sizes must be compared with the file before any allocation."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2 * 2**30, before[1]))
@@ -207,7 +207,7 @@ def little_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def parent() -> Iterator[ForkServer]:
-    """Starts commands as processes that need not import anything: see command_processes.py."""
+    """Starts commands in forked processes without repeated imports: see command_processes.py."""
     environment = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no", "GLOO_SOCKET_IFNAME": "lo"}
     with ForkServer.start("command_processes.py", env=environment) as started:
         yield started
@@ -221,7 +221,7 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder `shared` beside the checkout; tests that use it are skipped where it is absent."""
+    """Folder `shared` beside the checkout; where it is absent, its tests are skipped."""
     folder = REPOSITORY.parent / "shared"
     if not folder.is_dir():
         pytest.skip(f"needs {folder}, a folder of models and data beside the checkout")

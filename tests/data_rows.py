@@ -1,4 +1,4 @@
-"""Rows, recipes and a tokenizer for the tests of data recipes."""
+"""Rows, recipes and a tokenizer for tests of data recipes."""
 
 import json
 from copy import deepcopy
@@ -17,7 +17,7 @@ TURN = "'<|im_start|>' + m['role'] + '\n' + {content} + '<|im_end|>\n'"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 PLAIN = "{% for m in messages %}{{ " + TURN.format(content="m['content']") + " }}{% endfor %}"
 PLAIN += PROMPT
-"""A chat template without generation marks, of turns and a prompt for the next one."""
+"""Chat template without generation marks: turns, and a prompt for the next one."""
 CHAT = [
     {"role": "user", "content": "Say ok."},
     {"role": "assistant", "content": "ok"},
@@ -26,7 +26,7 @@ CHAT = [
     {"role": "user", "content": "ok"},
     {"role": "assistant", "content": "def f(x):\n    return x\n\n# ok \U0001f600"},
 ]
-"""Answers of several lines, scripts and digits."""
+"""Answers with several lines, scripts and digits."""
 WORDS = [f"term{i}" for i in range(40)]
 
 
@@ -42,14 +42,14 @@ def tokenizer(tmp_path_factory):
 
 
 def templated(tokenizer, template: str):
-    """A copy with another chat template."""
+    """Return a copy with another chat template."""
     copy = deepcopy(tokenizer)
     copy.chat_template = template
     return copy
 
 
 class Loader:
-    """load_data with its caches and the side file in one folder."""
+    """Calls load_data with its caches and the side file in one folder."""
 
     def __init__(self, tokenizer, folder: Path) -> None:
         self.tokenizer, self.folder = tokenizer, folder
@@ -59,7 +59,7 @@ class Loader:
         return load_data(config, self.tokenizer, side_file=self.folder / "left_out.jsonl")
 
     def left_out(self) -> list[dict]:
-        """The side file of the latest call."""
+        """Side file of the latest call."""
         return [json.loads(line) for line in (self.folder / "left_out.jsonl").open()]
 
 
@@ -74,7 +74,7 @@ def write(path: Path, rows: list) -> Source:
 
 
 def chat(question: str, *answers: str, system: str | None = None) -> dict:
-    """The question again before every answer."""
+    """Chat with the same question before every answer."""
     turns = [{"role": "system", "content": system}] if system else []
     for answer in answers or ("fine",):
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -82,13 +82,13 @@ def chat(question: str, *answers: str, system: str | None = None) -> dict:
 
 
 def total(report: DataReport) -> int:
-    """What rows_read must be."""
+    """Expected value for rows_read."""
     refused = sum(report.refused_rows().values())
     return report.rows_kept + sum(report.bad_rows.values()) + report.empty_mask_rows + refused
 
 
 def tokenize_conversation(tokenizer, messages: list[dict], max_length: int) -> tuple[list, list]:
-    """One conversation as (input_ids, loss_mask), cut at ``max_length`` tokens."""
+    """Tokenize one conversation as (input_ids, loss_mask), cut at ``max_length`` tokens."""
     renderer = ChatRenderer(tokenizer)
     ids, mask = renderer.tokenize([renderer.render(messages)])[0]
     return ids[:max_length], mask[:max_length]

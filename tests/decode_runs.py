@@ -1,4 +1,4 @@
-"""Decoding tiny targets, and what a text is held against: the target's own, or its distribution."""
+"""Decode tiny targets, and compare outputs with the target's own output or distribution."""
 
 # Q rows asked for, R rows of a tree, U draft vocabulary, V vocabulary
 
@@ -54,7 +54,7 @@ WAYS = [
 
 
 def prompts_of(number: int) -> list[list[int]]:
-    """A short and a long one, the other two for the next number: pairs of ways and prompts."""
+    """Prompt pairs by way: a short and a long prompt, the other two for the next number."""
     return PROMPTS[number % 2 :: 2]
 
 
@@ -72,7 +72,7 @@ def engine_for(target, *, draft=None, source=None, connect=LocalPipeline, **opti
 
 
 def attentive_llama(factor, **sizes):
-    """Random weights attend weakly: a wrong mask would hardly ever change their greedy token."""
+    """Random weights scaled up for attention: else a wrong mask rarely changes a greedy token."""
     target = tiny_llama(layers=4, **sizes)
     for layer in target.model.layers:
         layer.self_attn.o_proj.weight.mul_(factor)
@@ -80,12 +80,12 @@ def attentive_llama(factor, **sizes):
 
 
 def friendly_module(target, **options):
-    """A module that is right often but not always: noise on a module that starts at the target."""
+    """Return a module whose draft tokens are often, not always, accepted: the target plus noise."""
     return make_module(target, **options).float()
 
 
 class StatelessSource(DraftSource):
-    """Drafts any token of ``vocab`` without reading the text."""
+    """Drafts random tokens from ``vocab`` without reading the text."""
 
     vocab: int
 
@@ -101,22 +101,22 @@ class StatelessSource(DraftSource):
 
 
 class SimulatedSource(StatelessSource):
-    """Drafts the target's own greedy token with a given probability, among ``width`` children.
+    """Drafts the target's greedy token with a given probability, among ``width`` children.
 
-    Whether the draft token at a position is right is drawn once per visit of a growing verb.
+    Acceptance at a position is drawn once per visit by a growing verb.
     """
 
     grows = ("layers", "trees", "micro_batches")
 
     def __init__(self, target, prompt, acceptance, length=400, seed=0, *, text=None):
-        """``text``: prompt and greedy text, where they are known."""
+        """``text``: prompt and greedy output, if known."""
         self.text = text or [*prompt, *greedy_reference(target, prompt, length)]
         self.vocab = target.config.get_text_config().vocab_size
         self.acceptance, self.rng, self.num_forwards = acceptance, np.random.default_rng(seed), 0
         self._right: list[bool] = []
 
     def leaf_logits(self, tree, rows, features):
-        """The right token first or, for a whole text at the same positions, second."""
+        """Logits with the greedy token first or, for a whole text at the same positions, second."""
         self.num_forwards += 1
         logits_QU = torch.zeros(len(rows), self.vocab)
         for logits_U, row in zip(logits_QU, rows, strict=True):
@@ -133,7 +133,7 @@ class SimulatedSource(StatelessSource):
         return self._right[position]
 
     def add_children(self, tree, leaf, width):
-        """The right token's child among the others, or not; returns the best child's row."""
+        """Add children, with the accepted token among them or not; return the best child's row."""
         position = tree.position(leaf) + 1
         right = self.text[position] if position < len(self.text) else 0
         is_right = self.rng.random() < self.acceptance
@@ -154,7 +154,7 @@ class SimulatedSource(StatelessSource):
         return len(tree) - added
 
     def grow_tree(self, tree, shape, *, by_score, sampling):
-        """A spine of first children with ``top_k - 1`` siblings at each node."""
+        """Grow a spine of first children with ``top_k - 1`` siblings at each node."""
         added, leaf = len(tree), 0
         for _ in range(shape.depth):
             self.num_forwards += 1
@@ -162,7 +162,7 @@ class SimulatedSource(StatelessSource):
         return len(tree) - added
 
     def expand_tree(self, tree, expansion, sampling):
-        """One forward: the two best children of the best rows that have none."""
+        """Run one forward: add the two best children below the best childless rows."""
         leaves = [row for row in range(len(tree)) if not tree.children(row)]
         leaves = sorted(leaves, key=lambda row: -tree.scores[row])[: expansion.width]
         logits_QU = self.leaf_logits(tree, leaves, {})
@@ -176,9 +176,10 @@ class SimulatedSource(StatelessSource):
 
 
 def begun(head, target, text, size=None, source=None):
-    """A source that has read the first ``size`` tokens of a text, and the rest of it to observe.
+    """Return a source after the first ``size`` tokens of a text, and the remaining features to
+    observe.
 
-    ``source``: one that has read another text before.
+    ``source``: a source already used on another text.
     """
     taps = capture_hidden(target, torch.tensor([text]), set(head.taps))
     size = size or len(text)
@@ -189,7 +190,7 @@ def begun(head, target, text, size=None, source=None):
 
 
 class RemembersText:
-    """Mixed into a draft source whose tokens are compared with those of a text from scratch."""
+    """Mixin for a draft source: records the text for comparison with a computation from scratch."""
 
     text: list[int]
 
@@ -203,7 +204,7 @@ class RemembersText:
         self.text += next_tokens
 
     def text_at(self, tree, row) -> list[int]:
-        """The text and the draft tokens below it, down to a row; the root is its last token."""
+        """Text plus the draft tokens on the path to a row; the root is the last text token."""
         path = []
         while row:
             path, row = [tree.tokens[row], *path], tree.parents[row]
@@ -211,7 +212,7 @@ class RemembersText:
 
 
 def see_siblings(monkeypatch) -> None:
-    """A known-bad mask: the rows of a tree see all rows."""
+    """A known-bad mask: every tree row sees all rows."""
     right = RowCache.compute
 
     def mutant(cache, tree, rows, forward, **options):
@@ -225,7 +226,7 @@ def see_siblings(monkeypatch) -> None:
 
 
 def greedy_reference(target, prompt, max_new_tokens=NEW_TOKENS) -> list[int]:
-    """Of transformers, which is asked once about the same weights, configuration and eos tokens."""
+    """Greedy output from transformers, cached by weights, configuration and EOS tokens."""
     weights = sha256(f"{target.config} {target.generation_config}".encode())
     for name, weight in target.state_dict().items():
         weights.update(f"{name} {weight.dtype} {weight.device}".encode())
@@ -241,7 +242,7 @@ def greedy_reference(target, prompt, max_new_tokens=NEW_TOKENS) -> list[int]:
 
 
 def decode_exactly(engine, prompt, expected=None):
-    """Decodes; the text must be the greedy one of transformers, or ``expected`` if it is known."""
+    """Decode and assert the greedy output from transformers, or ``expected`` if given."""
     if expected is None:
         length = engine.config.max_new_tokens
         expected = greedy_reference(engine.target.model, prompt, length)
@@ -252,12 +253,12 @@ def decode_exactly(engine, prompt, expected=None):
 
 
 def count_tests(results: Sequence) -> tuple[int, int]:
-    """How many the target tested, and how many it accepted."""
+    """Sum the tested and the accepted draft tokens."""
     return sum(r.num_tested for r in results), sum(r.num_accepted for r in results)
 
 
 def simulate(target, prompt, acceptance, *, text=None, **options):
-    """Decodes exactly with draft tokens that are right with a given probability, on four stages."""
+    """Decode exactly on four stages, with draft tokens accepted at a given probability."""
     options = {"num_stages": 4, "max_new_tokens": NEW_TOKENS, **options}
     length = options["max_new_tokens"]
     source = SimulatedSource(target, prompt, acceptance, length, text=text)
@@ -266,7 +267,7 @@ def simulate(target, prompt, acceptance, *, text=None, **options):
 
 
 def simulated_texts(target, length, *, prompts=PROMPTS, **options) -> list[list[int]]:
-    """Results of prompts on four stages, by draft tokens that are often wrong."""
+    """Decode prompts on four stages with often rejected draft tokens."""
     texts = []
     for prompt in prompts:
         source = SimulatedSource(target, prompt, 0.7, length)
@@ -276,7 +277,7 @@ def simulated_texts(target, length, *, prompts=PROMPTS, **options) -> list[list[
 
 
 def plain_text(target, prompt, *, prompt_index=0, **options) -> list[int]:
-    """What the engine decodes without a draft."""
+    """Decode without a draft."""
     options = {"max_new_tokens": NEW_TOKENS, **options}
     engine = engine_for(target, schedule="autoregressive", num_stages=1, **options)
     return engine.decode(prompt, prompt_index=prompt_index).token_ids
@@ -309,7 +310,7 @@ def simplex_points(size: int, parts: int = 4) -> list[torch.Tensor]:
 
 
 def surplus(one_hot_EV, p_EV) -> tuple[float, int]:
-    """Chi-square statistic of how often each token came, and its degrees of freedom."""
+    """Return the chi-square statistic over token counts, and its degrees of freedom."""
     excess_U = (one_hot_EV - p_EV).sum(0)[:-1]  # the last one follows from the others
     p_EU = p_EV[:, :-1]
     covariance_UU = torch.diag(p_EU.sum(0)) - p_EU.T @ p_EU
@@ -317,11 +318,11 @@ def surplus(one_hot_EV, p_EV) -> tuple[float, int]:
 
 
 def distribution_p_value(target, draft, *, samples=330, **options) -> float:
-    """Chance of sampled texts at least as far from the target's distribution.
+    """Return the p-value for sampled outputs under the target's distribution.
 
-    Every token is held against its chances under the target given all tokens before it. They are
-    counted by the last two of these, which shows a fault in any context, and all together in order
-    of their chances, which shows a liking for likely tokens in fewer samples.
+    Every token is compared with its probabilities under the target given all tokens before it.
+    Tokens are counted in two ways. Grouping by the last two tokens shows a fault in any context.
+    Pooling all tokens in probability order shows a preference for likely tokens from fewer samples.
     """
     options = {"num_stages": 2, "temperature": 1.3, "max_new_tokens": 8, **options}
     engine, prompt = engine_for(target, draft=draft, **options), [1, 2]
@@ -341,10 +342,10 @@ def distribution_p_value(target, draft, *, samples=330, **options) -> float:
 
 
 def unlike_plain_text(target, draft, *, samples=100, **options) -> int:
-    """How many sampled texts are not those of plain decoding with the same random numbers.
+    """Count sampled outputs unlike the baseline's with the same random numbers.
 
-    By the rules gumbel and match all are, whatever is drafted: a stricter test than that of their
-    distribution.
+    By the rules gumbel and match every output equals the baseline's, whatever is drafted. This test
+    is stricter than a comparison of distributions.
     """
     options = {"temperature": 1.3, "max_new_tokens": 8, **options}
     engine = engine_for(target, draft=draft, num_stages=2, **options)
@@ -365,7 +366,7 @@ def plain_sampled_texts(target, temperature, length, rule) -> list[list[int]]:
 
 
 def assert_sampled_like_the_target(target, draft, **options) -> None:
-    """Texts of plain decoding by the rule gumbel, their distribution by the rejection rule."""
+    """Assert the baseline's output under the rule gumbel, or its distribution under rejection."""
     if options.get("verifier") == "rejection":
         assert distribution_p_value(target, draft, **options) > 1e-3
     else:
@@ -373,7 +374,8 @@ def assert_sampled_like_the_target(target, draft, **options) -> None:
 
 
 class AcceptMostLikelyMutant(MatchVerifier):
-    """Published: accept a greedy token with probability p(x) / q(x) although it was not sampled."""
+    """Published fault: accept a greedy token with probability p(x) / q(x) although it was not
+    sampled."""
 
     def judge(self, logits_RV, positions_R):
         return logits_RV

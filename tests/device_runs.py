@@ -1,4 +1,4 @@
-"""Training steps and decoding on a pretended GPU, for tests and for the budget of a benchmark."""
+"""Train and decode on a pretended GPU, for tests and for a benchmark's budget."""
 
 import time
 from collections import Counter
@@ -32,10 +32,10 @@ PROMPT = [7, 3, 9, 3, 7, 1]
 
 
 def train_on_gpu(world: World, method: str, folder: Path, **changes: Any) -> tuple[Log, float]:
-    """What a micro-batch does there, and the norm of its gradient."""
+    """Run a micro-batch on the pretended GPU; return its log and the gradient norm."""
     trainer = world.trainer(method, folder, precision="bf16", **changes)
     objective = trainer.objective
-    vars(objective).pop("forward", None)  # accelerate's autocast of the CPU
+    vars(objective).pop("forward", None)  # accelerate's autocast for the CPU
     state = vars(trainer.accelerator.state)
     before = state["device"]
     trainer.accelerator.autocast = partial(torch.autocast, "cuda", torch.bfloat16)
@@ -58,19 +58,19 @@ def train_on_gpu(world: World, method: str, folder: Path, **changes: Any) -> tup
 
 
 def connect_ranks(target: StagedTarget, *, is_direct: bool = False) -> ProcessPipeline:
-    """Two ranks, each with a GPU; hidden states pass through the host's memory, or do not."""
+    """Connect two ranks, each with a GPU; hidden states pass through host memory unless direct."""
     other = tiny_llama().to("cuda:1")
     return connect_inline(target, [StagedTarget(other, target.boundaries)], is_direct=is_direct)
 
 
 @contextmanager
 def without_stages(log: Log) -> Iterator[None]:
-    """Nothing of what the stages' ranks do is counted: what is left is the controller's."""
+    """Drop the work of the stages' ranks from the log, leaving only the controller's."""
     right, working = SharedWorker.handle, []
 
     def handle(self: SharedWorker, message: Any) -> None:
         before = [log.launches.copy(), log.uploads.copy(), log.syncs.copy()]
-        working.append(self)  # each sends to the next one, which is called from here
+        working.append(self)  # each calls the next one from here
         right(self, message)
         working.pop()
         if not working:
@@ -83,10 +83,10 @@ def without_stages(log: Log) -> Iterator[None]:
 def decode_on_gpu(
     make_draft: Any, schedule: str, *, of_controller: bool = False, **settings: Any
 ) -> dict[str, float]:
-    """What a decode does after its prompt; the same text before has recorded the graphs.
+    """Count the work of a decode after its prompt; an earlier decode has captured the CUDA graphs.
 
     Args:
-        of_controller: the stages are ranks on another GPU, and are not counted.
+        of_controller: run the stages as ranks on another GPU, and leave them out.
     """
     config = DecodeConfig.of(schedule, max_new_tokens=12, **settings)
     target = tiny_llama()
@@ -102,7 +102,7 @@ def decode_on_gpu(
             passes[kind] += 1
 
         def start(token: int) -> None:
-            """After the prompt."""
+            """Clear the counts after the prompt."""
             if not started:
                 log.clear()
                 launches.clear()
@@ -132,7 +132,7 @@ def decode_on_gpu(
 
 
 def kernels_of_a_layer() -> float:
-    """In the CUDA graph of a stage, by which another layer makes it longer."""
+    """Count the kernels that one more layer adds to a stage's CUDA graph."""
     config = DecodeConfig.of("autoregressive", num_stages=1, max_new_tokens=4)
     kernels = []
     for layers in (1, 2):
@@ -146,7 +146,7 @@ def kernels_of_a_layer() -> float:
 
 
 def bookkeeping_s(num_text: int, rounds: int = 60) -> float:
-    """Least processor time of a row that joins a draft's cache and is dropped again."""
+    """Least processor time for a row to join a draft's cache and be dropped again."""
     cache, heads = RowCache(1), torch.zeros(1, 2, 8)
 
     def forward(caches: list, visible_RC: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def bookkeeping_s(num_text: int, rounds: int = 60) -> float:
         return rows_RJD[:, 0]
 
     tree = TokenTree(0, num_text)
-    for _ in range(num_text // 512):  # as a prompt in parts
+    for _ in range(num_text // 512):  # like a prompt in parts
         cache.compute(tree, [], forward, num_text=512)
     row, times = tree.add(0, 1, 0.0), []
     for turn in range(rounds):

@@ -1,4 +1,4 @@
-"""The commands in README.md and docs/*.md: found, taken apart, and read by the real parsers."""
+"""Commands in README.md and docs/*.md: find them, split them, and run the real parsers on them."""
 
 import argparse
 import importlib
@@ -27,7 +27,7 @@ LEFT_OUT = {
     "pipedraft.train": ["--config", "configs/spd/tiny.yaml"],
     "pipedraft.eval": ["--checkpoint", "out/spd", "--benchmarks", "gsm8k", "--out", "out/x"],
 }
-"""What "..." stands for: the options that a parser cannot do without."""
+"""Meaning of "...": the options required by a parser."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Command:
     line: int
     text: str
     launcher: str
-    """First word: python, pipedraft, accelerate, torchrun, or a program that is not ours."""
+    """First word: python, pipedraft, accelerate, torchrun, or a program from elsewhere."""
     module: str = ""
-    """As after ``python -m``, or the path of a script."""
+    """Module as after ``python -m``, or the path of a script."""
     arguments: list[str] = field(default_factory=list)
     launcher_arguments: list[str] = field(default_factory=list)
     is_abridged: bool = False
@@ -48,7 +48,7 @@ class Command:
 
 
 def commands_of(path: Path) -> list[Command]:
-    """Commands in fenced and indented blocks: continued lines joined, a loop's unrolled."""
+    """List commands in fenced and indented blocks: join continued lines, unroll loops."""
     commands: list[Command] = []
     is_fenced, loop, lines = False, ("", [""]), path.read_text().splitlines()
     numbers = iter(range(len(lines)))
@@ -97,7 +97,7 @@ def make_command(page: str, line: int, text: str) -> Command:
 
 
 def complete(words: list[str]) -> tuple[list[str], bool]:
-    """Without the brackets of optional words, and with what "..." leaves out."""
+    """Drop the brackets around optional words, and add the options behind "..."."""
     if "..." not in words:
         return [unbracket(word) for word in words], False
     words = [word for word in words if word != "..."]
@@ -116,7 +116,7 @@ def unbracket(word: str) -> str:
 
 
 def split_launch(launcher: str, words: list[str]) -> tuple[list[str], str, list[str]]:
-    """The launcher's words as its own parser reads them, and what it starts."""
+    """Split a launch with the launcher's own parser into its words and the started program."""
     if launcher == "accelerate":
         from accelerate.commands.launch import launch_command_parser
 
@@ -158,7 +158,7 @@ def stopping_after_the_parser() -> Iterator[None]:
 
 
 def check(command: Command) -> None:
-    """Fail if the command has an option, a choice or a configuration that is not there."""
+    """Fail if the command has an unknown option, choice or configuration."""
     if command.launcher == "make":
         targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         assert set(command.arguments) <= set(targets), command
@@ -203,7 +203,7 @@ def read(module: str, words: list[str]) -> None:
 
 @contextmanager
 def training_script() -> Iterator[Any]:
-    """The script that trains targets as a module; beside it it finds its own one."""
+    """Import the targets' training script as a module, with its folder importable."""
     place = REPOSITORY / "assets" / "target"
     spec = importlib.util.spec_from_file_location("target_training", place / "train.py")
     assert spec is not None and spec.loader is not None
@@ -216,7 +216,7 @@ def training_script() -> Iterator[Any]:
 
 
 def run_module(module: str, words: list[str]) -> None:
-    """Run a module's, or a script's, entry point in this process, as ``python`` would."""
+    """Run the entry point of a module or script in this process, like ``python``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [module, *words])
         if module.endswith(".py"):
@@ -227,7 +227,7 @@ def run_module(module: str, words: list[str]) -> None:
 
 
 def main_of(module: str) -> Any:
-    """``main`` of what ``python -m`` would run."""
+    """``main`` of the module given to ``python -m``."""
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
     name = f"{module}.__main__" if spec.submodule_search_locations else module

@@ -1,4 +1,4 @@
-"""A folder as the documentation's reader has it, and its commands scaled down to seconds."""
+"""Reader's folder for the documentation, and its commands scaled down to seconds."""
 
 import io
 import json
@@ -35,36 +35,37 @@ NOT_RUN = {
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
 }
-"""By launcher or module."""
+"""Reason by launcher or module."""
 
 
 def num_ranks(words: list[str]) -> int:
-    """Processes that a command itself starts."""
+    """Count the processes started by a command itself."""
     return int(after(words, "--processes", "0")) if "--backend" in words else 0
 
 
 def runner_of(command: Command) -> str:
-    """The test file that runs a command; "": it is in ``NOT_RUN``.
+    """Name the test file that runs a command; "" for a command in ``NOT_RUN``.
 
-    Lines of accelerate that start several processes run as one here: test_parallel.py trains under
-    each of its configurations with two, and by the launcher itself.
+    Commands with accelerate run as one process here. test_parallel.py trains with two processes
+    under
+    each accelerate configuration, and through the launcher itself.
     """
     words = command.arguments
     if command.launcher in NOT_RUN or command.module in NOT_RUN:
         return ""
     if words[:1] == ["from-gguf"]:
-        return "test_gguf.py"  # which writes a file of that kind
+        return "test_gguf.py"  # which writes such a file
     if words[:1] == ["export"] and "gguf" in words:
         return "test_export_gguf.py"  # which makes a target's file
     if "out/imported" in words:
-        return "test_peers.py"  # which makes heads as others write them
+        return "test_peers.py"  # which makes heads in other projects' formats
     if command.module == "pipedraft.eval.audit":
         return "test_audit.py"  # which makes servers
-    if words[:1] == ["engines"] or "--engine" in words:  # these make an engine's process
+    if words[:1] == ["engines"] or "--engine" in words:  # these start an engine's process
         is_dump = command.module == "pipedraft.train.features"
         return "test_features_vllm.py" if is_dump else "test_engine_parity.py"
     if command.page.startswith("adding_"):
-        return "test_doc_examples.py"  # on a copy that has the code of the page
+        return "test_doc_examples.py"  # on a copy with the page's code
     if command.module == "pipedraft.doctor":
         return "test_doctor.py"  # which runs it, as a process
     if command.module == "benchmarks/serve_storm.py":
@@ -117,7 +118,7 @@ SMALL_STEP = (
     "--length=64 --batch=1 --hidden=64 --intermediate=64 --target-layers=4 --heads=1 --key-heads=1 "
     "--vocabulary=64 --repeats=1"
 )
-# What a module's command gets besides, or instead: the last one of an option counts.
+# Options added to a module's command, or replacing its own: the last occurrence counts.
 SMALLER = {
     "pipedraft.train": SMALL_TRAINING,
     "pipedraft.train.features": SMALL_TRAINING,
@@ -126,7 +127,7 @@ SMALLER = {
     "pipedraft.inference.demo": ["--max-new-tokens=4", "--repeats=1"],
     "pipedraft.eval": ["--benchmarks=gsm8k", *SMALL_EVALUATION, "--fresh"],
     "pipedraft.data_recipes": [SOURCES, "--tokenizer=assets/target", "--data.decontaminate=[]"],
-    "assets/train/prompts.py": ["--functions=0"],  # looks through all of the library
+    "assets/train/prompts.py": ["--functions=0"],  # searches the whole library
     "pipedraft.data_recipes.regenerate": ["--max-tokens=4", "--batch=4"],
     "benchmarks/spd_step.py": f"{SMALL_STEP} --n=2 --num-layers=1".split(),
     "benchmarks/eagle3_step.py": f"{SMALL_STEP} --steps=2".split(),
@@ -135,7 +136,7 @@ SMALLER = {
     "benchmarks/draft_length.py": ["--seeds=2", "--tokens=20", "--traces", "assets/net_traces"],
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
 }
-# What stands for files that do not ship.
+# Stand-ins for files outside the repository.
 STAND_INS = {
     "hub:": "assets/eval",
     "PATH/stories260K": "assets/target",
@@ -151,7 +152,7 @@ HUB_TARGETS = {
     "Qwen/Qwen3.5-9B": "random_target",
     "meta-llama/Llama-3.1-8B-Instruct": "random_target",
 }
-"""Folders of these names: the embedded target, or 32 layers of random weights."""
+"""Folders under these names: the embedded target, or 32 layers with random weights."""
 
 
 def after(words: list[str], option: str, default: str = "") -> str:
@@ -159,24 +160,24 @@ def after(words: list[str], option: str, default: str = "") -> str:
 
 
 def output_of(words: list[str]) -> str:
-    """The folder that a training command writes to."""
+    """Output folder of a training command."""
     own = yaml.safe_load((REPOSITORY / words[1]).read_text())["output_dir"]
     return after(words, "--output_dir", own)
 
 
 def started_from(words: list[str]) -> list[str]:
-    """The checkpoint whose weights a training command starts with."""
+    """Checkpoint whose weights initialize a training command."""
     return [after(words, "--model.init_from"), after(words, "--init_from")]
 
 
 def made_by(command: str) -> tuple[str, list[str]]:
-    """The module or script of a training command, and the words that are its own."""
+    """Split a training command into its module or script, and its own words."""
     words = shlex.split(command)
     return TARGETS if TARGETS in words else "pipedraft.train", words[words.index("--config") :]
 
 
 def trained() -> dict[str, tuple[str, list[str]]]:
-    """Checkpoints that commands read, and what the documentation trains them with."""
+    """Map checkpoints read by commands to the documented training commands."""
     roles = read_roles().items()
     found = {f"out/{name}": made_by(role.train) for name, role in roles}
     for command in COMMANDS:
@@ -189,7 +190,7 @@ def trained() -> dict[str, tuple[str, list[str]]]:
 
 
 def fitted(config: str) -> str:
-    """The configuration of a head, or a table, of SmolLM2, for the embedded target."""
+    """Adapt a configuration (head or table) from SmolLM2 to the embedded target."""
     for name in re.findall(r"assets/heads/\w+", config):
         config = config.replace(name, STAND_INS[name])
     config = re.sub(r"(draft_vocab_size:) \d+", r"\1 60", config)
@@ -198,12 +199,12 @@ def fitted(config: str) -> str:
 
 
 def scaled_layer(layer: re.Match[str]) -> str:
-    """The layer of 16 that stands for this one of 30."""
+    """Map a layer of 30 to a layer of 16."""
     return str(int(layer[0]) * 16 // 30)
 
 
 def make_place(folder: Path) -> None:
-    """A checkout's files, chats, the benchmarks' files, targets that are on the Hub elsewhere."""
+    """Make a checkout's files, chats, benchmark files, and stand-ins for targets on the Hub."""
     for name in ("assets", "benchmarks"):
         (folder / name).symlink_to(REPOSITORY / name)
     shutil.copytree(REPOSITORY / "configs", folder / "configs")
@@ -240,7 +241,7 @@ def make_place(folder: Path) -> None:
 
 
 def override(words: list[str], options: list[str]) -> list[str]:
-    """With these options, --NAME=VALUE, instead of what the words give to them."""
+    """Override options in the words with these, each --NAME=VALUE."""
     kept = list(words)
     for option in options:
         name, equals, _ = option.partition("=")
@@ -254,7 +255,7 @@ def adapted(words: list[str]) -> list[str]:
     if "configs/eagle/eagle3_" in " ".join(words):
         return [*words, "--model.draft_vocab_size=null"]  # the tokenizer has 8,192 tokens
     if words[:2] == ["--plan", "configs/spd/qwen3_5_4b_n4.yaml"]:
-        return [*words, "--model.num_layers=1"]  # each is traced
+        return [*words, "--model.num_layers=1"]  # each layer is traced
     return words
 
 
@@ -265,7 +266,7 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
     if module == "pipedraft.eval" and first == "table":
         smaller = SMALL_EVALUATION
     elif module == "pipedraft.eval" and first != "edge" and not first.startswith("-"):
-        smaller = []  # reads what an evaluation wrote
+        smaller = []  # reads an evaluation's files
     elif first == "edge" and module == "pipedraft.eval":
         smaller = [*smaller, f"--links={after(words, '--links').split(',')[0]}"]
     elif "--lengths" in words:
@@ -276,7 +277,7 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
 
 
 def folders_of(words: list[str]) -> list[str]:
-    """Files and folders that a command names, itself or in its configuration."""
+    """Files and folders named by a command or its configuration."""
     for word in words[:2]:
         if word.endswith(".yaml") and words[0] in ("table", word):
             return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(word).read_text()]))
@@ -288,26 +289,26 @@ def folders_of(words: list[str]) -> list[str]:
 
 
 def clear_output(command: Command, words: list[str]) -> None:
-    """What makes or goes on with a folder would find the one of another page."""
+    """Delete a command's output folder: one left by another page would be found or continued."""
     if command.module in TRAINERS:
         output = output_of(words) if words[0] == "--config" else ""
     else:
         output = after(words, "--out")
     if output and command.module != "pipedraft.eval":
         shutil.rmtree(output, ignore_errors=True)
-        for path in (Path(output), Path(output).with_suffix(".sqlite")):  # of answers
+        for path in (Path(output), Path(output).with_suffix(".sqlite")):  # answers
             path.unlink(missing_ok=True)
 
 
 def measure_here(*options: str) -> dict[str, Any]:
-    """``measurement.measure_apart`` without a process of its own, which imports torch first."""
+    """Run ``measurement.measure_apart`` without its own process, which imports torch first."""
     with redirect_stdout(io.StringIO()) as said:
         run_module(sys.argv[0], [*sys.argv[1:], *options])
     return json.loads(said.getvalue())
 
 
 def failures_of(commands: list[Command], page: str, run: Callable[[Command], None]) -> list[str]:
-    """Of a page's commands; all are reported at once."""
+    """Run a page's commands and return all failures at once."""
     failures = []
     for command in commands:
         if command.page == page:
@@ -319,22 +320,23 @@ def failures_of(commands: list[Command], page: str, run: Callable[[Command], Non
 
 
 class Reader:
-    """Runs commands one after the other in this process; another page's copy of one is run once."""
+    """Runs commands one after the other in this process; a command repeated on another page runs
+    once."""
 
     def __init__(self, folder: Path, is_whole: bool = False) -> None:
-        """``is_whole``: what a command starts are processes of their own, as a reader's are."""
+        """``is_whole``: commands start real processes, as for a reader."""
         make_place(folder)
         self.folder, self.is_whole, self.checkpoints = folder, is_whole, trained()
         self.stand_ins = dict(STAND_INS)
         self._done: set[str] = set()
 
     def make_what_it_reads(self, words: list[str]) -> None:
-        """Train the checkpoints that a command names, in the way the documentation does."""
+        """Train the checkpoints named by a command, with the documented commands."""
         for word in folders_of(words):
             for folder, (module, made_by) in self.checkpoints.items():
                 if (word == folder or word.startswith(folder + "/")) and not Path(folder).exists():
                     self.make_what_it_reads(started_from(made_by))
-                    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
+                    AcceleratorState._reset_state(reset_partial_state=True)  # from the run before
                     smaller = [*SMALLER[module], *NO_FEATURES.get(module, [])]
                     run_module(module, override(adapted(made_by), smaller))
             is_read = word in ("out/other", "out/real/table") and word != after(words, "--out")
@@ -349,12 +351,12 @@ class Reader:
             run_module("pipedraft.eval", options)
 
     def run(self, command: Command) -> None:
-        """In ``folder``, which is the current one."""
+        """Run a command in ``folder``, the current one."""
         words = scaled(command, self.stand_ins)
         key = " ".join([command.module, *words])
         if key in self._done:
             return
-        AcceleratorState._reset_state(reset_partial_state=True)  # of the run before
+        AcceleratorState._reset_state(reset_partial_state=True)  # from the run before
         clear_output(command, words)
         is_training = command.module in TRAINERS
         self.make_what_it_reads(started_from(words) if is_training else words)

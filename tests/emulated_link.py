@@ -3,8 +3,8 @@
     async with EmulatedLink(PRESETS["4g"], "127.0.0.1", port) as link:
         ...  # connect to 127.0.0.1:link.port
 
-Every piece of a connection arrives when ``Channel`` says that a message of its size would. Below
-TCP nothing is lost: a lost packet is the time until it is sent again.
+Every piece of a connection arrives when ``Channel`` says that a message with its size would. TCP
+loses nothing: a lost packet becomes the time until its retransmission.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from pipedraft.inference.edge.channel import Channel, Direction, Link
 
 class EmulatedLink:
     def __init__(self, link: Link, host: str, port: int) -> None:
-        """``host``, ``port``: of the server behind it."""
+        """``host``, ``port``: address of the server behind the proxy."""
         self._channel = Channel(link, seed=0)
         self._address = host, port
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task] = set()
         self.is_down = False
-        """Connections are refused."""
+        """Refuse connections."""
         self.num_connections = 0
 
     async def __aenter__(self) -> "EmulatedLink":
@@ -38,7 +38,7 @@ class EmulatedLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def drop(self) -> None:
-        """Reset all connections; what is on its way is lost."""
+        """Reset all connections; data in flight is lost."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()

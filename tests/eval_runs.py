@@ -61,7 +61,7 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def no_pictures():
-    """In reports, for tests of something else."""
+    """Skip the pictures in reports, for tests about something else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipedraft.eval.charts.Chart.files", lambda chart: {})
         patch.setattr("pipedraft.eval.charts.Chart.svg", lambda chart: "")
@@ -92,7 +92,7 @@ def target(tokenizer):
 
 @pytest.fixture(scope="module")
 def model():
-    """A target, a draft that is right now and then, and their tokenizer."""
+    """A target, a draft accepted now and then, and their tokenizer."""
     tokenizer = byte_tokenizer()
     target = tiny_llama(layers=2, hidden=16, vocab=len(tokenizer))
     return SimpleNamespace(target=target, tokenizer=tokenizer, draft=noisy_copy(target))
@@ -157,7 +157,7 @@ class AnyDraft(nn.Identity):
 
 @pytest.fixture
 def folders(tmp_path, target, tokenizer, monkeypatch):
-    """A saved target, a checkpoint folder that names it, and a prompt file."""
+    """A saved target, a checkpoint folder naming it, and a prompt file."""
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     draft = tmp_path / "run" / "spd"
@@ -176,7 +176,7 @@ def folders(tmp_path, target, tokenizer, monkeypatch):
 
 
 def status(arguments: list[str]) -> int:
-    """Exit status of the command with these arguments."""
+    """Run the command and return its exit status."""
     try:
         run_command(lambda: run(arguments))
     except SystemExit as stop:
@@ -185,7 +185,7 @@ def status(arguments: list[str]) -> int:
 
 
 def assert_refused(capsys, arguments: list[str], words: Sequence[str]) -> None:
-    """Status 2, and one line on stderr that has the words."""
+    """Assert status 2 and one line on stderr with these words."""
     assert status(arguments) == 2
     out, err = capsys.readouterr()
     line = err.removesuffix("\n")
@@ -202,7 +202,7 @@ def command(folders, *more: str, benchmarks: str | None = None) -> list[str]:
 
 
 def draw_result(rng: np.random.Generator, stages: int, alpha: float) -> DecodeResult:
-    """A chain draft with acceptance alpha: geometric rounds, n - 1 steps lost per round."""
+    """Draw a chain draft with acceptance alpha: geometric rounds, n - 1 steps lost per round."""
     rounds = (rng.geometric(1 - alpha, size=12) if alpha else np.ones(40, int)).tolist()
     tests = [sum(length > j for length in rounds) for j in range(max(rounds))]
     accepts = [sum(length > j + 1 for length in rounds) for j in range(max(rounds))]
@@ -228,7 +228,7 @@ def prompt_record(**fields) -> PromptRecord:
 
 
 def make_row(benchmark: str, result: DecodeResult, index: int) -> PromptRecord:
-    """Two categories in mt_bench, one elsewhere."""
+    """Make a row with two categories in mt_bench, and one elsewhere."""
     return PromptRecord(
         benchmark=benchmark,
         id=str(index),
@@ -268,14 +268,14 @@ def make_runs(benchmarks=("mt_bench", "gsm8k", "humaneval"), stages=(4, 8, 16)) 
 
 
 def read_back(entries: list[RunRecord]) -> list[dict]:
-    """As results.json holds them."""
+    """Return the entries as results.json holds them."""
     return json.loads(to_json(entries))
 
 
 def source(entries: list, name: str = "a", *, latency: Sequence[dict] = (), **more) -> ReportSource:
     """
     Args:
-        entries: records, or what ``read_back`` made of them.
+        entries: records, or the result of ``read_back`` on them.
     """
     content = to_json({"runs": entries, "latency": list(latency)})
     found = parse(content, Results, "results.json")
@@ -286,7 +286,7 @@ def source(entries: list, name: str = "a", *, latency: Sequence[dict] = (), **mo
 
 
 def first_layer(model) -> LanguageModelDraft:
-    """A language model that is right often but not always, and cheap."""
+    """Return a cheap language model, often but not always right: the target's first layer."""
     draft = tiny_llama(layers=1, hidden=16, vocab=model.config.vocab_size)
     draft.load_state_dict(model.state_dict(), strict=False)
     return LanguageModelDraft(draft, model)

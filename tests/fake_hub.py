@@ -1,8 +1,8 @@
-"""A Hub on 127.0.0.1: what huggingface_hub asks of the real one, kept in memory, with faults.
+"""A Hub on 127.0.0.1: the requests of huggingface_hub, answered from memory, with faults.
 
-Files up to ``LFS_FROM`` bytes are stored as git blobs, larger ones by Git LFS with one PUT each; a
-download of such a file is redirected, as the real Hub does. Uploads by the Xet protocol are taken
-in, but their chunks are not put together: ``promised`` says what files they are.
+Files up to ``LFS_FROM`` bytes are stored as git blobs, larger ones by Git LFS with one PUT each.
+Downloads of large files are redirected, as on the real Hub. Uploads by the Xet protocol are
+accepted, but their chunks are not assembled: ``promised`` names their files.
 """
 
 import base64
@@ -34,7 +34,7 @@ class Blob:
 
     @property
     def oid(self) -> str:
-        """What the client compares: SHA-256 of a large file, git's SHA-1 of a small one."""
+        """Digest compared by the client: SHA-256 of a large file, git's SHA-1 of a small one."""
         if self.is_lfs:
             return hashlib.sha256(self.content).hexdigest()
         header = f"blob {len(self.content)}\0".encode()
@@ -57,12 +57,12 @@ class Repository:
 
 @dataclass
 class Fault:
-    """What happens to requests of a method whose path contains a text."""
+    """Fault for requests with this method and this text in the path."""
 
     method: str
     path: str
     action: int | str
-    """A status; "drop" breaks off in the middle; "stall" never answers."""
+    """HTTP status; "drop" breaks off in the middle; "stall" never answers."""
     times: int = 1
 
 
@@ -70,7 +70,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *arguments: Any) -> None:
-        """Clients that are killed or out of patience close their side; a test reads stderr."""
+        """Ignore clients that are killed or give up: a test reads stderr."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(*arguments)
 
@@ -80,7 +80,7 @@ class Request:
     method: str
     path: str
     num_bytes: int = 0
-    """Of the body, as far as it was read."""
+    """Bytes read from the body."""
 
 
 class Refused(Exception):
@@ -90,12 +90,12 @@ class Refused(Exception):
 
 
 class FakeHub:
-    """The state; ``running`` serves it."""
+    """State of the Hub; ``running`` serves it."""
 
     def __init__(self, tokens: dict[str, str]) -> None:
         """
         Args:
-            tokens: token -> user, who may write to repositories user/name.
+            tokens: token -> user, with write access to repositories user/name.
         """
         self.tokens = tokens
         self.repositories: dict[str, Repository] = {}
@@ -105,7 +105,7 @@ class FakeHub:
         self.requests: list[Request] = []
         self.released = threading.Event()
         self.num_moments = 0
-        """Requests that came, and answers that are about to go."""
+        """Received requests, and responses about to be sent."""
         self.at_moment: Callable[[int], None] = lambda number: None
         self.lock = threading.RLock()
         self.numbers = itertools.count(1)
@@ -200,7 +200,7 @@ class FakeHub:
 
 
 def metadata_errors(card: str) -> list[str]:
-    """What the Hub refuses in a model card, as far as its messages are known."""
+    """Errors in a model card that make the Hub refuse it, as far as its messages are known."""
     found = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     try:
         data = yaml.safe_load(found[1]) if found else {}
@@ -292,10 +292,10 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def user(self) -> str | None:
-        """None without a token.
+        """Return the user; None without a token.
 
         Raises:
-            Refused: a token that nobody has.
+            Refused: an unknown token.
         """
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if given and given not in self.hub.tokens:

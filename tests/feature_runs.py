@@ -1,4 +1,4 @@
-"""Dumps of hidden states of a small world, for the tests that train from them."""
+"""Hidden-state dumps from a small world, for tests that train from them."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ def world(tmp_path_factory) -> World:
 
 
 def write_config(world: World, method: str, path: Path, **changes: Any) -> Path:
-    """The YAML of a run of ``world``."""
+    """Write the YAML for a run of ``world``."""
     nested: dict[str, Any] = {}
     for word in world.arguments(method, path.parent / "run", **METHODS[method] | changes):
         name, value = word.removeprefix("--").split("=", 1)
@@ -47,7 +47,7 @@ def write_config(world: World, method: str, path: Path, **changes: Any) -> Path:
 
 
 def dump(world: World, out: Path | None, monkeypatch, *options: str, **changes: Any) -> None:
-    """The command, for all heads."""
+    """Run the dump command for all heads."""
     changes = METHODS["spd"] | changes
     arguments = world.arguments("spd", world.folder / "run", **changes)
     for method in ("ppsd", "eagle", "eagle3", "mtp", "dflash", "dspark", "flexspec"):
@@ -62,7 +62,7 @@ def dump(world: World, out: Path | None, monkeypatch, *options: str, **changes: 
 
 @pytest.fixture(scope="module")
 def dumps(world, tmp_path_factory) -> dict[str, Path]:
-    """One dump of each dtype."""
+    """One dump per dtype."""
     folder = tmp_path_factory.mktemp("dumps")
     with pytest.MonkeyPatch.context() as monkeypatch:
         for dtype in ("fp32", "bf16", "fp16", "int8"):

@@ -1,7 +1,7 @@
-"""Processes forked from one that imported it all: imports are most of the time of a short run.
+"""Processes forked from one with all imports done: imports dominate the time of short runs.
 
-A line of JSON on the parent's stdin starts a process (its id comes back) or waits for one (its exit
-status comes back, negative for a signal that killed it).
+A line of JSON on the parent's stdin starts a process or waits for one. Starting returns its id,
+waiting its exit status (negative for a signal).
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 
 def answer(run: Callable[[dict[str, Any]], NoReturn], *modules: str) -> None:
-    """Be the parent, until stdin ends: ``run`` is called in the processes, and must end them.
+    """Be the parent until stdin ends: call ``run`` in each forked process, and it must exit.
 
     Args:
-        modules: which no process imports again; accelerate imports DeepSpeed to save a model.
+        modules: imported once for all processes; accelerate imports DeepSpeed to save a model.
     """
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
         for module in ("deepspeed", *modules):
             importlib.import_module(module)
-    get_checkpoint_conversion_mapping("llama")  # which is built once
-    gc.freeze()  # no process looks for garbage among what it inherits
+    get_checkpoint_conversion_mapping("llama")  # the mapping is built once
+    gc.freeze()  # no process collects garbage among inherited objects
     for line in sys.stdin:
         job = json.loads(line)
         if "wait" in job:
@@ -47,16 +47,16 @@ def answer(run: Callable[[dict[str, Any]], NoReturn], *modules: str) -> None:
 
 
 def renew_thread_pool() -> None:
-    """The first user of torch's threads in a fork makes their pool anew, and threads that meet
-    there at once (a loader's) find none: "Invalid thread pool!"."""
+    """Renew torch's thread pool in a fork. The first user renews it anyway, and threads arriving at
+    the same time (a loader's) find none: "Invalid thread pool!"."""
     torch.set_num_threads(torch.get_num_threads())
 
 
 def write_to(path: str, *numbers: int) -> None:
-    """What this process prints goes to the end of a file from here on.
+    """Append all further output of this process to a file.
 
     Args:
-        numbers: of the streams, by default stdout and stderr.
+        numbers: stream numbers, by default stdout and stderr.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in numbers or (1, 2):
@@ -67,14 +67,14 @@ def write_to(path: str, *numbers: int) -> None:
 
 @dataclass
 class ForkServer:
-    """The parent, as its user sees it; ``with``."""
+    """The parent process as its user sees it; use with ``with``."""
 
     process: subprocess.Popen
     running: set[int] = field(default_factory=set)
 
     @classmethod
     def start(cls, script: str, *arguments: str, **options: Any) -> "ForkServer":
-        """``script``: a file of this folder that calls ``answer``."""
+        """Start the parent; ``script`` is a file in this folder that calls ``answer``."""
         command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
         pipe = subprocess.PIPE
         return cls(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, **options))
@@ -89,13 +89,13 @@ class ForkServer:
         self.process.__exit__(*exception)
 
     def ask(self, **job: Any) -> int:
-        """Process id."""
+        """Start a process and return its id."""
         pid = self._answer(job)
         self.running.add(pid)
         return pid
 
     def wait(self, pid: int) -> int:
-        """Exit status, negative for the signal that ended it."""
+        """Wait and return the exit status, negative for a signal."""
         status = self._answer({"wait": pid})
         self.running.discard(pid)
         return status
@@ -107,7 +107,7 @@ class ForkServer:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Process id; the process leaves with status 0 after ``work``, and with 1 if it fails."""
+    """Fork and return the process id; the child exits with 0 after ``work``, with 1 on failure."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -127,10 +127,10 @@ def status_of(pid: int) -> int:
 
 
 def rank_environments(num_processes: int, port: int) -> list[dict[str, str]]:
-    """What a launcher gives to each process of a group on this machine.
+    """Environments that a launcher gives to the processes in a local group.
 
     Args:
-        port: of the store that they meet at, which who starts them holds.
+        port: port of the rendezvous store, which the caller holds open.
     """
     world = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

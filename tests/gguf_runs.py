@@ -27,7 +27,7 @@ NAMES = {
 
 
 def paired(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Query or key rows in GGUF's order: the halves of a rotation beside each other."""
+    """Query or key rows in GGUF's order: the rotation halves interleaved."""
     rows, columns = weight.shape
     halves = weight.view(num_heads, 2, rows // num_heads // 2, columns)
     return halves.transpose(1, 2).reshape(rows, columns)

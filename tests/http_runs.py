@@ -1,4 +1,4 @@
-"""The HTTP server on 127.0.0.1, with clients, for tests: everything ends with the ``with``."""
+"""The HTTP server on 127.0.0.1 with clients, for tests: everything ends with the ``with``."""
 
 import asyncio
 import http.client
@@ -28,16 +28,16 @@ from pipedraft.inference.serving.listen import http_server, serve
 from pipedraft.models.language_model import LanguageModelDraft
 
 WAIT_S = 120
-"""For anything to happen; the machine may be busy."""
+"""Time limit for any event; the machine may be busy."""
 VOCABULARY = 94
-"""Printable ASCII, a token each."""
+"""Printable ASCII, one token per character."""
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
 PROMPT = "Hello"
 LENGTH = 24
 
 
 def make_engine() -> Engine:
-    """With a draft that is often right; two of these share nothing."""
+    """Make an engine with an often accepted draft; two engines share nothing."""
     target, noisy = (tiny_llama(layers=4, vocab=VOCABULARY) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     for weight in noisy.parameters():
@@ -48,7 +48,7 @@ def make_engine() -> Engine:
 
 
 def alone(engine: Engine, prompt: str, **settings: Any) -> DecodeResult:
-    """What ``Engine.decode`` makes of a prompt by itself."""
+    """Decode a prompt with ``Engine.decode`` alone."""
     base = engine.config
     engine.config = replace(base, **{"max_new_tokens": LENGTH, **settings})
     try:
@@ -59,7 +59,7 @@ def alone(engine: Engine, prompt: str, **settings: Any) -> DecodeResult:
 
 @dataclass
 class Held:
-    """The pipeline stands still before each step, until it is let go on."""
+    """A pipeline held before each step until ``release``."""
 
     go: threading.Event
     arrived: threading.Event
@@ -70,7 +70,7 @@ class Held:
 
 @dataclass
 class Place:
-    """A server that listens."""
+    """A listening server."""
 
     service: Service
     port: int
@@ -85,7 +85,7 @@ class Place:
 
     @contextmanager
     def held(self) -> Iterator[Held]:
-        """No step is made until ``release``, or the end."""
+        """Hold every step until ``release``, or the end."""
         held = Held(threading.Event(), threading.Event())
 
         def waiting_step(pipelines: Any) -> None:
@@ -101,7 +101,7 @@ class Place:
                 held.release()
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> "Told":
-        """One request by a client without manners."""
+        """Send one request as a careless client."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
         try:
             raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()

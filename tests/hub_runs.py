@@ -1,4 +1,4 @@
-"""Checkpoints, and a Hub on 127.0.0.1 to send them to, for the tests of uploads."""
+"""Checkpoints, and a Hub on 127.0.0.1 to receive them, for upload tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ class Place:
 
 
 def save_draft(folder: Path, target, name: str, *, stages: int = 2, eagle: bool = False) -> Path:
-    """A checkpoint with random weights and what a run leaves beside it."""
+    """Save a checkpoint with random weights and the other files of a training run."""
     reference = TargetReference(name=name, fingerprint=target_fingerprint(target))
     layer = LayerConfig.from_target(target.config)
     if eagle:
@@ -67,7 +67,7 @@ def save_draft(folder: Path, target, name: str, *, stages: int = 2, eagle: bool 
 
 
 def make_place(folder: Path) -> Place:
-    """Two targets; for one of them drafts of two methods and two cuts, for the other a draft."""
+    """Make two targets: one with drafts by two methods and two cuts, the other with one draft."""
     target = tiny_llama(layers=8, vocab=300)
     target.save_pretrained(folder / "target")
     byte_tokenizer().save_pretrained(folder / "target")
@@ -82,7 +82,7 @@ def make_place(folder: Path) -> Place:
 
 @contextmanager
 def signed_in(monkeypatch, cache: Path) -> Iterator[FakeHub]:
-    """A Hub that this process is signed in to; nothing is retried with a wait."""
+    """Sign in to a Hub in this process; retries do not wait."""
     with FakeHub({TOKEN: "user", STRANGER: "stranger"}).running() as running:
         point_at(running.url, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -94,7 +94,7 @@ def signed_in(monkeypatch, cache: Path) -> Iterator[FakeHub]:
 
 
 def point_at(url: str, monkeypatch) -> None:
-    """What HF_ENDPOINT and its like set when huggingface_hub is imported."""
+    """Set the values that huggingface_hub reads from HF_ENDPOINT and its like at import."""
     disable_progress_bars()
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", url)
@@ -105,7 +105,7 @@ def point_at(url: str, monkeypatch) -> None:
 
 
 def shorten_stalls(hub: FakeHub, monkeypatch) -> None:
-    """What is never answered ends soon; what a busy machine answers late does not."""
+    """Shorten the wait for requests that stall, and for no others: the machine may be busy."""
     end_waits, patience_s = pretrained._end_waits, pretrained.SILENCE_S
 
     def limited(request: Any) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a launch in one process; every message becomes bytes and back all the same."""
+"""The ranks of a launch in one process; every message still becomes bytes and back."""
 
 from random import Random
 
@@ -15,10 +15,10 @@ from pipedraft.inference.timeline import Timeline
 
 
 class Wire(Local):
-    """A link that turns every message into bytes and back, as between processes."""
+    """Link that turns every message into bytes and back, as between processes."""
 
     def __init__(self, handle=None, ends=(None, None)) -> None:
-        """``ends``: devices of a direct way for what is on the first one; else all is bytes."""
+        """``ends``: devices of a direct transfer for tensors on the first; else all is bytes."""
         super().__init__(handle)
         self.ends = ends
 
@@ -29,7 +29,7 @@ class Wire(Local):
 
 
 class LateWire(Wire):
-    """Cancellations arrive when the stage is at work: every other one too late."""
+    """Drops every other cancellation, as if it came too late."""
 
     count = 0
 
@@ -40,10 +40,10 @@ class LateWire(Wire):
 
 
 def connect_inline(target, others=(), *, is_direct=False):
-    """All stages in this process, each finishing a message before the next is sent.
+    """Connect all stages in this process, each finishing a message before the next is sent.
 
     Args:
-        others: the same target once more for each stage after the first, on devices of their own.
+        others: the same target again for each stage after the first, on its own devices.
         is_direct: hidden states go from device to device beside their frames.
     """
     last = target.num_stages - 1
@@ -78,7 +78,7 @@ def connect_inline(target, others=(), *, is_direct=False):
 def decode_both(
     target, prompts, *, draft=None, make_source=None, connect_ranks=connect_inline, **options
 ):
-    """The same prompts on both backends, one after the other on one pipeline."""
+    """Decode the same prompts on both backends, one after the other on one pipeline."""
     found = []
     for connect in (None, connect_ranks):
         extra = {} if connect is None else {"connect": connect}
@@ -98,10 +98,10 @@ def decode_both(
 
 
 class RanksInTurns:
-    """Stages that work when the controller waits, so that cancellations come in time.
+    """Stages that work while the controller waits, so that cancellations come in time.
 
-    With ``haste`` the first stage is at the controller, as with one process per stage, and the
-    others also work while it computes: before each of its layers with this probability.
+    With ``haste`` the first stage is at the controller, as with one process per stage. The other
+    stages then also work while it computes: before each of its layers with this probability.
     """
 
     def __init__(self, target, haste: float | None = None, seed: int = 0) -> None:
@@ -136,7 +136,7 @@ class RanksInTurns:
         return self.pipeline.is_wanted()
 
     def work(self) -> None:
-        """Every stage takes one message, the last stage first: a lock-step."""
+        """Let every stage take one message, the last stage first: a lock-step."""
         for queue, worker in zip(reversed(self.queues), reversed(self.workers), strict=True):
             if queue.has_arrived():
                 worker.handle(queue.receive())

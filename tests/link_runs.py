@@ -1,6 +1,6 @@
-"""Decoding across links for tests: tables in place of networks, and one call to run it.
+"""Decode across links for tests: tables in place of networks, and one call to run them.
 
-A table is a Markov chain: the distribution of its outputs is a product of its entries, exactly.
+A table is a Markov chain: an output's probability is exactly the product of its entries.
 """
 
 # V vocabulary, R rows
@@ -47,12 +47,12 @@ SMALL = tiny_llama(layers=1, hidden=16, vocab=16, heads=2, kv_heads=1)
 
 @cache
 def greedy_text(target, prompt: tuple[int, ...], length: int) -> list[int]:
-    """New tokens of transformers; computed once for all tests."""
+    """Greedy new tokens from transformers, computed once for all tests."""
     return greedy_reference(target, list(prompt), length)
 
 
 class ChainSource(StatelessSource):
-    """Draft tokens by its logits, as networks have them."""
+    """Drafts from a table of logits."""
 
     grows = ("layers",)
 
@@ -66,7 +66,7 @@ class ChainSource(StatelessSource):
 
 
 class BernoulliSource(ChainSource, SimulatedSource):
-    """Drafts right with a given probability, decided once for each position."""
+    """Drafts accepted with a given probability, decided once per position."""
 
     def __init__(self, prompt, acceptance, *, target=SMALL, length=200, seed=0) -> None:
         text = [*prompt, *greedy_text(target, tuple(prompt), length)]
@@ -74,7 +74,7 @@ class BernoulliSource(ChainSource, SimulatedSource):
 
 
 class TableStage:
-    """Rows of a chain: what a stage counts, and the newest tokens as its output."""
+    """Rows of a chain: a stage counts them, and returns the newest tokens as its output."""
 
     num_speculative = 0
 
@@ -89,7 +89,7 @@ class TableStage:
 
 
 class TableTarget:
-    """Stands where a ``SharedTarget`` and its ``StagedTarget`` stand."""
+    """Stand-in for a ``SharedTarget`` and its ``StagedTarget``."""
 
     fingerprint = anchor = "table"
     eos_token_ids: tuple[int, ...] = ()
@@ -132,7 +132,7 @@ def config_for(
 def run_session(
     target, source, prompt, *, times=TIMES, link=LINK, token_bytes=0, **options
 ) -> tuple[DecodeResult, LinkPipeline]:
-    """A whole output on a virtual link.
+    """Decode a whole output on a virtual link.
 
     Args:
         target: a ``SharedTarget``.

@@ -1,7 +1,7 @@
-"""An order-2 Markov chain as the target of whole pipelines: the law of every token is known.
+"""An order-2 Markov chain as the target for whole pipelines: the law of every token is known.
 
-Its stages hold no weights. They assert that a row sees exactly one token at every earlier position,
-so that a stale, missing or sibling row trips where it is made.
+Its stages hold no weights. They assert that a row sees exactly one token at every earlier position.
+A stale, missing or sibling row fails where it is made.
 """
 
 # V vocabulary, a, b the two tokens before; c the token after them
@@ -26,10 +26,11 @@ VOCAB, PROMPT = 4, [1, 2]
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [a, b, c] of the target, and of a draft that agrees with it in part.
+    """Logits [a, b, c] for the target, and for a draft in partial agreement.
 
-    Of 40 seeds one by which a correction that reuses the uniform of its test is far from the law
-    (noncentrality 212 in 1,800 tokens) and no token is rare (at least .045); sum min(p, q) is .69.
+    The seed was chosen from 40: a correction reusing its test's uniform is far from the law
+    (noncentrality 212 in 1,800 tokens), and no token is rare (at least 0.045). Sum min(p, q) is
+    0.69.
     """
     generator = torch.Generator().manual_seed(26)
     tables = torch.randn(2, VOCAB, VOCAB, VOCAB, generator=generator).double()
@@ -41,7 +42,7 @@ TARGET, DRAFT = tables()
 
 
 class MarkovStage:
-    """What a stage keeps of rows: their tokens and positions."""
+    """Stage that keeps only the token and position for each row."""
 
     def __init__(self) -> None:
         self.committed: list[int] = []
@@ -52,7 +53,7 @@ class MarkovStage:
         return len(self.rows)
 
     def forward(self, segment: Segment, taps=(), is_wanted=None) -> Segment:
-        """Hidden states [R, 2]: the newest two tokens that a row sees."""
+        """Hidden states [R, 2]: the newest two tokens visible to a row."""
         assert segment.lo == len(self.rows)
         newest = segment.hidden[:, 1] if segment.ids is None else segment.ids
         self.rows += zip(newest.tolist(), segment.positions.tolist(), strict=True)
@@ -75,7 +76,7 @@ class MarkovStage:
 
 
 class MarkovTarget:
-    """Stands where a ``StagedTarget`` stands."""
+    """Stand-in for a ``StagedTarget``."""
 
     max_positions, device = 10**9, torch.device("cpu")
     eos_token_ids: tuple[int, ...] = ()
@@ -100,7 +101,7 @@ class MarkovTarget:
 
 
 class MarkovSource(TreeSource):
-    """The draft's table, for every growing verb."""
+    """Draft from the table, for every growing verb."""
 
     target_vocab_size, draft_ids = VOCAB, torch.arange(VOCAB)
 
@@ -145,7 +146,7 @@ def markov_engine(**options) -> Engine:
 
 
 def markov_texts(num_texts: int, **options) -> list[list[int]]:
-    """Sampled outputs, each by random numbers of its own."""
+    """Sampled outputs, each with its own random numbers."""
     engine = markov_engine(**options)
     results = [engine.decode(PROMPT, prompt_index=index) for index in range(num_texts)]
     num_tested = sum(result.num_tested for result in results)
@@ -155,15 +156,15 @@ def markov_texts(num_texts: int, **options) -> list[list[int]]:
 
 @cache
 def plain_texts(num_texts: int, length: int, rule: str, filters: TokenFilters) -> list[list[int]]:
-    """Plain decoding's."""
+    """Baseline outputs."""
     settings = {"max_new_tokens": length, "verifier": rule, **filters.active}
     return markov_texts(num_texts, schedule="autoregressive", num_stages=1, **settings)
 
 
 def markov_p_value(texts, temperature=1.0, filters=UNFILTERED) -> float:
-    """Chance of tokens at least as far from the target's law, counted by the two before each.
+    """Return the p-value for tokens under the target's law, grouped by the two tokens before each.
 
-    A token that cannot come is an answer by itself.
+    An impossible token decides the result alone.
     """
     counts_abc = np.zeros((VOCAB,) * 3)
     for text in texts:

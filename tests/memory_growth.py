@@ -1,4 +1,4 @@
-"""How much memory of its own a process needs to load a target: memory_growth.py WAY FOLDER."""
+"""Measure how much private memory a process needs to load a target: memory_growth.py WAY FOLDER."""
 
 import re
 import sys
@@ -25,7 +25,7 @@ ENDS = {"has_embedding": True, "has_head": True}
 
 @contextmanager
 def rank_of(world: int, local: int, rank: int, monkeypatch) -> Iterator[SimpleNamespace]:
-    """One of the processes of some nodes, whose collective calls do nothing."""
+    """One process in a group of nodes, with collective calls that do nothing."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -42,7 +42,7 @@ def private_bytes() -> int:
 
 
 def growth_of(work: Callable[..., Any], *arguments: Any) -> int:
-    """Most bytes of its own, pages of mapped files left out, that a process needs for ``work``."""
+    """Peak private bytes, pages of mapped files left out, that a process needs for ``work``."""
     before, done, peak = private_bytes(), threading.Event(), [0]
 
     def watch() -> None:

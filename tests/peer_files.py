@@ -1,4 +1,4 @@
-"""Heads as others write them, with random weights: what test_peers*.py import."""
+"""Heads in other projects' formats, with random weights: imported by test_peers*.py."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def save_target(folder):
 
 
 def random(generator, *shape):
-    """Of a matrix's usual size; norms lie around one."""
+    """Random matrix with usual magnitudes; norm weights lie around one."""
     noise = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
     return 1 + noise if len(shape) == 1 else noise
 
@@ -61,7 +61,7 @@ def layer_weights(generator, prefix, width, *, norms=(), biases=False):
 
 
 def eagle3_files(layout, *, ids=DRAFT_IDS, biases=False, norms=(), flags=None):
-    """config.json and tensors of an EAGLE-3 head, as its trainer would write them."""
+    """Files of an EAGLE-3 head, config.json and tensors, as its trainer would write them."""
     generator, flags = torch.Generator().manual_seed(4), flags or {}
     prefix = "layers.0." if layout == "speculators" else "midlayer."
     count = 3
@@ -123,14 +123,14 @@ def write(folder: Path, config, weights, *, pickled=False) -> Path:
 
 
 def import_files(folder: Path, target, config, weights, *, pickled=False) -> Path:
-    """The checkpoint that an import makes of a head's files."""
+    """Import a head's files and return the checkpoint."""
     source = write(folder / "head", config, weights, pickled=pickled)
     import_head(str(source), str(target.folder), folder / "ours")
     return folder / "ours"
 
 
 def assert_same_head(first: Path, second: Path) -> None:
-    """Two checkpoints, tensor by tensor."""
+    """Compare two checkpoints, tensor by tensor."""
     one, other = (json.loads((folder / "config.json").read_text()) for folder in (first, second))
     assert all(one[part] == other[part] for part in ("architecture", "layer", "target"))
     mine, theirs = (load_file(folder / "model.safetensors") for folder in (first, second))
@@ -139,7 +139,7 @@ def assert_same_head(first: Path, second: Path) -> None:
 
 
 def assert_refused(folder: Path, target, config, weights, words, monkeypatch, capfd) -> None:
-    """By the command, with these words, and nothing is written."""
+    """Assert that the command refuses with these words and writes nothing."""
     source = write(folder / "head", config, weights)
     status = call("models", command(source, target, folder / "out"), monkeypatch)
     assert_one_line(status, *capfd.readouterr(), ["--from", *words])

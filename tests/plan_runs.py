@@ -1,4 +1,4 @@
-"""The plan of a run that is made up."""
+"""The plan for a made-up run."""
 
 import tempfile
 
@@ -12,7 +12,7 @@ from pipedraft.train.plan import Plan
 def make_plan(
     method: str, target: PreTrainedConfig, tokens: int, batch_tokens: int, options: list[str]
 ) -> Plan:
-    """Of sequences of so many tokens and batches of so many, in bfloat16."""
+    """Plan for these sequence and batch lengths, in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         target.save_pretrained(folder)
         arguments = [f"--method={method}", f"--target={folder}", f"--output_dir={folder}/out"]

@@ -1,9 +1,9 @@
-"""A CUDA device made of CPU memory: it finds mixed devices, launches and host synchronizations.
+"""A CUDA device made from CPU memory: finds mixed devices, launches and host synchronizations.
 
 ``with pretended_cuda() as log:`` lets tensors be moved to cuda:0 and cuda:1. They compute on the
-CPU, to the bit, refuse what CUDA refuses (an operation on tensors of two devices), and count what a
-GPU is slow at: kernels that are launched, copies to the device, and moments in which the host
-waits. Modules are loaded before and moved inside.
+CPU, to the bit, and refuse what CUDA refuses (an operation on tensors from two devices). The log
+counts slow events on a GPU: kernel launches, copies to the device, and waits by the host. Load
+modules before and move them inside.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAITS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "maske
 WAITS |= {"_unique2", "unique_dim", "unique_consecutive", "bincount"}
 FREE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh"}
 FREE |= {"detach", "alias", "_unsafe_view", "_reshape_alias"}
-"""No kernel: memory, or another view of it."""
+"""Operations without a kernel: memory, or another view of it."""
 
 
 class MixedDevices(RuntimeError):
@@ -42,18 +42,18 @@ class MixedDevices(RuntimeError):
 
 @dataclass
 class Log:
-    """What happened: kernels by operation; where the host meets the device also by place."""
+    """Log of events: kernels by operation; meetings of host and device also by place."""
 
     launches: Counter[str] = field(default_factory=Counter)
-    """Kernels, without those of CUDA graphs."""
+    """Kernels outside CUDA graphs."""
     replayed: Counter[str] = field(default_factory=Counter)
     """Kernels inside CUDA graphs."""
     uploads: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Copies from the host to the device."""
     syncs: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """The host reads what the device has computed, and waits for it."""
+    """Waits: the host reads values computed by the device."""
     captured: list[Callable[[], None]] | None = None
-    """The work of the graph that is captured now."""
+    """Work in the graph under capture."""
     _as_one: bool = False
 
     def clear(self) -> None:
@@ -66,7 +66,7 @@ class Log:
 
     @contextmanager
     def one_kernel(self, name: str) -> Iterator[None]:
-        """What the CPU takes several operations for."""
+        """Count several CPU operations as one kernel."""
         self.launch(name)
         before, self._as_one = self._as_one, True
         try:
@@ -75,9 +75,9 @@ class Log:
             self._as_one = before
 
     def record(self, compute: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """In place of the function that captures a CUDA graph.
+        """Replace the function that captures a CUDA graph.
 
-        What is replayed are the kernels with the memory and the numbers of the host that they had.
+        A replay runs the captured kernels with the captured memory and host numbers.
         """
 
         kernels, work = Counter[str](), list[Callable[[], None]]()
@@ -107,7 +107,7 @@ class Log:
 
 @cache
 def _own_file(name: str) -> str:
-    """In the repository; "": it is a library's or a test's."""
+    """Path in the repository; "" for a library's or a test's file."""
     path = Path(name)
     if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] in (".venv", "tests"):
         return ""
@@ -124,10 +124,10 @@ def _place() -> str:
 
 
 class Pretended(Tensor):
-    """Says that it is on a GPU; what it holds is on the CPU.
+    """A tensor that claims to be on a GPU; its contents are on the CPU.
 
-    To the library below Python it is a tensor of the meta device, which has no kernels that could
-    be called by mistake.
+    To the library below Python it is a meta tensor. The meta device has no kernels, so none can be
+    called by mistake.
     """
 
     held: Tensor
@@ -174,13 +174,13 @@ def _device(given: Any) -> torch.device | None:
 
 
 class _Kind(NamedTuple):
-    """What is the same for every call of an operation."""
+    """Properties shared by every call of an operation."""
 
     name: str
     is_kernel: bool
     is_reshaped: bool
     is_written: bool
-    """Its first argument is."""
+    """The operation writes to its first argument."""
     returns: bool
 
 
@@ -198,7 +198,7 @@ def _kind(func) -> _Kind:
 
 
 class _Kernels(TorchDispatchMode):
-    """Runs every operation on what the tensors hold, and says what a GPU would do."""
+    """Runs every operation on the contents, and counts the events on a GPU."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -207,7 +207,8 @@ class _Kernels(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and to say so takes as long as the rest of a call."""
+        """Return True: nothing is compiled here, and the default check takes as long as the rest of
+        a call."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -261,7 +262,7 @@ class _Kernels(TorchDispatchMode):
             raise MixedDevices(f"{func}: tensors on {' and '.join(devices)} at {_place()}")
 
     def _count(self, kind, args, kwargs, pretended, place) -> bool:
-        """Counts copies and waits; returns whether it is a kernel, which nothing needs none for."""
+        """Count copies and waits; return True for an operation that launches a kernel."""
         log, name = self.log, kind.name
         if name == "_to_copy" and not (pretended and pretended[0].place == place):
             copies = log.syncs if place.type == "cpu" else log.uploads
@@ -299,7 +300,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _held(values: Iterable[Any], tensors: list[Tensor]) -> list[Any]:
-    """What operations are run on; the tensors among the values are added to a list."""
+    """Contents to run operations on; add the tensors among the values to a list."""
     held = []
     for x in values:
         if type(x) is Pretended:
@@ -314,8 +315,8 @@ def _held(values: Iterable[Any], tensors: list[Tensor]) -> list[Any]:
 
 
 def _run(func, args, kwargs) -> Any:
-    """The CPU's kernel; of flash attention it has another one with fewer arguments, and products
-    of another dtype than their factors it does not have."""
+    """Run the CPU's kernel. Its flash attention takes fewer arguments, and its products cannot have
+    another dtype than their factors."""
     if func in (aten.mm.dtype, aten.addmm.dtype_out) and args[0].device == CPU:
         *factors, dtype = args
         own = getattr(aten, func.__name__.partition(".")[0])
@@ -338,7 +339,7 @@ def _run(func, args, kwargs) -> Any:
 
 
 def _again(func, args, kwargs, out) -> Callable[[], None]:
-    """A kernel of a graph: from the same memory to the same."""
+    """Return a graph's kernel: reads and writes the same memory on every call."""
     own = {x.untyped_storage()._cdata for x in _tensors(args) + _tensors(kwargs.values())}
     fresh = [x for x in _tensors([out]) if x.untyped_storage()._cdata not in own]
 
@@ -352,12 +353,12 @@ def _again(func, args, kwargs, out) -> Callable[[], None]:
 
 
 FUSED = ("scaled_dot_product_attention", "rms_norm")
-"""Several operations of the CPU, one kernel of a GPU."""
+"""Several operations on a CPU, one kernel on a GPU."""
 MATRIX_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "__matmul__")
 
 
 class _Calls(TorchFunctionMode):
-    """What the library below decides by the device before an operation is dispatched."""
+    """Decisions that the library below makes by device before an operation is dispatched."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -393,7 +394,7 @@ class _Calls(TorchFunctionMode):
 
     @staticmethod
     def _move(func, args, kwargs) -> Any:
-        """Nothing happens where the tensor is at its place already."""
+        """Move a tensor; do nothing if it is already in place."""
         own, *rest = args
         words = [*rest, *kwargs.values()]
         like = [x for x in words if isinstance(x, Tensor)]
@@ -407,7 +408,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _listed(index: Any, place: torch.device) -> Any:
-    """Lists in an index become tensors that are copied to the device."""
+    """Turn lists in an index into tensors copied to the device."""
     if isinstance(index, list):
         return torch.tensor(index, dtype=None if index else torch.long).to(place)
     return tuple(_listed(x, place) for x in index) if isinstance(index, tuple) else index
@@ -425,7 +426,7 @@ class _Generator(torch.Generator):
 
 
 class _Event:
-    """Kernels take no time here but the host's."""
+    """Event on the host's clock: kernels take no other time here."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.at_s = 0.0
@@ -445,7 +446,7 @@ class _Event:
 
 @contextmanager
 def pretended_cuda(*, num_devices: int = 2) -> Iterator[Log]:
-    """Tensors can be on cuda:0, cuda:1, ..; yields what they do there."""
+    """Allow tensors on cuda:0, cuda:1, ..; yield the log of their events."""
     log, cuda = Log(), torch.cuda
     library = torch.__future__
     before = library.get_overwrite_module_params_on_conversion()

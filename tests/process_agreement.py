@@ -1,10 +1,10 @@
-"""What every rank of tests/test_process.py runs: all schedules on processes and in one process.
+"""Run all schedules on processes and in one process, on every rank of tests/test_process.py.
 
 torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
 
-HALF: which half of the acceptance rules, of the ways to decode with an EAGLE head, and of the
-temperatures of each schedule, 0 or 1, with one of two prompts each in turn; whole: both halves with
-both prompts; bitwise: a few ways, in bfloat16.
+HALF, 0 or 1: one half of the acceptance rules, of the ways to decode with an EAGLE head, and of
+each schedule's temperatures, with one of two prompts each in turn; whole: both halves with both
+prompts; bitwise: a few ways, in bfloat16.
 """
 
 import json
@@ -99,7 +99,7 @@ def compare(cluster, part, name, is_bitwise):
 
 
 def schedules_unlike_plain(cluster, part, whole, head, module):
-    """Schedules whose text on the ranks is not plain decoding's in one process."""
+    """Schedules with an output on the ranks unlike the baseline's in one process."""
     special = {"autoregressive": None, "spd": module, "ppsd": make_exit(whole, num_stages=2)}
     unlike, texts = [], {}
     names = [name for name, kind in SCHEDULES.items() if not kind.needs_link]

@@ -1,6 +1,7 @@
-"""What every rank of tests/test_process_failures.py runs: a long text, and in one rank a failure.
+"""Decode a long output on every rank of tests/test_process_failures.py, with a failure in one rank.
 
-As a program, it is a rank of three, and the last is killed: tests/process_failures.py FOLDER
+As a program, it is one rank in a launch of three, and the last is killed: tests/process_failures.py
+FOLDER
 """
 
 import ctypes
@@ -33,10 +34,10 @@ PIECE_BYTES = 1 << 16
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     folder: Path
-    """With the target in ``t``; every rank adds its files."""
+    """Folder with the target in ``t``; every rank adds its files."""
     num_prompt: int = 2
     num_new: int = 90_000
-    """The default takes minutes."""
+    """Number of new tokens; the default takes minutes."""
     failing_rank: int = -1
     failure: Callable[[Path], None] | None = None
     """Called with ``folder`` in the failing rank soon after its first steps."""
@@ -65,7 +66,7 @@ def run_rank(plan: Plan) -> None:
 
 
 def run_forked_rank(rank: int, port: int, plan: Plan) -> None:
-    """``run_rank`` in the environment that torchrun would give it; what it says goes to a file."""
+    """Run ``run_rank`` in torchrun's environment; its output goes to a file."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(NUM_RANKS),
@@ -96,7 +97,7 @@ def receive_signal(folder: Path, *, number: int) -> None:
 
 
 def be_suspended(folder: Path) -> None:
-    """As by Ctrl-Z and fg, a few times."""
+    """Be suspended a few times, as by Ctrl-Z and fg."""
     own = os.getpid()
     if os.fork() == 0:
         with suppress(ProcessLookupError):
@@ -109,7 +110,7 @@ def be_suspended(folder: Path) -> None:
 
 
 def exhaust_memory(folder: Path) -> None:
-    """The next allocation of ``PIECE_BYTES`` or more fails, whoever makes it."""
+    """Make the next allocation with at least ``PIECE_BYTES`` fail, whoever makes it."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = num_pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -121,7 +122,7 @@ HELD: list[torch.Tensor] = []
 
 
 def hold_memory(*_: object) -> None:
-    """What is free inside the limit."""
+    """Hold all free memory inside the limit."""
     with suppress(RuntimeError):
         while True:
             HELD.append(torch.empty(PIECE_BYTES, dtype=torch.uint8))
@@ -133,13 +134,13 @@ def reset_links(folder: Path, *, peer: int) -> None:
 
 
 def silence_links(folder: Path, *, peer: int | None = None) -> None:
-    """No packet arrives any more: from one rank, or from all of them and the launch's store."""
+    """Silence links, so that no packet arrives: from one rank, or from all ranks and the store."""
     for connection in connections(None if peer is None else rank_id(folder, peer)):
         drop_packets(connection)
 
 
 def drop_packets(connection: socket.socket) -> None:
-    """Attach a filter of one instruction, "return 0": as from a cable that was pulled."""
+    """Attach a filter with one instruction, "return 0": like a pulled cable."""
 
     class Program(ctypes.Structure):
         _fields_ = [("num_instructions", ctypes.c_ushort), ("first", ctypes.c_char_p)]
@@ -154,7 +155,7 @@ def rank_id(folder: Path, rank: int) -> int:
 
 
 def connections(peer_id: int | None) -> list[socket.socket]:
-    """This process's TCP connections: those to another process, or all of them."""
+    """TCP connections of this process: to another process, or all."""
     descriptors = {inode: descriptor for descriptor, inode in socket_inodes(os.getpid())}
     peer_inodes = None if peer_id is None else {inode for _, inode in socket_inodes(peer_id)}
     ports = {}  # local and remote port -> inode
@@ -173,7 +174,7 @@ def connections(peer_id: int | None) -> list[socket.socket]:
 
 
 def listening(process_ids: Iterable[int]) -> set[str]:
-    """Addresses that processes listen on, in hexadecimal as the kernel has them."""
+    """Addresses on which processes listen, in the kernel's hexadecimal."""
     inodes = {inode for process in process_ids for _, inode in socket_inodes(process)}
     lines = [
         line.split()
@@ -186,7 +187,7 @@ def listening(process_ids: Iterable[int]) -> set[str]:
 
 
 def socket_inodes(process_id: int) -> Iterator[tuple[int, str]]:
-    """None of a process that has ended."""
+    """Socket inodes per descriptor; none for a process that has ended."""
     with suppress(OSError):
         for entry in Path(f"/proc/{process_id}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed since

@@ -1,10 +1,10 @@
-"""What every rank of a test of recording runs: GPUs that pretend, whose sends wait for their peer.
+"""Capture CUDA graphs on every rank, on pretended GPUs with sends that wait for their peer.
 
-As NCCL's, a send is under way until the peer has posted its receive; and recording a graph waits
-for the whole device, so for the sends of its rank. Ranks that record at once could wait for each
-other for ever.
+As with NCCL, a send is in flight until the peer has posted its receive. Capturing a graph waits for
+the whole device, so for the sends of its rank. Ranks that capture at once could wait for each other
+forever.
 
-tests/process_rendezvous.py FOLDER guarded (or unguarded: recording asks for nothing)
+tests/process_rendezvous.py FOLDER guarded (or unguarded: capture without asking)
 """
 
 import json
@@ -35,13 +35,13 @@ NEW_TOKENS, PROMPT = 8, PROMPTS[2]
 RANK = int(os.environ["RANK"])
 HANGS_S = 20
 PATIENT = WatchLimits(silence_s=99, undelivered_s=99, step_s=99)
-"""A busy machine is no failure; what hangs is ended by ``Taken``."""
+"""Limits for a busy machine; ``Taken`` ends anything that hangs."""
 FORGETS = 0.3
-"""Share of the calls before which a rank forgets its graphs, at steps of its own."""
+"""Share of calls before which a rank forgets its graphs, at its own steps."""
 
 
 class Rendezvous:
-    """A ``DeviceLink`` over gloo: a rank tells in the launch's store what it asks for."""
+    """``DeviceLink`` over gloo: a rank announces its requests in the launch's store."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.link, self.device = DeviceLink(group, torch.device("cpu")), device
@@ -49,7 +49,7 @@ class Rendezvous:
         self.patience_s = HANGS_S
 
     def open(self, peer, sends):
-        """The peer may have come later than this rank."""
+        """Open the link; the peer may have come later than this rank."""
         self.patience_s = PATIENT.step_s
         DeviceLink.open(self, peer, sends)
         self.patience_s = HANGS_S
@@ -116,7 +116,7 @@ def main() -> None:
     Graphs._make = recording(Graphs._make, counts)
     Graphs.run = forgetting(Graphs.run, Random(RANK))
     cluster_module.DeviceLink, dist.new_group = Rendezvous, over_gloo(dist.new_group)
-    # Weights are loaded before, and moved to a GPU that pretends.
+    # Weights are loaded before, and moved to a pretended GPU.
     Cluster._load_part = lambda self, job, **_: tiny_llama(layers=4, vocab=16).to(self.device)
     if sys.argv[2] == "unguarded":
         Sender.is_sending = lambda self: False
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def unlike_plain(cluster, part, whole) -> list[str]:
-    """Schedules whose text is not plain decoding's on a CPU."""
+    """Schedules with an output unlike the baseline's on a CPU."""
     head = make_head(whole)
     special = {
         "autoregressive": None,

@@ -1,4 +1,4 @@
-"""A fake chat server and conversations, for the tests of regeneration."""
+"""A fake chat server and conversations, for tests of regeneration."""
 
 import json
 import signal
@@ -18,18 +18,18 @@ from pipedraft.data_recipes import server as chat_server
 
 FAULTS = ("error", "busy", "closed", "not_json", "slow", "empty")
 DEADLINE_S = 5.0
-"""Of an answer; a machine under load may stand still for seconds."""
+"""Deadline for an answer; a machine under load may stand still for seconds."""
 LIMIT_S = 60.0
-"""For what a test waits for."""
+"""Time limit for awaited events."""
 
 
 def reply_to(messages: list[dict]) -> str:
-    """What the server says: a function of all that it read."""
+    """Return the server's reply: a function of all messages read."""
     return f"{messages[-1]['content']} / {zlib.crc32(json.dumps(messages).encode()):08x}"
 
 
 def fault_of(question: str) -> str:
-    """20 % of the questions fail, the first time they are asked."""
+    """Fault for a question: 20 % fail, the first time they are asked."""
     code = zlib.crc32(question.encode())
     return FAULTS[code // 5 % len(FAULTS)] if code % 5 == 0 else ""
 
@@ -49,10 +49,10 @@ class FakeServer(ThreadingHTTPServer):
         self.in_flight = self.most_in_flight = 0
         self.delay_s = 0.0
         self.least_in_flight = 0
-        """Answers wait until so many were asked for at once."""
+        """Hold answers until this many requests are in flight."""
         self.held: set[str] = set()
         self.num_unheld = sys.maxsize
-        """Requests after so many, and the questions ``held``, wait for ``release``."""
+        """Hold further requests, and the questions in ``held``, until ``release``."""
         self.released = threading.Event()
         self.is_faulty = False
         self.refused: set[str] = set()
@@ -62,17 +62,17 @@ class FakeServer(ThreadingHTTPServer):
 
     @property
     def counts(self) -> Counter[str]:
-        """Requests by their last message."""
+        """Count the requests by their last message."""
         with self.lock:
             return Counter({question: len(times) for question, times in self.times.items()})
 
     def release(self) -> None:
-        """Answer what is held, and hold nothing any more."""
+        """Answer every held request, and hold nothing from now on."""
         self.held, self.num_unheld = set(), sys.maxsize
         self.released.set()
 
     def handle_error(self, request, client_address) -> None:
-        """Clients that are killed or out of patience close their side."""
+        """Ignore clients that are killed or give up."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -154,7 +154,7 @@ def server(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def signals():
-    """The command sets its own for SIGTERM."""
+    """Restore the signal handlers: the command sets its own for SIGTERM."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -187,7 +187,7 @@ def expected_messages(number: int, turns: int) -> list[dict]:
 
 
 def make_data(folder: Path, num_rows: int) -> tuple[Path, list[list[dict]]]:
-    """Conversations of one to three turns, and what the server makes of them."""
+    """Make conversations with one to three turns, and the server's replies to them."""
     turns = [1 + number % 3 for number in range(num_rows)]
     rows = [conversation(number, count) for number, count in enumerate(turns)]
     data = write_rows(folder / "chats.jsonl", rows)
@@ -195,7 +195,7 @@ def make_data(folder: Path, num_rows: int) -> tuple[Path, list[list[dict]]]:
 
 
 def call(given: list[str], monkeypatch) -> int:
-    """Exit status of the command in this process."""
+    """Run the command in this process and return its exit status."""
     monkeypatch.setattr(sys, "argv", ["regenerate", *map(str, given)])
     try:
         run_command(regenerate.main)

@@ -29,7 +29,7 @@ from pipedraft.inference.engine import Engine
 from pipedraft.models.language_model import LanguageModelDraft
 
 LIMIT_S = 300
-"""For a whole scene: a machine under load is slow, a hang is endless."""
+"""Time limit for a whole scene: a machine under load is slow, a hang is endless."""
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {str(index): index for index in range(64)})
 
 
@@ -58,7 +58,7 @@ async def serving(target: Any, port: int = 0, **options: Any) -> AsyncIterator[S
 
 
 def hold_passes(server: Server, is_held: Callable[[], bool]) -> None:
-    """No pass begins while that is so: whatever the machine does, a text is not over by then.
+    """Start no pass while ``is_held`` is true, so that no output can finish by then.
 
     The server asks again with every message and every stream.
     """
@@ -67,7 +67,7 @@ def hold_passes(server: Server, is_held: Callable[[], bool]) -> None:
 
 
 def lm_draft(target: Any, /, *, right: bool = False, **hashes: str) -> LocalDraft:
-    """The target itself, or a random model that is right by chance."""
+    """Draft with the target itself, or with a random model accepted by chance."""
     vocab = target.config.vocab_size
     model = target if right else tiny_llama(layers=1, vocab=vocab, seed=1)
     return LocalDraft(network=LanguageModelDraft(model, model), **hashes)
@@ -78,7 +78,7 @@ def access_to(port: int, **options: Any) -> Access:
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """In a thread of its own, however many there are."""
+    """Run work in its own thread, however many there are."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future = loop.create_future()
 
@@ -145,7 +145,7 @@ async def decode(
 
 
 def logged(caplog: Any) -> list[str]:
-    """Messages of this project: gRPC's own, of sockets that others have read, are not told."""
+    """Messages from this project; gRPC's own, about sockets read by others, are left out."""
     records = [record for record in caplog.records if record.name.startswith("pipedraft")]
     return [record.getMessage() for record in records]
 
@@ -161,7 +161,7 @@ def run(scene: Any) -> Any:
 
 
 def in_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine, run in a loop of its own."""
+    """Run a test coroutine in its own loop."""
 
     @wraps(scene)
     def test(*arguments: Any, **fixtures: Any) -> None:
@@ -171,7 +171,7 @@ def in_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
 
 
 class RawConnection:
-    """A channel without manners; ``async with``."""
+    """Channel of a careless client; use with ``async with``."""
 
     def __init__(self, access: Access) -> None:
         self.grpc, self.access = wire.import_grpc(), access
@@ -187,7 +187,7 @@ class RawConnection:
 
 @asynccontextmanager
 async def raw_serving(target: Any, **options: Any) -> AsyncIterator[tuple[Server, RawConnection]]:
-    """A server and a connection to it for clients without manners."""
+    """Start a server and connect a careless client to it."""
     async with (
         serving(target, **options) as server,
         RawConnection(access_to(server.port)) as connection,
@@ -196,7 +196,7 @@ async def raw_serving(target: Any, **options: Any) -> AsyncIterator[tuple[Server
 
 
 class Raw:
-    """A client that says what it likes: bytes up, bytes down, and how the call ended."""
+    """Client that sends arbitrary bytes, and records the replies and how the call ended."""
 
     def __init__(self, connection: RawConnection, **metadata: str) -> None:
         self.grpc = connection.grpc
@@ -213,7 +213,7 @@ class Raw:
         return [await self.call.read() for _ in range(count)]
 
     async def end(self) -> tuple[str, str, dict[str, str]]:
-        """Code, text and trailing metadata of the call, which the server ends."""
+        """Code, text and trailing metadata of the call, once the server ends it."""
         try:
             while await self.call.read() is not self.grpc.aio.EOF:
                 pass

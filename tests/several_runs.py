@@ -1,4 +1,4 @@
-"""What tests of several sequences share, and what every rank of tests/test_several_ranks.py runs.
+"""Helpers for tests with several sequences, and the ranks of tests/test_several_ranks.py.
 
 torchrun --nproc-per-node 2 tests/several_runs.py FOLDER KINDS SEQUENCES
 """
@@ -48,11 +48,11 @@ WAYS = {
         {"schedule": "pipeinfer", "draft_tokens": "auto", "branches": 2},
     ],
 }
-"""Every schedule that decodes on a pipeline, by the draft that it can use."""
+"""Every schedule that decodes on a pipeline, by its usable draft."""
 
 
 def requests(rng, ways, num_stages, count):
-    """Prompts and settings of so many sequences."""
+    """Prompts and settings for ``count`` sequences."""
     for index in range(count):
         prompt = [rng.randrange(64) for _ in range(rng.choice([1, 3, 9, 30]))]
         settings = rng.choice([PLAIN, *ways]) if index >= len(ways) else ways[index]
@@ -67,7 +67,7 @@ def requests(rng, ways, num_stages, count):
 
 
 def decode_several(target, draft, num_stages, asked, *, rng=None, connect=LocalPipeline, **limits):
-    """Handles of requests that join at random steps."""
+    """Decode requests that join at random steps; return their handles."""
     config = DecodeConfig.of(**PLAIN, num_stages=num_stages)
     limits = BatchLimits(**{"prompt_rows": 7, **limits})
     batch = BatchEngine(target, PlainTokenizer(), config, draft, limits=limits, connect=connect)
@@ -87,7 +87,7 @@ def decode_alone(target, draft, handle):
 
 
 def check_as_alone(target, draft, handles) -> int:
-    """How many sequences are other ones than alone."""
+    """Count the sequences that differ from decoding alone."""
     wrong = 0
     for handle in handles:
         alone, found = decode_alone(target, draft, handle), handle.future.result(0)
@@ -101,7 +101,7 @@ def stages_of(draft) -> int:
 
 
 class OutsideVocabulary(SimulatedSource):
-    """Its fourth layer of draft tokens is no token of the target."""
+    """Source with an out-of-vocabulary token in its fourth draft forward."""
 
     def add_children(self, tree, leaf, width):
         if self.num_forwards == 4:
@@ -113,7 +113,7 @@ class OutsideVocabulary(SimulatedSource):
 
 
 def swap_rows(monkeypatch, module=local):
-    """The first row of two caches changes places after a pass over both."""
+    """Mutant: swap the first row between two caches after a pass over both."""
 
     def mutant(stages, segments, taps=()):
         outputs = stage_calls.forward_together(stages, segments, taps)
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def compare(cluster, whole, part, kinds, count):
-    """Of each kind, how many of its sequences are other ones than alone in one process.
+    """For each kind, count the sequences that differ from decoding alone in one process.
 
     Mutants decode eight.
     """

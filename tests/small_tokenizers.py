@@ -1,4 +1,4 @@
-"""The tokenizer that made the embedded target's, for tokenizers of tests: its file is no module."""
+"""Load the tokenizer trainer behind the embedded target, for test tokenizers: it is no module."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Decoding with speculation modules, row by row against their training."""
+"""Decode with speculation modules, and compare row by row with training."""
 
 import torch
 from conftest import tiny_llama
@@ -12,7 +12,8 @@ from pipedraft.models.target import capture_hidden
 
 
 class LikeTraining(RemembersText, SPDSource):
-    """Compares the logits of every chain with the row of a training pass over the whole text."""
+    """Compares the logits of every chain with the matching row in a training pass over the whole
+    text."""
 
     def __init__(self, draft, target, *, more=0, shallower=0) -> None:
         super().__init__(draft)
@@ -37,7 +38,7 @@ class LikeTraining(RemembersText, SPDSource):
 
 
 def decode_like_training(mutant=None, **module) -> set[int]:
-    """Tokens in flight at the forwards of a chain on four stages.
+    """Count the tokens in flight at the forwards of a chain on four stages.
 
     Args:
         mutant: how ``LikeTraining`` reads the training pass wrongly.

@@ -1,9 +1,9 @@
-"""Small targets of every family, cut into stages, and a controller that puts them to the test.
+"""Small targets from every family, cut into stages, and a controller to test them.
 
 Weights are drawn large enough (std 0.1, norms included) for a wrong mask or a stale row to move the
-logits (of order 3) by far more than the tolerances. Those only allow for float32 sums in another
-order: 1e-5, and 5e-5 where recurrent layers exchange the chunked for the one-row form of the same
-sum.
+logits (of order 3) by far more than the tolerances. The tolerances only allow for another order in
+float32 sums: 1e-5, and 5e-5 where recurrent layers exchange the chunked for the one-row form of the
+same sum.
 """
 
 # H hidden, V vocabulary, l rows of a segment
@@ -124,13 +124,13 @@ def decode_greedily(target: StagedTarget, prompt: torch.Tensor, max_new_tokens: 
 
 
 def continue_the_row_before(monkeypatch) -> None:
-    """A known-bad state: a row of a tree starts from another branch's."""
+    """A known-bad state: a tree row starts from another branch's state."""
     rows_before = property(lambda segment: list(range(segment.lo - 1, segment.hi - 1)))
     monkeypatch.setattr(Segment, "parents", rows_before)
 
 
 class Controller:
-    """The slow obvious side of the fuzz: a token tree and one slot in front of every stage."""
+    """Slow, obvious reference in the fuzz: a token tree and one slot in front of every stage."""
 
     def __init__(self, name: str, num_stages, seed: int, attention: str = "sdpa"):
         self.random = random.Random(seed)
@@ -169,7 +169,7 @@ class Controller:
         )
 
     def step(self) -> None:
-        """Every stage forwards what waits in front of it, last stage first."""
+        """Forward the waiting segment in every stage, last stage first."""
         for index in reversed(range(len(self.slots))):
             segment, self.slots[index] = self.slots[index], None
             if segment is None:
@@ -194,7 +194,7 @@ class Controller:
         assert torch.equal(segment.taps[NUM_LAYERS], segment.hidden)
 
     def random_keep(self) -> KeepRows:
-        """A path through returned rows is committed, some of what hangs below it is retained."""
+        """Commit a path through returned rows, and retain some rows below it."""
         path: list[int] = []
         while self.random.random() < 0.6:
             last = path[-1] if path else -1

@@ -1,4 +1,4 @@
-"""Connection and server that break sessions and reorder requests, with a clock of their own."""
+"""Connection and server that break sessions and reorder requests, with their own clock."""
 
 import random
 from types import SimpleNamespace
@@ -17,10 +17,10 @@ from pipedraft.inference.engine import Engine
 
 
 class Storm:
-    """Stands where a ``Connection`` and a server stand, and where the time is.
+    """Stand-in for a ``Connection``, a server and the clock.
 
-    Requests are held and handed over in any order, or twice; replies come in order, as gRPC has it,
-    until the stream breaks.
+    Requests are held and delivered in any order, or twice. Replies come in order, as in gRPC, until
+    the stream breaks.
     """
 
     access = Access(server="127.0.0.1:1", answer_s=5.0, connect_s=0.5, give_up_s=1e9)
@@ -34,7 +34,7 @@ class Storm:
         self.pipeline = StormPipeline(self, keeps_drafting=True)
 
     def decode(self, source, prompt, **options):
-        """The output, with this storm's clock in place of the machine's."""
+        """Decode an output with this storm's clock in place of the machine's."""
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep)
         config = config_for(source, **options)
         with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +85,7 @@ class Storm:
 
 
 class StormPipeline(RemotePipeline):
-    """The storm goes on while the draft computes, and whenever somebody looks."""
+    """Pipeline that advances the storm while the draft computes and at every poll."""
 
     def drafted(self, num_tokens: int, started_s: float) -> None:
         for _ in range(self.connection.rng.randrange(5)):
@@ -121,7 +121,7 @@ class Line:
         self.storm.answer(self.session, core.receive(request, self.storm.now_s))
 
     def take(self, timeout_s: float):
-        """Also a call that is over hands over what came before."""
+        """Return the next reply; a call that has ended still delivers earlier replies."""
         until_s = self.storm.now_s + timeout_s
         while not self.down and self.is_up and self.storm.now_s < until_s:
             self.storm.turn()

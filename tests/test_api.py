@@ -1,4 +1,4 @@
-"""What ``import pipedraft`` offers: decoding, transformers' own door, training, evaluation."""
+"""``import pipedraft`` offers decoding, transformers' own entry point, training and evaluation."""
 
 import copy
 import json
@@ -30,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def plain(model) -> list[int]:
-    """The target's own answer, by transformers."""
+    """Answer from the target alone, by transformers."""
     ids = torch.tensor([model.encode(QUESTION)])
     return model.target.generate(ids, max_new_tokens=32, do_sample=False)[
         0, ids.shape[1] :
@@ -142,7 +142,7 @@ def test_generate_of_transformers_gives_the_same_ids(model):
 
 
 def first_layers(target, num_layers: int):
-    """A language model of a target's first layers."""
+    """Return a language model made from a target's first layers."""
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
@@ -154,7 +154,7 @@ def first_layers(target, num_layers: int):
 
 
 def test_an_assistant_model_accepts_as_in_transformers(model, monkeypatch):
-    """transformers drafts before it knows a token: it is given the first one with the prompt."""
+    """transformers drafts before it knows a token, so the prompt comes with the first one."""
     assistant = first_layers(model.target, 14)
     settings = assistant.generation_config
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 3, "constant"
@@ -180,7 +180,7 @@ def test_an_assistant_model_accepts_as_in_transformers(model, monkeypatch):
         for length, end in zip(result.round_lengths, result.round_ends, strict=True)
     ]
     assert ours[:-1] == accepted[: len(ours) - 1] and sum(ours) > 0
-    assert len(accepted) - len(ours) in (0, 1)  # the last one may be cut by the length
+    assert len(accepted) - len(ours) in (0, 1)  # the length may cut the last one
 
 
 def test_settings_of_generate_are_mapped(model):
@@ -268,7 +268,7 @@ def test_a_head_is_trained_on_what_is_in_memory(in_fp32, model, tmp_path):
 
 @pytest.mark.all
 def test_every_process_of_a_launch_makes_the_call(tmp_path):
-    """The script of docs/python.md, by the launcher itself."""
+    """Run the script in docs/python.md with the launcher itself."""
     page = (REPOSITORY / "docs" / "python.md").read_text()
     script = re.search(r'^```python title="train.py"\n(.*?)^```$', page, re.M | re.S)
     (tmp_path / "train.py").write_text(script[1])
@@ -311,7 +311,7 @@ def test_an_evaluation_is_compared_with_another(model, tmp_path, capsys):
 
 
 def cells_of(name: str) -> list[str]:
-    """Code of a page or of a notebook."""
+    """Code cells of a page or notebook."""
     text = (REPOSITORY / "docs" / name).read_text()
     if name.endswith(".md"):
         return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

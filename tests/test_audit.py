@@ -1,7 +1,7 @@
 """`pipedraft audit`: a lossless server passes, and five planted faults are found.
 
-The server speculates with one draft token over a small known law, by the rule of the papers or by
-one with a fault in it.
+The server speculates with one draft token over a small known law, by the papers' rule or by a
+faulty one.
 """
 
 import json
@@ -31,7 +31,7 @@ def law(logits, temperature):
 
 
 def decode(prompt, temperature, seed, size, fault):
-    """Tokens of one answer, whose last one is END where it has ended."""
+    """Tokens of one answer; the last one is END if the answer has ended."""
     rng, out, rows = np.random.default_rng(seed), [], len(prompt) % 4
     while len(out) < size:
         back = 2 if fault == "stale row" and len(out) > 2 else 1
@@ -122,7 +122,7 @@ def test_planted_faults_are_found(audit, fault, words):
 
 
 def test_a_server_is_asked_over_http(audit):
-    """And one that knows no log-probabilities is asked without."""
+    """A server without log-probabilities is audited without them."""
     asked = Counter()
 
     class Handler(BaseHTTPRequestHandler):

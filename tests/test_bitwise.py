@@ -1,4 +1,4 @@
-"""--bitwise: in bfloat16, too, text is plain decoding's, because a row's numbers are."""
+"""--bitwise: bfloat16 outputs also equal the baseline's, because every row has the same bits."""
 
 from copy import deepcopy
 
@@ -34,7 +34,7 @@ SPD_WAYS = [{"schedule": "spd"}, {"schedule": "spd", "tree_width": 3}]
 
 @pytest.fixture(scope="module")
 def target():
-    """As wide as vectors of a processor are, and so unsure that rounding decides."""
+    """Target as wide as a processor's vectors, and so unsure that rounding decides."""
     return tiny_llama(layers=4, hidden=64, vocab=1000).to(torch.bfloat16)
 
 
@@ -63,7 +63,7 @@ def test_processes_have_the_text_of_plain_decoding_in_one(target, way):
 
 
 def test_the_rows_of_a_prompt_have_the_same_bits_in_processes(target):
-    """Known-bad: as many chunks as stages, of other sizes than in one process."""
+    """Known-bad: as many chunks as stages, with other sizes than in one process."""
     found = []
     for connect in (LocalPipeline, connect_inline):
         for is_on in (True, False):
@@ -77,7 +77,7 @@ def test_the_rows_of_a_prompt_have_the_same_bits_in_processes(target):
 
 
 def test_without_it_some_texts_differ(target):
-    """Else this target would show nothing."""
+    """Otherwise this target would show nothing."""
     num_different = 0
     for way in WAYS[:3]:
         for prompt in PROMPTS[1:]:
@@ -96,7 +96,7 @@ def test_text_of_a_draft_in_the_target_is_plain_decodings(target):
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_row_has_the_same_bits_beside_any_others(window):
-    """One by one, five or twenty together, and on a branch of a tree."""
+    """One row alone, five or twenty together, and on a tree branch."""
     model = tiny_mistral(layers=2, hidden=64, vocab=100, sliding_window=window).to(torch.bfloat16)
     ids, prompt = torch.arange(1, 21), torch.arange(9)
     found = []
@@ -117,7 +117,7 @@ def test_a_row_has_the_same_bits_beside_any_others(window):
     visible = (own[:, None] == own) | ((own % 2 == 1) & (own < (own // 2 * 2)[:, None]))
     tree = Segment(positions=9 + own // 2, visible=visible, ids=both)
     assert torch.equal(forward(target, tree)[1::2], found[0])
-    for stage in target.stages:  # and what is kept continues the same text
+    for stage in target.stages:  # and the kept rows continue the same text
         stage.keep(KeepRows(tuple(range(1, 20, 2)), 10))
     again = forward(target, chain_segment(target, ids[10:]))
     assert torch.equal(again, found[0][10:])
@@ -140,7 +140,7 @@ def test_a_target_without_one_shape_is_refused():
 
 
 def test_a_pass_on_a_gpu_has_the_one_row_of_plain_decodings(target):
-    """Known-bad: 16, with which texts left plain decoding's on a real one."""
+    """Known-bad: 16 rows, with which outputs on a real GPU differed from the baseline's."""
     sizes: list[int] = []
     with pretended_cuda():
         placed = deepcopy(target).to("cuda:0")

@@ -1,4 +1,4 @@
-"""DFlash and DSpark: one forward pass for a block, its losses, its trees under every schedule."""
+"""DFlash and DSpark: one forward per block, the losses, and trees under every schedule."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_a_token_before_each_place_is_given_in_training_as_in_decoding(family, o
 
 
 def sees(change):
-    """A known-bad mask of the groups: ``change`` of (visible rows, number of context rows)."""
+    """Return a known-bad group mask: ``change`` of (visible rows, number of context rows)."""
     right = dflash._attend_in_groups
 
     def mutant(groups, *tensors):
@@ -88,7 +88,7 @@ def sees(change):
 
 
 def own_state(visible_GK, num_context):
-    """The context goes on up to the anchor itself, for all blocks but the last of a group."""
+    """Let the context include the anchor itself, for all blocks but the last in a group."""
     rows = visible_GK[:, :num_context]
     rows |= torch.nn.functional.pad(rows[:, :-1], (1, 0), value=True)
 
@@ -111,13 +111,13 @@ def test_a_block_that_sees_other_rows_is_noticed(mutant, monkeypatch):
 
 
 def test_feature_layers_are_spread_over_the_target():
-    assert dflash.default_feature_layers(36) == (2, 10, 18, 26, 34)  # as of the published heads
+    assert dflash.default_feature_layers(36) == (2, 10, 18, 26, 34)  # as in the published heads
     assert dflash.default_feature_layers(16) == (2, 5, 8, 11, 14)
     assert dflash.default_feature_layers(2) == (1, 2)
 
 
 def test_the_anchors_row_gives_a_draft_token_too():
-    """Seven rows give seven of them; DFlash's would give six."""
+    """Seven rows give seven draft tokens; DFlash's would give six."""
     assert make_objective(kind="dspark", block_size=7).num_steps == 7
     assert make_objective(kind="dspark", block_size=7, sample_from_anchor=False).num_steps == 6
 
@@ -197,7 +197,7 @@ def test_another_formula_is_noticed(mutant, monkeypatch):
 
 
 def test_dpace_weights_are_those_of_its_equations():
-    """w_i of q = (.5, .25, 1) with alpha 0: sums of the prefix products .5, .125, .125."""
+    """w_i of q = (0.5, 0.25, 1) with alpha 0: sums of the prefix products 0.5, 0.125, 0.125."""
     q_AS = torch.tensor([[0.5, 0.25, 1.0], [0.5, 0.25, 9.0]], dtype=torch.float64)
     counted_AS = torch.tensor([[True, True, True], [True, True, False]])
     expected = torch.tensor([[0.75, 0.25, 0.125], [0.625, 0.125, 0.0]], dtype=torch.float64)
@@ -245,7 +245,7 @@ def test_training_makes_blocks_longer_and_foretells_it(kind, options, steps):
 @pytest.mark.parametrize("way", WAYS + OTHER_WAYS, ids=way_name)
 @pytest.mark.parametrize("kind", CHECKED)
 def test_greedy_text_is_the_targets_and_every_draft_token_is_of_the_newest_block(kind, way):
-    """Of one of two prompts with one head, of the other one with the other."""
+    """One head decodes one of two prompts, the other head the other one."""
     target = tiny_llama(layers=4, vocab=16).double()
     source = CHECKED[kind](make_head(target, kind, block_size=5).double())
     engine = engine_for(target, source=source, num_stages=3, max_new_tokens=NEW_TOKENS, **way)
@@ -264,13 +264,13 @@ def test_every_kind_of_head_decodes_exactly(options):
 
 
 def keep_the_block(monkeypatch) -> str:
-    """What was drafted before a commit is offered after it."""
+    """Mutant: offer draft tokens from before a commit after it."""
     monkeypatch.setattr(DFlashSource, "_keep_rows", lambda source, keep: None)
     return "dflash"
 
 
 def take_rows_for_the_first(monkeypatch) -> str:
-    """Every row is behind the root's token, as if the block had no places."""
+    """Mutant: place every row directly after the root, as if the block had no places."""
     behind = DSparkSource._behind
 
     def rooted(source, tree, row):
@@ -305,7 +305,7 @@ def test_a_tree_takes_one_pass_whose_rows_know_their_depth_alone(shape):
     target = tiny_llama(layers=4, vocab=16)
     source = DFlashSource(make_head(target, "dflash", block_size=6))
     tree = tree_of_one_pass(target, source, shape)
-    # Below any row of a depth the best token is the same.
+    # Below any row at one depth the best token is the same.
     best = {}
     for row in range(len(tree)):
         for child in tree.children(row)[:1]:

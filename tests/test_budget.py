@@ -1,4 +1,5 @@
-"""Automatic budgets: as many draft tokens as pay, the same output, fewer where rows cost more."""
+"""Automatic budgets: as many draft tokens as are worth it, the same output, fewer if rows cost
+more."""
 
 import math
 
@@ -30,7 +31,7 @@ AUTO = [
 
 
 def best_count(scores, costs):
-    """By trying all."""
+    """Return the best count, by trying all."""
     tokens = [costs.tokens + sum(map(math.exp, scores[:k])) for k in range(len(scores) + 1)]
     rates = [made / (costs.time + k * costs.row) for k, made in enumerate(tokens)]
     return int(np.argmax(rates))
@@ -75,8 +76,8 @@ def plain(pair):
 @pytest.mark.parametrize("row", [0.0, 0.3])
 @pytest.mark.parametrize("way", AUTO, ids=lambda way: way["schedule"])
 def test_outputs_are_the_targets_whatever_rows_cost(way, row, pair, plain):
-    """Greedy and, by the noise that target and draft share, at temperature 1; each way decodes
-    each of the four prompts."""
+    """Compare greedy outputs and, with noise shared by target and draft, outputs at temperature 1.
+    Each way decodes each of the four prompts."""
     greedy, sampled = (1, 3) if row else (2, 0)
     cost = CostModel(row=row, link_row=row / 9, head_row=row / 9, draft_forward=1 / 16)
     (result,) = decode(pair, way, [greedy], cost=cost)
@@ -96,7 +97,8 @@ def test_fewer_rows_enter_where_they_cost_more(way, pair):
 
 
 def steps_where_no_row_pays(**way):
-    """Of five texts, on four stages: a row after a segment's first costs nine times as much."""
+    """Steps for five outputs on four stages: each row after a segment's first costs nine times as
+    much."""
     cost = CostModel(row=9.0, draft_forward=1 / 16)
     engine = markov_engine(num_stages=4, max_new_tokens=24, cost=cost, **way)
     return [engine.decode(PROMPT, prompt_index=index).num_steps for index in range(5)]
@@ -112,7 +114,7 @@ def test_where_no_row_pays_a_tree_is_a_chain():
 
 
 def best_child_alone(tree, leaves, best_2QW, width, sampling):
-    """Adds one, or the one that the tree has already takes its place."""
+    """Add one child; or a child already in the tree takes its place."""
     tokens_K, scores_K = best_2QW.flatten(1)
     place = int(scores_K.argmax())
     if sampling.worth(tree, scores_K[place : place + 1].tolist()):
@@ -122,7 +124,7 @@ def best_child_alone(tree, leaves, best_2QW, width, sampling):
 
 @pytest.mark.parametrize("mutant", ["asked_once", "counts_what_is_on_its_way"])
 def test_a_free_row_that_is_left_out_is_noticed(mutant, monkeypatch):
-    if mutant == "asked_once":  # a draft token whose children did not pay gets none any more
+    if mutant == "asked_once":  # a draft token whose children were not worth it gets none any more
         whole = TreeSource._rows_to_continue
         monkeypatch.setattr(
             TreeSource, "_rows_to_continue", lambda self, *args: whole(self, *args[:3])

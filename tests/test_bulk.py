@@ -1,4 +1,4 @@
-"""Bulk sampling equals decoding one row at a time; token rows come back as they were written."""
+"""Bulk sampling equals decoding one row at a time; token rows survive writing and reading."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def sample(model: LlamaForCausalLM, openings: list[Opening], max_length: int = 6
 
 
 def test_greedy_rows_of_any_length_are_those_of_generate(model):
-    """Rows end at different times, so that ended ones are taken out of the caches on the way."""
+    """Rows end at different times, so that ended rows leave the caches on the way."""
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(8, 24, 1 + i % 9).tolist()) for i in range(40)]
     rows = sample(model, [Opening(ids, is_greedy=True) for ids in prompts])

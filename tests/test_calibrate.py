@@ -1,4 +1,4 @@
-"""The cost model: what an asynchronous pipeline pays, and its recovery from measured times."""
+"""The cost model: costs in an asynchronous pipeline, and their recovery from measured times."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def run(schedule, processes, *, tokens=100, forwards=0, seconds_per_token=0.0):
 
 
 def process(name, *, calls, rows, first, more, verify=0.0, draft=0.0):
-    """A stage whose first row takes ``first`` and every further one ``more`` seconds."""
+    """Make a stage whose first row takes ``first`` and every further one ``more`` seconds."""
     stage = calls * first + (rows - calls) * more
     return ProcessRecord(
         name=name,
@@ -97,7 +97,7 @@ def test_processes_that_share_cores_slow_each_other(rows, forwards, expected):
 
 
 def test_the_slowness_of_shared_cores_is_recovered():
-    """Two methods keep both processes busy for another part of their time."""
+    """Two methods keep both processes busy for different shares of their time."""
     methods = []
     for schedule, rows, others in (
         ("autoregressive", 100, 0.0),
@@ -136,10 +136,10 @@ def test_a_cost_that_is_no_duration_is_refused(value):
     [(False, 3 * 0.1 + 4 * (0.2 + 0.3)), (True, (8 * 0.1 + 4 * 0.1 + 4 * 0.5) / 2)],
 )
 def test_hops_head_and_decision_are_paid_for_each_row(is_asynchronous, expected):
-    """Rows that enter a stage, or return, cross a hop; those that return are verified."""
+    """Rows that enter a stage, or return, cross a link; returning rows are verified."""
     cost = CostModel(link_row=0.1, head_row=0.2, verify_row=0.3, is_asynchronous=is_asynchronous)
     if not is_asynchronous:
-        expected += 0.1  # the longest of all segments on their hops: five rows
+        expected += 0.1  # the longest of all segments on their links: five rows
     clock = VirtualClock(cost, CUT, 0.0)
     assert clock.duration([5, 5], draft_forwards=0, overlap=True) == pytest.approx(0.625 + expected)
     assert clock.duration([5, 0], draft_forwards=0, overlap=True) < 0.375 + expected

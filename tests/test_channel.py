@@ -1,4 +1,4 @@
-"""The virtual link: exact times, order, losses, bytes; traces and what is wrong with them."""
+"""The virtual link: exact times, order, losses and bytes; traces and their errors."""
 
 import importlib.util
 import math
@@ -29,13 +29,13 @@ MEGABYTE = 8.0  # Mbit/s of 1 MB/s
 
 
 def plain_link(**fields: float) -> Link:
-    """1 MB/s up, 2 MB/s down, 50 ms one way, no header."""
+    """Return a link with 1 MB/s up, 2 MB/s down, 50 ms one way and no header."""
     link = Link.constant(up_mbps=MEGABYTE, down_mbps=2 * MEGABYTE, rtt_ms=100)
     return replace(link, **{"header_bytes": 0, **fields})
 
 
 def integral(steps: Steps, start_s: float, end_s: float) -> float:
-    """Walks piece by piece; shares nothing with ``Steps``."""
+    """Integrate piece by piece; shares no code with ``Steps``."""
     total, time_s = 0.0, start_s
     bounds = [*steps.starts_s[1:], steps.period_s]
     while time_s < end_s - 1e-12:
@@ -118,7 +118,7 @@ def test_messages_arrive_in_order_however_their_delays_vary() -> None:
 
 
 def test_losses_delay_by_their_number_of_retransmissions() -> None:
-    """Attempts are geometric: p / (1 - p) further ones on average, two round trips each."""
+    """Attempts are geometric: p / (1 - p) retransmissions on average, two round trips each."""
     loss, count, size = 0.2, 4000, 1000
     channel = Channel(plain_link(loss=loss), seed=3)
     delays = [channel.transmit(10.0 * i, size, "up") - 10.0 * i for i in range(count)]
@@ -147,7 +147,7 @@ def test_a_long_message_loses_some_packets_and_sends_these_again() -> None:
 
 
 def test_bytes_are_conserved() -> None:
-    """A saturated link carries exactly what fits: all messages end where their sum would."""
+    """A saturated link carries exactly its capacity: the last message ends where the sum would."""
     link = replace(load_link(str(TRACES / "drive.csv")), header_bytes=60)
     random = np.random.default_rng(0)
     sizes = random.integers(0, 600_000, 300).tolist()

@@ -26,13 +26,13 @@ NUM_STAGES = 2
 
 @dataclass(frozen=True)
 class Place:
-    """A trained checkpoint, damaged copies of it, other targets, benchmark files."""
+    """A trained checkpoint, damaged copies, other targets, benchmark files."""
 
     world: World
     folder: Path
 
     def fill(self, argument: str) -> str:
-        """{name} stands for a path in the folder, {} for the folder."""
+        """Replace {name} with a path in the folder, and {} with the folder."""
         return re.sub(r"\{(\w*)\}", lambda found: str(self.folder / found[1]), argument)
 
 
@@ -90,7 +90,7 @@ def make_damaged_copies(folder: Path) -> None:
 
 
 def damaged(name: str, file: str, *words: str) -> tuple[str, list[str]]:
-    """A folder of make_damaged_copies, and what its refusal says."""
+    """Return a folder from make_damaged_copies, and words from its refusal."""
     return f"{{{name}}}", ["checkpoint", f"{name}/{file}", *words]
 
 
@@ -374,7 +374,7 @@ def test_help_exits_with_zero_and_shows_an_example(command, example, monkeypatch
 
 
 def test_the_example_of_the_upload_works_as_written(place, tmp_path, monkeypatch, capfd):
-    """--dry-run needs no --out; the training state stays at home."""
+    """--dry-run needs no --out; the training state stays local."""
     monkeypatch.chdir(tmp_path)
     arguments = ["push", *RUN, "--repo", "user/name", "--dry-run"]
     assert call("models", [place.fill(part) for part in arguments], monkeypatch) == 0
@@ -438,7 +438,7 @@ def test_a_process_ends_with_status_two_and_one_line(words, expected):
 def test_a_training_process_that_has_read_its_data_still_prints_one_line(
     is_forked, place, parent, tmp_path
 ):
-    """Warnings and progress bars of libraries would show here."""
+    """Warnings and progress bars from libraries would show here."""
     changes = {"batch_tokens": 9, "data__cache_dir": tmp_path / "cache"}
     arguments = place.world.arguments("spd", tmp_path / "out", **changes)
     if is_forked:
@@ -502,7 +502,7 @@ def test_a_token_costs_the_same_however_long_the_text_is():
 
 def test_random_tokens_stream_to_their_decoded_text(capsys):
     generator = torch.Generator().manual_seed(0)
-    for length in [40] * 50 + [600] * 5:  # longer than the window that is decoded
+    for length in [40] * 50 + [600] * 5:  # longer than the decoded window
         ids = torch.randint(0, 256, (length,), generator=generator).tolist()
         stream = PrintedText(ByteTokenizer())
         for token in ids:

@@ -1,4 +1,4 @@
-"""Frames: every message and dtype survives; whatever else comes is refused and costs no memory."""
+"""Frames: every message and dtype survives; anything else is refused and costs no memory."""
 
 import math
 import random
@@ -44,7 +44,7 @@ from pipedraft.models.target import KeepRows, Segment
 
 ALL_DTYPES = tuple(DTYPES.values())
 SMALL_BYTES = 1 << 20
-"""More than any refusal below may take."""
+"""Memory bound, above any refusal below."""
 
 
 class Parcel(Message, tag="parcel"):
@@ -62,7 +62,7 @@ PARCELS: Codec[Parcel | Empty] = Codec(
 
 
 def same(a: object, b: object) -> bool:
-    """Bit for bit, NaN included."""
+    """Compare bit for bit, NaN included."""
     if isinstance(a, Tensor):
         if not isinstance(b, Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
@@ -86,7 +86,7 @@ def same_message(a: Message, b: object) -> bool:
 
 @st.composite
 def tensors(draw, dtypes=ALL_DTYPES, shapes=None) -> Tensor:
-    """Any bits of any dtype: NaN and infinities too."""
+    """Draw any bits in any dtype, NaN and infinities included."""
     dtype = draw(st.sampled_from(dtypes))
     shape = draw(shapes if shapes is not None else st.lists(st.integers(0, 4), max_size=3))
     size = math.prod(shape)
@@ -162,7 +162,7 @@ controls = st.one_of(
     more=st.binary(max_size=20),
 )
 def test_every_message_of_the_stages_survives(message: AnyMessage, sequence, is_apart, more):
-    """Also with tensors that travel apart; a buffer that is longer than the frame is cut first."""
+    """Messages survive with separate tensors too; a buffer longer than the frame is cut first."""
     message.sequence = sequence
     frame = CODEC.encode(message, torch.device("cpu") if is_apart else None)
     data = frame.join()
@@ -182,7 +182,7 @@ def test_every_message_of_the_stages_survives(message: AnyMessage, sequence, is_
 
 
 def stream_of(data: bytes):
-    """``fill`` over the bytes of a stream, and what was asked for."""
+    """Return ``fill`` over a byte stream, and the list of requested sizes."""
     asked = []
 
     def fill(view: memoryview) -> None:
@@ -207,7 +207,7 @@ def test_tensors_of_every_dtype_survive_a_stream(found, number):
 
 @contextmanager
 def at_most(num_bytes: int) -> Iterator[None]:
-    """Inside it no more memory is taken."""
+    """Assert that no more memory is taken inside."""
     tracemalloc.start()
     try:
         yield
@@ -221,7 +221,7 @@ def at_most(num_bytes: int) -> Iterator[None]:
 
 
 def mutants(data: bytes, draw: random.Random) -> bytes:
-    """One of: bits flipped, bytes replaced, cut, lengthened, a piece repeated."""
+    """Apply one change: bits flipped, bytes replaced, cut, lengthened, a piece repeated."""
     mutant = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 8))):
         match draw.randrange(5):
@@ -243,7 +243,7 @@ def mutants(data: bytes, draw: random.Random) -> bytes:
 
 
 def is_sound(message: AnyMessage) -> bool:
-    """What a stage relies on."""
+    """Check the properties that a stage relies on."""
     match message:
         case Step():
             hi = message.segment.hi
@@ -254,7 +254,7 @@ def is_sound(message: AnyMessage) -> bool:
 
 
 def test_thousands_of_damaged_frames_are_refused_or_harmless():
-    """No exception but a ``ValueError`` of one line, and no memory on the word of a frame."""
+    """Damage raises only a one-line ``ValueError``, and a frame's claims allocate no memory."""
     draw = random.Random(0)
     segment = Segment(torch.arange(3), torch.ones(3, 11, dtype=torch.bool), hidden=torch.rand(3, 8))
     whole = [
@@ -390,7 +390,7 @@ def test_a_frame_that_lies_is_refused_in_one_line_without_memory(lie):
 
 
 def test_a_stream_takes_memory_as_bytes_come():
-    """The fault that it is there for: 16 bytes that claim as much as is allowed."""
+    """The guarded fault: 16 bytes that claim as much memory as is allowed."""
     codec = Codec(Parcel | Empty, max_header_bytes=1 << 30, max_tensor_bytes=1 << 40)
     whole = Codec(Parcel | Empty, max_header_bytes=10_000, max_tensor_bytes=1 << 30)
     parcel = Parcel(tensors={"a": torch.zeros(1 << 22)})
@@ -451,5 +451,5 @@ def test_rules_between_fields_are_checked():
 
 
 def test_the_prefix_is_sixteen_bytes():
-    """Peers of other versions find the magic and the sizes at the same place."""
+    """Peers with other versions find the magic and the sizes in the same place."""
     assert PREFIX.size == 16 and struct.pack("<I", MAGIC)[0] != 0

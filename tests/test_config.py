@@ -1,4 +1,4 @@
-"""A decode configuration: both ways to plain values, and what it refuses."""
+"""A decode configuration: both ways to primitive values, and its refusals."""
 
 import json
 

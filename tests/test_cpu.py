@@ -17,12 +17,12 @@ from pipedraft.models.cpu import argmax, lay_out, muon_in_float32, torch_orthogo
 
 @pytest.fixture(autouse=True)
 def any_cpu_counts_as_avx512(monkeypatch):
-    """oneDNN's products are tested also where torch's own would be taken."""
+    """Test oneDNN's products also where torch's own would be taken."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
 
 
 def large_layer(has_bias=False):
-    """A layer of as many weights as are laid out; its copy has not been made."""
+    """Return a layer with enough weights to be laid out, before its copy is made."""
     layer = torch.nn.Linear(256, cpu.LEAST_WEIGHTS // 256, bias=has_bias).requires_grad_(False)
     lay_out(torch.nn.Sequential(layer))
     assert type(layer) is cpu.LaidOutLinear
@@ -30,7 +30,7 @@ def large_layer(has_bias=False):
 
 
 def product(layer, x):
-    """In float64, and how far float32 may be off."""
+    """Product in float64, and float32's error bound."""
     bias = None if layer.bias is None else layer.bias.double()
     exact = F.linear(x.double(), layer.weight.double(), bias)
     return exact, 1e-5 * exact.abs().max()
@@ -100,7 +100,7 @@ def laid_out_engine(monkeypatch, tree_width):
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 def test_laid_out_layers_decode_what_transformers_generates(tree_width, monkeypatch):
-    """Whose layers are the same objects, and take torch's products."""
+    """transformers' layers are the same objects, and take torch's products."""
     engine = laid_out_engine(monkeypatch, tree_width)
     for prompt in PROMPTS:
         decode_exactly(engine, prompt)
@@ -149,7 +149,7 @@ def test_muon_orthogonalizes_in_float32_where_bfloat16_is_emulated(shape, monkey
 
 @pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
 def test_threads_that_wait_sleep_soon_unless_the_environment_says(given):
-    """libgomp reads it once, when torch is imported, so it must be there by then."""
+    """libgomp reads the variable once, at torch's import, so it must be set by then."""
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     code = (
         "import pipedraft, json, os, sys; assert 'torch' not in sys.modules; "

@@ -1,4 +1,4 @@
-"""Pipelines of unequal stages: what they cost, and where their target is cut."""
+"""Pipelines with unequal stages: their costs, and where to cut the target."""
 
 import itertools
 import json
@@ -142,7 +142,7 @@ def test_boundaries_auto_are_those_of_the_cost_model():
 
 @pytest.mark.parametrize(("slower", "expected"), [(1.05, ()), (2.0, (1.5, 0.75))])
 def test_ranks_that_differ_get_a_speed_each(slower, expected):
-    """Two stages of four layers: the second takes ``slower`` times as long."""
+    """Two stages with four layers each: the second takes ``slower`` times as long."""
     processes = [
         ProcessRecord(name=name, seconds={"stage": s}, counts={"stage": 10}, rows={"stage": 10})
         for name, s in (("rank 0", 1.0), ("rank 1", slower))

@@ -1,4 +1,4 @@
-"""Chat templates: which tokens of a conversation are supervised, and what a conversation is."""
+"""Chat templates: the supervised tokens of a conversation, and valid conversations."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from pipedraft.data_recipes.chat import mark_tokens
 from pipedraft.data_recipes.conversations import normalize_conversation
 
-# Cuts thinking from every assistant turn that a later user turn follows, as Qwen3's template does.
+# Cuts thinking from every assistant turn before a later user turn, as Qwen3's template does.
 STRIPS_THINKING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -22,7 +22,7 @@ STRIPS_THINKING = (
     "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{ " + TURN.format(content="text") + " }}{% endfor %}" + PROMPT
 )
-# The generation prompt opens the thinking block that finished turns do not have.
+# The generation prompt opens a thinking block; finished turns have none.
 OPENS_THINKING = (
     PLAIN.removesuffix(PROMPT)
     + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
@@ -63,7 +63,7 @@ def with_template(tokenizer):
 
 
 def supervised_runs(tokenizer, messages, max_length=10_000):
-    """The text of each unbroken run of supervised tokens."""
+    """Text of each unbroken run of supervised tokens."""
     ids, mask = tokenize_conversation(tokenizer, messages, max_length)
     assert len(ids) == len(mask) <= max_length
     runs, previous = [], 0
@@ -125,7 +125,7 @@ def test_an_answer_that_looks_like_the_template_is_found_in_its_place(with_templ
 
 
 def test_an_answer_that_the_user_already_said_is_marked_in_the_assistant_turn(with_template):
-    """Searching from the previous span would find the user's words: the prefix must be used."""
+    """A search from the previous span would find the user's words: the prefix must be used."""
     chat = [
         {"role": "user", "content": "echo"},
         {"role": "assistant", "content": "echo"},
@@ -157,7 +157,7 @@ def test_a_template_with_spaces_around_the_content_closes_the_turn(with_template
 
 
 def test_a_template_without_closing_token_marks_the_content_alone(with_template):
-    """A token that holds the space before the content counts as the assistant's."""
+    """A token containing the space before the content counts as the assistant's."""
     runs = supervised_runs(with_template(NO_CLOSING), CHAT)
     assert [run.strip() for run in runs] == [turn["content"] for turn in CHAT[1::2]]
 
@@ -192,7 +192,7 @@ def test_any_answer_round_trips_through_ids_and_mask(tokenizer, answers):
 
 
 def test_offsets_trimmed_of_whitespace_still_mark_the_whitespace_token():
-    """As byte-level post-processors report "a", "<newline>", "b": the middle one is empty."""
+    """Byte-level post-processors report "a", "<newline>", "b" this way: the middle one is empty."""
     offsets = [(0, 1), (2, 2), (2, 3)]
     assert mark_tokens(offsets, [(0, 3)]) == [1, 1, 1]
     assert mark_tokens(offsets, [(0, 2)]) == [1, 1, 0]

@@ -118,7 +118,7 @@ def test_exact_duplicates_keep_the_first_good_row(load, tmp_path):
     assert lines_of(duplicates) == [2, 3, 1] and {r["detail"] for r in duplicates} == {
         f"{tmp_path}/a.jsonl:1"
     }
-    # A row that is itself left out does not stand for its copies.
+    # A row that is left out itself does not stand for its copies.
     strict = replace(first, filters=RowFilters(max_characters=1))
     assert load(strict, second, duplicates="exact").report.duplicate_rows == {}
 

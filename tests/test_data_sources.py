@@ -60,7 +60,7 @@ def test_a_local_file_is_read_in_constant_memory(tmp_path, suffix):
 
 
 class Stream:
-    """What load_dataset(streaming=True) gives: rows that are made when they are asked for."""
+    """Stand-in for load_dataset(streaming=True): makes rows on demand."""
 
     def __init__(self, rows):
         self.rows, self.column_names, self.read = rows, None, 0
@@ -258,7 +258,7 @@ def test_an_output_folder_that_is_a_file_is_bad_input(recipe, tmp_path, capsys):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_a_shipped_recipe_runs_on_rows_of_its_form(path, tokenizer, tmp_path, monkeypatch):
-    """The Hub's data sets are replaced by a few rows with the columns that they have there."""
+    """A few rows with the same columns replace the Hub's data sets."""
     import datasets
     from jsonargparse import ArgumentParser
 

@@ -1,4 +1,4 @@
-"""The pretended GPU finds what a real one refuses or waits for."""
+"""The pretended GPU finds the operations that a real GPU refuses or waits for."""
 
 from types import SimpleNamespace
 
@@ -70,7 +70,7 @@ def test_a_wait_of_the_host_is_counted(compute):
 
 
 def test_a_replayed_graph_reads_memory_anew_and_numbers_of_the_host_never():
-    """As a CUDA graph does: code that needs a new number each time decodes wrongly here, too."""
+    """As in a CUDA graph: code that needs a new host number each time decodes wrongly here too."""
     with pretended_cuda() as log:
         x, out, factor = torch.ones(2, device=CUDA), torch.zeros(2, device=CUDA), [2.0]
         replay = log.record(lambda: out.copy_(x * factor[0] + 1), CUDA)
@@ -182,7 +182,7 @@ def test_a_torch_built_for_gpus_takes_the_cpu_where_there_is_none(monkeypatch):
 
 
 class FakeEvent:
-    """A clock that advances with the work that is launched, not with the host's time."""
+    """A clock that advances with launched work, not with host time."""
 
     now_ms = 0.0
 

@@ -52,9 +52,9 @@ HEADS: dict[str, Callable] = {
 }
 CHAIN = TreeShape(kind="chain", depth=3)
 TREES_OF_ROUNDS = ("eagle3", "dflash", "language_model")
-"""Heads of all kinds, for schedules that ask a head for what eagle and flowspec ask it for."""
+"""Heads of all kinds, for schedules with the same demands on a head as eagle and flowspec."""
 GROWS_LAYERS = ("spd", "spd_all", "ppsd")
-"""Heads that do nothing else; the others draft for every schedule."""
+"""Heads that only grow layers; the other heads draft for every schedule."""
 SPECIAL = [
     ("spd", "spd", {"timing": "output_states"}),
     ("ppsd", "pipedec", {"tree_width": 4}),
@@ -73,7 +73,7 @@ SPECIAL = [
 
 @contextmanager
 def drafted():
-    """Position, token and cumulative log-probability of every draft token."""
+    """Position, token and cumulative log-probability for every draft token."""
     found, right = [], TokenTree.add
 
     def add(tree, parent, token, score, q=None):
@@ -85,7 +85,7 @@ def drafted():
 
 
 def decode_twice(head, schedule, settings, temperature, connect):
-    """What is decoded on the CPU, and on GPUs that pretend by the CPU's own arithmetic."""
+    """Decode on the CPU, and on pretended GPUs with the CPU's own arithmetic."""
     config = DecodeConfig.of(
         schedule,
         num_stages=2,
@@ -113,7 +113,7 @@ PLACES = [(link, temperature) for temperature in (0.0, 1.0) for link in CONNECTS
 
 
 def product() -> Iterator[Any]:
-    """Every head by every schedule that takes it, on every link, greedy and sampled."""
+    """Every head with every schedule that takes it, on every link, greedy and sampled."""
     pairs = 0
     for name, kind in SCHEDULES.items():
         for head in HEADS if kind.grows and not kind.needs_link else ():
@@ -132,7 +132,7 @@ def product() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("head", "schedule", "settings", "link", "temperature"), [*product()])
 def test_no_operation_sees_two_devices(head, schedule, settings, link, temperature):
-    """A row in the wrong place, or one that sees too much, changes scores and hardly ever texts."""
+    """A misplaced row, or one that sees too much, changes scores and hardly ever outputs."""
     with drafted() as rows:
         cpu, gpu = decode_twice(head, schedule, settings, temperature, CONNECTS[link])
     assert cpu.token_ids == gpu.token_ids
@@ -193,7 +193,7 @@ BUDGETS = [
     ],
 )
 def test_a_step_launches_and_waits_a_few_times_only(head, schedule, settings, temperature):
-    """Beside its CUDA graph a stage launches no more for more layers, nor does a draft."""
+    """More layers add launches to the CUDA graph only, in a stage and in a draft."""
     counts = decode_on_gpu(HEADS[head], schedule, temperature=temperature, **settings)
     assert counts["syncs_per_step"] <= 2, counts
     assert counts["launches_per_stage"] <= 5, counts
@@ -209,7 +209,7 @@ def test_a_step_launches_and_waits_a_few_times_only(head, schedule, settings, te
     ],
 )
 def test_a_controller_launches_and_waits_a_few_times_only(head, schedule, settings, temperature):
-    """States that other ranks send are written once; reading them, again and again, is free."""
+    """States from other ranks are written once; reading them again and again is free."""
     settings = {**settings, "num_stages": 2, "temperature": temperature}
     counts = decode_on_gpu(HEADS[head], schedule, of_controller=True, **settings)
     assert counts["syncs_per_step"] <= 2, counts
@@ -230,7 +230,7 @@ def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():
 
 
 def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
-    """Texts that follow each other, of any length that was expected, take over what is idle."""
+    """Successive texts of any expected length reuse the idle graphs."""
     keys, right = [], Graphs._make
 
     def record(self, packed, rows, compute):
@@ -258,7 +258,7 @@ def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
 
 
 class Busy:
-    """A send that the peer takes at some other time."""
+    """A send with a peer that takes it at some other time."""
 
     def __init__(self) -> None:
         self.random, self.answers = Random(0), []
@@ -270,7 +270,7 @@ class Busy:
 
 @pytest.mark.parametrize("head", ["spd", "ppsd"])
 def test_nothing_is_recorded_while_a_send_waits_for_its_peer(head, monkeypatch):
-    """Recording waits for the device, so for the send, and two ranks that do would never end."""
+    """Capturing waits for the device, so for the send; two capturing ranks would never end."""
     busy, right = Busy(), Graphs._make
 
     def record(self, packed, rows, compute):
@@ -285,12 +285,12 @@ def test_nothing_is_recorded_while_a_send_waits_for_its_peer(head, monkeypatch):
 
 
 def test_what_a_draft_notes_of_a_row_does_not_grow_with_the_text():
-    # What grows does so every time; what else a machine does it does not do every time.
+    # Growth shows every time; a machine's own delays do not.
     assert any(bookkeeping_s(32_768) < 1.5 * bookkeeping_s(1024) for _ in range(5))
 
 
 class Attentions(TorchFunctionMode):
-    """Heads of queries and keys in calls of attention behind a mask."""
+    """Records query and key heads in masked attention calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class Attentions(TorchFunctionMode):
 
 @pytest.mark.parametrize("head", ["spd", "ppsd", "eagle3", "dflash", "flexspec", "language_model"])
 def test_keys_are_not_repeated_for_the_heads_that_share_them(head):
-    """Of four query heads two each share their keys: to the kernel they are rows of one head."""
+    """Every two query heads share their keys: the kernel sees them as rows of one head."""
     with Attentions() as found:
         cpu, gpu = decode_twice(head, default_schedule(head), {}, 0.0, LocalPipeline)
     assert cpu.token_ids == gpu.token_ids
@@ -317,7 +317,7 @@ def test_keys_are_not_repeated_for_the_heads_that_share_them(head):
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_a_tree_is_pruned_by_one_graph_whatever_the_layers(num_layers):
-    """Rows that survive become neighbors in the cache of every layer."""
+    """Surviving rows become neighbors in the cache of every layer."""
     model, kept = tiny_llama(layers=num_layers), KeepRows((0, 2, 3), 1)
     positions, visible = torch.arange(4) + len(PROMPT), torch.ones(4, 5).bool().tril_()
     row = Segment(torch.tensor([len(PROMPT) + 2]), torch.ones(1, 3).bool(), ids=torch.tensor([8]))
@@ -339,7 +339,7 @@ def test_a_tree_is_pruned_by_one_graph_whatever_the_layers(num_layers):
 
 
 def test_several_sequences_on_a_gpu_are_one_pass_of_the_weights():
-    """Their caches are those that the graphs of one sequence write to, before it and after."""
+    """Their caches are the ones that the one-sequence graphs write to, before and after."""
     model, rounds = tiny_llama(), [[5, 9], [4, 2], [8, 1]]
     with pretended_cuda() as log, Attentions() as found:
         model.to("cuda:0")

@@ -1,4 +1,4 @@
-"""What several processes, and devices of other kinds, need of a run's start."""
+"""A run's start with several processes, and on other kinds of devices."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def one_rank():
 
 
 def test_a_sharded_target_is_sharded_after_a_forward(one_rank):
-    """Layers without a root of their own kept their weights from the first forward on."""
+    """Layers without their own root kept their weights from the first forward on."""
     target = tiny_llama(layers=2)
     ids_BT = torch.arange(6)[None]
     expected = capture_hidden(target, ids_BT, {2})[2]
@@ -109,7 +109,7 @@ MAX_SYNCS = 8
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("method", methods())
 def test_no_operation_of_training_sees_two_devices(world, tmp_path, method, packing):
-    """And the host waits for the device a few times only."""
+    """The host waits for the device only a few times."""
     log, norm = train_on_gpu(world, method, tmp_path, packing=packing)
     assert norm > 0
     assert log.syncs.total() <= MAX_SYNCS, log.syncs
@@ -120,7 +120,7 @@ SLOW_TO_TRACE = [pytest.param(name, marks=pytest.mark.all) for name in ("spd", "
 
 @pytest.mark.parametrize("method", ["ppsd", "eagle", "dflash", "flexspec", *SLOW_TO_TRACE])
 def test_a_layer_of_a_draft_is_one_graph_to_the_compiler(world, tmp_path, monkeypatch, method):
-    """No part of it, backward included, goes back to Python between two launches."""
+    """No part, backward included, returns to Python between two launches."""
     AcceleratorState._reset_state()
     trainer = world.trainer(method, tmp_path, batch_tokens=64, data__max_length=64)
     batch, traced, right = trainer.load(trainer.data.train, [0]), [], Draft.compute
@@ -139,7 +139,7 @@ def test_a_layer_of_a_draft_is_one_graph_to_the_compiler(world, tmp_path, monkey
 
 
 def test_an_evaluation_holds_no_more_tokens_than_a_step(world, tmp_path, monkeypatch):
-    AcceleratorState._reset_state()  # of runs on the GPU, whose precision is another one
+    AcceleratorState._reset_state()  # from runs on the GPU, with another precision
     trainer = world.trainer("ppsd", tmp_path, batch_tokens=64, data__valid_fraction=0.5)
     sizes, load = [], trainer.load
 

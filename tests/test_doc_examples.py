@@ -19,7 +19,7 @@ FOLDERS = ("data_recipes", "eval", "inference", "models", "train", "tests")
 FILE = r"^`(?P<path>[\w/]+\.py)`:\n\n```python\n(?P<text>.*?)^```$"
 CHANGE = r"^```diff\n# (?P<path>[\w/]+\.py)\n(?P<text>.*?)^```$"
 
-# The commands of both pages, scaled down, in one process; a command is its words.
+# Runs both pages' commands, scaled down, in one process; a command is its words.
 DRIVER = """
 import runpy, shlex, sys
 import pytest
@@ -54,7 +54,7 @@ def blocks(pattern: str) -> list[tuple[str, str]]:
 def apply_change(source: str, change: str) -> str:
     """Replace context and removed lines by context and added ones, hunk by hunk.
 
-    A hunk ends where a context line follows another one that is not its neighbor in the file.
+    A hunk ends at a context line whose predecessor is no neighbor in the file.
     """
     for hunk in split_hunks(source, change.splitlines()):
         before = "\n".join(line[1:] for line in hunk if line[0] != "+")
@@ -78,7 +78,7 @@ def split_hunks(source: str, lines: list[str]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """The package in a folder of its own, changed as the pages say."""
+    """Copy the package into its own folder, and change it as the pages say."""
     root = tmp_path_factory.mktemp("copy") / "pipedraft"
     root.mkdir()
     for path in [*REPOSITORY.glob("*.py"), REPOSITORY / "pyproject.toml"]:
@@ -111,7 +111,7 @@ def test_the_pages_have_all_their_parts():
 
 
 def test_the_package_takes_the_added_parts(copy):
-    """In a process of its own, where the copy is imported as the package."""
+    """Run in a separate process, where the copy is imported as the package."""
 
     def take() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "pipedraft"]:
@@ -134,7 +134,7 @@ def test_the_added_parts_pass_their_tests_and_run(copy, repository):
     for page in PAGES:
         for command in commands_of(repository / "docs" / f"{page}.md"):
             module, words = command.module, command.arguments
-            # A head of the copy's own stands for out/spd: its training is on the page.
+            # The copy's own head stands in for out/spd: its training is on the page.
             words = ["out/markov" if word == "out/spd" else word for word in words]
             lines.append(shlex.join([module, *words, *SMALLER[module]]))
     environment = {**os.environ, "PYTHONPATH": str(copy.parent), "ACCELERATE_MIXED_PRECISION": "no"}

@@ -1,7 +1,7 @@
-"""Commands of README.md and docs/*.md that are several processes, or one that runs until its end.
+"""Commands in README.md and docs/*.md with several processes, or with one until its end.
 
-The processes are forked from one that imported it all: they run what a launcher would start, with
-the environment that it gives. test_process.py and test_parallel.py go through the launchers.
+The processes are forked from one with all imports done. They run a launcher's program in the
+launcher's environment. test_process.py and test_parallel.py use the launchers themselves.
 """
 
 import re
@@ -26,13 +26,13 @@ ADDRESS = r"(127\.0\.0\.1|cloud\.example):\d+"
 
 
 class Shell:
-    """Starts commands in the reader's folder, each as many processes as it says."""
+    """Starts commands in the reader's folder, each with its number of processes."""
 
     def __init__(self, reader: Reader, parent: ForkServer) -> None:
         self.reader, self.parent = reader, parent
         self.servers: list[tuple[Process, Command]] = []
         self.address = ""
-        """Of the server that was started last."""
+        """Address of the most recently started server."""
 
     def start(self, command: Command, words: list[str], **options: Any) -> Process:
         folder = self.reader.folder
@@ -50,7 +50,7 @@ class Shell:
         words = [re.sub(ADDRESS, self.address, word) for word in words]
         num_processes = int(after(command.launcher_arguments, "--nproc-per-node", "0"))
         num_processes = num_processes or num_ranks(words)
-        # Who starts them holds the store that they meet at.
+        # The process that starts the ranks holds their rendezvous store.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = rank_environments(num_processes, store.port) or [{}]
         processes = [self.start(command, words, environment=rank) for rank in ranks]
@@ -60,7 +60,7 @@ class Shell:
             assert not any("Loading weights" in err for _, _, err in ends)
 
     def end_servers(self) -> list[str]:
-        """What is wrong with how they end: by themselves, or as the signal says."""
+        """End the servers, by themselves or by signal, and return the failures."""
         for server, _ in self.servers:
             server.send(signal.SIGTERM)
         wrong = []
@@ -77,7 +77,7 @@ def reader(tmp_path_factory) -> Reader:
 
 
 def make_certificate() -> None:
-    """By the command of docs/serving.md, but for this machine."""
+    """Run the command in docs/serving.md, for this machine."""
     text = (REPOSITORY / "docs" / "serving.md").read_text().replace("\\\n", " ")
     (line,) = re.findall(r"^ +(openssl .*)$", text, re.MULTILINE)
     command = shlex.split(line.replace("DNS:cloud.example", "IP:127.0.0.1"))
@@ -92,7 +92,7 @@ OTHERS = [pytest.param(page, marks=pytest.mark.all) for page in PAGES if page !=
 @pytest.mark.parametrize("page", ["README.md", *OTHERS])
 def test_commands_run(page, reader, parent, monkeypatch, capfd):
     monkeypatch.chdir(reader.folder)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # of drafts that are trained here
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # for drafts trained here
     if page == "serving.md":
         make_certificate()
     shell = Shell(reader, parent)

@@ -1,6 +1,7 @@
-"""The commands of README.md and docs/*.md run, scaled down to seconds, in a reader's folder.
+"""The commands in README.md and docs/*.md run, scaled down to seconds, in a reader's folder.
 
-Those of several processes: test_doc_processes.py. Those that do not run, and why: doc_place.py.
+test_doc_processes.py runs the commands with several processes. doc_place.py lists the commands that
+do not run, and why.
 """
 
 import json
@@ -38,7 +39,7 @@ QUICK = [command for command in RUNS if command.page in QUICK_PAGES]
 
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory) -> dict[bool, Reader]:
-    """Those who follow the quick pages, and every page."""
+    """Readers of the quick pages only, and of every page."""
     folder = tmp_path_factory.mktemp
     return {is_whole: Reader(folder("reader"), is_whole) for is_whole in (False, True)}
 
@@ -56,7 +57,7 @@ def hub(monkeypatch, tmp_path) -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    """Answers what is asked of a language model."""
+    """Serve the answers asked from a language model."""
     with FakeServer() as fake:
         fake.models = [*HUB_TARGETS]
         threading.Thread(target=fake.serve_forever, args=(0.02,), daemon=True).start()

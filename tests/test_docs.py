@@ -23,7 +23,7 @@ MODELS = sorted((REPOSITORY / "configs" / "papers" / "models").glob("*.yaml"))
 
 @pytest.fixture(scope="module", autouse=True)
 def one_parser_a_method() -> Iterator[None]:
-    """Making one takes longer than reading a command with it."""
+    """Reuse parsers: making one takes longer than reading a command with it."""
     make = config.make_parser
     made = cache(lambda method: make(method, methods(), ""))
     with pytest.MonkeyPatch.context() as patch:
@@ -39,13 +39,13 @@ def test_commands_are_read_by_their_own_parsers(page, monkeypatch):
         if command.page == page and not re.match("adding_", page):
             try:
                 check(command)
-            except (Exception, SystemExit) as error:  # all of the page's are reported at once
+            except (Exception, SystemExit) as error:  # report all of the page's at once
                 failures.append(f"{command}\n    {type(error).__name__}: {error}")
     assert not failures, "\n".join(failures)
 
 
 def test_most_commands_are_found():
-    """A page that is written in a way the reader does not know would have none."""
+    """A page written in a form unknown to the reader would have none."""
     assert len(COMMANDS) > 100
     assert {"README.md", "tutorial.md", "methods.md", "training.md"} <= set(PAGE_NAMES)
 
@@ -117,7 +117,7 @@ def links_of(page: Path) -> Iterator[str]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Anchors as GitHub makes them from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in words}
@@ -151,7 +151,7 @@ SOURCE = r"(?:models|train|data_recipes|inference|eval|tests|benchmarks|configs|
 
 
 def quoted_sources(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Files that a page quotes, each with the names that it says are in there."""
+    """Files quoted by a page, each with the names that it promises in them."""
     for path, names in re.findall(rf"`({SOURCE})(?:: ([^`]*))?`", page.read_text()):
         if not path.endswith("...") and "NAME" not in path:
             yield path, re.findall(r"\b[A-Za-z_]\w+\b", names)
@@ -202,7 +202,7 @@ def test_the_layout_names_files_that_exist():
 
 
 def texts_of(source: Path) -> Iterator[str]:
-    """String literals with a blank for every value that is put in."""
+    """String literals with a blank for every inserted value."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
@@ -219,7 +219,7 @@ def texts() -> list[str]:
 
 
 def is_said(message: str, texts: list[str]) -> bool:
-    """``...`` stands for a value, or for the beginning or the end of a longer line."""
+    """Match a message; ``...`` stands for a value, or for either end of a longer line."""
     parts = [re.escape(part) for part in message.split("...") if part.strip()]
     pattern = re.compile(".*?".join(parts), re.DOTALL)
     return any(pattern.search(text) for text in texts)

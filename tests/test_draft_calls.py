@@ -1,4 +1,4 @@
-"""Draft forwards of several sequences as one: each drafts what it drafts alone."""
+"""Draft forwards for several sequences in one call: each drafts the same tokens as alone."""
 
 import time
 from copy import deepcopy
@@ -45,7 +45,7 @@ def target():
 
 @pytest.fixture
 def calls_made(monkeypatch):
-    """Of each call that was made as one: its sequences, and how many have another result."""
+    """For each joint call: its number of sequences, and how many results differ."""
     found = []
 
     def checked(calls):
@@ -64,7 +64,7 @@ def copied(options):
 
 
 def differs(one, apart):
-    """From the result by itself, or what the caches hold of it."""
+    """Compare a result or its cached rows with the one computed alone."""
     apart.make()
     pairs = [(one.outcome(), apart.outcome())] if one.outcome() is not None else []
     for ours, own in zip(one.caches(), apart.caches(), strict=True):
@@ -74,7 +74,7 @@ def differs(one, apart):
 
 
 def submit(target, draft, ways, **options):
-    """Six sequences of different lengths, greedy."""
+    """Submit six sequences with different lengths, greedy."""
     num_stages = stages_of(draft)
     configs = [
         DecodeConfig.of(**way, num_stages=num_stages, max_new_tokens=18, **options) for way in ways
@@ -96,7 +96,7 @@ def decode(target, draft, ways, **options):
 
 
 def num_with_other_steps(target, draft, handles):
-    """Sequences whose text or draft tokens were others than alone."""
+    """Count the sequences whose output or draft tokens differ from decoding alone."""
     count = 0
     for handle in handles:
         alone, found = decode_alone(target, draft, handle), handle.future.result(0)
@@ -165,7 +165,7 @@ def test_bitwise_outputs_have_drafts_of_their_own(target, calls_made):
 
 
 def test_the_time_of_drafts_is_counted_once(target):
-    """Although each sequence's drafting is open while others draft."""
+    """Draft time is counted once, although each sequence is drafting while others draft."""
     batch, _ = submit(target, make_head(target), [CONTINUED])
     started_s = time.monotonic()
     while batch.step():

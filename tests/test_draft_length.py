@@ -40,13 +40,13 @@ REJECT_S = 4000 / 1e5
 
 
 def linear_cost(fixed_s: float, marginal_s: float, max_length: int = MAX_LENGTH) -> RoundCost:
-    """T_step = T_fixed + K T_marg, whatever the verdict."""
+    """T_step = T_fixed + K T_marg, whatever the verification result."""
     seconds_K = fixed_s + marginal_s * np.arange(1, max_length + 1)
     return RoundCost(seconds_K, seconds_K)
 
 
 def outcomes(survival_K: np.ndarray, length: int) -> list[tuple[int, float]]:
-    """Accepted tokens of a round and their probabilities."""
+    """Accepted tokens in a round, and their probabilities."""
     at_least = [1.0, *survival_K[:length].tolist(), 0.0]
     return [(m, at_least[m] - at_least[m + 1]) for m in range(length + 1)]
 
@@ -54,7 +54,7 @@ def outcomes(survival_K: np.ndarray, length: int) -> list[tuple[int, float]]:
 def brute_force(
     survival_K: np.ndarray, seconds: Callable[[int, int], float], has_bonus: bool
 ) -> int:
-    """The length of the highest rate, by enumeration of what may become of each."""
+    """Length with the highest rate, by enumerating each length's outcomes."""
     rates = []
     for length in range(1, len(survival_K) + 1):
         distribution = outcomes(survival_K, length)
@@ -68,7 +68,7 @@ def random_survival(random: np.random.Generator) -> np.ndarray:
 
 
 def play(acceptance_K: np.ndarray, length: int, random: np.random.Generator) -> tuple[int, bool]:
-    """Accepted tokens of one round, and whether it was accepted to its end."""
+    """Play one round: accepted tokens, and True if accepted to its end."""
     is_right = random.random(length) < acceptance_K[:length]
     accepted = int(np.cumprod(is_right).sum())
     return accepted, accepted == length
@@ -100,7 +100,7 @@ def test_a_round_beside_the_next_ones_drafting_is_picospecs_closed_form() -> Non
     [(4, {"5g": 6, "4g": 6, "wifi": 7}), (50_004, {"5g": 5, "4g": 5, "wifi": 3})],
 )
 def test_a_weak_link_shortens_drafts_only_where_tokens_are_large(token_bytes, lengths) -> None:
-    """FlexSpec's figures 2 and 5: not with ids, but with 50 kB a token."""
+    """FlexSpec's figures 2 and 5: drafts shorten with 50 kB a token, not with ids."""
     shape = RoundShape(
         draft_s=0.0085,
         verify_s=0.166,
@@ -148,7 +148,7 @@ def test_the_best_length_is_that_of_the_enumerated_outcomes() -> None:
 
 
 def test_a_policy_that_learns_ends_at_the_brute_force_length() -> None:
-    """With lengths that a runtime might draft, and a cost whose best length is not an end."""
+    """Use lengths that a runtime might draft, and a cost with an interior optimum."""
     random = np.random.default_rng(1)
     cost = linear_cost(0.2, 0.03)
     acceptance_K, policy = np.full(MAX_LENGTH, 0.7), Geometric(MAX_LENGTH, memory=1e6)
@@ -161,7 +161,7 @@ def test_a_policy_that_learns_ends_at_the_brute_force_length() -> None:
 
 
 class NaiveRate:
-    """Known bad: the mean of accepted over drafted, as if nothing were censored."""
+    """Known-bad: mean accepted over mean drafted, as if nothing were censored."""
 
     def __init__(self) -> None:
         self.ratios: list[float] = []
@@ -175,7 +175,7 @@ class NaiveRate:
 
 
 class CensoredAsRejected(Geometric):
-    """Known bad: a round accepted to its end counts as a rejection behind it."""
+    """Known-bad: a round accepted to its end counts as a rejection after it."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         super().observe(min(num_drafted + 1, MAX_LENGTH), num_accepted)
@@ -198,7 +198,7 @@ def test_one_rate_is_recovered_from_censored_rounds() -> None:
 
 
 ROUNDS = [(4, 4), (4, 1), (3, 0), (2, 2), (1, 0), (4, 3), (4, 4), (1, 1), (3, 2)]
-"""Drafted, accepted; at most 4."""
+"""Drafted and accepted tokens; at most 4."""
 
 
 def faded(values: list[int], keep: Fraction) -> Fraction:

@@ -1,4 +1,4 @@
-"""EAGLE-1: what it trains is what it decodes, which rows count, and what a checkpoint holds."""
+"""EAGLE-1: decoding equals training, the supervised rows, and the checkpoint's contents."""
 
 import math
 
@@ -31,7 +31,7 @@ def make_eagle(target) -> Eagle:
 
 
 def text_of(target, head) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [T] and float64 features [T, H] of one text."""
+    """Ids [T] and float64 features [T, H] for one text."""
     generator = torch.Generator().manual_seed(5)
     ids_T = torch.randint(0, target.config.vocab_size, (LENGTH,), generator=generator)
     taps = capture_hidden(target, ids_T[None], head.taps)
@@ -58,7 +58,7 @@ def test_training_states_equal_decoding_states_at_every_depth(make_target):
 
 
 def test_the_first_state_is_the_formula_of_the_paper():
-    """Written out for the first row, whose attention sees only itself: its output is its value."""
+    """Written out for the first row: it attends only to itself, so its output is its value."""
     target = tiny_llama()
     head = make_eagle(target)
     ids_T, features_TH = text_of(target, head)
@@ -123,7 +123,7 @@ def test_the_loss_is_the_regression_and_a_tenth_of_the_divergence(world, tmp_pat
             states_RH = head.causal_rows(ids_T[None, 1:], f_TH[None, :-1])[0]
             for t in range(len(ids_T) - 2):
                 if mask_T[t + 1] and mask_T[t + 2]:
-                    p_V = logits_TV[t + 1].softmax(-1)  # of token t + 2
+                    p_V = logits_TV[t + 1].softmax(-1)  # for token t + 2
                     draft_V = target.lm_head(states_RH[t])
                     divergence = (p_V * (p_V.log() - draft_V.log_softmax(-1))).sum()
                     expected += float(F.smooth_l1_loss(states_RH[t], f_TH[t + 1]))

@@ -1,4 +1,4 @@
-"""EAGLE-3 by training-time test: its attention, its states, its rows, its loss."""
+"""EAGLE-3 with training-time test: attention, states, rows and loss."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 
 def attention_inputs(step, B=2, N=4, J=2, T=9, D=4):
-    """Query, and keys and values of steps 0 .. step."""
+    """Query, and keys and values for steps 0 .. step."""
     keys, values = ([rows(B, J, T, D, seed=s + 10 * i) for i in range(step + 1)] for s in (1, 2))
     return [rows(B, N, T, D), *keys, *values]
 
@@ -107,7 +107,7 @@ def test_attention_under_autocast_computes_in_bfloat16():
 
 
 def counts_at(mask, row, step, rows="turn") -> bool:
-    """The rule, spelled out: x_{t+1} and x_{t+2+i} belong to one turn, a run of ones."""
+    """Spell out the rule: x_{t+1} and x_{t+2+i} belong to one turn, a run of ones."""
     first, label = row + 1, row + 2 + step
     if rows != "turn":
         fed = row + step + (rows == "speculators")
@@ -161,7 +161,7 @@ def test_the_states_of_training_are_those_of_decoding(family, flags):
     draft, batch = objective.draft, make_batch([[1] * T] * 2)
     with torch.no_grad():
         feature = features_of(objective, batch)
-        # Every row that has a label at its step, those of the two texts interleaved.
+        # Every row with a label at its step, the two texts' rows interleaved.
         lengths, order = chain_lengths(batch["loss_mask"], steps).flatten().sort(descending=True)
         step_rows = [order[lengths > step] for step in range(steps)]
         states = draft.unroll(feature, batch["input_ids"], step_rows)
@@ -177,7 +177,7 @@ def test_the_states_of_training_are_those_of_decoding(family, flags):
 
 
 def plain_loss(objective, batch):
-    """Oracle: every row of every step with a dense mask, whole logits, gradients by autograd."""
+    """Oracle: every row at every step with a dense mask, whole logits, gradients by autograd."""
     config, draft, ids = objective.config, objective.draft, batch["input_ids"]
     B, T = ids.shape
     taps = capture_hidden(objective.target, ids, {*draft.taps, draft.config.num_target_layers})
@@ -240,7 +240,7 @@ def test_loss_sums_and_gradients_equal_the_plain_formula(options):
 
 
 def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_function(monkeypatch):
-    """Known-bad: plain causal attention to step 0 alone, as if draft tokens left no keys."""
+    """Known-bad: causal attention to step 0 alone, as if draft tokens left no keys."""
     objective, batch = make_objective(), make_batch(MASKS)
     expected = objective(batch, torch.Generator()).loss
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""EAGLE heads on a pipelined target: exact text and distribution, steps as in closed forms."""
+"""EAGLE heads on a pipelined target: exact output and distribution, steps by closed forms."""
 
 import math
 from dataclasses import replace
@@ -74,7 +74,7 @@ def test_greedy_text_equals_transformers_greedy(way, kind, num_stages, prompts):
 
 
 class Watch:
-    """Counts segments that a KeepRows left with one row, and steps that returned nothing late."""
+    """Counts segments pruned to one row by a KeepRows, and late steps that returned nothing."""
 
     def __init__(self, monkeypatch) -> None:
         self.single = self.emptied = 0
@@ -115,7 +115,7 @@ PRUNED = dict(micro_batches=9, tree=TreeShape(depth=6, top_k=3, num_tokens=18))
     ids=way_name,
 )
 def test_segments_pruned_to_one_row_and_to_none_change_nothing(way, monkeypatch):
-    """Of many small segments, by a draft that is wrong often enough."""
+    """Use many small segments and a frequently rejected draft."""
     watch = Watch(monkeypatch)
     target = attentive_llama(8, vocab=16)
     for prompt in PROMPTS:
@@ -124,7 +124,7 @@ def test_segments_pruned_to_one_row_and_to_none_change_nothing(way, monkeypatch)
 
 
 def test_ignoring_the_mask_of_single_row_segments_is_noticed(monkeypatch):
-    """What the published runtime did: a segment of one row saw its siblings' keys."""
+    """Fault in the published runtime: a segment with one row saw its siblings' keys."""
     segment = TokenTree.segment
 
     def mutant(tree, start, stop):
@@ -175,7 +175,7 @@ def test_eighty_draft_tokens_are_five_segments_of_sixteen():
 
 @pytest.mark.parametrize("schedule", [n for n, kind in SCHEDULES.items() if not kind.needs_link])
 def test_no_segment_has_more_draft_tokens_than_the_setting_says(schedule):
-    """The root comes on top where it enters with them."""
+    """The root adds one row where it enters with them."""
     limits = {
         "autoregressive": {},
         "eagle": {"max_segment_rows": 3},
@@ -197,7 +197,7 @@ def test_no_segment_has_more_draft_tokens_than_the_setting_says(schedule):
 
 
 def test_pruned_rounds_end_with_the_segment_that_missed():
-    """One row per segment: the j-th token of a round returns with step n + j - 1."""
+    """One row per segment: the j-th token in a round returns with step n + j - 1."""
     chain = TreeShape(kind="chain", depth=5)
     result = bernoulli("pruned_pp", tree=chain, micro_batches=6)
     assert result.num_steps == sum(4 + length - 1 for length in result.round_lengths)
@@ -214,7 +214,7 @@ def test_flowspec_with_a_perfect_draft_never_restarts():
 @pytest.mark.parametrize("schedule", ["flowspec", "flowspec_continued"])
 @pytest.mark.parametrize("row", [0.0, 0.5])
 def test_expansion_depth_stays_within_the_time_of_one_row(schedule, row):
-    """Whatever rows cost; only the published order of a round lets the stages wait."""
+    """Only the published order of a round lets the stages wait, whatever rows cost."""
     target = tiny_llama(layers=4, vocab=16)
     head = make_head(target)
     for num_stages, expected in ((1, 4), (2, 2), (4, 1)):
@@ -295,7 +295,7 @@ def reference_tree(head, target, text, shape):
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_dynamic_tree_equals_one_drafted_from_scratch(kind):
-    """Incremental keys and values, feedback states, masks and the final choice."""
+    """Tests incremental keys and values, feedback states, masks and the final choice."""
     target = tiny_llama(layers=4, vocab=16).double()
     head = make_head(target, kind).double()
     text = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -319,7 +319,7 @@ def test_a_dynamic_tree_equals_one_drafted_from_scratch(kind):
 
 
 def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
-    """Until a commit, a layer's rows are what a fresh tree of one beam per level gives."""
+    """Until a commit, a layer's rows equal a fresh tree with one beam per level."""
     target = tiny_llama(layers=4, vocab=16).double()
     head = make_head(target).double()
     text = [3, 1, 4, 1, 5]

@@ -26,7 +26,7 @@ def words(small_target, tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def out(words, tmp_path_factory):
-    """All methods on one link; the target is its own draft, so greedy drafts are right."""
+    """Run all methods on one link; the target drafts for itself, so greedy drafts are accepted."""
     folder = tmp_path_factory.mktemp("edge") / "out"
     run([*words, "--links", "5g", "--temperature", "0,1", "--out", str(folder)])
     return folder
@@ -61,13 +61,13 @@ def test_figures_follow_from_the_constants(out):
     assert cloud["ms_per_token"] == pytest.approx(1e3 / 13.89, abs=2) and cloud["speedup"] == 1
     asked, split = rows["cloud_round_trip", 0.0], rows["split", 0.0]
     assert asked["ms_per_token"] == pytest.approx(1e3 / 13.89 + 20, abs=3)
-    # 3 of 4 layers on the edge; the states of a token are 16 bits a number.
+    # 3 of 4 layers on the edge; a token's states take 16 bits a number.
     edge_ms = 3 * 24.25 * 31.2 / 64 / 0.596
     assert split["ms_per_token"] == pytest.approx(edge_ms + 1 / 4 * 1e3 / 13.89 + 20, abs=3)
     assert split["up_bytes_per_token"] > asked["up_bytes_per_token"]
     assert cloud["ttft_ms"] == pytest.approx(87 + 20, abs=4)
     assert alone["up_bytes_per_token"] == 0 and alone["joules_by_cause"]["up"] == 0
-    # 5 tokens after the first: a round of 4 draft tokens and a bonus.
+    # 5 tokens after the first: a round with 4 draft tokens and a bonus.
     waits = rows["stop_and_wait", 0.0]
     assert waits["draft_acceptance_rate"] == 1
     assert waits["ms_per_token"] == pytest.approx((4 * 24.25 + 20 + 87) / 5, abs=2)
@@ -107,7 +107,7 @@ def test_an_approximate_rule_says_by_how_much(words, tmp_path, capsys):
     run([*words, "--methods", "cloud,picospec,prompt_lookup", *rule, "--out", str(tmp_path)])
     row = rows_of(tmp_path)["picospec", 1.0]
     assert row["rule"] == "topk" and "approximate" in row["caveat"]
-    # The draft is the target: q = p, and there is nothing to lose but rounding.
+    # The draft is the target: q = p, so only rounding is lost.
     assert 0 <= row["total_variation_bound"] < 1e-3
     assert rows_of(tmp_path)["prompt_lookup", 1.0]["total_variation_bound"] > 0.05  # q: n-grams
     assert "total variation of a tested token" in capsys.readouterr().out

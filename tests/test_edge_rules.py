@@ -27,7 +27,7 @@ VOCAB, LENGTH, NUM_TEXTS = 5, 500, 4
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [V, V] of a target and of a draft that agrees with it in part."""
+    """Logits [V, V] for a target and for a draft in partial agreement."""
     generator = torch.Generator().manual_seed(5)
     target_VV = torch.randn(VOCAB, VOCAB, generator=generator) * 0.8
     draft_VV = target_VV + torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
@@ -51,7 +51,7 @@ def sample(rule, plan, seed, max_new_tokens, **options) -> list[int]:
 
 
 def counted_triples(rule, plan, **options) -> np.ndarray:
-    """[V, V, V]: how often c followed a, b in some long texts."""
+    """[V, V, V]: how often c followed a, b in some long outputs."""
     counts_abc = np.zeros((VOCAB, VOCAB, VOCAB))
     for seed in range(NUM_TEXTS):
         text = sample(rule, plan, seed, LENGTH, **options)
@@ -60,7 +60,8 @@ def counted_triples(rule, plan, **options) -> np.ndarray:
 
 
 def distribution_p_value(counts_abc: np.ndarray) -> float:
-    """Of the hypothesis that c depends on b alone, by the target's distribution; chi-square."""
+    """Chi-square p-value under the hypothesis that c depends on b alone, by the target's
+    distribution."""
     p_bc = probabilities(tables()[0], 1.0).numpy()
     expected_abc = counts_abc.sum(-1, keepdims=True) * p_bc
     enough_ab = expected_abc.min(-1) >= 2  # rarer contexts have no chi-square distribution
@@ -85,7 +86,7 @@ def distribution_p_value(counts_abc: np.ndarray) -> float:
     ],
 )
 def test_sampled_text_has_the_targets_distribution(rule, plan):
-    """A top K of one and one sample, so that corrections mostly need the tail."""
+    """Top K 1 and one sample, so that corrections mostly need the tail."""
     assert (
         distribution_p_value(counted_triples(rule, plan, payload_tokens=1, tail_samples=1)) > 1e-3
     )
@@ -123,7 +124,7 @@ def test_the_published_argmax_rule_misses_the_distribution():
 
 
 class NoThinning(TailEscapeVerifier):
-    """Takes every tail sample as it comes."""
+    """Takes every tail sample unthinned."""
 
     def correct(self, draft_token, position, payloads):
         thinned = DraftToken(draft_token.token, draft_token.q_V.clone())
@@ -167,10 +168,10 @@ def rule_of(name, temperature=1.0, **options):
 
 
 def test_a_turn_of_tail_escape_ends_at_each_token_in_proportion_to_the_residual():
-    """Chance (p - q)+ / (r + t) wherever the token is; uniforms integrated over a grid.
+    """Probability (p - q)+ / (r + t) wherever the token is; uniforms integrated over a grid.
 
-    Thirds over at most four thirds: all edges are multiples of 1/12, which midpoints integrate
-    exactly.
+    Thirds over at most four thirds: all edges are multiples of 1/12, integrated exactly by
+    midpoints.
     """
     grid, thirds = (np.arange(12) + 0.5) / 12, simplex_points(3, parts=3)
     cloud, edge = (rule_of("tail_escape", payload_tokens=1, tail_samples=1) for _ in range(2))

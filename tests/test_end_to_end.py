@@ -1,7 +1,7 @@
 """Train, decode, evaluate, upload: the commands one after another, as a user runs them.
 
-Decoding and evaluation are processes of their own, forked from one that has imported everything;
-the others run in this one.
+Decoding and evaluation are separate processes, forked from one with all imports done; the others
+run in this one.
 """
 
 import json
@@ -32,7 +32,7 @@ class Run:
 
 
 def run(parent: ForkServer, folder: Path, module: str, *words: str | Path) -> tuple[str, str]:
-    """What a command that must succeed writes to stdout and stderr."""
+    """Run a command that must succeed; return its stdout and stderr."""
     process = Process.start(parent, folder, *map(str, words), module=module)
     status, out, err = process.finish()
     assert status == 0, err
@@ -51,7 +51,7 @@ def trained(tmp_path_factory) -> Run:
 
 @cache
 def greedy_text(run: Run) -> str:
-    """By transformers alone."""
+    """Greedy output from transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(run.world.target)
     target = AutoModelForCausalLM.from_pretrained(run.world.target, dtype=torch.float32)
     prompt = tokenizer.apply_chat_template(
@@ -112,7 +112,7 @@ def evaluated(trained, parent, tmp_path_factory) -> Path:
 
 
 def results_of(folder: Path) -> list[dict[str, Any]]:
-    """Of every benchmark, then of all together."""
+    """Results for every benchmark, then pooled."""
     results = json.loads((folder / "results.json").read_text())
     assert {run["benchmark"] for run in results["runs"]} == {"pipedraft-math", "questions"}
     return [*results["runs"], *results["overall"]]
@@ -156,7 +156,7 @@ def test_every_greedy_text_was_compared_with_transformers_and_none_differs(evalu
         turns = {"pipedraft-math": 4, "questions": 5, "overall": 9}[run["benchmark"]]
         assert run["lossless"]["checked"] == turns
     for run in runs:
-        if run["temperature"] == 1:  # trees share plain decoding's noise, a chain does not
+        if run["temperature"] == 1:  # trees share the baseline's noise, a chain does not
             is_tree = run["verifier"] == "gumbel" and run["method"] != "autoregressive"
             assert (run["lossless"]["checked"] > 0) == is_tree
             assert run["lossless"]["mismatches"] == 0
@@ -206,14 +206,14 @@ def test_the_upload_holds_the_network_and_its_card_and_no_training_state(
     assert capfd.readouterr().out.splitlines() == [str(out / name) for name in names]
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: pipedraft\n")
-    # A local folder is nobody else's, so its name alone is told.
+    # A local folder exists here only, so the card gives its name alone.
     assert "base_model" not in card and str(trained.world.target) not in card
     assert f".../{Path(trained.world.target).name}" in card
     assert "equivalent_acceptance_length_T0" in card
     entries = [json.loads(line) for line in (trained.folder / "metrics.jsonl").open()]
     best = max(entry.get("valid/score", -math.inf) for entry in entries)
     assert f"| score | {best:.4f} |" in card
-    # What would be uploaded decodes like what was trained.
+    # The uploaded files decode like the trained ones.
     arguments = ["--checkpoint", str(out), "--prompt", PROMPT, "--quiet"]
     arguments += ["--max-new-tokens", str(NEW_TOKENS)]
     assert call("inference", arguments, monkeypatch) == 0
@@ -231,7 +231,7 @@ HEADS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 def test_an_eagle_head_is_trained_decoded_and_evaluated(
     method, is_evaluated, trained, tmp_path, monkeypatch, capfd
 ):
-    """An evaluation decodes as above, whatever the head is."""
+    """Evaluation decodes as above with any head."""
     world, folder = trained.world, tmp_path / "run"
     arguments = world.arguments(method, folder, max_steps=6, optim__lr=1e-2)
     assert call("train", arguments, monkeypatch) == 0

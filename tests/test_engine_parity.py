@@ -1,7 +1,7 @@
 """`eval parity --engine`: a faithful engine agrees, and every planted fault is named.
 
-The engine is a process that answers from a file. What it would draft is computed here, with the
-head as it stands in changed files: as an engine that reads them so.
+The engine is a process that answers from a file. Its drafts are computed here with the head in
+changed files, as by an engine that misreads the originals.
 """
 
 import json
@@ -42,7 +42,7 @@ HEADS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A target, heads of it that disagree with each fault, and a fake engine."""
+    """A target, heads that disagree with each fault, and a fake engine."""
     quieten()
     folder, tokenizer = tmp_path_factory.mktemp("engine"), byte_tokenizer()
     target = tiny_llama(layers=LAYERS, vocab=len(tokenizer), rope_parameters=ROPE)
@@ -75,7 +75,7 @@ def place(tmp_path_factory):
 
 
 def answer_of(place, files, *, dtype="float32", rendered=True, tokens=None):
-    """What an engine drafts with a head as files say it."""
+    """Draft as an engine would, with the head described by these files."""
     name = str(place / "target")
     target, tokenizer = load_target(name, dtype=getattr(torch, dtype)), load_tokenizer(name)
     draft = load_draft(str(files), target).to(target.dtype)
@@ -115,7 +115,7 @@ def parity(place, monkeypatch, capsys):
 
 
 def changed(place, head, layout, weights=None, config=None):
-    """A checkpoint of an export with weights and settings changed."""
+    """Make a checkpoint from an export with changed weights and settings."""
     files = place / f"{head}-changed"
     number = len(list(place.glob("*-changed*")))
     files = files.with_name(f"{files.name}{number}")

@@ -1,4 +1,4 @@
-"""Every benchmark in its published format, and the prompts made from it."""
+"""Every benchmark in its published format, and its prompts."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Runs compared prompt by prompt: which entries and prompts meet, warnings, verdicts, bad input."""
+"""Runs compared prompt by prompt: matched entries and prompts, warnings, verdicts, bad input."""
 
 import json
 import math
@@ -19,7 +19,7 @@ NUM_PROMPTS = 16
 def make_rows(
     *, stages: int, rejection: float, seed: int = 0, prompts: int = NUM_PROMPTS, benchmark="b"
 ) -> list[dict]:
-    """A chain draft; the texts, and the seconds of a step, depend on the prompt alone."""
+    """Rows for a chain draft; outputs, and the seconds per step, depend on the prompt alone."""
     tokens = np.random.default_rng(1).integers(20, 120, prompts)
     rounds = 1 + np.random.default_rng(seed).binomial(tokens - 1, rejection)
     return [
@@ -38,7 +38,7 @@ def make_rows(
 
 
 def make_entry(rows: list[dict], **fields) -> dict:
-    """As results.json holds it, with what every version wrote."""
+    """Entry as in results.json, with the fields written by every version."""
     entry = {
         "method": "spd", "schedule": "spd", "benchmark": "b", "stages": 4, "temperature": 0.0,
         "tree_width": 1, "tree": None, "prompts": len(rows), "tokens": 0, "steps": 0, "rounds": 0,
@@ -165,7 +165,7 @@ def test_plain_decoding_is_compared_by_its_wall_clock_alone(tmp_path) -> None:
 
 
 def test_a_machine_that_was_slower_for_one_run_is_said(tmp_path) -> None:
-    """Else a difference of tokens/s between equal methods would be believed."""
+    """Otherwise a user would believe a tokens/s difference between equal methods."""
     plain = {"method": AUTOREGRESSIVE, "schedule": AUTOREGRESSIVE}
     rows = make_rows(stages=4, rejection=1.0)
     slower = [row | {"decode_s": 2 * row["decode_s"]} for row in rows]
@@ -218,7 +218,7 @@ def test_command_prints_tables_and_verdicts_and_writes_what_it_printed(tmp_path,
 
 
 def test_acceptance_by_entropy_is_compared_bin_by_bin_if_asked(tmp_path, capsys) -> None:
-    """Drafts at uncertain places are better in the second run, elsewhere they are the same."""
+    """Drafts at uncertain places are better in the second run, elsewhere the same."""
     folders = []
     for name, better in (("a", 0), ("b", 3)):
         rows = make_rows(stages=4, rejection=0.4)

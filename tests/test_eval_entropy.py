@@ -1,4 +1,4 @@
-"""Acceptance by the target's entropy: which tokens were tested, what it was there, the bins."""
+"""Acceptance by the target's entropy: tested tokens, their entropy, the bins."""
 
 import math
 
@@ -51,7 +51,7 @@ def draft(target):
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way.values())))
 def test_the_tested_tokens_are_those_that_the_engine_counted(way, target, draft) -> None:
-    """By their position in the round too; the text ends in the middle of one."""
+    """Compare the positions in the round too; the output ends in the middle of one."""
     config = DecodeConfig.of(num_stages=3, max_new_tokens=20, **way)
     result = Engine(target, PlainTokenizer(), config, draft).decode([1, 2, 3])
     starts = np.cumsum([1, *result.round_lengths])
@@ -113,7 +113,7 @@ def test_tests_fall_into_the_bins_of_their_entropies() -> None:
 
 
 def test_a_certain_target_is_drafted_for_better_and_entries_say_so(tmp_path) -> None:
-    """End to end; a copy with noise agrees where the target is sure."""
+    """End to end: a noisy copy agrees where the target is sure."""
     tokenizer = byte_tokenizer()
     model = tiny_llama(layers=2, vocab=len(tokenizer))
     model.lm_head.weight.mul_(4)

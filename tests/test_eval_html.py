@@ -33,7 +33,7 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """Elements of a page; one that is not closed, or closed twice, is an error."""
+    """Elements of a page; an unclosed or twice closed one is an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def left_out(text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """Three numbers of stages, three benchmarks, one of them with categories."""
+    """Page for three numbers of stages and three benchmarks, one with categories."""
     return build_page([source(make_runs(), manifest=MANIFEST)]).decode()
 
 
@@ -153,7 +153,7 @@ def test_the_table_has_every_cell_of_the_markdown_report(tmp_path) -> None:
 
 
 def test_points_of_a_plot_lie_where_the_numbers_are(text) -> None:
-    """L' against n: three points, equally far along both axes as n and L' say."""
+    """L' against n: three points, with both coordinates proportional to n and L'."""
     svg = figures(text)["L' against n"]
     mark = r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill: var\(--series-1\); stroke'
     marks = re.findall(mark, svg)
@@ -249,7 +249,7 @@ def test_the_same_results_give_the_same_bytes(text) -> None:
 
 
 def test_many_runs_stay_below_two_megabytes() -> None:
-    """And more lines than can be told apart are said to be in the table alone."""
+    """Past the distinguishable number of lines, the page refers to the table."""
     runs = read_back(make_runs())
     page = build_page([source(runs, f"run {index}") for index in range(5)]).decode()
     assert len(page) < 2e6

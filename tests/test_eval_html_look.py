@@ -1,4 +1,4 @@
-"""How report.html looks: colors that can be read, and what a browser makes of it."""
+"""Look of report.html: readable colors, and its rendering in a browser."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ def linear(color: str) -> np.ndarray:
 
 
 def contrast(first: str, second: str) -> float:
-    """WCAG 2.2."""
+    """Contrast ratio by WCAG 2.2."""
     shades = sorted(float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (first, second))
     return (shades[1] + 0.05) / (shades[0] + 0.05)
 
@@ -37,7 +37,7 @@ def test_colors_can_be_read(scheme: int) -> None:
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-# What sticks out of the screen, text over text in a plot, plots without marks.
+# Finds elements off the screen, text over text in a plot, plots without marks.
 PROBE = """
 function probe(view) {
   const page = view.document, root = page.documentElement, problems = [];
@@ -74,7 +74,7 @@ onload = () => { document.title = [frames[0], frames[1]].map(probe).join(" | ");
 
 
 def everything() -> bytes:
-    """A page with every plot there is, of two folders."""
+    """A page with every kind of plot, from two folders."""
     runs = read_back(make_runs())
     for run in runs:
         kinds = {"stage": 3.0, "draft": 1.0, "verify": 0.5, "send": 0.2, "wait": 2.0}

@@ -1,4 +1,4 @@
-"""Greedy texts in half precision: ties within rounding are told from faults."""
+"""Greedy outputs in half precision: ties within rounding are told apart from faults."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_noting_the_best_tokens_changes_nothing_and_finds_the_margins(half) -> N
 
 @pytest.mark.parametrize(("dtype", "seed"), [(torch.bfloat16, 2), (torch.float16, 1)])
 def test_half_precision_differs_by_ties_alone(dtype, seed) -> None:
-    """Tokens have twins with almost the same logits; segments have other shapes than one token."""
+    """Tokens have twins with almost equal logits; segment shapes differ from one token's."""
     target = tiny_llama(layers=4, hidden=16, vocab=16, seed=seed)
     head = target.lm_head.weight
     head[8:] = head[:8] + 1e-4 * head[8:]

@@ -1,4 +1,4 @@
-"""The number that an answer to GSM8K ends on, in the forms in which models write it."""
+"""Final number in an answer to GSM8K, in the forms written by models."""
 
 from decimal import Decimal
 

@@ -1,4 +1,4 @@
-"""Prompt sets that peers report, in the forms of their official files."""
+"""Prompt sets reported by other projects, in their official file formats."""
 
 import pytest
 from conftest import write_rows

@@ -1,4 +1,4 @@
-"""results.json as types: what is written is read back, what is wrong is one line with its place."""
+"""results.json as types: written entries are read back, errors are one line with their place."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def test_what_is_written_is_what_is_read() -> None:
     found = parse(content, Results, "x")
     assert to_json(found) == content
     assert [run.method for run in found.entries] == [run.method for run in runs]
-    # A rate of nothing is NaN in memory and null in the file; unset fields are not in there.
+    # An undefined rate is NaN in memory and null in the file; unset fields are left out.
     assert found.entries[0].draft_acceptance_rate is None
     assert not {"score", "repeats", "run"} & json.loads(content)["runs"][0].keys()
 
@@ -102,7 +102,7 @@ def test_a_file_is_of_bounded_size_and_there(tmp_path, monkeypatch) -> None:
 
 
 def test_every_number_of_a_record_is_bounded() -> None:
-    """A new count without a lower end would be read unchecked."""
+    """A new count without a lower bound would be read unchecked."""
     schema = msgspec.json.schema(RunRecord)
     free = re.findall(r'"(\w+)": \{"type": "integer"\}', json.dumps(schema))
     assert free == []

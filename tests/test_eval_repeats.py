@@ -1,4 +1,4 @@
-"""Repeats of an evaluation: the same texts, times of their own."""
+"""Repeats of an evaluation: the same outputs, separate times."""
 
 import eval_runs
 import numpy as np
@@ -63,7 +63,7 @@ def test_repeats_decode_the_same_texts_at_times_of_their_own(model, tmp_path, mo
     again = evaluate(model, REPEATS, tmp_path)
     kept = [[replace(e, processes=[]) for e in entries] for entries in (often, again)]
     assert to_json(kept[0]) == to_json(kept[1])  # processes are of the last launch
-    recordings = read_recordings([tmp_path])  # the repeats say nothing new of steps
+    recordings = read_recordings([tmp_path])  # the repeats say nothing new about steps
     assert [len(recording.turns) for recording in recordings] == [4, 4]
 
 

@@ -29,7 +29,7 @@ COST = CostModel(row=0.02, link=0.03, verify=0.05, draft_forward=0.1, is_asynchr
 
 @cache
 def target(vocab: int = 16):
-    """Eight layers, of which the first one says most."""
+    """Eight layers, with the first one dominating the output."""
     model = tiny_llama(layers=8, hidden=16, vocab=vocab)
     for layer in model.model.layers[1:]:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -39,7 +39,7 @@ def target(vocab: int = 16):
 
 @cache
 def record(kind: str, stages: int, **way) -> Recording:
-    """A real run, of which several tests may ask something."""
+    """Record a real run, shared by several tests."""
     config = DecodeConfig.of(num_stages=stages, max_new_tokens=NEW_TOKENS, **way)
     draft = first_layer(target()) if kind == "language_model" else None
     engine = Engine(target(), PlainTokenizer(), config, draft)
@@ -108,7 +108,7 @@ def test_a_schedule_that_drafts_by_its_cost_model_is_not_replayed_under_another(
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    """A folder of traces recorded on 4 stages, and the entries of that run."""
+    """A folder with traces recorded on 4 stages, and that run's entries."""
     folder = tmp_path_factory.mktemp("evaluated")
     tokenizer = byte_tokenizer()
     model = target(len(tokenizer))
@@ -171,7 +171,7 @@ def test_command_reads_shards_and_agrees_with_real_runs(evaluated, tmp_path, cap
         assert {(r["benchmark"], r["id"]): r["steps"] for r in found["per_prompt"]} == expected
         assert (found["tokens"], found["steps"]) == (entry.tokens, entry.steps)
         length = found["equivalent_acceptance_length"]
-        same = ("pooled", "ci95") if found["benchmark"] != "two" else ("pooled",)  # of one prompt
+        same = ("pooled", "ci95") if found["benchmark"] != "two" else ("pooled",)  # from one prompt
         expected = json.loads(to_json(entry.equivalent_acceptance_length))
         assert all(length[key] == expected[key] for key in same)
         assert found["theoretical_speedup"] == pytest.approx(entry.theoretical_speedup)
@@ -192,7 +192,7 @@ def test_the_best_run_of_every_pipeline_and_what_the_pipeline_costs(evaluated, c
     for one in best:
         speeds = [r["theoretical_speedup"] for r in every if pipeline(r) == pipeline(one)]
         assert one in every and len(speeds) > 1 and one["theoretical_speedup"] == max(speeds)
-    for record in every:  # a token of plain decoding takes a pass and a hop for each stage
+    for record in every:  # a baseline token takes a pass and a link for each stage
         over = record["theoretical_speedup"] / (1 + record["stages"] * record["cost"]["link"])
         assert record["one_device_speedup"] == pytest.approx(over)
 
@@ -230,7 +230,7 @@ def test_earlier_settings_are_told_apart_and_turns_decoded_together_are_listed_o
 
 
 def test_every_entry_has_its_speedup_over_the_cost_of_a_row(evaluated) -> None:
-    """As a replay under that cost has it, and in the report."""
+    """Equals a replay under that cost, and appears in the report."""
     folder, real = evaluated
     for (method, benchmark), entry in real.items():
         curve = {float(row): value for row, value in entry.theoretical_speedup_by_row.items()}

@@ -1,7 +1,7 @@
 """Multi-turn evaluation, the baseline, the greedy check and the command line, on a stub engine.
 
-The stub replays the target's greedy text and counts steps as a draft that emits two tokens per
-round would; end-to-end tests with the real engine are elsewhere.
+The stub replays the target's greedy output and counts steps like a draft that emits two tokens per
+round. End-to-end tests with the real engine are elsewhere.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Right and wrong numbers, saved answers, and the scores of an evaluation."""
+"""Correct and incorrect numbers, saved answers, and an evaluation's scores."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ REPLIES = {"2 + 2": "It is 4.", "3 + 3": "It is 7.", "double": "    return 2 * x
 
 
 class ScriptedEngine(StubEngine):
-    """Answers by what the prompt contains; a draft that is not lossless spoils the first."""
+    """Answers by the prompt's contents; a draft that is not lossless spoils the first answer."""
 
     def decode(self, prompt_ids, *, prompt_index=0, on_token=None):
         text = self.tokenizer.decode(prompt_ids)

@@ -1,4 +1,4 @@
-"""Several conversations of an evaluation at once: the counts and texts of each one alone."""
+"""Several conversations evaluated at once: counts and outputs equal each one's alone."""
 
 import eval_runs
 import pytest
@@ -25,7 +25,7 @@ METHODS = (
 
 
 def evaluate(model, settings, sequences: int, folder=None) -> list:
-    """Conversations of one and two turns, more than are decoded at once."""
+    """Evaluate conversations with one and two turns, more than are decoded at once."""
     talks = [["a", "b and"], ["long ago" * 9], ["c"], ["d d", "e", "f"], ["g"]]
     config = DecodeConfig.of(num_stages=2, max_new_tokens=12, cost=COSTLY, **settings)
     comparison = Evaluation(
@@ -40,7 +40,7 @@ def evaluate(model, settings, sequences: int, folder=None) -> list:
 
 
 def counts(entries) -> list[bytes]:
-    """All that does not depend on the wall clock."""
+    """Fields that do not depend on the wall clock."""
     kept = []
     for entry in entries:
         rows = [replace(row, decode_s=UNSET, decode_s_repeats=[]) for row in entry.per_prompt]
@@ -58,7 +58,7 @@ def test_counts_and_texts_are_those_of_one_after_the_other(settings, model) -> N
 
 
 def test_a_draft_that_weighs_the_company_counts_otherwise(model, monkeypatch) -> None:
-    """The comparison finds steps that depend on how many conversations there are."""
+    """The comparison finds steps that depend on the number of conversations."""
     made = BatchEngine.__init__
 
     def in_company(*given, counts_alone, **named) -> None:

@@ -1,7 +1,7 @@
-"""Intervals on synthetic data whose truth is known exactly.
+"""Intervals on synthetic data with an exactly known truth.
 
-The drafts emit geometric rounds; the lengths of the texts are heavy-tailed (log-normal, sigma 1)
-and long texts are easier.
+The drafts emit geometric rounds. Text lengths are heavy-tailed (log-normal, sigma 1), and long
+texts are easier.
 """
 
 import math
@@ -26,19 +26,19 @@ STAGES = 4
 LENGTHS = np.array(
     [math.floor(math.exp(4 + NormalDist().inv_cdf((i + 0.5) / 4000))) + 1 for i in range(4000)]
 )
-"""Tokens of a text: quantiles of a log-normal, so that their mean is known."""
+"""Tokens per text: quantiles of a log-normal, so that the mean is known."""
 KINDS = ((4, 6, 1), (2, 6, 3))
-"""Half of the prompts each: Beta of the rejection rate, factor on the length."""
+"""Half of the prompts each: Beta parameters for the rejection rate, factor on the length."""
 BAND = (0.93, 0.97)
-"""Of a 95 % interval's coverage; 2000 experiments have a standard error of 0.5 %."""
+"""Coverage band of a 95 % interval; 2000 experiments have a standard error of 0.5 %."""
 
 
 def draw(seed: int, experiments: int, prompts: int, better: float) -> tuple[np.ndarray, np.ndarray]:
-    """n N and K [E, S, P] of two drafts on the same texts.
+    """Draw n N and K [E, S, P] for two drafts on the same texts.
 
-    A round ends at each token with the prompt's rejection rate; it costs n - 1 steps more. The
+    A round ends at each token with the prompt's rejection rate, and costs n - 1 steps more. The
     second draft rejects ``better`` times as often on average, more or less so from prompt to
-    prompt (as often, also in each prompt, if 1).
+    prompt. With 1 it rejects as often on each prompt too.
     """
     rng = np.random.default_rng(seed)
     size = (experiments, prompts)

@@ -1,4 +1,4 @@
-"""Prompt files in the benchmarks' own formats, and the token ids made from them."""
+"""Prompt files in the benchmarks' own formats, and their token ids."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Evaluations that were killed go on, and shares of one give the report of the whole."""
+"""Killed evaluations resume, and an evaluation's shards give the report of the whole."""
 
 import json
 import os
@@ -31,7 +31,7 @@ CLOCK = (
 
 @pytest.fixture(scope="module")
 def arguments(small_target) -> Callable[..., list[str]]:
-    """Two turns a prompt and one, six prompts in all; the draft is the target itself."""
+    """Options: six prompts with two turns or one; the target drafts for itself."""
     words = ["--target", small_target, "--draft-model", small_target, "--schedule", "eagle"]
     words += ["--stages", "2", "--tree", "chain:2", "--benchmarks", "mt_bench,gsm8k"]
     words += ["--limit", "3", "--max-new-tokens", "5"]
@@ -39,7 +39,7 @@ def arguments(small_target) -> Callable[..., list[str]]:
 
 
 def timeless(value: object) -> object:
-    """Results without what a clock said."""
+    """Results without clock readings."""
     if isinstance(value, dict):
         return {k: timeless(v) for k, v in value.items() if k not in CLOCK}
     return [timeless(v) for v in value] if isinstance(value, list) else value
@@ -50,7 +50,7 @@ def results(out: Path) -> object:
 
 
 def lines(out: Path) -> list[str]:
-    """Of all trace files, the headers left out."""
+    """Lines of all trace files without the headers."""
     files = (out / "traces").glob("*.jsonl")
     return [line for file in sorted(files) for line in file.read_text().splitlines()[1:]]
 
@@ -81,7 +81,7 @@ def test_a_finished_evaluation_is_reported_again_without_decoding(whole, argumen
 
 
 def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, arguments, tmp_path):
-    """It is killed in the middle of its fifth line."""
+    """The kill comes in the middle of its fifth line."""
     write = TraceFile._write
 
     def write_and_die(file: TraceFile, path: Path, line: str) -> None:
@@ -104,7 +104,7 @@ def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, arguments, tmp
 
 
 def test_shares_make_the_report_of_the_whole(whole, arguments, tmp_path, capsys):
-    """Also where each share begins afresh."""
+    """Each shard may also start afresh."""
     for share in ("1/2", "2/2"):
         run(arguments(tmp_path, "--fresh", "--shard", share))
         assert "decoded turns of this share" in capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_other_settings_and_fresh_runs_do_not_read_old_traces(arguments, tmp_pat
     first = len(lines(tmp_path))
     with pytest.raises(UsageError, match="--seed was 0, is 7"):
         run(arguments(tmp_path, *short, "--seed", "7"))
-    (tmp_path / "manifest.json").unlink()  # as an evaluation that did not end
+    (tmp_path / "manifest.json").unlink()  # like an evaluation that did not end
     run(arguments(tmp_path, *short, "--seed", "7"))
     assert len(lines(tmp_path)) > first
     run(arguments(tmp_path, *short, "--fresh"))

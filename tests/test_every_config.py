@@ -1,4 +1,4 @@
-"""Every configuration runs on a fresh clone, or names the command that makes what it needs."""
+"""Every configuration runs on a fresh clone, or names the command that makes its inputs."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ def label(path: Path) -> str:
 
 
 def things(path: Path) -> Iterator[str]:
-    """Models, heads and data that a configuration names."""
+    """Models, heads and data named by a configuration."""
     spec = yaml.safe_load(path.read_text())
     yield from (spec[key] for key in ("target", "tokenizer", "init_from") if key in spec)
     yield from spec.get("drafts", {}).values()
@@ -32,7 +32,7 @@ def things(path: Path) -> Iterator[str]:
         is_hub = "/" in source.get("path", "") and not source["path"].startswith(
             ("data/", "assets/", "out/")
         )
-        if "path" in source and not is_hub:  # a data set of the Hub is read over the network
+        if "path" in source and not is_hub:  # a data set on the Hub is read over the network
             yield source["path"]
 
 

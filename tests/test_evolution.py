@@ -1,4 +1,4 @@
-"""Targets that were fine-tuned: what FlexSpec's copies allow, and the script that trains them."""
+"""Fine-tuned targets: edits allowed by FlexSpec's copies, and the training script."""
 
 import json
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_another_depth_is_no_version_of_the_target(base, tmp_path):
     ids=str,
 )
 def test_an_adapter_is_judged_by_what_it_targets(base, tmp_path, options, found):
-    """Also when it changes nothing yet, as a new one does."""
+    """A new adapter counts too, although it changes nothing yet."""
     config = LoraConfig(r=2, **{"target_modules": list(PROJECTIONS), **options})
     get_peft_model(tiny_llama(), config).save_pretrained(tmp_path)
     assert out_of_scope(str(base), str(tmp_path)) == found
@@ -133,7 +133,7 @@ def script():
 
 
 def tune(script, world: World, config: Path, out: Path, **changes) -> Path:
-    """Run the script on the world's data and target; its finished folder."""
+    """Run the script on the world's data and target; return its finished folder."""
     settings = TINY | {"output_dir": out, "data.sources": json.dumps([{"path": str(world.data)}])}
     settings["data.cache_dir"] = world.folder / "cache"
     given = yaml.safe_load(config.read_text())
@@ -147,7 +147,7 @@ def tune(script, world: World, config: Path, out: Path, **changes) -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(script, world, tmp_path_factory) -> dict[str, Path]:
-    """Finished folders of every shipped configuration, by its name."""
+    """Finished folders for every shipped configuration, by name."""
     small = {"vocab_size": 300, "shape__num_hidden_layers": 2}
     return {
         path.stem: tune(
@@ -222,7 +222,7 @@ def test_a_draft_loads_within_the_scope_and_elsewhere_by_exception_alone(world, 
     "name", [pytest.param("tiny_draft", marks=pytest.mark.all), "evolve_lora_strong"]
 )
 def test_a_run_that_was_stopped_ends_as_an_unbroken_one(script, world, tmp_path, name):
-    """Muon's and AdamW's states, and those of adapters, come back from the checkpoint."""
+    """Muon's and AdamW's states, and adapters' states, come back from the checkpoint."""
     config = REPOSITORY / "configs" / "target" / f"{name}.yaml"
     constant = {"training__lr_scheduler_type": "constant"}
     whole = tune(script, world, config, tmp_path / "whole", **constant, training__max_steps=3)

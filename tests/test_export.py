@@ -1,7 +1,7 @@
-"""Export of EAGLE-3 heads: the layouts, and that the package of vLLM's layout reads them.
+"""Export of EAGLE-3 heads: the layouts, and the package behind vLLM's layout reads them.
 
 The package ``speculators`` pins older versions of transformers and datasets than this project, so
-it cannot be one of its extras. To run the tests that need it, put it beside the environment:
+it cannot be one of its extras. To run the tests that need it, put it next to the environment:
 
     pip install --no-deps --target DIR speculators==0.9.0 hs-connectors==0.9.0 loguru openai jiter \
       distro sniffio httpx httpcore certifi protobuf pydantic-settings python-dotenv aiohttp \
@@ -50,7 +50,7 @@ def no_loading_bars() -> None:
 
 
 def make_checkpoint(folder: Path, make_target=tiny_llama, **options) -> Path:
-    """A target with its tokenizer-less folder, and a head whose every weight matters."""
+    """Save a tokenizer-less target, and a head whose every weight matters."""
     target = make_target(layers=LAYERS, hidden=HIDDEN, vocab=VOCABULARY)
     target.save_pretrained(folder / "target")
     fingerprint = target_fingerprint(target)
@@ -75,7 +75,7 @@ def read(out: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 def chain_logits(folder: Path, ids_T: torch.Tensor, depth: int) -> list[torch.Tensor]:
-    """Logits [T-1, U] of step 1 .. depth of every row, by the decode-time code in float32."""
+    """Logits [T-1, U] for steps 1 .. depth at every row, by the decode-time code in float32."""
     target = tiny_target(folder)
     head = load_draft(str(folder), target)
     found = step_logits(target, head, ids_T, depth)
@@ -112,7 +112,7 @@ MAPS = {"d2t": (20,), "t2d": (64,)}
 
 @pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
 def test_the_layout_of_the_authors(tmp_path, make_target):
-    """Also for a Qwen3: engines build every head from Llama's layer, without norms of queries."""
+    """Qwen3 included: engines build every head from Llama's layer, without norms on queries."""
     folder = make_checkpoint(tmp_path, make_target, draft_vocab_size=20)
     export(folder, "sglang", tmp_path / "out")
     config, weights = read(tmp_path / "out")
@@ -145,8 +145,7 @@ def test_the_vocabulary_maps_lead_back_to_the_tokens(tmp_path):
 @pytest.mark.parametrize("layout", ["sglang", "speculators"])
 def test_a_full_vocabulary_says_its_size_and_has_maps_for_sglang_alone(tmp_path, layout):
     """SGLang takes a missing size for the target's LM head, SpecForge missing maps for any; vLLM
-    refuses maps of a whole vocabulary.
-    """
+    refuses maps for a whole vocabulary."""
     export(make_checkpoint(tmp_path), layout, tmp_path / "out")
     config, weights = read(tmp_path / "out")
     if layout == "sglang":
@@ -172,7 +171,7 @@ def test_other_layers_are_numbered_as_each_engine_counts(tmp_path):
 def test_layers_in_another_order_are_sorted_with_the_columns_that_read_them(
     tmp_path, layout, norm, layers
 ):
-    """Engines collect hidden states in the order of the layers. The logits are the head's own."""
+    """Engines collect hidden states in layer order. The logits equal the head's own."""
     folder = make_checkpoint(tmp_path, feature_layers=layers, **{norm: True})
     head = load_draft(str(folder), tiny_target(folder))
     export(folder, layout, tmp_path / "out")
@@ -200,7 +199,7 @@ def test_layers_in_another_order_are_sorted_with_the_columns_that_read_them(
 
 
 def test_a_whole_vocabulary_in_another_order_is_sorted(tmp_path):
-    """Engines read no map of one. The logit of every token is the head's own."""
+    """Engines read no map for a whole vocabulary. Every token's logit equals the head's own."""
     folder = make_checkpoint(tmp_path, draft_vocab_size=VOCABULARY)
     head = load_draft(str(folder), tiny_target(folder))
     with torch.no_grad():
@@ -308,7 +307,7 @@ def test_the_command_prints_the_files_and_how_to_launch(tmp_path, monkeypatch, c
 
 
 def test_the_best_chain_weighs_tokens_against_draft_passes():
-    """The shipped SmolLM2 head's validation, and what chain:7 accepted of it."""
+    """The shipped SmolLM2 head's validation, and the acceptance measured with chain:7."""
     assert best_chain([0.661, 0.637, 0.614, 0.595], 0.09) == 3
     assert best_chain([0.9] * 7, 0.02) == 7
     assert best_chain([0.2, 0.1], 0.5) == 1
@@ -382,7 +381,7 @@ def test_another_target_is_refused(layout, other, word, tmp_path, monkeypatch, c
 
 
 def test_a_tied_target_in_shards_is_recognized(tmp_path):
-    """Read file by file; its fingerprint is the one of the loaded model."""
+    """Read file by file; its fingerprint equals the loaded model's."""
     target = tiny_llama(layers=2, vocab=512)
     target.lm_head.weight = target.model.embed_tokens.weight
     target.config.tie_word_embeddings = True
@@ -488,7 +487,7 @@ def test_the_package_computes_the_same_logits_at_every_draft_token(tmp_path, opt
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
     with torch.no_grad():
-        model(  # takes ids already shifted: token t + 1 beside the states of position t
+        model(  # takes ids already shifted: token t + 1 with the states of position t
             hidden_states=torch.cat([states[layer][:, :-1] for layer in layers], -1),
             input_ids=ids_T[None, 1:],
             document_ids=torch.zeros(1, LENGTH - 1, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""Measured acceptance in an export: the chain of the launch line, and the engines' simulators."""
+"""Measured acceptance in an export: the launch line's chain, and the engines' simulators."""
 
 import json
 
@@ -13,7 +13,7 @@ COUNTS = {"gsm8k": ([100, 60, 30], [60, 30, 9]), "mt_bench": ([100, 40, 10], [40
 
 
 def evaluated(tmp_path, tree="chain:3"):
-    """A checkpoint, and the files of an evaluation that says it was run with these counts."""
+    """A checkpoint, and the files of an evaluation with these counts."""
     target = tiny_llama(layers=8)
     target.save_pretrained(tmp_path / "target")
     head = make_head(target)

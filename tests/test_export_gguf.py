@@ -1,4 +1,4 @@
-"""Heads as GGUF files: llama.cpp's names and keys, and the numbers by its order of a rotation."""
+"""Heads as GGUF files: llama.cpp's names and keys, and weights in its rotation order."""
 
 import pytest
 import torch

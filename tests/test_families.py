@@ -1,4 +1,4 @@
-"""Families of targets: each is decoded exactly by every schedule, trains heads and exports them.
+"""Target families: every schedule decodes each one exactly; heads train and export.
 
 ``python tests/test_families.py`` prints the table of all checks.
 """
@@ -124,7 +124,7 @@ def count(pairs) -> tuple[int, int]:
 
 
 def stages_compute_the_models_forward(name: str) -> tuple[int, int]:
-    """Three stages in full and row by row, past the window."""
+    """Compare three stages with the model, in full and row by row, past the window."""
     model, ids = model_of(name), random_ids(40)
     target = StagedTarget(model, 3)
     reference_TV = model(ids[None], use_cache=False).logits[0]
@@ -137,7 +137,7 @@ def stages_compute_the_models_forward(name: str) -> tuple[int, int]:
 
 
 def trees_and_keeps_equal_each_path(name: str) -> tuple[int, int]:
-    """Random trees, of which rows are kept and dropped; each row's logits against its own path."""
+    """Keep and drop rows of random trees; compare each row's logits with its own path."""
     compared = 0
     for seed in range(2):
         controller = Controller(name, 3, seed, model_of(name).config._attn_implementation)
@@ -168,19 +168,19 @@ def texts_of(name: str, ways: dict[str, dict], **options) -> tuple[int, int]:
 
 
 def linked_texts(name: str, **options) -> tuple[int, int]:
-    """Methods that decode across a link, by a noisy copy of the target."""
+    """Compare methods that decode across a link, with a noisy copy of the target."""
     model = model_of(name)
     expected = plain_text(model, PROMPT, max_new_tokens=LENGTH, **options)
     rule = {"rule": options.pop("verifier")} if options else {}
     simulation = edge_simulation(model, noisy_copy(model), max_new_tokens=LENGTH, **options, **rule)
-    # Under sampling a rule of their own draws other tokens, of the same distribution.
+    # With sampling, a method's own rule draws other tokens, from the same distribution.
     names = [x for x in LINKED if not (options and METHODS[x].has_own_rule)]
     texts = [decode(METHODS[x], simulation, PROMPT, prompt_index=0) for x in names]
     return len(texts), sum(x.result.token_ids != expected for x in texts)
 
 
 def files_and_parts(name: str, folder: Path) -> tuple[int, int]:
-    """A target read from its files, whole and in two parts, against the one in memory."""
+    """Compare a target read from its files, whole and in two parts, with the one in memory."""
     model, ids = model_of(name), random_ids(20)
     model.save_pretrained(folder)
     expected_TV = model(ids[None], use_cache=False).logits[0]
@@ -200,7 +200,7 @@ def files_and_parts(name: str, folder: Path) -> tuple[int, int]:
 
 
 def packed_states(name: str, folder: Path) -> tuple[int, int]:
-    """Hidden states for training: packed texts against the same apart, and index 0 to L of both."""
+    """Compare training states for packed and separate texts, and index 0 to L for both."""
     model, ids, lengths = model_of(name), random_ids(30), [17, 13]
     layers = range(NUM_LAYERS + 1)
     packed = capture_hidden(model, ids[None], layers, lengths)
@@ -214,7 +214,7 @@ HEADS = ("eagle3", "spd")
 
 
 def heads_train(name: str, folder: Path, kinds=HEADS) -> tuple[int, int]:
-    """Some steps on one batch lower the loss; the head decodes the target's text."""
+    """Some steps on one batch lower the loss; the head decodes the target's output."""
     world, wrong = world_of(name, folder), 0
     target = load_target(str(world.target))
     for kind in kinds:
@@ -230,7 +230,7 @@ def heads_train(name: str, folder: Path, kinds=HEADS) -> tuple[int, int]:
 
 
 def exports_name_the_target(name: str, folder: Path) -> tuple[int, int]:
-    """What engines match: the verifier's architecture, the layer's sizes, the layers that feed."""
+    """Check the fields that engines match: verifier architecture, layer sizes, feature layers."""
     model = model_of(name)
     model.save_pretrained(folder / "target")
     head = make_head(load_target(str(folder / "target")), feature_layers=(1, 2, 3))
@@ -263,7 +263,7 @@ def exports_name_the_target(name: str, folder: Path) -> tuple[int, int]:
 
 
 def world_of(name: str, folder: Path) -> World:
-    """Conversations, a tokenizer and a target of the family that has its vocabulary."""
+    """Conversations, a tokenizer and a target from the family with its vocabulary."""
     world = make_world(folder)
     tokenizer = hf.AutoTokenizer.from_pretrained(world.target)
     config = FAMILIES[name]()
@@ -358,7 +358,7 @@ def test_a_difference_from_transformers_forward_is_refused(name, monkeypatch):
 
 
 def main() -> None:
-    """Print the table: family, and for each check how many were compared and how many differ."""
+    """Print the table: family, and compared and differing counts for each check."""
     hf.utils.logging.set_verbosity_error()
     with_files = {**WITH_FILES, "heads": heads_train}
     print("family", *FIRST, *EVERY, *with_files, sep=" | ")

@@ -67,7 +67,7 @@ def losses(folder: Path) -> list[float]:
 def test_over_several_epochs_the_losses_are_those_of_online_training(
     world, dumps, tmp_path, monkeypatch
 ):
-    """Later epochs batch the rows differently, which rounds differently."""
+    """Later epochs batch the rows differently, so they round differently."""
     runs = {"online": None, **dumps}
     for name, features in runs.items():
         changes = METHODS["spd"] | {"max_steps": 16, "evaluation__every_steps": 0}
@@ -85,7 +85,7 @@ def test_no_layer_of_the_target_is_loaded(world, dumps, tmp_path, method):
     trainer = world.trainer(method, tmp_path, **METHODS[method], features=dumps["bf16"])
     decoder = trainer.objective.target.get_decoder()
     loaded = [not p.is_meta for layer in decoder.layers for p in layer.parameters()]
-    if method == "ppsd":  # its layers start as copies of those after the first stage
+    if method == "ppsd":  # its layers start as copies of the layers after the first stage
         assert [not layer.mlp.up_proj.weight.is_meta for layer in decoder.layers] == [0, 0, 1, 0]
     elif method == "flexspec":  # the anchor is a copy of the last one
         assert [not layer.mlp.up_proj.weight.is_meta for layer in decoder.layers] == [0, 0, 0, 1]
@@ -126,7 +126,7 @@ def test_a_packed_row_has_the_states_of_its_documents(world, dumps, tmp_path):
 
 
 def test_stored_states_are_the_targets(world, dumps, tmp_path):
-    """Every row, against the target run on it alone."""
+    """Compare every row with the target run on it alone."""
     trainer = world.trainer("spd", tmp_path, **METHODS["spd"])
     target, data = trainer.objective.target, trainer.data
     ids = [*data.train["input_ids"], *data.valid["input_ids"]]
@@ -181,7 +181,7 @@ def test_the_estimate_is_what_the_dump_takes(world, dumps, monkeypatch, capsys):
 
 
 def dump_killed_at(world: World, out: Path, moment: int) -> bool:
-    """A process that dumps and is killed at a file operation in ``out``; False if it ends first."""
+    """Dump in a process killed at a file operation in ``out``; False if it ends first."""
 
     def work() -> None:
         count = 0
@@ -229,7 +229,7 @@ def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
 
 
 def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
-    """Two, of which one looks for shards for longer than a usual collective call may last."""
+    """One of two processes searches for shards beyond the usual limit on a collective call."""
     out = tmp_path / "dump"
     assert dump_killed_at(world, out, 7)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

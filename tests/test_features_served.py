@@ -1,4 +1,4 @@
-"""Hidden states on disk or on demand: what is refused, and the server."""
+"""Hidden states on disk or on demand: refusals, and the server."""
 
 import json
 import os
@@ -47,7 +47,7 @@ dumps = feature_runs.dumps
 
 
 def changed_target(world: World, folder: Path) -> Path:
-    """The target of ``world`` but for one inner matrix."""
+    """Target of ``world`` with one inner matrix changed."""
     shutil.copytree(world.target, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
@@ -56,7 +56,7 @@ def changed_target(world: World, folder: Path) -> Path:
 
 
 def test_a_dump_of_another_target_or_of_other_data_is_refused(world, dumps, tmp_path, monkeypatch):
-    """Also of a target that differs in one inner layer alone."""
+    """A target with one differing inner layer is refused too."""
     target = changed_target(world, tmp_path / "target")
     changes = METHODS["spd"] | {"features": dumps["bf16"]}
     lines = world.data.read_text().splitlines(keepends=True)
@@ -142,7 +142,7 @@ def test_a_damaged_index_is_named(world, dumps, tmp_path):
 
 @contextmanager
 def served(world: World, *options: str, port: int = 0) -> Iterator[tuple[str, int]]:
-    """Address and process id of a server in a process of its own."""
+    """Address and process id of a server in its own process."""
     arguments = world.arguments("spd", world.folder / "run", **METHODS["spd"])
     reading, writing = os.pipe()
 
@@ -163,7 +163,7 @@ def served(world: World, *options: str, port: int = 0) -> Iterator[tuple[str, in
 
 
 SERVED = ("spd", "eagle3", "dspark")
-"""What a method reads of stored states is compared by test_features.py for every method."""
+"""test_features.py compares stored states for every method."""
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ SERVED = ("spd", "eagle3", "dspark")
     [pytest.param(name, marks=[pytest.mark.all] * (name not in SERVED)) for name in METHODS],
 )
 def test_training_from_a_server_is_online_training(world, tmp_path, method, monkeypatch):
-    """In every epoch: a server computes the batches that the run has.
+    """In every epoch a server computes the run's batches.
 
     SPD sorts a batch's rows by their fill after they are asked for: rounded otherwise on some
     processors.
@@ -226,7 +226,7 @@ def test_processes_share_servers_and_take_over_from_one_that_ends(world, tmp_pat
 
 
 def test_states_go_to_a_gpu_from_pinned_memory(world, dumps, tmp_path, monkeypatch):
-    """The next batch's too, which a thread fetches while the present one is computed."""
+    """A thread fetches the next batch while the present one is computed."""
     changes = METHODS["spd"] | {"features": dumps["int8"]}
     trainer = world.trainer("spd", tmp_path, **changes)
     source, by_main = trainer.objective.features.source, []
@@ -284,7 +284,7 @@ def test_what_is_no_frame_ends_the_link_and_not_the_server(world, tmp_path):
                 hello = feature_link.ANSWERS.read(feature_link.filling(link, 100))
                 assert isinstance(hello, feature_link.ServedTarget) and hello.dtype == "bf16"
                 link.settimeout(100)
-                with suppress(ConnectionError, OSError):  # reset: it did not read all of it
+                with suppress(ConnectionError, OSError):  # reset: it did not read everything
                     link.sendall(junk)
                     link.shutdown(socket.SHUT_WR)
                     assert link.recv(1) == b""
@@ -293,7 +293,7 @@ def test_what_is_no_frame_ends_the_link_and_not_the_server(world, tmp_path):
 
 
 def test_links_that_claim_much_and_send_little_take_no_memory(world):
-    """Sixteen bytes each, as much as a question may have."""
+    """Sixteen bytes each, with the largest claim allowed for a question."""
     with served(world) as (address, pid), ExitStack() as stack:
         host, port = address.split(":")
         before = resident_bytes(pid)
@@ -337,7 +337,7 @@ def test_a_port_that_cannot_be_is_refused_at_once(world, tmp_path):
 
 
 GREETING = feature_link.ServedTarget({"hidden_size": HIDDEN}, "fp32")
-LIES = {  # what a server sends, how often, and what is said of it
+LIES = {  # a server's bytes, their repeats, and the error message
     "nothing": (b"", 0, "nobody serves hidden states at .*nothing came for 0.3 s"),
     "half a frame": (PREFIX.pack(MAGIC, 8, 0), 1, "nobody serves .*it came too slowly"),
     "noise": (bytes(range(256)), 1, "no server at .*starts with"),
@@ -349,7 +349,7 @@ LIES = {  # what a server sends, how often, and what is said of it
 
 @pytest.mark.parametrize(("sent", "times", "text"), LIES.values(), ids=LIES)
 def test_a_server_that_lies_or_is_silent_is_lost_in_time(sent, times, text, monkeypatch):
-    # What the server says may come late on a busy machine: it has time, or another try.
+    # On a busy machine the server's message may come late: allow time, or another try.
     for name, seconds in {
         "CONNECT_S": 0.3 if text.startswith("nobody") else 60.0,
         "FRAME_S": 2.0 if sent.startswith(PREFIX.pack(MAGIC, 8, 0)) else 0.3,
@@ -362,7 +362,7 @@ def test_a_server_that_lies_or_is_silent_is_lost_in_time(sent, times, text, monk
             with suppress(OSError):
                 link.sendall(bytes(sent) * abs(times))
                 link.sendall(PREFIX.pack(MAGIC, 1 << 10, 0) * (times < 0))
-                while times < 0:  # of a frame that never ends
+                while times < 0:  # in a frame that never ends
                     time.sleep(0.05)
                     link.sendall(b" ")
 
@@ -382,7 +382,7 @@ def test_a_server_that_lies_or_is_silent_is_lost_in_time(sent, times, text, monk
 
 @pytest.mark.parametrize("when", ["step", "evaluation"])
 def test_a_run_that_loses_its_server_saves_and_goes_on_later(world, tmp_path, when, monkeypatch):
-    """To the same weights as a run that lost nothing."""
+    """The resumed run ends with the same weights as an undisturbed one."""
     patience_s = feature_link.CONNECT_S
     changes = METHODS["eagle"] | {"max_steps": 6, "evaluation__every_steps": 3, "accumulation": 2}
     whole, cut = tmp_path / "whole", tmp_path / "cut"

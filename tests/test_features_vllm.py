@@ -1,7 +1,7 @@
-"""`train.features --engine vllm`: what the engine writes is what the dump holds.
+"""`train.features --engine vllm`: the dump holds the engine's states.
 
-The engine is a process that speaks the script's lines and writes files as vLLM's connector does;
-a state is its token plus a thousand times its layer.
+The engine is a process that speaks the script's lines and writes files like vLLM's connector. A
+state is its token plus a thousand times its layer.
 """
 
 import json

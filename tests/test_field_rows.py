@@ -1,4 +1,4 @@
-"""Rows as the world has them: nothing of one vanishes without a word."""
+"""Rows as found in real data: no part vanishes without a message."""
 
 import json
 
@@ -29,14 +29,14 @@ THINKS = (
     "{{ '<think>\n' + m['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
     "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + PROMPT
 )
-# As DeepSeek-R1's distilled models: opened in the prompt, stripped from every turn.
+# As in DeepSeek-R1's distilled models: opened in the prompt, stripped from every turn.
 NEVER_KEEPS = PLAIN.removesuffix(PROMPT).replace(
     "m['content']", "m['content'].split('</think>')[-1].strip()"
 ) + PROMPT.replace("assistant\n", "assistant\n<think>\n")
 
 
 def rendered(tokenizer, row, template=PLAIN, **settings):
-    """(text, supervised texts, what the text does not show) of a row."""
+    """Return (text, supervised texts, parts missing from the text) for a row."""
     chat = ChatRenderer(templated(tokenizer, template), **settings).render(read_conversation(row))
     return chat.text, [chat.text[a:b] for a, b in chat.spans], chat.not_rendered
 

@@ -1,4 +1,4 @@
-"""Targets as the world has them: contexts, vocabularies, rotary positions, settings."""
+"""Targets as found in the field: contexts, vocabularies, rotary positions, settings."""
 
 import json
 

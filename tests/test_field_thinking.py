@@ -1,5 +1,5 @@
-"""A target like Qwen3, whose template can leave the thinking out: trained, evaluated and served
-with it and without."""
+"""A target like Qwen3 with optional thinking in its template: trained, evaluated and served with
+thinking and without."""
 
 import json
 from pathlib import Path

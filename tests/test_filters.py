@@ -1,4 +1,4 @@
-"""Filters of sampling against those of transformers, and their way through commands and wires."""
+"""Sampling filters against transformers' filters, and their way through commands and messages."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ CHOICES = {
 
 
 def as_transformers(logits_RV, temperature, chosen):
-    """What GenerationMixin makes of float64 logits, in its order."""
+    """Filter float64 logits with GenerationMixin, in its order."""
     processors = [warpers.TemperatureLogitsWarper(temperature)]
     processors += [KINDS[name](chosen[name]) for name in KINDS if name in chosen]
     scores_RV = logits_RV.double()
@@ -43,7 +43,7 @@ def as_transformers(logits_RV, temperature, chosen):
 
 
 def random_case(rng):
-    """Logits [R, V] and filters; every other time of few values, so that tokens tie."""
+    """Logits [R, V] and filters; every other case has few values, so that tokens tie."""
     size = int(rng.choice([1, 2, 5, 40, FIRST_TOKENS, 3 * FIRST_TOKENS, 700]))
     values = rng.normal(size=(3, size)) * rng.choice([0.3, 2.0, 6.0])
     if rng.random() < 0.5:
@@ -54,7 +54,7 @@ def random_case(rng):
 
 
 def kept_logits(logits_RV, p_RV):
-    """In order: which of several equal tokens are kept depends on the sort of transformers."""
+    """Sort before comparing: transformers' sort decides between equal tokens."""
     return logits_RV.where(p_RV > 0, -math.inf).sort(-1).values
 
 
@@ -67,7 +67,7 @@ def test_random_logits_keep_the_tokens_that_transformers_keeps():
         ours_RV = probabilities(logits_RV, temperature, TokenFilters(**chosen))
         theirs_RV = as_transformers(logits_RV, temperature, chosen)
         kept_RV, expected_RV = (kept_logits(logits_RV, p_RV) for p_RV in (ours_RV, theirs_RV))
-        # A sum that differs in its last bit may move one token over the edge of a nucleus.
+        # A sum with another last bit may move one token over the edge of a nucleus.
         differ_R = (kept_RV > -math.inf).sum(-1) - (expected_RV > -math.inf).sum(-1)
         assert differ_R.abs().max() <= 1
         at_an_edge += int((differ_R != 0).sum())
@@ -80,7 +80,7 @@ def test_random_logits_keep_the_tokens_that_transformers_keeps():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_filter_is_seen_by_the_comparison(name):
-    """Without it the distribution is another one: the comparison above is not of nothing."""
+    """Without the filter the distribution differs, so the comparison above is not empty."""
     logits_RV = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
     value = CHOICES[name][2]
     theirs = as_transformers(logits_RV, 1.0, {name: value})
@@ -94,7 +94,7 @@ def test_filters_work_one_after_the_other_and_after_the_temperature():
     ours = probabilities(logits_RV, 2.0, TokenFilters(**both))
     torch.testing.assert_close(ours, as_transformers(logits_RV, 2.0, both))
     assert (ours > 0).sum() == 2
-    # The nucleus of the whole distribution would have three of them.
+    # The nucleus of the whole distribution would have three tokens.
     assert (probabilities(logits_RV, 2.0, TokenFilters(top_p=0.75)) > 0).sum() == 3
     assert (probabilities(logits_RV, 2.0, TokenFilters(top_k=2, top_p=0.6)) > 0).sum() == 1
 
@@ -111,7 +111,7 @@ def test_nothing_is_sorted_beyond_the_mass_that_is_asked_for(monkeypatch):
 
 
 def test_generate_draws_from_the_same_tokens():
-    """One token after a prompt, as often as the rarest that is kept needs to come."""
+    """One token after a prompt, drawn often enough for the rarest kept token to come."""
     target, chosen = tiny_llama(layers=1, vocab=16), {"top_k": 9, "top_p": 0.8, "min_p": 0.2}
     ids = torch.tensor([[3, 1, 4]]).expand(2000, -1)
     p_V = probabilities(target(ids[:1]).logits[0, -1], 0.7, TokenFilters(**chosen, typical_p=0.95))

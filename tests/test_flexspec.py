@@ -1,4 +1,4 @@
-"""FlexSpec: what it trains is what it decodes, what stays frozen, and which targets it fits."""
+"""FlexSpec: decoding equals training, the frozen parts, and the targets that fit."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def teach(draft, texts) -> None:
 
 
 def decode_rows(draft, ids_T, cuts) -> torch.Tensor:
-    """States [T, E, H] of a text that comes in parts, by the decode-time code."""
+    """States [T, E, H] for a text that comes in parts, by the decode-time code."""
     config = draft.config
     caches = [KeyValues() for _ in range(config.num_readings * config.num_layers)]
     states_TEH = ids_T.new_zeros(1, config.num_readings, 32, dtype=draft.lm_head.weight.dtype)
@@ -107,7 +107,7 @@ def test_a_row_is_blind_to_what_comes_later_and_sees_the_rest(kind):
 
 @pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
 def test_the_anchor_computes_what_the_targets_last_block_does(make_target):
-    """As the only block of a model of the same family, which transformers runs."""
+    """Run the block as the only one in a model of the same family, with transformers."""
     target, alone = make_target().double(), make_target(layers=1, seed=3).double()
     alone.model.layers[0].load_state_dict(target.model.layers[-1].state_dict())
     alone.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
@@ -159,7 +159,7 @@ def test_the_cost_of_a_forward_counts_what_is_computed():
 
 
 class Checked(RemembersText, FlexSpecSource):
-    """Compares the logits after every row of a tree with those of its path read from scratch."""
+    """Compares the logits after every tree row with its path read from scratch."""
 
     def __init__(self, draft) -> None:
         self.expected: dict[tuple[int, ...], torch.Tensor] = {}
@@ -187,7 +187,7 @@ CHECKED_WAYS = [
 
 
 def decode_texts(engine, prompts, texts) -> list:
-    """Each prompt decoded exactly; a text begins with its prompt."""
+    """Decode each prompt exactly; a text begins with its prompt."""
     pairs = zip(prompts, texts, strict=True)
     return [decode_exactly(engine, prompt, text[len(prompt) :]) for prompt, text in pairs]
 
@@ -270,7 +270,7 @@ def test_wrong_rows_are_noticed(mutate, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "num_stages"), [(KINDS[0], 1), (KINDS[2], 3)])
 def test_greedy_text_equals_transformers_greedy(kind, num_stages):
-    """Of the ways above, on the shortest prompt and the longest; and of other static trees."""
+    """The ways above, on the shortest prompt and the longest; and other static trees."""
     target = (tiny_qwen3 if num_stages == 3 else tiny_llama)(vocab=16)
     draft, prompts = make_draft(target, **kind), [PROMPTS[0], PROMPTS[3]]
     texts = [[*prompt, *greedy_reference(target, prompt)] for prompt in prompts]
@@ -290,8 +290,8 @@ def test_both_backends_agree(way):
 
 
 def test_a_draft_token_that_becomes_text_is_not_computed_again():
-    """With everything accepted a round takes one forward per draft token: the first one reads the
-    bonus token and the draft token before it, which nothing has continued yet."""
+    """With everything accepted a round takes one forward per draft token. The first forward reads
+    the bonus token and the uncontinued draft token before it."""
     target = tiny_llama(vocab=16)
     draft = make_draft(target)
     rows = []
@@ -340,7 +340,7 @@ def test_the_distribution_test_catches_a_draft_token_that_was_not_drawn_from_its
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A target and the folder of a draft that was made for it."""
+    """A target, and the folder of its draft."""
     target, folder = tiny_llama(), tmp_path_factory.mktemp("draft")
     make_draft(target, feature_source="self", stem_layers=1).save(folder)
     return target, folder

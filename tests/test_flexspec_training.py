@@ -1,4 +1,4 @@
-"""Training FlexSpec's draft: its losses, what stays frozen, and its acceptance in evaluation."""
+"""Training FlexSpec's draft: losses, frozen parts, and acceptance in evaluation."""
 
 import math
 from dataclasses import replace
@@ -89,7 +89,7 @@ def test_a_feature_of_the_wrong_position_is_noticed(world, tmp_path, monkeypatch
 
 
 def train_and_compare(world, folder, changes) -> None:
-    """After a few steps everything trained has moved, and nothing else has by a single bit."""
+    """After a few steps every trained weight has moved, and no frozen one by a single bit."""
     trainer = world.trainer("flexspec", folder, max_steps=4, optim__name="muon", **changes)
     objective = trainer.objective
     draft, target = objective.draft, objective.target
@@ -150,7 +150,7 @@ def test_survival_counts_the_chains_that_fit_and_their_products():
 
 
 def test_the_score_is_the_acceptance_length_of_decoded_chains(world, tmp_path):
-    """On texts that the target wrote itself, greedily, and of which every row is counted."""
+    """Decode texts that the target wrote itself, greedily, with every row supervised."""
     trainer = world.trainer("flexspec", tmp_path, optim__lr=1e-2, max_steps=30)
     losses_on_one_batch(trainer, 8, 30)
     objective, depth = trainer.objective, flexspec_training.EVALUATED_DEPTH
@@ -182,7 +182,7 @@ def test_the_score_is_the_acceptance_length_of_decoded_chains(world, tmp_path):
         max_new_tokens=new_tokens,
     )
     at, lengths = len(prompt), []
-    while at < len(text) - 1:  # rounds as they must come: draft tokens right in a row, and one more
+    while at < len(text) - 1:  # expected rounds: a run of accepted draft tokens, and one more token
         run = 0
         while run < depth and at + run < len(right) and right[at + run]:
             run += 1

@@ -1,4 +1,4 @@
-"""The frozen target of a run: its dtype, and what its quantization changes."""
+"""The frozen target in a run: its dtype, and the effect of its quantization."""
 
 import json
 from importlib.util import find_spec

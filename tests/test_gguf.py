@@ -1,4 +1,4 @@
-"""Targets in GGUF files: the logits of the model they were made of; others refused in a line."""
+"""Targets in GGUF files: logits equal the original model's; others are refused in a line."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The report on a machine's GPUs, on a pretended one."""
+"""The GPU report, on a pretended one."""
 
 import json
 import runpy
@@ -30,7 +30,7 @@ def check(folder, monkeypatch) -> tuple[int, dict]:
             return {"launches": log.launches.total(), "waits": log.syncs.total()}
 
         def planned(*arguments) -> float:
-            """In a thread, which does not see the pretended GPU."""
+            """Run in a thread, where the pretended GPU is invisible."""
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(plan, *arguments).result()
 

@@ -1,4 +1,4 @@
-"""Groups of text: rows are mixed by them, and acceptance is counted by them."""
+"""Text groups: rows are mixed by group, and acceptance is counted by group."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_shares_of_no_group_are_refused(shares: dict[str, float]) -> None:
 
 @dataclass
 class Letters:
-    """A tokenizer whose token is a character."""
+    """A tokenizer with one token per character."""
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
@@ -113,7 +113,7 @@ def test_tests_and_rounds_are_counted_by_group() -> None:
     kinds = list(token_segments(result, tokenizer))  # type: ignore[arg-type]
     assert kinds == ["answer"] * 2 + ["code"] * 7
     counts = count_groups(result, "Hi", TEXTS["de"], tokenizer)  # type: ignore[arg-type]
-    # Tested: i ` ` (wrong), x, ` ` ` (right): the last token of the second round was not.
+    # Tested: i ` ` (rejected), x, ` ` ` (accepted): the second round's last token was not.
     assert counts["segment/answer"] == [1, 1, 1, 3]
     assert counts["segment/code"] == [6, 5, 2, 5]
     assert counts["language/de"] == [7, 6, 3, 8]

@@ -1,4 +1,4 @@
-"""Checkpoints that say what their files do not hold: one line, nothing allocated."""
+"""Checkpoints whose claims exceed their files: one line, nothing allocated."""
 
 import json
 import math
@@ -35,7 +35,7 @@ MAKERS = {
 
 
 def assert_loads_or_refuses(load: Any, what: str) -> bool:
-    """True if it was refused."""
+    """Load or refuse; return True if refused."""
     try:
         load()
     except ValueError as error:
@@ -46,7 +46,7 @@ def assert_loads_or_refuses(load: Any, what: str) -> bool:
 
 
 def places(description: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every object of a description and its keys."""
+    """Every object in a description, with each of its keys."""
     for key, value in description.items():
         yield description, key
         if isinstance(value, dict):

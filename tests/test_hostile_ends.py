@@ -1,4 +1,4 @@
-"""How commands end whatever happens around them: full disks, closed pipes, Ctrl-C, odd messages."""
+"""Ends of commands under outside failures: full disks, closed pipes, Ctrl-C, odd messages."""
 
 import errno
 import os
@@ -98,7 +98,7 @@ def test_messages_cannot_act_on_a_terminal_nor_show_a_password(text, shown):
 
 
 def test_a_cause_that_is_raised_again_is_its_own_and_ends(capsys):
-    """As where a library wraps a refusal, and the refusal is what the user should see."""
+    """A library may wrap a refusal: the user should see the refusal itself."""
 
     def fail() -> None:
         try:
@@ -115,7 +115,7 @@ START = "import sys; from pipedraft.cli import run_command; run_command(lambda: 
 
 
 def shell(line: str, body: str) -> tuple[int, str]:
-    """Status and standard error of a small command under a redirection of the shell."""
+    """Status and standard error for a small command under a shell redirection."""
     command = line.replace("COMMAND", f"{sys.executable} -c '{START.format(body)}'")
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     return done.returncode, done.stderr
@@ -178,7 +178,7 @@ run_ranks(2, [sys.executable, "-c", program], passes_signals=True)
 
 @pytest.mark.parametrize(("second", "status"), [(signal.SIGINT, 0), (signal.SIGHUP, 129)])
 def test_ranks_may_end_what_they_have_begun(second, status):
-    """Two signals are theirs; others, as of a terminal that is gone, end them at once."""
+    """Ranks handle two signals; others, as from a closed terminal, end them at once."""
     process = subprocess.Popen(
         [sys.executable, "-c", GENTLE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -192,7 +192,7 @@ def test_ranks_may_end_what_they_have_begun(second, status):
 
 
 def test_every_command_can_be_interrupted_while_it_loads():
-    """What takes time to import comes after ``leave_at_interrupts``."""
+    """Slow imports come after ``leave_at_interrupts``."""
     commands = set()
     for path in REPOSITORY.rglob("*.py"):
         if {".venv", "tests", "cli.py"} & set(path.parts):
@@ -202,7 +202,7 @@ def test_every_command_can_be_interrupted_while_it_loads():
             before = text.partition("    leave_at_interrupts()\n")[0]
             imported = re.findall(r"^(?:from|import) ([\w.]+)", before, re.M)
             slow = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
-            # The help of training is a text without any library.
+            # Training's help is a text without any library.
             assert slow - {"pipedraft.train.help"} == {"pipedraft.cli"}, path
             commands.add(path.parent.name)
     assert {"train", "eval", "inference", "models", "data_recipes"} <= commands

@@ -1,4 +1,4 @@
-"""Full disks and kills at any moment of a save: the old is there, whole, or the new."""
+"""Full disks and kills at any moment of a save leave the old state, whole, or the new."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ SIZE = 200_000
 
 @contextmanager
 def little_disk(size: int) -> Iterator[None]:
-    """No file may grow beyond this: writing fails as it does on a full disk."""
+    """Limit the size of files: writing fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -40,7 +40,7 @@ def little_disk(size: int) -> Iterator[None]:
 
 
 def fill(folder: Path, version: int) -> None:
-    """Three files that say which version they are of."""
+    """Write three files that name their version."""
     (folder / "config.json").write_text(json.dumps({"version": version}))
     (folder / "part").write_bytes(bytes([version]) * SIZE)
     save_file({"x": torch.full((SIZE // 4,), float(version))}, folder / "model.safetensors")
@@ -72,7 +72,7 @@ def write_step(place: Path, version: int) -> None:
 
 
 def read_step(place: Path) -> int:
-    """As a resuming run does."""
+    """Read the step as a resuming run does."""
     checkpoint.tidy(place)
     folder, damaged = checkpoint.newest_sound(place)
     assert folder is not None and not damaged
@@ -97,7 +97,7 @@ SAVES: dict[str, tuple[Callable[[Path, int], None], Callable[[Path], int]]] = {
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether a command ends with one line and status 1."""
+    """Return True for an error that ends a command with one line and status 1."""
     return storage_error(error) is not None or isinstance(error, SafetensorError | Failure)
 
 
@@ -141,7 +141,7 @@ def runs(tmp_path_factory):
 @pytest.mark.all
 @pytest.mark.timeout(1800)
 def test_a_disk_that_is_full_at_any_file_of_a_run_loses_nothing(runs, tmp_path):
-    """Every file in turn is the first that does not fit, those of the data's cache included."""
+    """Every file in turn, the data's cache included, is the first that does not fit."""
 
     def run(name: str, full_at: int) -> bool:
         folder = tmp_path / name

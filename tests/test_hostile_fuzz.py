@@ -1,4 +1,4 @@
-"""The fuzzer finds nothing in its first inputs, and finds what is put in."""
+"""The fuzzer finds nothing in its first inputs, and finds planted faults."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Files that decide nothing they should not: sizes, depths, ranges and templates are bounded."""
+"""Bounded input files: sizes, depths, ranges and templates."""
 
 import gzip
 import io

@@ -1,6 +1,6 @@
-"""SIGKILL at random moments of an upload and of a server: nothing is lost, and all goes on.
+"""SIGKILL at random moments in an upload and a server: nothing is lost, and both resume.
 
-Of saving: test_hostile_faults.py; of training: test_long_runs.py.
+Saves: test_hostile_faults.py; training: test_long_runs.py.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A server among clients that want it all, and clients among servers that lie."""
+"""A server among greedy clients, and clients among lying servers."""
 
 import asyncio
 import random
@@ -53,7 +53,7 @@ NEW_TOKENS = 6
 
 
 async def honest(connection: RawConnection, token: str, prompt: list[int]) -> list[int]:
-    """The tokens that a polite client is streamed; it tries again, more and more seldom."""
+    """Tokens streamed to a polite client; it retries at growing intervals."""
     wait_s = 0.1
     while True:
         raw = Raw(connection, authorization=f"Bearer {token}")
@@ -79,7 +79,7 @@ async def honest(connection: RawConnection, token: str, prompt: list[int]) -> li
 
 
 async def hostile(connection: RawConnection, number: int, over: asyncio.Event) -> None:
-    """Takes sessions, floods, sends nonsense or goes away, until all others have what they want."""
+    """Take sessions, flood, send nonsense or leave, until all other clients have their output."""
     numbers = random.Random(number)
     while not over.is_set():
         raw = Raw(connection, authorization="Bearer evil")
@@ -87,7 +87,7 @@ async def hostile(connection: RawConnection, number: int, over: asyncio.Event) -
             prompt = [numbers.randrange(16)] * numbers.choice([1, 60])
             await raw.send(opening(prompt, streams=numbers.random() < 0.5))
             kind = number % 5
-            if kind == 0:  # holds what it has, in silence
+            if kind == 0:  # keeps its sessions in silence
                 await asyncio.sleep(0.3)
             elif kind == 1:  # floods
                 for _ in range(200):
@@ -325,7 +325,7 @@ async def test_a_server_that_lies_ends_the_output_in_time_and_in_words(replies, 
     await server.start()
     started = time.monotonic()
     with pytest.raises((ValueError, Failure)) as ended:
-        # Short where nothing else can end it; what is said, a machine under load may say late.
+        # Short where nothing else can end it; under load a message may come late.
         times = {"answer_s": 0.3 if "could not" in text else 60.0}
         times |= {"give_up_s": 1.0, "connect_s": 60.0}
         way = {"schedule": "autoregressive"}

@@ -1,4 +1,4 @@
-"""Uploads to a Hub on 127.0.0.1 and downloads from it: what is sent, and how each failure ends."""
+"""Uploads to a Hub on 127.0.0.1 and downloads from it: the requests, and each failure's end."""
 
 import hashlib
 import json
@@ -309,7 +309,7 @@ def test_a_dry_run_replaces_its_own_files_alone(place, draft, tmp_path, monkeypa
 
 
 def test_a_full_disk_leaves_nothing_half_written(draft, tmp_path, monkeypatch, capfd):
-    """A limit on the size of files stands for the disk: the weights do not fit."""
+    """A limit on file size stands for the disk: the weights do not fit."""
     before = contents(tmp_path)
     size = (draft / "model.safetensors").stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -342,7 +342,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_what_nobody_could_load_is_not_uploaded(
     part, value, words, draft, place, hub, monkeypatch, capfd
 ):
-    """As loading refuses it; what else that refuses is in test_hostile_checkpoints.py."""
+    """Loading refuses the same; test_hostile_checkpoints.py has its other refusals."""
     if part == "weights":
         rewrite(draft, value)
     else:
@@ -411,7 +411,7 @@ for module, words in json.loads(sys.argv[1]):
 def test_a_process_of_its_own_goes_by_hf_endpoint_and_xet_sends_chunks_once(
     place, hub, tmp_path, monkeypatch, capfd
 ):
-    """As users have it: the large file goes by hf_xet; the first commit is lost."""
+    """The large file goes by hf_xet, as for users; the first commit is lost."""
     weights = (place.draft / "model.safetensors").read_bytes()
     hub.promised = {hashlib.sha256(weights).hexdigest(): weights}
     hub.faults = [Fault("POST", "/commit/", 400)]

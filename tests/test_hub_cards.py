@@ -1,4 +1,4 @@
-"""Model cards as a Hub on 127.0.0.1 gets them, and exports with theirs."""
+"""Model cards as received by a Hub on 127.0.0.1, and exports with their cards."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ QUESTIONS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range
 
 @pytest.fixture(scope="module")
 def place(no_pictures, tmp_path_factory) -> Place:
-    """Also prompts, and what two of the drafts measured on them."""
+    """Place with prompts, and measurements for two drafts on them."""
     folder = tmp_path_factory.mktemp("hub")
     place = make_place(folder)
     write_rows(folder / "gsm8k" / "test.jsonl", *QUESTIONS)
@@ -82,7 +82,7 @@ def test_the_card_holds_the_measured_figures_as_the_hub_reads_them(
     assert card.data.model_name == "name" and card.data.library_name == "pipedraft"
     assert card.data.tags == ["speculative-decoding", "pipedraft", "spd"]
     assert card.data.datasets == ["openai/gsm8k"]
-    assert str(place.folder / "eval") in card.text  # the command that measured
+    assert str(place.folder / "eval") in card.text  # the measuring command
     assert "Rows by license: mit 5, unknown 2." in card.text
     assert yaml.safe_load(str(card).split("---\n")[1])["model-index"][0]["name"] == "name"
 
@@ -188,10 +188,10 @@ def commands_of(card: ModelCard) -> list[str]:
 
 
 def run_commands(card: ModelCard, monkeypatch, parsed: Collection[str] = ()) -> list[str]:
-    """Run what a card says, in this process; the programs in order.
+    """Run a card's commands in this process; return the programs in order.
 
     Args:
-        parsed: those of which only the arguments are read.
+        parsed: programs whose arguments are only read.
     """
     programs = []
     for command in commands_of(card):

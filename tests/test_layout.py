@@ -43,7 +43,7 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Every absolute module name that a file imports, inside functions too."""
+    """Every absolute module name imported by a file, inside functions too."""
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute"
@@ -93,7 +93,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_only_one_module_loads_with_transformers(path: Path) -> None:
-    """It refuses code of the model's folder, pickles, and weights that are missing."""
+    """This module refuses code in the model's folder, pickles, and missing weights."""
     for node in nodes_of(path):
         is_loader = isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
         assert not is_loader or path == ROOT / "pretrained.py", "use pipedraft.pretrained"
@@ -219,7 +219,7 @@ def test_the_wheel_holds_the_package_and_runs_from_another_directory(tmp_path: P
 
 @pytest.mark.all
 def test_a_wheel_decodes_outside_a_checkout(tmp_path: Path) -> None:
-    """In an environment that has this one's libraries and no other copy of the package."""
+    """The environment has this one's libraries and no other copy of the package."""
     wheel = wheel_of(ROOT, tmp_path)
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
@@ -296,7 +296,7 @@ def test_accelerate_reads_the_launch_configuration(name: str) -> None:
 
 
 def test_sampled_tests_exist() -> None:
-    """A renamed test would otherwise run in full without anybody noticing."""
+    """A renamed test would otherwise run in full unnoticed."""
     for file, names in KEPT.items():
         source = (ROOT / "tests" / f"{file}.py").read_text()
         missing = [name for name in names if f"def {name}(" not in source]

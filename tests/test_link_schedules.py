@@ -1,4 +1,4 @@
-"""Schedules across a virtual link: the target's own output, and the time it must take."""
+"""Schedules across a virtual link: the target's own output, in the required time."""
 
 import itertools
 import math
@@ -43,13 +43,13 @@ LOSSLESS = [name for name, method in METHODS.items() if not method.caveat]
 
 
 def small_draft(target, seed=0):
-    """Random: it is right by chance."""
+    """Random model: accepted by chance."""
     vocab = target.config.vocab_size
     return LanguageModelDraft(tiny_llama(layers=1, vocab=vocab, seed=seed), target)
 
 
 def right_draft(target):
-    """The target itself: right always, with caches that must follow every verdict."""
+    """The target itself: always accepted; its caches must follow every verdict."""
     return LanguageModelDraft(target, target)
 
 
@@ -148,13 +148,13 @@ AWAY_S = 5.25
 
 
 def run_exactly(source, prompt=(1, 2, 3), **options) -> DecodeResult:
-    """By the plainest times on a link that sends in no time."""
+    """Decode with the plainest times on a link that sends in no time."""
     options = {"times": EXACT_TIMES, "link": EXACT_LINK, **options}
     return run_session(SharedTarget(SMALL), source, list(prompt), **options)[0]
 
 
 def epochs(source, first: int, last: int) -> list[int]:
-    """Draft tokens in a row that are right, from each position after a token of the cloud."""
+    """Consecutive accepted draft tokens, from each position after a token from the cloud."""
     runs, position = [], first
     while position < last:
         run = 0
@@ -168,10 +168,10 @@ def epochs(source, first: int, last: int) -> list[int]:
 @pytest.mark.parametrize("acceptance", [0.3, 0.8, 0.95])
 @pytest.mark.parametrize("in_flight, away_s, hit_s", [(None, 6.0, 2.0), (1, 5.25, 5.25)])
 def test_picospecs_time_equals_the_closed_form(in_flight, away_s, hit_s, acceptance):
-    """K = 2, T_d = 2, RTT + T_v = 5.25: a hit costs T_d with B = 3 away, max(T_d, RTT + T_v) with
-    one, a miss T_d + RTT + T_v. With three away the edge always drafts, and reads a verdict when
-    the token under way is done: after 6. The first draft token after a hit is tested with logits
-    that are there already: if it is wrong, T_v is saved."""
+    """K = 2, T_d = 2, RTT + T_v = 5.25. A hit costs T_d with B = 3 in flight, max(T_d, RTT + T_v)
+    with one; a miss costs T_d + RTT + T_v. With three in flight the edge always drafts, and reads a
+    verdict when the current token is done: after 6. The first draft token after a hit is tested
+    with logits already computed: if it is rejected, T_v is saved."""
     prompt = [1, 2, 3]
     source = BernoulliSource(prompt, acceptance, seed=1)
     plan = PicoSpec(slow=True, truncate=False, window=in_flight)
@@ -200,7 +200,7 @@ def test_stop_and_waits_time_equals_the_closed_form():
 
 @pytest.mark.parametrize("alone_s", [None, 1.25])
 def test_plain_decoding_streams_a_token_per_pass(alone_s):
-    """The prompt's pass, and then one of its own length for each token."""
+    """The prompt's pass, and then one pass of its own length for each token."""
     target, times = tiny_llama(layers=2, vocab=16), replace(EXACT_TIMES, alone_s=alone_s)
     result, _ = run_session(
         SharedTarget(target), None, [1, 2], times=times, link=EXACT_LINK, max_new_tokens=9
@@ -210,7 +210,7 @@ def test_plain_decoding_streams_a_token_per_pass(alone_s):
 
 
 def test_one_batch_is_away_as_published():
-    """Where drafting is short and the way long, as many batches as hide it are away by default."""
+    """If drafting is short and the link slow, enough batches to hide it are in flight."""
     most = {}
     for name in ("picospec", "picospec_published"):
         config = simulate(tiny_llama(), None, temperature=1.0).config(METHODS[name])
@@ -220,7 +220,7 @@ def test_one_batch_is_away_as_published():
 
 
 def test_bytes_of_draft_tokens_take_their_time():
-    """50 kB a token at 10 Mbit/s: 40 ms each, which a policy shortens its drafts for."""
+    """50 kB a token at 10 Mbit/s: 40 ms each, so a policy shortens its drafts."""
     link, sizes = Link.constant(up_mbps=10, rtt_ms=20), {}
     for token_bytes in (0, 50_000):
         result, pipeline = run_session(
@@ -243,7 +243,7 @@ def test_bytes_of_draft_tokens_take_their_time():
     [("picospec", 64, 0.008, 7.51), ("picospec_llama", 80, 0.005, 4.33)],
 )
 def test_split_inference_takes_what_picospecs_table_1_says(name, layers, round_trip_s, published):
-    """Nothing was fitted to it: three layers on the edge, at the speed of its draft's weights."""
+    """No constant was fitted to it: three layers on the edge, at its draft's speed per weight."""
     times = METHOD_TIMES[name]
     alone_s = times.forward_s(1, alone=True) * (1 - 3 / layers)
     token_s = 3 * times.edge_layer_s + round_trip_s + alone_s
@@ -252,8 +252,8 @@ def test_split_inference_takes_what_picospecs_table_1_says(name, layers, round_t
 
 @pytest.mark.parametrize("size, round_s", [(4, 4.75), (8, 8.0)])
 def test_pearls_rounds_end_at_barriers(size, round_s):
-    """Every draft token is wrong: the first one is back after T_d + RTT, but is read only when the
-    other size - 1 are drafted, too."""
+    """Every draft token is rejected. The first one is back after T_d + RTT, but the edge reads it
+    only after drafting the other size - 1."""
     source = BernoulliSource([1, 2, 3], 0.0)
     result = run_exactly(source, plan="pearl", policy=f"fixed:{size}", max_new_tokens=20)
     times_s = result.token_times_s
@@ -261,7 +261,7 @@ def test_pearls_rounds_end_at_barriers(size, round_s):
 
 
 def test_an_early_pass_answers_a_wrong_first_draft_token_without_another_one():
-    """The cloud computes the row of its own correction while the edge drafts."""
+    """The cloud computes the row for its own correction while the edge drafts."""
 
     def total_s(is_fast: bool) -> float:
         plan = PicoSpec(serial=True, slow=not is_fast)
@@ -276,7 +276,7 @@ def test_an_early_pass_answers_a_wrong_first_draft_token_without_another_one():
 
 
 def right_times_s(plan, **options) -> list[float]:
-    """When each token of a draft that is always right has come."""
+    """Arrival time for each token with an always accepted draft."""
     return run_exactly(BernoulliSource([1, 2], 1.0), (1, 2), plan=plan, **options).token_times_s
 
 
@@ -300,7 +300,7 @@ def test_a_batch_ends_when_it_has_taken_as_long_as_a_verdict():
 
 
 def test_round_costs_are_those_of_the_schedule():
-    """t_d 1, T_v 1.5, RTT 3.75; messages of no bytes."""
+    """t_d 1, T_v 1.5, RTT 3.75; messages without bytes."""
     link = LinkEstimate(EXACT_LINK.state(0.0))
     estimates = Estimates(draft_s=1.0, verify_s=1.5, verify_row_s=0.0, link=link)
     sizes = {"up_bytes": 0, "up_bytes_per_token": 0, "down_bytes": 0, "reject_bytes": 0}
@@ -342,7 +342,7 @@ def test_bytes_are_those_of_the_messages_and_energy_follows():
 
 
 def test_the_more_tokens_are_away_the_more_a_slow_link_hides():
-    """On a fast link and on a slow one, all drafts right: picospec's time is the drafting's."""
+    """On a fast link and on a slow one, all drafts accepted: picospec takes the drafting's time."""
     for rtt_ms in (2000, 20_000):
         link = Link.constant(up_mbps=1e18, rtt_ms=rtt_ms)
         options = {"plan": "picospec", "policy": "fixed:2", "link": link, "max_new_tokens": 100}
@@ -355,7 +355,7 @@ def test_the_more_tokens_are_away_the_more_a_slow_link_hides():
 
 
 def test_steps_are_the_passes_over_the_target():
-    """Right draft tokens in batches of three with a bonus: four tokens a pass."""
+    """Accepted draft tokens in batches of three with a bonus: four tokens a pass."""
     source = BernoulliSource([1, 2], 1.0)
     result, _ = run_session(SharedTarget(SMALL), source, [1, 2], max_new_tokens=25)
     assert (result.num_tokens, result.num_steps) == (24, 6)

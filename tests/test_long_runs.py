@@ -1,6 +1,6 @@
 """Long runs: kills, damaged checkpoints, signals, time limits, patience, bad losses.
 
-What resumes must end bit for bit where a run that nobody disturbed ends.
+A resumed run must end bit for bit like an undisturbed one.
 """
 
 import json
@@ -59,7 +59,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(runs, tmp_path_factory) -> dict[str, Path]:
-    """A run of each method that nothing disturbs."""
+    """An undisturbed run for each method."""
     folders = {}
     for method in CHANGES:
         folders[method] = tmp_path_factory.mktemp("whole") / method
@@ -78,8 +78,8 @@ def finish(runs: Runs, method: str, folder: Path, whole: Path) -> None:
 
 @pytest.mark.parametrize("num_kills", [5, pytest.param(14, marks=pytest.mark.all)])
 def test_a_run_killed_at_any_moment_resumes_bit_for_bit(runs, whole, tmp_path, num_kills):
-    """SIGKILL at random moments of all that a run does: file operations of its folder, and the
-    beginnings of forward and backward passes, exchanges and updates."""
+    """SIGKILL at random moments: at file operations in the run's folder, and when forward and
+    backward passes, exchanges and updates begin."""
     draw, saving = random.Random(7), 0
     for index in range(num_kills):
         method = "spd" if index % 4 == 0 else "eagle"
@@ -116,7 +116,7 @@ def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
 
 
 def test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room(runs, whole, tmp_path):
-    """There is room for some more files at every start; see also test_hostile_faults.py."""
+    """Every start has room for some more files; see also test_hostile_faults.py."""
     num_full, folder = 0, tmp_path / "run"
     while not runs.run_on_disk("spd", folder, full_at=12 * (num_full + 1)):
         num_full += 1
@@ -152,7 +152,7 @@ DAMAGES = [
 
 @pytest.fixture
 def stopped(whole, tmp_path) -> Path:
-    """A run with checkpoints of the steps 9 and 12; the last one is damaged by the tests."""
+    """A run with checkpoints at steps 9 and 12; tests damage the last one."""
     folder = tmp_path / "stopped"
     shutil.copytree(whole["spd"], folder)
     assert [f.name for f in checkpoint.step_folders(folder)] == ["step-0000009", "step-0000012"]
@@ -208,7 +208,7 @@ BAD_STATES = [
 
 @pytest.mark.parametrize(("name", "content", "words"), BAD_STATES)
 def test_a_state_that_is_none_is_refused_by_its_name(runs, stopped, name, content, words):
-    """Whoever made it has also written its size."""
+    """Its author has also written its size."""
     newest = checkpoint.step_folders(stopped)[-1]
     (newest / "training_state" / name).unlink()
     if content is not None:
@@ -232,7 +232,7 @@ def test_a_state_that_is_none_is_refused_by_its_name(runs, stopped, name, conten
     ],
 )
 def test_a_signal_ends_the_run_after_its_step(runs, whole, tmp_path, step, numbers, status):
-    """Step 10, the one that begins after step 9, ends with an evaluation: made on resuming."""
+    """Step 10, begun after step 9, ends with an evaluation, made on resuming."""
     folder = tmp_path / "run"
     assert runs.run("spd", folder, step=step, signals=numbers) == status
     (line,) = [x for x in said(folder).splitlines() if "stopped" in x]
@@ -276,7 +276,7 @@ def test_a_run_cut_into_minutes_ends_where_the_whole_one_does(
 def test_a_run_without_a_better_score_ends_and_stays_ended(
     runs, tmp_path, monkeypatch, capsys, minutes, launches
 ):
-    """Also when every launch makes one step: how long the score has stood still is saved."""
+    """One step per launch works too: the number of steps without a better score is saved."""
     scores = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.5, 5: 0.3}
 
     def launch(patience: int) -> Any:
@@ -324,7 +324,7 @@ def load_bad_batches(path: Path) -> SimpleNamespace:
 
 
 def poison(trainer: Any) -> int:
-    """The rarest token makes the target's states NaN; returns the token."""
+    """Make the rarest token turn the target's states into NaN; return the token."""
     counts = Counter(token for ids in trainer.data.train["input_ids"] for token in set(ids))
     token = min(counts, key=lambda token: (counts[token], token))
     with torch.no_grad():
@@ -384,7 +384,7 @@ def test_an_infinite_loss_with_a_finite_gradient_ends_the_run_too(runs, tmp_path
 
 
 class SimpleModule:
-    """A module whose forward is replaced."""
+    """A module with a replaced forward."""
 
     def __init__(self, forward: Any, module: Any) -> None:
         self.forward, self.parameters = forward, module.parameters

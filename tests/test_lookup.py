@@ -1,4 +1,4 @@
-"""Draft tokens that are looked up: the followers of contexts, and any output is the target's."""
+"""Draft tokens by lookup: the followers of contexts; any output equals the target's."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ KINDS = ["ngram", "suffix"]
 
 
 def counted(text, path, longest):
-    """Brute force: what followed each end of text and path in the text, shortest end first."""
+    """Brute force: followers of each suffix of text and path in the text, shortest suffix first."""
     whole, found = [*text, *path], []
     for size in range(len(whole) + 1):
         if longest is not None and size > longest:
@@ -81,7 +81,7 @@ def test_the_estimate_is_a_distribution_that_knows_the_longest_context(kind):
 
 
 class Checked(LookupSource):
-    """Every distribution is the one of the text and the path now or when it was asked for."""
+    """Every distribution equals the text's and path's, now or at the request."""
 
     def _logits(self, tree, rows):
         logits_RV = super()._logits(tree, rows)
@@ -114,7 +114,7 @@ def test_sampled_output_is_plain_decodings_with_shared_noise(kind, schedule):
 
 
 def test_a_repeating_text_is_drafted_right_and_costs_nothing():
-    """A target that repeats itself is followed at the length of the chain."""
+    """The draft follows a target that repeats itself at the length of the chain."""
     target = tiny_llama(vocab=16)
     text = greedy_reference(target, [3], 60)
     for kind in KINDS:

@@ -43,11 +43,11 @@ def plain(hidden, head, teacher_hidden, teacher_head, *, kind, ids=None, weights
     def divergence(a, b):
         return (a * (a.log() - b.log())).sum(-1)
 
-    # The acceptance rate has the target's whole distribution in it.
+    # The acceptance rate uses the target's whole distribution.
     rate = torch.minimum(kept, q).sum(-1)
     share = (-ETA * rate).exp().detach()
     hard = -q.log().gather(-1, p.argmax(-1, keepdim=True))[:, 0]
-    # Tokens that the draft vocabulary lacks are a part of the distance.
+    # Target mass outside the draft vocabulary is part of the distance.
     distance = (kept - q).abs().sum(-1) + 1 - kept.sum(-1)
     loss = {
         "kl": lambda: divergence(p, q),
@@ -94,7 +94,7 @@ def test_loss_gradients_and_metrics_equal_the_plain_formula(kind, U, weighted):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_head_adds_its_logits(kind):
-    """As one head over all columns, whose gradient comes in two parts."""
+    """Equals one head over all columns, with its gradient in two parts."""
     (hidden, head, *teacher), _ = make_inputs(H=9)
     whole = chunked_distillation(hidden, head, *teacher, measure=MEASURES[kind], chunk_rows=4)
     first, second = (x.detach().requires_grad_() for x in head.split([5, 4], 1))
@@ -241,7 +241,7 @@ def test_rows_whose_best_token_is_outside_are_dropped_on_request(kind):
 
 
 def test_renormalizing_matters_with_a_draft_vocabulary():
-    """Known-bad: forgetting to renormalize the restricted target is a different gradient."""
+    """Known-bad: forgetting to renormalize the restricted target gives another gradient."""
     inputs, ids = make_inputs(U=6)
     hidden, head, teacher_hidden, teacher_head = inputs
     kept = (teacher_hidden @ teacher_head.t()).softmax(-1)[:, ids]
@@ -273,12 +273,12 @@ def test_rows_that_do_not_match_are_refused():
 # -- on a GPU ---------------------------------------------------------------------------------
 
 PRODUCTS_PER_S, BYTES_PER_S = 650e12, 2.6e12
-"""Of an H100: FLOPs in bfloat16, and bytes of its memory, as far as programs reach them."""
+"""Reachable speeds on an H100: FLOPs in bfloat16, and memory bytes."""
 CUDA = torch.device("cuda", 0)
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that operations read and write, but for factors and results of products."""
+    """Counts bytes read and written by operations, except factors and results of products."""
 
     bytes = 0
 
@@ -286,7 +286,7 @@ class Traffic(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
         given = [x for x in args if isinstance(x, Tensor)]
-        if name in ("mm", "addmm"):  # what a product adds to is read and written besides
+        if name in ("mm", "addmm"):  # the addend of a product is read and written besides
             self.bytes += sum(2 * x.nbytes for x in given[:-2])
         elif name in ("gather", "index_select"):
             self.bytes += 2 * made.nbytes
@@ -297,7 +297,7 @@ class Traffic(TorchDispatchMode):
 
 
 def times_s(U, V, **options) -> tuple[float, float]:
-    """Of the products and of all else, of 8,192 rows with the hidden size of an 8B model."""
+    """Times for the products and for everything else: 8,192 rows with an 8B model's hidden size."""
 
     def empty(*shape, dtype=torch.bfloat16):
         return Pretended(torch.empty(shape, dtype=dtype, device="meta"), CUDA)
@@ -344,12 +344,12 @@ def rounded_parts(total, left, right):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_the_heads_gradient_in_bfloat16_is_rounded_once(device, monkeypatch):
-    """However many chunks it is the sum of. Known-bad: each chunk's part is rounded, too."""
+    """However many chunks add up to it. Known-bad: each chunk's part is rounded too."""
     inputs, _ = make_inputs(M=256, H=32, V=100)
     x, head, *teacher = ((y.detach() / 4).bfloat16() for y in inputs)
 
     def gradient(rows) -> tuple[Tensor, Tensor]:
-        """And what it is without any rounding."""
+        """Return the gradient, and its value without any rounding."""
         factors, add = [], losses._add_product
         with pretended_cuda(), monkeypatch.context() as patch:
             patch.setattr(losses, "_add_product", lambda *x: factors.append(x[1:]) or add(*x))

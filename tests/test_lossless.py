@@ -1,4 +1,4 @@
-"""Losslessness of every schedule: greedy text of the target, sampled text of its distribution."""
+"""Losslessness of every schedule: the target's greedy output and sampled distribution."""
 
 import pytest
 from conftest import tiny_llama, tiny_mistral, tiny_qwen3
@@ -65,7 +65,7 @@ def test_greedy_text_equals_transformers_greedy(make_target, num_stages, module,
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("width", [1, 2])
 def test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens(acceptance, width):
-    """Hits, misses, leaves and segments pruned to one row or to none, at every acceptance."""
+    """Hits, misses, leaves, and segments pruned to one row or to none, at every acceptance."""
     target = tiny_llama(layers=4, vocab=16)
     for prompt in PROMPTS:
         simulate(target, prompt, acceptance, tree_width=width)
@@ -118,7 +118,7 @@ def test_text_stops_at_the_last_position_of_the_target():
 
 
 def sampling_pair() -> tuple:
-    """A target of few tokens and a draft that is often right."""
+    """A target with few tokens and an often accepted draft."""
     target = sampling_target()
     return target, friendly_module(target, num_stages=2, num_layers=1)
 
@@ -155,7 +155,7 @@ def test_both_tests_of_sampled_text_catch_the_published_tree_rule(monkeypatch):
 
 def test_the_comparison_notices_a_draw_that_depends_on_the_draft(monkeypatch):
     class TakesTheFirstChild(RULES["gumbel"]):
-        """A draft token is accepted whenever the target thinks it likelier than not drawn."""
+        """Accepts the first draft token with probability 0.2, whatever the target says."""
 
         def walk(self, tree, verdicts_R):
             children = tree.children(0)

@@ -1,4 +1,4 @@
-"""Never slower: what the meter's trials cost, and exact texts whatever it chooses."""
+"""Never slower: the cost of the meter's trials, and exact outputs whatever it chooses."""
 
 import random
 
@@ -25,7 +25,7 @@ OTHERS = [{"schedule": "spd"}, {"schedule": "pipeinfer"}]
 
 
 def run_rounds(rounds, total, hiccup=0.0):
-    """Time over that of the best part alone; ``rounds``: part -> (tokens, time)."""
+    """Time relative to the best part alone; ``rounds``: part -> (tokens, time)."""
     rng, meter, now, tokens = random.Random(0), DraftMeter(), 0.0, 0
     meter.begin(0.0)
     used = dict.fromkeys(PARTS, 0)
@@ -43,9 +43,9 @@ def run_rounds(rounds, total, hiccup=0.0):
 @pytest.mark.parametrize(
     ("full", "half", "most"),
     [
-        ((1, 1.5), (1, 1.3), 1.03),  # always wrong
+        ((1, 1.5), (1, 1.3), 1.03),  # always rejected
         ((1, 3.0), (1, 2.0), 1.03),
-        ((2, 1.9), (2, 1.4), 1.03),  # half right: a shorter draft makes as many tokens
+        ((2, 1.9), (2, 1.4), 1.03),  # half accepted: a shorter draft makes as many tokens
         ((4, 1.5), (3, 1.4), 1.02),  # good
         ((8, 1.2), (4, 1.1), 1.02),
     ],

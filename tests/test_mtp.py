@@ -1,4 +1,4 @@
-"""MTP layers that targets ship with: in, out, what they compute, decoding and fine-tuning them."""
+"""MTP layers shipped with targets: import, export, computation, decoding and fine-tuning."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ OTHER_WAYS = [{"schedule": "pipeinfer"}, {"schedule": "ssd", "draft_tokens": 3}]
 
 
 def mtp_weights(target):
-    """As a checkpoint of this family has them."""
+    """Weights as in a checkpoint from this family."""
     layer = Qwen3_5DecoderLayer(target.config, target.config.layer_types.index("full_attention"))
     hidden = target.config.hidden_size
     shapes = {f"layers.0.{name}": tuple(x.shape) for name, x in layer.state_dict().items()}
@@ -57,7 +57,7 @@ def mtp_weights(target):
 
 
 def write_target(folder, target, weights):
-    """The target's folder with further tensors, in two files as large ones are."""
+    """Write the target's folder with further tensors, in two files like a large one."""
     target.save_pretrained(folder)
     main = folder / "model.safetensors"
     own = load_file(main)
@@ -74,7 +74,7 @@ def write_target(folder, target, weights):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A target with its MTP layer, and a checkpoint of that."""
+    """A target with its MTP layer, and its checkpoint."""
     folder = tmp_path_factory.mktemp("native")
     weights = mtp_weights(tiny("qwen3_5"))
     path = write_target(folder / "target", tiny("qwen3_5"), weights)
@@ -89,7 +89,7 @@ def place(tmp_path_factory):
 
 @torch.no_grad()
 def logits_by_formula(target, weights, row, depth):
-    """Logits of 1 .. depth draft tokens below a row, by transformers' own decoder layer."""
+    """Logits for 1 .. depth draft tokens below a row, by transformers' own decoder layer."""
     config = target.config
     kind = type(target.model.layers[-1])
     rotary = type(target.model.rotary_emb)
@@ -144,7 +144,7 @@ THEIR_NAMES = {
 
 
 def next_layer(target, weights, number=4):
-    """The same weights as DeepSeek and GLM name them, with copies of the target's two ends."""
+    """The same weights under DeepSeek's and GLM's names, with copies of the target's two ends."""
     named = {name.removeprefix("mtp."): x for name, x in weights.items()}
     named = {THEIR_NAMES.get(n, n.removeprefix("layers.0.")): x for n, x in named.items()}
     named["embed_tokens.weight"] = target.get_input_embeddings().weight.data.clone()
@@ -153,7 +153,7 @@ def next_layer(target, weights, number=4):
 
 
 def write_next_layer(tmp_path, family, change=lambda weights: None):
-    """Folder of the target, and of a layer beside it; and that by Qwen3.5's names."""
+    """Folders for the target and for a separate layer, and that layer under Qwen3.5's names."""
     target = tiny(family)
     path = write_target(tmp_path / "target", target, {})
     native = {f"mtp.{name}": x for name, x in make_head(target, "mtp").state_dict().items()}
@@ -406,7 +406,7 @@ def test_a_layer_is_fine_tuned_and_goes_back_into_its_target(place, tmp_path):
 
 
 def test_the_loss_of_a_later_token_decays(place):
-    """Doubling the decay of two steps moves the loss by what the second is worth."""
+    """Doubling the decay for two steps moves the loss by the second step's weight."""
     batch = collate([{"input_ids": IDS.tolist(), "loss_mask": [1] * LENGTH}], 0)
     first, half, whole = (
         make_objective(place.target, init_from=str(place.folder / "mtp"), **options)(

@@ -1,4 +1,4 @@
-"""Packed rows compute what their documents compute apart; checkpointing changes no bit."""
+"""Packed rows compute the same as separate documents; checkpointing changes no bit."""
 
 import copy
 import json
@@ -49,13 +49,13 @@ DRAFTS = {
 
 
 def make_objective(name: str) -> Any:
-    """Float64, and no parameter at a special value."""
+    """Return an objective in float64 with no parameter at a special value."""
     objective_class, config = DRAFTS[name]
     return tiny_objective(objective_class, config, tiny_llama(layers=8, vocab=VOCAB))
 
 
 def make_rows(lengths=LENGTHS) -> list[dict[str, list[int]]]:
-    """Turns reach both ends of a document: what crossed a boundary would count."""
+    """Turns reach both ends of a document: anything across a boundary would count."""
     generator = torch.Generator().manual_seed(5)
     rows = []
     for length in lengths:
@@ -84,7 +84,7 @@ def run(objective, batches, **options) -> tuple[dict[str, torch.Tensor], list[to
 
 
 def draw_from(monkeypatch, occupancies: list[int]) -> None:
-    """Training of SPD draws these, one for each example, in the order of the examples."""
+    """Make SPD training draw these, one for each example, in example order."""
     left = []
 
     def sample(num_examples, *_):
@@ -168,7 +168,7 @@ def packed_cases(draw):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(packed_cases())
 def test_structural_attention_of_documents_is_that_of_rows(case):
-    """Against one padded row per document: causal, so that padding changes nothing."""
+    """Against one padded row per document: attention is causal, so padding changes nothing."""
     n, lengths, occupancy, depth = case
     generator = torch.Generator().manual_seed(0)
     N, J, D, T = 4, 2, 4, max(lengths)
@@ -214,7 +214,7 @@ def test_the_target_sees_every_document_as_if_apart(name, attention):
 
 
 class Watch(TorchFunctionMode):
-    """Collects the queries' lengths and the masks of all attention."""
+    """Collects query lengths and masks from every attention call."""
 
     def __init__(self, calls):
         super().__init__()
@@ -258,7 +258,7 @@ def test_a_target_with_recurrent_layers_is_refused_before_the_run(world, tmp_pat
 
 
 def absolute_rotation(self, positions, dtype):
-    """Rotary attention knows distances alone; this knows where a document begins."""
+    """Encode absolute positions, unlike rotary attention: a document's start then matters."""
     factor = 1 + positions[..., None].to(dtype) / 10
     return factor.expand(*positions.shape, 2 * len(self.frequencies)), torch.zeros((), dtype=dtype)
 
@@ -339,7 +339,7 @@ def test_attention_across_documents_is_caught_in_the_target(monkeypatch):
 
 
 def test_a_label_across_a_boundary_is_caught(monkeypatch):
-    """Known-bad: the first tokens of documents keep their mask; the whole row is one text."""
+    """Known-bad: the first tokens in documents keep their mask; the whole row is one text."""
     objective, rows = make_objective("spd_newest"), make_rows()
     draw_from(monkeypatch, [4] * len(rows))
     batch = pack(rows)

@@ -1,4 +1,4 @@
-"""The papers' tables: what they declare, and every one of them on tiny drafts of a tiny target."""
+"""The papers' tables: their declarations, and each one run on tiny drafts for a tiny target."""
 
 import io
 import itertools
@@ -48,7 +48,7 @@ no_pictures = eval_runs.no_pictures
 pytestmark = pytest.mark.usefixtures("no_pictures")
 NEW_TOKENS = 3
 ALL_BENCHMARKS = ("spd_release_greedy",)
-"""Tables that are run on all their benchmarks, the others on one: seconds."""
+"""Tables run on all their benchmarks; the others take one benchmark each, to save seconds."""
 
 
 # -- declarations -------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_a_table_names_what_exists_and_where_its_numbers_are_from(name):
     assert table.sources and all(source.strip() for source in table.sources.values())
     used = {column for row in table.rows for column in row.published}
     unused = set(table.sources) - used
-    # A column without any number is one that says so.
+    # A column without any number must say so.
     assert all("not found" in table.sources[column] for column in unused)
     assert table.paper and table.differences and table.measures
 
@@ -139,7 +139,7 @@ def test_every_training_command_names_a_configuration_that_ships(repository):
 
 
 def planted(tmp_path: Path, name: str, edit) -> None:
-    """A declaration with a fault, read and checked."""
+    """Read and check a declaration with a planted fault."""
     content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     edit(content)
     path = tmp_path / f"{name}.yaml"
@@ -230,7 +230,7 @@ def save(network, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A target, prompts, and a draft for all roles that four layers allow."""
+    """A target, prompts, and a draft for every role possible with four layers."""
     quieten()
     folder = tmp_path_factory.mktemp("papers")
     path = make_world(folder).target
@@ -264,7 +264,7 @@ def words(place: Path, name: str, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def make(place):
-    """Table, outcomes and rows of text of a name, without the files."""
+    """Table, outcomes and text rows by name, without the files."""
 
     @cache
     def made(name: str):
@@ -331,7 +331,7 @@ def test_a_file_of_roles_decides(place, tmp_path):
 
 @pytest.fixture(scope="module")
 def write(place):
-    """The folder that the command writes for a table, and what it prints."""
+    """Folder written by the command for a table, and its printed output."""
 
     @cache
     def written(name: str) -> tuple[Path, str]:

@@ -1,4 +1,4 @@
-"""Two processes under every launcher configuration train the run of one process."""
+"""Two processes under every launcher configuration train the same run as one process."""
 
 import json
 import os
@@ -32,9 +32,9 @@ CHANGES = {
     "flexspec": COMMON | {"model__feature_source": "self"},
 }
 RELATIVE = 2e-4
-"""Largest relative difference of a logged metric: sums are taken in another order, in float32."""
+"""Largest relative difference in a logged metric: float32 sums are taken in another order."""
 ABSOLUTE = 1e-3
-"""Of a trained weight; the learning rate, which bounds a step of Adam, is three times this."""
+"""Bound for a trained weight; the learning rate bounds an Adam step, and is three times this."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def runs(tmp_path_factory) -> Iterator[Runs]:
 
 @pytest.fixture(scope="module")
 def alone(runs, tmp_path_factory) -> Callable[[str], Path]:
-    """A run of a method on one process, made when it is first asked for."""
+    """A run by method on one process, made when it is first requested."""
 
     @cache
     def run(method: str) -> Path:
@@ -67,7 +67,7 @@ def alone_bf16(runs, tmp_path_factory) -> Path:
 
 
 def launcher_environment(name: str) -> dict[str, str]:
-    """What `accelerate launch --config_file configs/accelerate/NAME.yaml` tells its processes."""
+    """Environment that `accelerate launch --config_file configs/accelerate/NAME.yaml` sets."""
     file = REPOSITORY / "configs" / "accelerate" / f"{name}.yaml"
     words = ["--config_file", str(file), "--num_processes", "2", "--mixed_precision", "no"]
     arguments = launch.launch_command_parser().parse_args([*words, "-m", "pipedraft.train"])
@@ -96,8 +96,7 @@ def assert_same_run(folder: Path, alone: Path) -> None:
             assert torch.allclose(found[key].double(), value.double(), atol=ABSOLUTE), (name, key)
 
 
-# Every method and every strategy in one pair or another; runs of spd are those that are stopped and
-# go on, below.
+# Every method and every strategy has a pair; the spd runs are stopped and resumed, below.
 PAIRS = [
     *(("ddp", "ppsd"), ("fsdp2", "eagle"), ("fsdp2", "dspark"), ("fsdp2", "flexspec")),
     *(("zero2", "eagle"), ("zero3", "eagle3"), ("zero3", "mtp")),
@@ -130,8 +129,8 @@ def test_a_target_in_parts_is_the_same_target(runs, alone, tmp_path, name):
     [*(pytest.param(name, marks=pytest.mark.all) for name in ("ddp", "zero2")), "fsdp2", "zero3"],
 )
 def test_two_processes_in_bfloat16_train_the_run_of_one(runs, alone_bf16, tmp_path, name):
-    """DDP and FSDP compute in bfloat16 from float32 weights, as one process does; DeepSpeed's
-    weights are bfloat16 themselves. All add gradients up, and count, in float32."""
+    """DDP and FSDP compute in bfloat16 from float32 weights, like one process. DeepSpeed's weights
+    are bfloat16 themselves. All add gradients up, and count, in float32."""
     folder, dtypes, is_half = tmp_path / "ppsd", tmp_path / "dtypes", name.startswith("zero")
     environment = launcher_environment(name) | {"ACCELERATE_MIXED_PRECISION": "bf16"}
     options = {"changes": {"precision": "bf16"}, "jobs": {0: {"dtypes": str(dtypes)}}}
@@ -149,7 +148,7 @@ def test_two_processes_in_bfloat16_train_the_run_of_one(runs, alone_bf16, tmp_pa
 
 
 class Touch:
-    """Its pickle makes a file when it is opened."""
+    """Its pickle creates a file when opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -162,11 +161,11 @@ PICKLES = ["custom_checkpoint_0.pkl", "random_states_0.pkl", "random_states_1.pk
 PICKLES += ["optimizer.bin", "scheduler.bin", "scaler.pt", "pytorch_model.bin"]
 PICKLES += [f"{folder}/.metadata" for folder in ("pytorch_model_fsdp_0", "optimizer_0")]
 PICKLES += ["pytorch_model/mp_rank_00_model_states.pt"]
-"""Names that accelerate, torch or DeepSpeed have for pickles in a folder of training state."""
+"""Pickle names in training states from accelerate, torch or DeepSpeed."""
 
 
 def make_hostile(paths: list[Path], mark: Path) -> None:
-    """Files that make ``mark`` when they are opened as pickles."""
+    """Write files that make ``mark`` when they are opened as pickles."""
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(pickle.dumps(Touch(mark)))
@@ -183,8 +182,8 @@ def make_hostile(paths: list[Path], mark: Path) -> None:
     "name", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.all), "zero3"]
 )
 def test_sharded_runs_resume_where_they_were_stopped(runs, alone, tmp_path, name):
-    """One process gets the signal. No pickle that a launcher might look for in the checkpoint is
-    opened, and its own ones, which DeepSpeed's are, run no code."""
+    """One process gets the signal. Pickles that a launcher might look for in the checkpoint are
+    never opened, and DeepSpeed's own pickles run no code."""
     folder, environment, mark = tmp_path / "spd", launcher_environment(name), tmp_path / "mark"
     signalled = {1: {"step": 2, "signals": [signal.SIGTERM]}}
     assert runs.together("spd", folder, environment, jobs=signalled) == [143, 143], said(folder)
@@ -261,7 +260,7 @@ def test_a_real_launch_sets_what_the_other_runs_are_given(tmp_path, monkeypatch,
 
 @pytest.mark.all
 def test_a_real_launch_trains_the_same_run(runs, alone, tmp_path):
-    """By the launcher itself, with all that it sets."""
+    """Start the launcher itself, with all its settings."""
     folder = tmp_path / "spd"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
     command += ["--config_file", str(REPOSITORY / "configs/accelerate/ddp.yaml")]
@@ -287,7 +286,7 @@ def test_batch_groups_and_optimizers_that_do_not_fit_are_refused(runs, tmp_path)
 
 
 def test_resuming_runs_no_code_of_a_checkpoint(runs, tmp_path):
-    """Of one process: no pickle that a launcher might look for is opened."""
+    """With one process: no pickle that a launcher might look for is opened."""
     folder, mark = tmp_path / "spd", tmp_path / "mark"
     assert runs.run("spd", folder, step=2, signals=[signal.SIGTERM]) == 143, said(folder)
     step = checkpoint.step_folders(folder)[-1]

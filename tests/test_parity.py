@@ -17,12 +17,12 @@ from pipedraft.models.target import Stage
 
 LAYERS = 8
 ANSWER = 31
-"""The token that most answers repeat."""
+"""Token repeated by most answers."""
 QUESTIONS = ["1 plus 2?", "Which birds swim, and which of them fly?", "So?"]
 
 
 def quiet(network, factor=0.4):
-    """Its layers change less of what enters them."""
+    """Scale down the layers' changes to their input."""
     for layer in network.layers:
         layer.self_attn.o_proj.weight.mul_(factor)
         layer.mlp.down_proj.weight.mul_(factor)
@@ -56,7 +56,7 @@ LAYOUTS = {"eagle": ["sglang"]} | dict.fromkeys(
 
 
 def repeating_target(tokenizer):
-    """Its next token is often the last one, so that untrained heads are right now and then."""
+    """The next token often repeats the last one, so untrained heads are accepted now and then."""
     target = tiny_llama(layers=LAYERS, vocab=len(tokenizer))
     target.lm_head.weight.copy_(target.get_input_embeddings().weight)
     quiet(target.model)
@@ -79,7 +79,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def parity(place, monkeypatch, capsys):
-    """Status, lines by what they are of, and the JSON of the command."""
+    """Run the command; return its status, lines by subject, and JSON."""
 
     def run(head, *words, limit=3):
         found = place / "found.json"
@@ -129,7 +129,7 @@ def test_files_are_compared_in_every_layout_that_the_draft_has(parity, head):
 
 
 def assert_named(parity, name, words, head="eagle3", *more):
-    """The check of this name is the first that fails, and says so."""
+    """Assert that this check is the first to fail, and says so."""
     status, lines, found = parity(head, *more)
     assert status == 1
     failed = [check["name"] for check in found["checks"] if check["first"]]
@@ -166,7 +166,7 @@ def test_hidden_states_of_other_layers_are_named(parity, monkeypatch, head):
     run = Stage._run
 
     def shifted(self, hidden, positions, visible, taps, *rest):
-        first = self.start or -1  # the states before a later stage are not its own
+        first = self.start or -1  # a later stage does not own the states before it
         own = {x: x - 1 if x - 1 > first else x for x in taps if self.start < x <= self.end}
         hidden, found = run(self, hidden, positions, visible, {*taps, *own.values()}, *rest)
         return hidden, {x: found[own.get(x, x)] for x in taps if own.get(x, x) in found}
@@ -223,7 +223,7 @@ def changed_files(place, layout, head, change, config=None):
 
 
 def swapped(weights):
-    """The first two draft ids stand for one another's tokens."""
+    """Swap the tokens of the first two draft ids."""
     d2t = weights["d2t"].clone()
     d2t[:2] = torch.tensor([d2t[1] + 1, d2t[0] - 1])
     return {"d2t": d2t}
@@ -269,7 +269,7 @@ def test_faults_of_exported_files_are_named(parity, place, layout, head, change,
 
 
 def test_a_permuted_map_of_the_checkpoint_itself_is_named(parity, place):
-    """Training's forward pass and decoding are equally wrong: the checkpoint is what differs."""
+    """Training's forward pass and decoding are equally wrong: only the checkpoint differs."""
     folder = place / "permuted"
     if not folder.exists():
         folder.mkdir()

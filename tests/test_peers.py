@@ -1,4 +1,4 @@
-"""Heads of others: what is imported computes what its own files say, and goes back unchanged."""
+"""Heads from other projects compute the same as their own files say, and export unchanged."""
 
 # R rows of a text but its last token, H hidden, U draft vocabulary
 
@@ -46,7 +46,7 @@ def target(tmp_path_factory):
 
 
 def steps_by_formula(target, config, weights):
-    """Logits [R, U] of every draft token of a chain at every row, with dense masks."""
+    """Logits [R, U] for every draft token in a chain at every row, with dense masks."""
     is_first = "norm.weight" not in weights
     inner = config.get("transformer_layer_config", config)
     prefix = "midlayer." if any("midlayer" in name for name in weights) else "layers.0."
@@ -133,7 +133,7 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_an_imported_head_computes_what_its_files_say(tmp_path, target, name):
-    """Every logit of seven draft tokens; the file has the embedding, as most have."""
+    """Compare every logit over seven draft tokens; the file has the embedding, as most do."""
     config, weights = HEADS[name]()
     weights["embed_tokens.weight"] = target.get_input_embeddings().weight
     pickled = name in ("eagle", "safeailab_eagle3")
@@ -155,13 +155,13 @@ def test_an_imported_head_computes_what_its_files_say(tmp_path, target, name):
 
 
 def is_zero_bias(key, value) -> bool:
-    """Engines have such a bias in every EAGLE-1 head."""
+    """Match the zero bias that engines have in every EAGLE-1 head."""
     return key.endswith(("fc.bias", "o_proj.bias")) and not value.any()
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if name != "sglang_biases"])
 def test_an_imported_head_goes_back_as_it_came(tmp_path, target, name):
-    """Tensor by tensor; maps and the embedding are written where they were left out."""
+    """Tensor by tensor; maps and the embedding are written if they were left out."""
     config, weights = HEADS[name]()
     layout = "speculators" if "speculators_model_type" in config else "sglang"
     export(import_files(tmp_path, target, config, weights), layout, tmp_path / "back")
@@ -193,7 +193,7 @@ def test_our_own_head_comes_back_from_its_export(tmp_path, make_target, options)
 
 @pytest.mark.parametrize("window", [1, 3, 100])
 def test_a_window_is_as_wide_when_decoding(tmp_path, target, window):
-    """Draft tokens are those of a head without window whose old rows are out of sight."""
+    """Draft tokens equal a windowless head's with old rows hidden."""
     inner = {"layer_types": ["sliding_attention"], "sliding_window": window}
     config, weights = eagle3_files("speculators", flags={"inner": inner})
     head = load_draft(str(import_files(tmp_path, target, config, weights)), target)

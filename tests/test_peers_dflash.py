@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads in the layouts of others: in, out, and computing what the files say."""
+"""DFlash and DSpark heads in other projects' layouts: import, export, and equal computation."""
 
 import json
 
@@ -40,7 +40,7 @@ def target(tmp_path_factory):
 SIDES = {"markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True}
 SIDES |= {"confidence_head_with_markov": True}
 TARGETS = ("embed_tokens.weight", "lm_head.weight")
-"""Tensors of the target that some layouts repeat."""
+"""Target tensors repeated in some layouts."""
 LAYOUTS = {
     "DFlash": "sglang",
     "DFlash, speculators": "speculators",
@@ -52,11 +52,11 @@ LAYOUTS = {
     "DSpark, speculators, not from the anchor": "speculators",
     "DSpark without heads": "sglang",
 }
-"""Whose files -> the layout that they go back in; SpecForge's comes back in its authors'."""
+"""Source project -> export layout; SpecForge's heads return in their authors' layout."""
 
 
 def block_files(name, target):
-    """config.json and tensors of a head of two layers, as published."""
+    """Files of a two-layer head, config.json and tensors, as published."""
     generator = torch.Generator().manual_seed(4)
     weights = {"fc.weight": random(generator, HIDDEN, len(NUMBERS) * HIDDEN)}
     weights |= {f"{name}.weight": random(generator, HIDDEN) for name in ("norm", "hidden_norm")}
@@ -109,7 +109,7 @@ def block_files(name, target):
 
 
 def block_by_formula(target, weights, anchor):
-    """States of a block from the tensors of the file, with transformers' states and rotation."""
+    """Block states from the file's tensors, with transformers' states and rotation."""
     states = target(input_ids=IDS[None], output_hidden_states=True).hidden_states
 
     def norm(x, name):
@@ -141,7 +141,7 @@ def block_by_formula(target, weights, anchor):
 
 
 def greedy_by_formula(config, weights, target, anchor):
-    """Logits of the block's draft tokens, each behind the best one before it."""
+    """Logits for the block's draft tokens, each after the best one before it."""
     states = block_by_formula(target, weights, anchor)
     if not config.get("sample_from_anchor", "Qwen3DSparkModel" in config["architectures"]):
         states = states[1:]

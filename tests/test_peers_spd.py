@@ -1,4 +1,4 @@
-"""Speculation modules of the SPD authors: what is imported computes what its file says."""
+"""Speculation modules from the SPD authors: the import computes the same as its file says."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def tiny_qwen3_5():
 
 
 def spd_file(folder, target, version, changes=None):
-    """What save_speculation_head of the authors writes."""
+    """File as written by the authors' save_speculation_head."""
     generator = torch.Generator().manual_seed(7)
     settings = target.config
     heads, size = settings.num_attention_heads, settings.head_dim
@@ -80,7 +80,7 @@ def spd_file(folder, target, version, changes=None):
 
 
 def module_by_formula(target, state, config):
-    """Logits after the newest token: rows of depth min(n, distance), each seeing those before."""
+    """Logits after the newest token: rows with depth min(n, distance), each seeing earlier rows."""
     settings = target.config
     states = target(input_ids=IDS[None], output_hidden_states=True).hidden_states
     lps = settings.num_hidden_layers // N

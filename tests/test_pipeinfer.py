@@ -1,4 +1,4 @@
-"""PipeInfer's schedule, and a language model as the draft of every schedule."""
+"""PipeInfer's schedule, and a language model as the draft in every schedule."""
 
 import math
 from dataclasses import replace
@@ -98,12 +98,12 @@ def test_steps_follow_the_closed_form(size):
     # If rounds filled their micro-batches, with the same chance at every draft token.
     expected = 1 / ((1 - alpha) + alpha / (size * num_stages))
     assert abs(alpha - acceptance) < 0.1
-    # A round that ends inside a micro-batch has paid for the whole of it.
+    # A round that ends inside a micro-batch has paid for the whole micro-batch.
     assert 0.85 * expected < result.equivalent_acceptance_length < expected * 1.02
 
 
 def test_a_draft_that_is_never_right_is_asked_rarely():
-    """The text and its steps stay; a probe now and then notices when draft tokens become right."""
+    """Output and steps stay; a probe now and then notices when draft tokens get accepted."""
     eager, rare = (simulated(0.0, PipeInfer(give_up=floor), new_tokens=80) for floor in (0, 0.1))
     assert rare.token_ids == eager.token_ids and rare.num_steps == eager.num_steps
     assert rare.num_drafted < 0.25 * eager.num_drafted
@@ -119,7 +119,7 @@ def test_a_draft_that_becomes_right_is_asked_again(monkeypatch):
 
 
 def test_starting_again_at_the_root_costs_steps():
-    """Not in rounds that end before what was drafted until their first verdict is used up."""
+    """Except in rounds that end before their first verdict has used up the drafted tokens."""
     for acceptance, least in ((0.4, 1.0), (0.9, 1.05), (1.0, 1.5)):
         continued, restarted = (
             simulated(acceptance, PipeInfer(restart=restart), new_tokens=100)
@@ -131,7 +131,7 @@ def test_starting_again_at_the_root_costs_steps():
 
 
 def test_drafting_stops_when_a_verdict_waits(monkeypatch):
-    """Asked before every draft forward but the first of a micro-batch."""
+    """The question comes before every draft forward but the first in a micro-batch."""
     monkeypatch.setattr(LocalPipeline, "verdict_waits", lambda pipeline: True)
     cut = simulated(0.8, PipeInfer(draft_tokens=4), new_tokens=100)
     monkeypatch.undo()
@@ -139,14 +139,14 @@ def test_drafting_stops_when_a_verdict_waits(monkeypatch):
 
 
 def test_drafting_overlaps_the_stages():
-    """Of m draft forwards a step waits for what exceeds the stages' time."""
+    """A step waits only for the draft forwards beyond the stages' time."""
     for draft_forward, step in ((1 / 16, 1 / 4), (1 / 4, 3 / 4)):
         result = simulated(1.0, PipeInfer(), cost=CostModel(draft_forward=draft_forward))
         assert result.virtual_time == pytest.approx(result.num_steps * step)
 
 
 class Largest:
-    """Number of rows of the largest tree."""
+    """Records the row count of the largest tree."""
 
     def __init__(self, monkeypatch) -> None:
         self.rows = 0
@@ -167,7 +167,7 @@ def test_no_more_is_drafted_while_enough_is_under_way(limit, expected, monkeypat
 
 
 def test_a_wrong_mask_between_branches_is_noticed(monkeypatch):
-    """A mutant in which siblings see each other gives another text."""
+    """Mutant: siblings that see each other give another output."""
     segment = TokenTree.segment
 
     def mutant(tree, start, stop):
@@ -185,7 +185,7 @@ def test_a_wrong_mask_between_branches_is_noticed(monkeypatch):
 
 
 class Fixed(DraftSource):
-    """Token t is followed by t + 1, t + 2, t + 3 with the probabilities of its place."""
+    """Token t is followed by t + 1, t + 2, t + 3 with fixed probabilities."""
 
     def __init__(self, *levels) -> None:
         self.levels, self.num_forwards = levels, 0
@@ -289,7 +289,7 @@ def way_name(way) -> str:
 
 
 class Checked(RemembersText, LanguageModelSource):
-    """Compares its logits with those of the model on the whole text up to a row, from scratch."""
+    """Compares its logits with the model on the whole text up to a row, from scratch."""
 
     def __init__(self, draft) -> None:
         super().__init__(draft)
@@ -310,7 +310,7 @@ class Checked(RemembersText, LanguageModelSource):
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
 def test_a_language_model_drafts_in_every_schedule(way):
-    """Exact text, and draft tokens from exactly the text and path that they continue."""
+    """Exact output, and draft tokens from exactly the text and path that they continue."""
     target = (tiny_mistral if "tree" in way else tiny_llama)(layers=4, vocab=16).double()
     source = Checked(noisy_copy(target))
     engine = engine_for(target, source=source, num_stages=2, max_new_tokens=NEW_TOKENS, **way)
@@ -321,9 +321,8 @@ def test_a_language_model_drafts_in_every_schedule(way):
 
 @pytest.mark.parametrize("shape", [(5, 6, 30), (4, 3, 12)])
 def test_fresh_trees_leave_the_cache_of_a_language_model_in_order(shape):
-    """A draft token on its way stands in a fresh tree again, its child does not: rows of the cache
-    become text by their order, so the parent's must stay before the child's.
-    """
+    """An in-flight draft token is in a fresh tree again, but its child is not. Cache rows become
+    text in their order, so the parent's must stay before the child's."""
     target, (depth, top_k, num_tokens) = tiny_llama(layers=4, vocab=16).double(), shape
     source = Checked(noisy_copy(target))
     tree = TreeShape(depth=depth, top_k=top_k, num_tokens=num_tokens)
@@ -349,7 +348,7 @@ def test_rows_that_are_kept_at_the_wrong_place_are_noticed(monkeypatch):
 
 
 def test_what_a_draft_token_cost_is_paid_once():
-    """A draft token that becomes text, or the root, is not forwarded again."""
+    """A draft token committed to the text, or the root, is not forwarded again."""
     target = tiny_llama(layers=4, vocab=16)
     same = LanguageModelDraft(target, target)
     way = {"schedule": "pipeinfer", "num_stages": 4, "max_new_tokens": 41}
@@ -416,7 +415,7 @@ def test_what_cannot_be_combined_is_refused():
 
 
 def test_expensive_rows_make_small_micro_batches():
-    """Three forwards fit beside a step of one row."""
+    """Three forwards fit into a step with one row."""
     for row, rows_per_step in ((0.0, 3.0), (9.0, 1.0)):
         cost = CostModel(row=row, draft_forward=1 / 13)
         result = simulated(0.5, PipeInfer(draft_tokens="auto"), new_tokens=LONGEST, cost=cost)

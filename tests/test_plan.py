@@ -1,4 +1,4 @@
-"""What --plan says, against the networks and runs themselves."""
+"""Estimates from --plan against the networks and runs themselves."""
 
 import sys
 
@@ -30,7 +30,7 @@ def plan_of(world: World, method: str, folder, **changes) -> Plan:
 
 
 def counted(objective, precision: str) -> tuple[LiveBytes, LiveBytes, float]:
-    """Bytes of a step and of an evaluation, and FLOPs a token, of the networks themselves."""
+    """Bytes in a step and in an evaluation, and FLOPs per token, from the networks themselves."""
     batch, generator = all_counted(TOKENS, ROWS), torch.Generator().manual_seed(0)
     step, evaluation = LiveBytes(), LiveBytes()
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
@@ -85,7 +85,7 @@ def test_checkpointing_is_seen(world, tmp_path):
 def compare(
     method: str, target: PreTrainedConfig, tokens: int, options: list[str]
 ) -> list[tuple[float, float]]:
-    """Bytes of a process of two under DDP, (plan, counted): of a training step, an evaluation."""
+    """Bytes per process with two under DDP, (plan, counted): in a training step, an evaluation."""
     plan = make_plan(method, target, tokens, tokens, options)
     sizes = plan.measure()
     parts = plan.memory_bytes(sizes, processes=2, strategy="ddp")
@@ -100,7 +100,7 @@ def compare(
 
 
 def count(plan: Plan, config: PreTrainedConfig, tokens: int) -> tuple[float, float]:
-    """Peaks of the real objective and its target: the second step, then an evaluation."""
+    """Peaks for the real objective and its target: the second step, then an evaluation."""
     memory = LiveBytes()
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -108,7 +108,7 @@ def count(plan: Plan, config: PreTrainedConfig, tokens: int) -> tuple[float, flo
     del objective.hidden  # the class's own: the target runs
     held = bytes_of(objective) + bytes_of(target)
     parameters = [p for p in objective.parameters() if p.requires_grad]
-    # Foreach kernels would make temporaries that the fused one, which runs train, does not.
+    # Foreach kernels would make temporaries; the fused optimizer, as in train, does not.
     optimizer = torch.optim.AdamW(parameters, fused=True)
     batch, generator = all_counted(tokens), torch.Generator()
     autocast = torch.autocast("cpu", torch.bfloat16)
@@ -131,7 +131,7 @@ def count(plan: Plan, config: PreTrainedConfig, tokens: int) -> tuple[float, flo
 
 
 def bytes_of(network: nn.Module) -> int:
-    """Of its parameters, each once; buffers are small."""
+    """Bytes of the parameters, each once; buffers are small."""
     return sum(p.nbytes for p in network.parameters())
 
 
@@ -148,7 +148,7 @@ EXPERTS |= {"shared_expert_intermediate_size": 128, "head_dim": 128}
     ],
 )
 def test_a_plan_is_near_the_peaks_of_whole_steps(family, own, num_layers):
-    """The draft's weights, gradients and buckets, its optimizer, and the target's own forward."""
+    """Draft weights, gradients and buckets, the optimizer, and the target's own forward."""
     options = ["--model.num_stages=2", f"--model.num_layers={num_layers}"]
     target = family(
         vocab_size=4000,

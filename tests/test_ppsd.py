@@ -1,4 +1,4 @@
-"""PPSD: what the head trains is what it decodes, and what its schedule costs."""
+"""PPSD: decoding equals the head's training, and the schedule's costs."""
 
 import json
 import math
@@ -79,7 +79,7 @@ class Checked(RemembersText, PPSDSource):
     """Compares the score of every draft token with a head and a target that read its path from
     scratch.
 
-    That covers the masks of a tree, and what becomes of cached rows when the text moves on.
+    Covers a tree's masks, and cached rows when the text moves on.
     """
 
     def __init__(self, draft, target) -> None:
@@ -196,7 +196,7 @@ def test_an_eagle_head_runs_under_the_schedule(kind):
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_hit_takes_one_step_and_a_miss_n(num_stages):
-    """The formula of SPD's schedule: the drafts differ in what they know, not in when they come."""
+    """SPD's schedule formula: the drafts differ in their knowledge, not in their timing."""
     result = simulated(0.8, max_new_tokens=200, num_stages=num_stages)
     *finished, last = result.round_lengths
     assert result.num_steps == sum(num_stages + tokens - 1 for tokens in [*finished, last])

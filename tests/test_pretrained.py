@@ -1,4 +1,4 @@
-"""What a model's folder may do when it is loaded: nothing but give exactly its weights."""
+"""Loading a model's folder may do nothing but give exactly its weights."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def change_weights(folder: Path, change: Any) -> None:
 
 
 def refuses(load: Any, folder: Path) -> str:
-    """The one line of a refusal."""
+    """Refuse to load, and return the one-line message."""
     with pytest.raises(ValueError) as caught:
         load(str(folder))
     line = str(caught.value)
@@ -59,7 +59,7 @@ def refuses(load: Any, folder: Path) -> str:
 
 @pytest.fixture
 def evil(folder: Path) -> Path:
-    """A folder with code that leaves a mark when it is run."""
+    """A folder with code that leaves a mark when run."""
     code = f"open({str(folder / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as C\n"
     (folder / "evilcode.py").write_text(code)
     return folder

@@ -1,4 +1,4 @@
-"""Stages as processes: the controller's books, and real ranks that agree."""
+"""Stages as processes: the controller's bookkeeping, and real ranks that agree."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ SPD_WAYS = [
 
 
 ONE_STAGE_WAYS = EAGLE_WAYS[::5]
-"""Where the first stage is the last one, the controller's part is the same for all."""
+"""If the first stage is also the last, the controller's part is the same for all."""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ ONE_STAGE_WAYS = EAGLE_WAYS[::5]
     ],
 )
 def test_both_backends_agree_with_an_eagle_head(way, num_stages):
-    """Two of the prompts, the other two below."""
+    """Two prompts; the other two come below."""
     target = tiny_llama(layers=4, vocab=16)
     prompts = prompts_of(EAGLE_WAYS.index(way))
     decode_both(target, prompts, draft=make_head(target), num_stages=num_stages, **way)
@@ -95,7 +95,7 @@ def test_both_backends_agree_with_an_early_exit_head(width):
 
 @pytest.mark.parametrize("verifier, is_token", [("auto", True), ("rejection", False)])
 def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_token, monkeypatch):
-    """Logits of a vocabulary travel under a rule that weighs them, as a chain's does here."""
+    """Logits over the vocabulary travel under a rule that weighs them, like a chain's here."""
     target = tiny_llama(layers=4, vocab=500)
     verdicts = []
     send = Wire.send
@@ -111,7 +111,7 @@ def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_to
     options = {"temperature": 1.0, "num_stages": 4, "max_new_tokens": NEW_TOKENS}
     options |= {"schedule": schedule, "verifier": verifier}
     engine_for(target, draft=draft, connect=connect_inline, **options).decode(PROMPTS[0])
-    _, *steps = verdicts  # the prompt's is a token under every rule
+    _, *steps = verdicts  # the prompt's result is a token under every rule
     assert len(steps) > 3
     for verdict, num_bytes in steps:
         assert (verdict.dtype == torch.int64 and verdict.ndim == 1) == is_token
@@ -120,7 +120,7 @@ def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_to
 
 @pytest.mark.parametrize("schedule", ["pipeinfer", "ssd"])
 def test_the_text_is_the_same_where_waiting_verdicts_cut_drafting_short(schedule, monkeypatch):
-    """Here every verdict waits at once: micro-batches shrink, nothing is prepared, K is another."""
+    """Here every verdict waits at once: micro-batches shrink, nothing is prepared, K differs."""
     target = tiny_llama(layers=4, vocab=16)
     waited = []
     waits = ProcessPipeline.verdict_waits
@@ -163,7 +163,7 @@ def test_cancelled_segments_are_not_computed(monkeypatch):
 
 
 def test_a_keep_that_stays_behind_is_noticed(monkeypatch):
-    """The mutant that these comparisons are there for: a stage forgets to apply Keeps."""
+    """Mutant behind these comparisons: a stage forgets to apply a KeepRows message."""
     target = tiny_llama(layers=4, vocab=16)
     begin = StageWorker.begin
 
@@ -212,7 +212,7 @@ def test_a_trace_has_a_track_for_every_process():
 
 
 def by_torchrun(words, num_processes, _) -> str:
-    """What the ranks print."""
+    """Output of the ranks."""
     script = Path(__file__).with_name("process_agreement.py")
     process = launch([str(script), *words], num_processes=num_processes)
     output, errors = process.communicate(timeout=500)
@@ -221,7 +221,7 @@ def by_torchrun(words, num_processes, _) -> str:
 
 
 def by_forks(words, num_processes, parent) -> str:
-    """The same without torchrun's agent and with one import of torch."""
+    """Same without torchrun's agent and with one import of torch."""
     return run_ranks(parent, "tests/process_agreement.py", words, num_processes)
 
 
@@ -236,9 +236,10 @@ def by_forks(words, num_processes, parent) -> str:
     ],
 )
 def test_ranks_decode_what_one_process_decodes(start, num_processes, links, half, parent, tmp_path):
-    """Two stages, the first one beside the controller and on a rank of its own; hidden
-    states inside their frames and apart from them; every acceptance rule at temperature 1 in one
-    of the two, and every schedule, at 0 in one and at 1 in the other: plain decoding's text."""
+    """Two stages, the first one beside the controller and on its own rank. Hidden states travel
+    inside their frames and separately. Every acceptance rule runs at temperature 1 in one case.
+    Every schedule runs at temperature 0 in one case and at 1 in the other: the baseline's output.
+    """
     words = [str(tmp_path), links, half]
     output = start(words, num_processes, parent)
     outcome = json.loads(output.splitlines()[-1])

@@ -1,5 +1,5 @@
-"""Draft tokens that begin before the verdict they depend on is here, and end with it if it is
-against them: same texts, same K."""
+"""Draft tokens started before the verification result they depend on, and dropped if it goes
+against them: same outputs, same K."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from pipedraft.models.target import KeepRows, StagedTarget
 
 
 class Ranks:
-    """Pipelines with the first stage at the controller; counts how segments ahead end."""
+    """Pipelines with the first stage at the controller; counts how early segments end."""
 
     def __init__(self, haste: float) -> None:
         self.haste = haste
@@ -31,7 +31,7 @@ class Ranks:
 
 @pytest.fixture
 def sent_ahead(monkeypatch):
-    """Segments that were sent before their step, and how many of them were injected."""
+    """Count segments sent before their step, and how many were injected."""
     counts = {"sent": 0, "injected": 0}
     start, inject = ProcessPipeline._start_ahead, ProcessPipeline.inject
 
@@ -105,7 +105,7 @@ def test_without_running_ahead_nothing_is_sent_early(sent_ahead):
 
 
 def test_a_verdict_that_is_misread_is_noticed(monkeypatch):
-    """Mutants: every segment ahead is taken for one that was kept, or for one that was not."""
+    """Mutants: take every early segment for a kept one, or for a dropped one."""
     target = tiny_llama(layers=4, vocab=16)
     for always in (True, False):
         monkeypatch.setattr(ProcessPipeline, "_keeps_ahead", lambda *_, always=always: always)
@@ -131,7 +131,7 @@ def test_a_segment_that_is_abandoned_at_any_layer_leaves_no_trace(name):
         return Segment(torch.arange(count) + len(ids) + first, visible, ids=tokens)
 
     def decode(last_layer):
-        """Two segments, with one between them that ends before a layer."""
+        """Run two segments, with one between them that ends before a layer."""
         target.prefill(ids)
         asked = 0
 

@@ -1,4 +1,4 @@
-"""Ranks record graphs at steps of their own, while their transfers wait for each other."""
+"""Ranks capture CUDA graphs at their own steps, while their transfers wait for each other."""
 
 import json
 
@@ -18,8 +18,8 @@ def test_every_schedule_ends_with_plain_decodings_text(num_processes, parent, tm
     assert all(rank["never used"] == 0 for rank in found.values())
 
 
-@pytest.mark.all  # 20 s of waiting for what never comes
+@pytest.mark.all  # waits 20 s in vain
 def test_ranks_that_record_while_they_send_wait_for_ever(parent, tmp_path):
-    """Known-bad: nobody asks whether a send is under way."""
+    """Known-bad: no check for a send in flight."""
     with pytest.raises(AssertionError, match="recording waits for a peer that records, too"):
         run_ranks(parent, SCRIPT, [str(tmp_path), "unguarded"], 3)

@@ -1,4 +1,4 @@
-"""Stages as processes that fail: every rank ends soon, says why, and leaves nothing behind."""
+"""Failing stages as processes: every rank ends soon, says why, and leaves nothing behind."""
 
 import multiprocessing
 import os
@@ -31,11 +31,11 @@ from pipedraft.inference.timeline import Timeline
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]
 LIMIT_S = 100
-"""In which every rank is to end after a failure on a machine that may be busy."""
+"""Time limit for every rank to end after a failure, on a machine that may be busy."""
 PROMISED_S = 10
-"""On one that is not."""
+"""Time limit on an idle machine."""
 LOOPBACK = "0100007F"
-"""127.0.0.1, as the kernel has it."""
+"""127.0.0.1 in the kernel's notation."""
 PREPARED = [  # imported once, by the process that the ranks are forked from
     "pytest",
     "pipedraft.inference.engine",
@@ -49,7 +49,7 @@ needs_linux = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def saved_target(tmp_path_factory) -> Path:
-    """Wide enough that doubling a stage's cache at 128 rows takes pieces of 256 KB."""
+    """Target so wide that doubling a stage's cache at 128 rows allocates pieces of 256 KB."""
     target = tiny_llama(layers=4, vocab=16, hidden=256, kv_heads=4)
     target.config.max_position_embeddings = 100_000
     folder = tmp_path_factory.mktemp("target")
@@ -76,7 +76,7 @@ class Outcome:
 
 @contextmanager
 def started(plan: Plan) -> Iterator[list[BaseProcess]]:
-    """The ranks of one launch, without a launcher: forked, which takes no time to import."""
+    """Fork the ranks of one launch without a launcher, so that imports take no time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PREPARED)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -132,7 +132,7 @@ def outcome_of(plan: Plan, *, is_stopped: bool = False, launcher_ends_all: bool 
 def check_all_failed(
     outcome: Outcome, ranks: list[int], cause: str, limit_s: float = LIMIT_S
 ) -> None:
-    """These ranks ended in time with status 1 and one line each, which names the cause."""
+    """Assert that these ranks ended in time with status 1 and one line each, naming the cause."""
     assert outcome.seconds < limit_s, outcome
     for rank in ranks:
         assert outcome.statuses[rank] == 1, outcome
@@ -181,7 +181,7 @@ def test_a_silent_link_ends_every_rank_with_a_line(folder):
 
 @needs_linux
 def test_a_rank_cut_off_from_everything_ends_too(folder):
-    """It cannot tell anybody, nobody can tell it, and asking the store never returns."""
+    """No peer can be reached in either direction, and asking the store never returns."""
     skip_without_filters()
     plan = Plan(folder=folder, failing_rank=2, failure=process_failures.silence_links)
     outcome = outcome_of(plan)
@@ -232,7 +232,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @needs_linux
 def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
-    """Until then nothing of it can be reached from another machine."""
+    """Until its end, no part of the launch is reachable from another machine."""
     words = [sys.executable, "-c", WAITING, str(tmp_path)]
     start = "from pipedraft.inference.ranks import launch\nlaunch.LEAVE_S = 0.2\n"
     process = subprocess.Popen([sys.executable, "-c", f"{start}launch.run_ranks(3, {words})"])
@@ -254,7 +254,7 @@ def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
 @pytest.mark.all  # three ranks that import torch and transformers
 @needs_linux
 def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
-    """Until then nothing of it can be reached from another machine."""
+    """Until its end, no part of the launch is reachable from another machine."""
     words = [sys.executable, process_failures.__file__, str(folder)]
     start = f"from pipedraft.inference.ranks.launch import run_ranks\nrun_ranks(3, {words})"
     process = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Prompts to ask a target: users' turns and library functions."""
+"""Prompts for a target: user turns and library functions."""
 
 import email
 import hashlib
@@ -28,7 +28,7 @@ def run(module, monkeypatch, *arguments) -> None:
 
 
 def test_prompts_come_from_user_turns_and_library_functions(monkeypatch, tmp_path):
-    part = Path(email.__file__).parent  # of the library, which takes seconds to read as a whole
+    part = Path(email.__file__).parent  # a part: the whole library takes seconds to read
     monkeypatch.setattr(prompts.sysconfig, "get_paths", lambda: {"stdlib": part})
     chats = tmp_path / "chats.jsonl"
     odd = {

@@ -1,4 +1,4 @@
-"""Published numbers: one copy beside the tables, and what SPD's tables say of each other."""
+"""Published numbers: one copy beside the tables, and relations between SPD's tables."""
 
 import re
 import runpy
@@ -30,7 +30,7 @@ def test_a_number_that_differs_is_found(tmp_path):
 
 
 def lengths(size: str, temperature: str, methods: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """L' of SPD's table 1 [M], and by benchmark of its tables 3 to 5 [M, 3]."""
+    """L' from SPD's table 1 [M], and by benchmark from its tables 3 to 5 [M, 3]."""
     cells = {
         (line["row"], line["column"]): float(line["published"])
         for line in SCRIPT["read_lines"]().values()

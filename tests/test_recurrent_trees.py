@@ -1,4 +1,4 @@
-"""Token trees on a target with recurrent layers: each row starts from the state of its parent."""
+"""Token trees on a target with recurrent layers: each row starts from its parent's state."""
 
 from functools import cache
 

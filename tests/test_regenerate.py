@@ -1,4 +1,4 @@
-"""Regenerated answers: nothing is lost, nothing is asked twice, order is kept, faults are told."""
+"""Regenerated answers: no row lost, no question repeated, order kept, faults reported."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ from pipedraft.data_recipes.answers import AnswerFile
 
 server, signals = regenerate_runs.server, regenerate_runs.signals
 NUM_ROWS = 55
-"""With every fault at least twice, and no two slow answers after each other."""
+"""Includes every fault at least twice, and no two consecutive slow answers."""
 
 
 def arguments(server: FakeServer, data: Path, out: Path, *more: object) -> list[str]:
@@ -40,7 +40,7 @@ def arguments(server: FakeServer, data: Path, out: Path, *more: object) -> list[
 
 
 def start(given: list[str]) -> subprocess.Popen:
-    """In a process that has time to leave in order, however busy the machine is."""
+    """Start a process with time to leave in order, however busy the machine is."""
     program = (
         "import runpy; runpy.run_module('pipedraft.data_recipes.regenerate', run_name='__main__')"
     )
@@ -49,7 +49,7 @@ def start(given: list[str]) -> subprocess.Popen:
 
 
 def settled_rows(out: Path) -> list[int]:
-    """Rows in the database that a killed process has left, in the order in which they came."""
+    """Rows left in the database by a killed process, in order of arrival."""
     copy = out.with_name("copy.sqlite")
     for suffix in ("", "-wal"):
         shutil.copy(f"{out.with_suffix('.sqlite')}{suffix}", f"{copy}{suffix}")
@@ -88,14 +88,14 @@ def test_no_more_requests_than_allowed_are_under_way(server, monkeypatch, tmp_pa
 
 
 def wait_for(server, process, requests) -> None:
-    """Until the server has had that many."""
+    """Wait until the server has received this many requests."""
     while sum(server.counts.values()) < requests:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
 
 
 def test_a_killed_run_goes_on_without_asking_for_finished_rows(server, monkeypatch, tmp_path):
-    data, expected = make_data(tmp_path, 46)  # no slow answer but of the first 60
+    data, expected = make_data(tmp_path, 46)  # any slow answer is among the first 60
     server.is_faulty, server.delay_s = True, 0.03
     server.held, server.num_unheld = {"user 1.0"}, 60  # it neither ends nor finishes row 1
     out = tmp_path / "own.jsonl"

@@ -105,7 +105,7 @@ def test_turns_are_answered_in_view_of_earlier_answers():
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), num_rows=st.integers(1, 12), share=st.floats(0, 0.6))
 def test_the_output_is_whole_and_ordered_after_any_crashes(tmp_path_factory, seed, num_rows, share):
-    """Rows settle in any order; the files are those of a killed process, or cut at any byte."""
+    """Rows settle in any order; the files come from a killed process, or are cut at any byte."""
     rng = random.Random(seed)
     folder = tmp_path_factory.mktemp("crash")
     out, errors = folder / "own.jsonl", folder / "own.errors.jsonl"
@@ -134,7 +134,7 @@ def test_the_output_is_whole_and_ordered_after_any_crashes(tmp_path_factory, see
         files = {path: path.read_bytes() for path in kept}
         settled = {row for row in range(num_rows) if not answers.is_pending(row)}
         answers.close()
-        if rng.random() < 0.5:  # what a power cut may take as well
+        if rng.random() < 0.5:  # a power cut may take as well
             files[kept[1]] = files[kept[1]][: rng.randint(0, len(files[kept[1]]))]
             settled = set()
         for path, data in files.items():
@@ -203,7 +203,7 @@ def test_a_damaged_database_is_refused_or_empty(content, tmp_path):
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
-    """(folder, model, tokenizer) of a tiny chat model."""
+    """(folder, model, tokenizer) for a tiny chat model."""
     folder = tmp_path_factory.mktemp("model")
     data = write_rows(folder / "chats.jsonl", [conversation(i, 2) for i in range(20)])
     tokenizer = train_tokenizer(DataConfig(sources=[Source(path=str(data))]), 300)
@@ -242,7 +242,7 @@ def test_local_answers_are_transformers_greedy_ones(chat_model, monkeypatch, tmp
 
 
 def test_local_sampling_is_from_the_whole_distribution(chat_model, monkeypatch, tmp_path):
-    """Frequencies of the first token; what generation_config.json asks for plays no part."""
+    """Compare first-token frequencies; requests in generation_config.json have no effect."""
     folder, model, tokenizer = chat_model
     data = write_rows(tmp_path / "chats.jsonl", [{"prompt": "q"}] * 3000)
     config = json.loads((folder / "generation_config.json").read_text())
@@ -287,7 +287,7 @@ def test_local_rows_that_do_not_fit_are_told(chat_model, monkeypatch, tmp_path, 
 def test_answers_take_the_room_that_is_left_and_read_the_system_field(
     chat_model, monkeypatch, tmp_path
 ):
-    """1,024 tokens, the default, are more than the target's 512 positions."""
+    """The default of 1,024 tokens exceeds the target's 512 positions."""
     folder, *_ = chat_model
     ask, system = {"role": "user", "content": "q"}, {"role": "system", "content": "Be brief."}
     rows = [{"system": "Be brief.", "messages": [ask]}, {"messages": [system, ask]}]

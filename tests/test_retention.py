@@ -1,4 +1,4 @@
-"""benchmarks/retention.py: what it counts, and a whole report of tiny drafts."""
+"""benchmarks/retention.py: its counts, and a whole report on tiny drafts."""
 
 import json
 import sys

@@ -1,6 +1,7 @@
-"""The law of rules of whole rounds to the last digits: every tree that can be drawn, every test.
+"""Exact law of whole-round rules, to the last digits: every drawable tree, every test.
 
-Three tokens, two levels: the root has a child for each number of a shape, and those so many more.
+Three tokens, two levels: the root has a child for each number in a shape, and each child has that
+many children.
 """
 
 # a, b, c the three tokens after the root
@@ -23,7 +24,7 @@ SHAPES = [("block", (1,)), ("block", (0,)), *(("traversal", s) for s in [(2, 1),
 
 
 def laws(seed: int) -> list[Tensor]:
-    """Probabilities of a, of b behind a, of c behind both."""
+    """Probabilities of a, of b after a, of c after both."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [(3,), (3, 3), (3, 3, 3)]
     return [(1.5 * torch.randn(size, generator=generator).double()).softmax(-1) for size in sizes]
@@ -34,7 +35,7 @@ Q_A, Q_AB, _ = laws(2)
 
 
 def odds_of(tokens: tuple[int, ...], q_V: Tensor) -> float:
-    """Of drawing them one after the other, without replacement."""
+    """Odds of drawing them one after the other, without replacement."""
     left = [1.0, *(1 - q_V[list(tokens)].cumsum(0)).tolist()]
     return math.prod(float(q_V[token]) / rest for token, rest in zip(tokens, left, strict=False))
 
@@ -52,7 +53,7 @@ def drawn_trees(shape: tuple[int, ...]) -> Iterator[tuple[float, TokenTree]]:
 
 
 class Told(float):
-    """A uniform that so many tests reject and the next one accepts; ``odds`` are those of that."""
+    """A uniform rejected by this many tests and accepted by the next; ``odds`` of that draw."""
 
     def __new__(cls, num_rejected: int):
         told = super().__new__(cls, 0.5)
@@ -67,7 +68,7 @@ class Told(float):
 
 
 def law_error(rule: str, shape: tuple[int, ...], monkeypatch) -> float:
-    """Largest error of the probability of three tokens."""
+    """Largest error in the probability of three tokens."""
     rests: list[Tensor] = []
     monkeypatch.setattr(verify, "draw", lambda p_V, uniform: rests.append(p_V) or 0)
     found_abc = torch.zeros_like(P_ABC)
@@ -103,7 +104,7 @@ def each_node_has_its_own_threshold(monkeypatch):
 
 
 def rejecting(monkeypatch, change):
-    """``change`` may undo what a rejection does to a node, of which it gets the state before."""
+    """``change`` may undo a rejection's effect on a node; it gets the state before."""
     plain = BlockVerifier.reject
 
     def reject(self, parent, token):

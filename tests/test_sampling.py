@@ -1,4 +1,4 @@
-"""Sampled outputs of every rule and schedule on four stages, against the law of a Markov chain."""
+"""Sampled outputs of every rule and schedule on four stages, against a Markov chain's law."""
 
 from itertools import product
 
@@ -84,7 +84,7 @@ def test_plain_decoding_has_the_targets_law(rule, filters):
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_every_schedule_gives_plain_decodings_text(way, rule, filters):
-    """Each by both rules and both filters; each rule by each filter in the test above."""
+    """Schedules run with both rules and both filters; the test above has each rule and filter."""
     found = markov_texts(4, max_new_tokens=40, verifier=rule, **filters.active, **way)
     assert found == plain_texts(4, 40, rule, filters)
 
@@ -99,8 +99,8 @@ def law_p_value(rule, way, filters=UNFILTERED, num_texts=12, **settings) -> floa
 
 
 ENOUGH = 8
-"""Texts of a chain: the mistake of the rejection rule that is hardest to see has a noncentrality of
-141 in their 1,200 tokens, at 48 degrees of freedom: once in 3 million runs its p is above 1e-3."""
+"""Number of chain outputs. The rejection rule's most hidden mistake has a noncentrality of 141 in
+their 1,200 tokens, at 48 degrees of freedom: once in 3 million runs its p is above 1e-3."""
 
 
 # All but pipeinfer, whose draft is greedy.
@@ -132,7 +132,7 @@ def test_chains_have_the_law_of_the_filtered_target(rule):
     + [pytest.param("topk", *way.values, id=f"topk, {way.id}") for way in WAYS[: len(CHAINS) - 1]],
 )
 def test_a_rejected_draft_token_that_is_drawn_again_ends_the_round(rule, way):
-    """Its row is back already: nobody would see it come back."""
+    """Its row is back already, so nobody would see it come back."""
     texts = markov_texts(2, max_new_tokens=40, verifier=rule, payload_tokens=1, **way)
     assert [len(text) for text in texts] == [40, 40]
 
@@ -150,7 +150,7 @@ ROUNDS = [
 
 
 def is_repeated(rule, way):
-    """naive_pp verifies what eagle does, in parts; one tree shows it of each rule."""
+    """naive_pp verifies the same trees as eagle, in parts; one tree per rule is enough."""
     return way["schedule"] == "naive_pp" and way["tree"] in (SMALL, FEW)
 
 
@@ -167,7 +167,7 @@ def test_rules_of_whole_rounds_have_the_targets_law(rule, way):
 
 @pytest.mark.parametrize(("rule", "way"), [ROUNDS[0], ROUNDS[2], ROUNDS[8]])
 def test_no_number_of_a_whole_round_serves_two_decisions(rule, way, monkeypatch):
-    """A token behind the accepted ones of a block is tested, and its position again later."""
+    """A token after the accepted ones in a block is tested, and its position again later."""
     used = []
     for name in ("uniform", "uniforms"):
         plain = getattr(KeyedRandom, name)
@@ -231,7 +231,7 @@ def test_a_link_refuses_rules_of_whole_rounds():
 
 @pytest.mark.parametrize("rule", ["topk", "argmax"])
 def test_a_rule_that_changes_the_law_says_so_and_is_found_out(rule):
-    """Nothing that has no caveat may fail this statistic."""
+    """A rule without a caveat may never fail this statistic."""
     assert RULES[rule].caveat
     assert law_p_value(rule, {"schedule": "spd"}, num_texts=4) < 1e-6
 
@@ -240,7 +240,7 @@ def test_a_rule_that_changes_the_law_says_so_and_is_found_out(rule):
 
 
 def share(monkeypatch, purpose, other):
-    """One uniform serves two decisions."""
+    """Mutant: one uniform serves two decisions."""
     plain = KeyedRandom.uniform
 
     def uniform(self, position, why, attempt=0):
@@ -405,7 +405,7 @@ def test_the_law_catches_a_mistake_of_plain_draws(rule, mistake, monkeypatch):
 
 
 def test_a_tree_that_is_looked_at_gives_another_text(monkeypatch):
-    """A child that the target thinks likely is taken now and then."""
+    """The mutant sometimes takes a child likely under the target."""
     plain = RULES["gumbel"].walk
 
     def walk(self, tree, verdicts_R):

@@ -1,4 +1,4 @@
-"""Self-made conversations: what is kept, what is left out, and that a run resumes."""
+"""Self-made conversations: kept and dropped rows, and resuming a run."""
 
 import copy
 import json
@@ -60,7 +60,7 @@ def test_rows_are_conversations_filtered_and_the_same_when_a_run_is_repeated(
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
         assert all(message["content"].strip() for message in row["messages"])
     assert {row["greedy_answers"] for row in rows} == {True, False}
-    # A prompt of a benchmark that the model repeats is found in the rows of the same seed.
+    # A benchmark prompt repeated by the model is found in the rows of the same seed.
     benchmark = tmp_path / "benchmark.jsonl"
     longest = max((row["messages"][0]["content"] for row in rows), key=len)
     benchmark.write_text(json.dumps({"prompt": longest}) + "\n")

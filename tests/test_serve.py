@@ -1,4 +1,4 @@
-"""A target behind gRPC: the target's own text, whatever the link and the server do."""
+"""A target behind gRPC gives the target's own output, whatever the link and the server do."""
 
 import asyncio
 import time
@@ -32,7 +32,7 @@ NEW_TOKENS = 24
 @pytest.mark.parametrize("schedule", ["autoregressive", "flexspec", "picospec", "pearl"])
 @in_loop
 async def test_greedy_text_is_plain_decodings(schedule, right, monkeypatch):
-    monkeypatch.setattr(stream, "CLOSING_S", 60.0)  # the last word says how many passes there were
+    monkeypatch.setattr(stream, "CLOSING_S", 60.0)  # the last message gives the number of passes
     target = make_target()
     draft = None if schedule == "autoregressive" else lm_draft(target, right=right)
     async with serving(target) as server:
@@ -44,7 +44,7 @@ async def test_greedy_text_is_plain_decodings(schedule, right, monkeypatch):
         assert outcome.result.token_ids == greedy_reference(target, prompt, NEW_TOKENS)
         assert sum(outcome.result.round_lengths) == outcome.result.num_tokens
         if schedule == "autoregressive":
-            assert outcome.result.num_steps == NEW_TOKENS - 1  # a pass a token after the prompt's
+            assert outcome.result.num_steps == NEW_TOKENS - 1  # one pass per later token
 
 
 @in_loop
@@ -198,7 +198,7 @@ async def test_a_restarted_server_gets_the_text_so_far(schedule, temperature):
     assert outcome.result.token_ids == unbroken.result.token_ids
     assert (outcome.num_reopened, second.table.num_opened) == (1, 1)
     assert sum(outcome.result.round_lengths) == outcome.result.num_tokens
-    assert outcome.result.num_steps == 0  # what the first server computed is not known
+    assert outcome.result.num_steps == 0  # the first server's computation is unknown
 
 
 @in_loop
@@ -231,7 +231,7 @@ async def test_without_a_server_the_edge_gives_up():
 
 @in_loop
 async def test_a_server_that_hangs_is_left_and_tried_again():
-    """The connection is up, and nothing comes."""
+    """The connection is up, and nothing arrives."""
     target = make_target()
     async with serving(target) as server:
         send, hanging = server._send, []
@@ -291,7 +291,7 @@ async def test_a_draft_that_is_too_slow_is_given_up_in_the_middle_of_the_text():
 
 
 class Clock(RemotePipeline):
-    """No server: the time is the test's."""
+    """Clock without a server: the test sets the time."""
 
     time_s = 0.0
 
@@ -301,7 +301,7 @@ class Clock(RemotePipeline):
 
 @pytest.mark.parametrize("draft_s, num_drafted", [(0.21, 20), (1.1, 4), (0.1, 0)])
 def test_a_slow_draft_is_given_up_while_it_drafts(draft_s, num_drafted):
-    """Passes take 0.1 s: four seconds of drafting are more than 32 tokens are worth."""
+    """Passes take 0.1 s: four seconds of drafting cost more than 32 tokens are worth."""
     pipeline = Clock(SimpleNamespace())
     pipeline.open(DecodeConfig.of("flexspec", num_stages=1), 0)
     link = LinkState(up_bytes_per_s=1e9, down_bytes_per_s=1e9, round_trip_s=0.01)

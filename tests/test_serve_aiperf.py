@@ -1,4 +1,4 @@
-"""AIPerf against `pipedraft serve`: its figures are those of the engine by itself."""
+"""AIPerf against `pipedraft serve`: its figures equal the engine's own."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def test_aiperf_counts_the_tokens_and_acceptance_lengths_that_the_engine_counts(
         f"--extra-inputs temperature:0 --extra-inputs max_tokens:{LENGTH} "
         "--max-workers 1 --record-processors 1 --ui none --no-gpu-telemetry --no-server-metrics"
     )
-    # Told to be offline, AIPerf looks for a folder's tokenizer among downloads.
+    # In offline mode, AIPerf looks for a folder's tokenizer among downloads.
     with serving(make_engine()) as place:
         ended = subprocess.run(
             [AIPERF, *words.split(), "--url", place.url],

@@ -1,4 +1,4 @@
-"""Several sessions in one forward pass: each gets what it would get alone."""
+"""Several sessions in one forward pass: each gets the same result as alone."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_attention_that_mixed_the_texts_would_be_noticed():
 
 
 def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
-    """Rows go together, prompts apart, and both come to the right session."""
+    """Rows share a pass, prompts do not, and both come to the right session."""
     target = SharedTarget(TARGETS["llama"]())
     sessions = [TargetSession(target) for _ in PROMPTS]
     alone = [TargetSession(target) for _ in PROMPTS]
@@ -90,7 +90,7 @@ def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
                 else:
                     text = session._tokens
                     request = drafted(text, ROWS[index], Preverify, next_s=100.0)
-                if turn == 1 or index != 3:  # the last one opens when the others send rows
+                if turn == 1 or index != 3:  # the last one opens while the others send rows
                     session.receive(request, 0.0)
         if turn == 1:
             for session in (sessions[3], alone[3]):

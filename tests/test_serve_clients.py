@@ -1,4 +1,4 @@
-"""What clients written for vLLM and OpenAI send to `pipedraft serve`, and what they get."""
+"""Requests from clients written for vLLM and OpenAI to `pipedraft serve`, and the responses."""
 
 import json
 import math

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 @pytest.fixture
 def command(parent, tmp_path):
-    """Starts `pipedraft serve` as a process; it is ended with the test."""
+    """Starts `pipedraft serve` as a process, ended with the test."""
     started = []
 
     def start(*arguments: str, **environment: str) -> tuple[Process, str]:
@@ -76,7 +76,7 @@ def test_the_command_serves_a_checkpoint_until_a_signal(command, repository):
     assert ask_at(port).choices[0].message.content == "There are 12 cats and "
     stream = ask_at(port, max_tokens=64, stream=True)
     next(iter(stream))
-    process.send(signal.SIGTERM)  # what runs is finished
+    process.send(signal.SIGTERM)  # running requests are finished
     *_, last = stream
     assert last.choices[0].finish_reason == "length"
     status, out, err = process.finish()
@@ -85,7 +85,7 @@ def test_the_command_serves_a_checkpoint_until_a_signal(command, repository):
 
 
 def test_ranks_answer_together_and_end_it_at_a_signal(ranks):
-    """All of them get the signal, as from torchrun."""
+    """All ranks get the signal, as from torchrun."""
     processes, port = ranks
     streams = [
         ask_at(port, model="target", max_tokens=60 + index, temperature=index % 2, stream=True)

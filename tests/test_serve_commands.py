@@ -1,4 +1,4 @@
-"""`serve` and `edge` as processes: signals, TLS, tokens, what they print, and how they end."""
+"""`serve` and `edge` as processes: signals, TLS, tokens, output and exit."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ TOKEN = "opensesame"
 
 
 class Place:
-    """Folders of a target, a FlexSpec draft and one for another target, a certificate, a token."""
+    """Folders for a target, a FlexSpec draft and one for another target, a certificate, a token."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ def place(tmp_path_factory) -> Place:
 
 
 def serve(parent: ForkServer, place: Place, *arguments: str) -> tuple[Process, str]:
-    """A server that is listening, and its address."""
+    """Start a server, wait until it listens, and return its address too."""
     target = str(place.target)
     process = Process.start(
         parent, place.folder, "serve", "--target", target, "--port", "0", *arguments
@@ -179,7 +179,7 @@ def test_tls_and_a_token_keep_strangers_out(parent, place, capsys):
         assert out == expected_text(place, "Hello", 8) + "\n"
         with pytest.raises(ValueError, match="token: missing or wrong"):
             edge(capsys, *common, "--tls-ca", cert)
-        # A certificate that nobody knows, and no TLS at all.
+        # A certificate from an unknown issuer, and no TLS at all.
         for strange in (["--tls"], []):
             with pytest.raises(RuntimeError, match="could not be used for 0.5 s"):
                 edge(capsys, *common, *strange, "--token-file", token)

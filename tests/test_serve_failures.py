@@ -1,4 +1,4 @@
-"""What fails in the server itself ends one session, and the others never notice."""
+"""A failure in the server itself ends one session, and the others never notice."""
 
 import asyncio
 import time
@@ -26,12 +26,12 @@ from pipedraft.inference.edge.session_table import MessageRate
 from pipedraft.inference.edge.target_session import TargetSession
 
 POISON = 63
-"""The token of a session that fails."""
+"""Token of a failing session."""
 NUM_TOKENS = 60
 
 
 def poisoned_pass(monkeypatch, when):
-    """A pass with a row of the poisoned token fails, alone or with others, at a chosen moment."""
+    """Make passes with the poisoned token fail, alone or with others, at a chosen moment."""
     together, alone = target_session.forward_together, TargetSession.run
 
     def check(segments):
@@ -57,13 +57,13 @@ def poisoned_pass(monkeypatch, when):
 @pytest.mark.parametrize("when", ["before", "after"])
 @in_loop
 async def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, monkeypatch, caplog):
-    """Three texts are streamed while a fourth session's rows break every pass with them."""
+    """Three outputs are streamed while a fourth session's rows break every pass with them."""
     poisoned_pass(monkeypatch, when)
     target, prompts = make_target(vocab=64), ([1, 2], [3, 4], [5, 6, 7])
     batches = []
 
     def run_together(cores):
-        time.sleep(0.01)  # so that the others stream until the message that fails
+        time.sleep(0.01)  # so that the others stream until the failing message
         batches.append([POISON in core._draft_tokens for core in cores])
         target_session.run_together(cores)
 
@@ -78,7 +78,7 @@ async def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, mon
         return await raw.end()
 
     async with raw_serving(target) as (server, connection):
-        is_broken = asyncio.Event()  # the others stream while there is somebody who fails
+        is_broken = asyncio.Event()  # the others stream while a session fails
         hold_passes(server, lambda: not is_broken.is_set())
         honest = [
             asyncio.create_task(
@@ -112,7 +112,7 @@ async def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, mon
 
 @in_loop
 async def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
-    """No pass fails here: the token cannot be drawn from what it gives."""
+    """No pass fails here, but its logits allow no draw."""
     target, sound = make_target(vocab=64), make_target(vocab=64)
     with torch.no_grad():
         target.get_input_embeddings().weight[POISON] = float("nan")
@@ -151,7 +151,7 @@ async def test_a_target_that_computes_nothing_any_more_ends_the_server(monkeypat
 
 @in_loop
 async def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
-    """Not only what is no message: otherwise the edge would wait until the session expires."""
+    """Otherwise the edge would wait until the session expires."""
 
     def fail(pace, now_s):
         raise KeyError("unforeseen")

@@ -1,4 +1,4 @@
-"""What clients may send, ask and break: the others never notice, and each gets one clear line."""
+"""Hostile clients at a server: the others never notice, and each gets one clear line."""
 
 import asyncio
 import random
@@ -121,7 +121,7 @@ async def test_random_bytes_and_damaged_messages_leave_the_server_serving():
                 await raw.send(*known[:good], *(damaged() for _ in range(3)))
                 await raw.call.done_writing()
             except (asyncio.InvalidStateError, connection.grpc.aio.AioRpcError):
-                pass  # it ended before all was said
+                pass  # it ended before everything was sent
             ended = await raw.end()
             if ended[:2] != ("INTERNAL", "Internal error from Core"):  # a write after the end
                 codes.add(ended[0])
@@ -190,7 +190,7 @@ async def test_a_token_is_wanted_by_every_call():
             with pytest.raises(ValueError, match="token: missing or wrong"):
                 await decode(server.port, [1], schedule="autoregressive", access={"token": token})
         async with RawConnection(access_to(server.port)) as connection:
-            # Refused before it says anything; a write may fail first, with another code.
+            # Refused before its first message; a write may fail first, with another code.
             raw = Raw(connection, authorization="Bearer wrong")
             assert (await raw.end())[0] == "UNAUTHENTICATED"
             raw = Raw(connection, authorization="Bearer wrong")
@@ -300,7 +300,7 @@ async def test_silent_sessions_expire_and_sessions_without_a_stream_end():
 
 @in_loop
 async def test_a_session_ends_after_its_time_and_the_edge_opens_another():
-    """The text goes on: what the limit bounds is what one session holds."""
+    """The output continues: the limit bounds the memory of one session."""
     target = make_target()
     draft = lm_draft(target)
     logits = draft.network.logits

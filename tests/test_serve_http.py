@@ -1,4 +1,4 @@
-"""`pipedraft serve`: OpenAI's own client, clients without manners, and what the server says."""
+"""`pipedraft serve`: OpenAI's own client, careless clients, and the server's messages."""
 
 import base64
 import gc
@@ -33,7 +33,7 @@ from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.inference.serving.answers import Choice, Piece
 
 AS_PROMPT = f"user:{PROMPT};"
-"""What the tests' chat template makes of it."""
+"""Prompt after the tests' chat template."""
 SAMPLINGS = [
     {"temperature": 0.0, "seed": 0},
     {"temperature": 0.8, "seed": 7},
@@ -57,7 +57,7 @@ def ids_of(sampling: dict) -> str:
 
 
 def streamed(place: Place, **fields) -> tuple[str, list]:
-    """The text of an answer to OpenAI's client, and the chunks that it came in."""
+    """Output streamed to OpenAI's client, and its chunks."""
     ask = {"model": "tiny", "messages": MESSAGES, "stream": True, **fields}
     chunks = list(place.client().chat.completions.create(**ask))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
@@ -219,7 +219,7 @@ def test_keys_guard_everything_that_tells_of_the_model():
         with place.held() as held:
             answer = in_background(lambda: first.create(n=2, **ask))
             wait_until(held.arrived.is_set)
-            with pytest.raises(openai.RateLimitError):  # its share, which is not the others'
+            with pytest.raises(openai.RateLimitError):  # its share, not the others'
                 first.create(**ask)
             held.release()
         assert len(answer.result(WAIT_S).choices) == 2
@@ -273,7 +273,7 @@ def test_many_at_once_each_get_what_they_would_alone(place, reference):
 
 
 def open_request(place: Place, **fields) -> socket.socket:
-    """Sent, and not read."""
+    """Send a request and do not read the response."""
     content = body(max_tokens=LENGTH, **fields)
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -348,7 +348,7 @@ def test_a_sequence_that_fails_takes_no_other_with_it(monkeypatch):
 
 
 def test_nothing_is_left_of_requests_that_have_ended(place):
-    """Without a collection of cycles, which may be thousands of requests later."""
+    """Without a garbage collection, which may be thousands of requests later."""
 
     def records():
         kinds = (Choice, Handle, Piece, SharedStages)

@@ -1,4 +1,4 @@
-"""`pipedraft serve` under load, in small: what benchmarks/ measures at length."""
+"""`pipedraft serve` under load, a small version of the runs in benchmarks/."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ LIMIT_S = 900
 
 
 def run(repository, script, *words):
-    """Its last line."""
+    """Run a script and return its last line."""
     ended = subprocess.run(
         [sys.executable, f"benchmarks/{script}.py", *words, "--json"],
         cwd=repository,

@@ -1,4 +1,4 @@
-"""Many edges at one server: right texts, nobody else's text, and no session is kept."""
+"""Many edges at one server: exact outputs, never mixed up, and no session is kept."""
 
 import asyncio
 import gc
@@ -14,13 +14,13 @@ NEW_TOKENS = 6
 
 
 def num_sessions() -> int:
-    """Sessions in memory, with the keys and values of each."""
+    """Sessions in memory, with each one's keys and values."""
     gc.collect()
     return sum(type(thing) is TargetSession for thing in gc.get_objects())
 
 
 def open_for_all(server, num_opened: int) -> None:
-    """No pass begins before all edges have a session."""
+    """Start no pass before all edges have a session."""
     hold_passes(server, lambda: server.table.num_opened < num_opened)
 
 
@@ -74,7 +74,7 @@ async def test_fifty_edges_at_once():
         for outcome in (outcomes[index], outcomes[NUM_CLIENTS + index]):
             assert outcome.result.token_ids == expected
     assert server.table.num_opened == 2 * NUM_CLIENTS and peaks["sessions"] == NUM_CLIENTS
-    assert shared > 1.5  # sessions wait for the thread together, and go together
+    assert shared > 1.5  # sessions wait for the thread together, and run together
     row_bytes = 3 * 2 * 2 * 8 * 4
     assert 0 < peaks["cache_bytes"] <= NUM_CLIENTS * 128 * row_bytes
-    assert kept - before < 10  # whom the last pass still names
+    assert kept - before < 10  # still named by the last pass

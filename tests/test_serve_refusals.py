@@ -1,4 +1,4 @@
-"""What clients of `pipedraft serve` must not ask: one error in OpenAI's shape, and nothing ends."""
+"""Forbidden requests to `pipedraft serve`: one error in OpenAI's shape, and nothing ends."""
 
 import json
 import socket

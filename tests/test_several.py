@@ -1,4 +1,4 @@
-"""Several sequences in one pipeline: each output is the one decoded alone, whatever shares it."""
+"""Several sequences in one pipeline: each output equals the one decoded alone."""
 
 import gc
 import random
@@ -69,7 +69,7 @@ def test_many_sequences_decode_what_each_does_alone(world, kind):
 
 
 def test_a_sequence_takes_the_steps_that_it_takes_alone(world):
-    """With a fixed budget: being left out of a step stops it with all of its rows."""
+    """With a fixed budget: a sequence left out of a step is stopped with all of its rows."""
     target, drafts = world
     config = DecodeConfig.of("spd", num_stages=4, max_new_tokens=20)
     asked = [([index, 3], config, 0) for index in range(6)]
@@ -254,7 +254,7 @@ def test_what_has_ended_keeps_no_caches(llama):
 
 
 def simulated_batch(target, acceptance, *, count, temperature=0.0, **cost):
-    """A batch of sequences whose draft tokens are right so often; budgets are automatic."""
+    """Sequences with simulated draft tokens at this acceptance, and automatic budgets."""
     config = DecodeConfig.of(
         "spd", num_stages=4, max_new_tokens=60, tree_width="auto", cost=CostModel(**cost)
     )
@@ -273,9 +273,9 @@ def simulated_batch(target, acceptance, *, count, temperature=0.0, **cost):
     ("acceptance", "cost", "most"),
     [
         (0.9, {"row": 0.01, "draft_forward": 0.01}, 8),
-        (0.0, {"row": 0.05, "draft_forward": 0.01}, 0),  # never right
+        (0.0, {"row": 0.05, "draft_forward": 0.01}, 0),  # never accepted
         (0.9, {"row": 0.01, "draft_forward": 4.0}, 0),  # slower than the whole target
-        (0.9, {"row": 0.01, "draft_forward": 0.125}, 2),  # two forwards fit beside a step
+        (0.9, {"row": 0.01, "draft_forward": 0.125}, 2),  # two forwards overlap with a step
     ],
 )
 def test_as_many_sequences_draft_as_pay(llama, acceptance, cost, most):
@@ -316,7 +316,7 @@ def test_drafts_of_several_sequences_share_a_device(together, time):
 
 @pytest.mark.parametrize("power", [1.0, 1.5, 3.0])
 def test_the_clock_learns_how_much_a_draft_understates_its_best_tokens(power):
-    """Tokens are right with its probabilities raised to a power, of which it knows nothing."""
+    """Acceptance follows the draft's probabilities raised to a power, unknown to the clock."""
     rng, clock = random.Random(0), BatchClock(CostModel(), (0, 2, 4), 0.1, drafts_together=True)
 
     def shares(sharpness):

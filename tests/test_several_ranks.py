@@ -64,7 +64,7 @@ def test_recurrent_layers_and_bitwise_rows_decode_as_alone():
 
 
 class Ranks(RanksInTurns):
-    """Remembers the last one made."""
+    """Remembers the most recently made instance."""
 
     last: RanksInTurns
 
@@ -73,7 +73,7 @@ class Ranks(RanksInTurns):
         Ranks.last = self
 
     def caches(self) -> int:
-        """How many sequences' caches the stages hold when they have read everything."""
+        """Number of sequences with caches in the stages after all messages are read."""
         while any(queue.has_arrived() for queue in self.queues):
             self.work()
         return sum(len(worker._of) for worker in self.workers)
@@ -81,7 +81,7 @@ class Ranks(RanksInTurns):
 
 @pytest.mark.parametrize("fault", ["first stage", "last stage", "cancelled"])
 def test_a_sequence_that_fails_ends_alone(llama, fault, monkeypatch):
-    """Its caches go from every stage, and so do those of the others at their end."""
+    """Its caches leave every stage, and the others' caches leave at their end."""
     config = DecodeConfig.of("spd", num_stages=4, max_new_tokens=16)
     plain = DecodeConfig.of(**PLAIN, num_stages=4, max_new_tokens=16)
     connect = lambda target: Ranks(target).pipeline  # noqa: E731

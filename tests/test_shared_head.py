@@ -1,4 +1,4 @@
-"""Drafts whose LM head is the target's: not trained, not saved, and put back at loading."""
+"""Drafts that share the target's LM head: not trained, not saved, and restored at loading."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ METHODS = {
 
 @pytest.fixture(scope="module", params=METHODS)
 def run(request, world, tmp_path_factory):
-    """Four steps of training: the trainer, and the folder of its network."""
+    """Train for four steps: the trainer, and the network's folder."""
     folder = tmp_path_factory.mktemp(request.param)
     options = METHODS[request.param] | {"share_head": True, "draft_vocab_size": 60}
     options |= {"teacher_vocabulary": "draft"}

@@ -1,4 +1,4 @@
-"""The heads that ship accept what they accepted: a change that makes them agree less is found."""
+"""Shipped heads keep their acceptance: a change that lowers it is found."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ FLOORS = [
     ("smollm2", "smollm2_spd_n4", {"schedule": "spd", "num_stages": 4}, 1.67),
     ("smollm2", "smollm2_eagle3", {"schedule": "eagle", "tree": "chain:7"}, 3.77),
 ]
-"""Target, head, how it is decoded with, and 0.975 of its L' when it was shipped."""
+"""Target, head, decoding settings, and 0.975 of its L' when it was shipped."""
 
 
 def world_of(folder: Path, limit: int):
@@ -42,7 +42,7 @@ def world_of(folder: Path, limit: int):
 
 
 def smollm2_folder(place: Path) -> Path:
-    """Of `make real`, or of the same wheel, which takes half a minute."""
+    """Folder from `make real`, or from the same wheel, which takes half a minute."""
     folder = REPOSITORY / "out" / "smollm2"
     if (folder / "config.json").is_file():
         return folder
@@ -62,7 +62,7 @@ def smollm2_folder(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> Iterator[Callable]:
-    """A target of this name, and the first prompts of each benchmark."""
+    """A target by name, and the first prompts of each benchmark."""
     place = tmp_path_factory.mktemp("smollm2")
 
     @cache
@@ -76,7 +76,7 @@ def worlds(tmp_path_factory) -> Iterator[Callable]:
 
 
 def acceptance_length(world, draft, way) -> float:
-    """Pooled L' of greedy outputs, 32 tokens each."""
+    """Pooled L' over greedy outputs, 32 tokens each."""
     target, prompts = world
     engine = engine_for(target, draft=draft, max_new_tokens=32, **way)
     results = [engine.decode(ids) for ids in prompts]
@@ -105,7 +105,7 @@ def test_the_floor_finds_perturbed_weights(worlds, name, head, way, floor):
     world = worlds(name)
     draft = load_draft(str(ASSETS / "heads" / head), world[0])
     generator = torch.Generator().manual_seed(0)
-    size = 0.5 if head.startswith("smollm2") else 0.2  # heads that are right less often lose less
+    size = 0.5 if head.startswith("smollm2") else 0.2  # less often accepted heads lose less
     with torch.no_grad():
         for weight in draft.parameters():
             if weight.ndim > 1:

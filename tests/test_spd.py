@@ -1,4 +1,4 @@
-"""The speculation module: what it trains is what it decodes, at every occupancy."""
+"""The speculation module decodes as it trains, at every occupancy."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ LENGTH = 13
 
 
 def module_and_taps(batch=1, make_target=tiny_llama, **options):
-    """A module for four stages, and what it reads of random texts."""
+    """A module for four stages, and its input states for random texts."""
     target = make_target(layers=8)
     module = make_module(target, num_stages=4, num_layers=2, **options)
     ids = torch.randint(0, target.config.vocab_size, (batch, LENGTH))
@@ -25,7 +25,7 @@ def module_and_taps(batch=1, make_target=tiny_llama, **options):
 
 
 def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tensor:
-    """Logits after position ``newest`` when ``occupancy`` tokens are in flight, by the runtime."""
+    """Logits after position ``newest`` with ``occupancy`` tokens in flight, by the runtime."""
     first = newest - min(occupancy, newest + 1) + 1  # oldest row in flight
     caches = module.new_caches()
     if first > 0:
@@ -37,7 +37,7 @@ def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tenso
     rows = newest + 1 - first
     depths = [newest - position for position in range(first, newest + 1)]
     seen = {}
-    for layer, hidden in taps.items():  # only what a row of its depth has passed
+    for layer, hidden in taps.items():  # only the states that a row at its depth has passed
         deep_enough = [
             index for index, depth in enumerate(depths) if layer in module.feature_layers[depth]
         ]
@@ -77,7 +77,7 @@ def test_training_logits_equal_decoding_logits_at_every_occupancy(query, feature
 
 
 def test_a_threshold_on_the_row_instead_of_the_newest_token_disagrees(monkeypatch):
-    """The released code tests t - T where the distance to the newest token belongs."""
+    """The released code tests t - T in place of the distance to the newest token."""
     module, taps = module_and_taps(2, query="all")
 
     def mutant(query, keys, values, *, occupancy, depth, lengths):

@@ -1,4 +1,4 @@
-"""SPD with several tokens at every step: the module's rows, the steps, and the same text."""
+"""SPD with several tokens per step: the module's rows, the steps, and the same output."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""SPD with the states after a step: what the module reads, what it costs, and the same text."""
+"""SPD with the states after a step: the module's input, its cost, and the same output."""
 
 from types import SimpleNamespace
 
@@ -70,7 +70,7 @@ def test_rows_in_flight_are_read_one_stage_deeper(query):
     source = Checked(module, target)
     options = {"num_stages": 4, "max_new_tokens": 24, **OUTPUT}
     engine_for(target, draft=module, source=source, **options).decode(PROMPTS[2])
-    # Depth 1 is of no row before the newest, which are asked with their embedding; n is committed.
+    # No row before the newest has depth 1: the newest use their embedding. n is committed.
     assert source.depths_seen == {0, 2, 3}
 
 

@@ -1,4 +1,4 @@
-"""SSD: the next batch is prepared while one is verified, and the text is the target's."""
+"""SSD prepares the next batch while one is verified; the output equals the target's."""
 
 import math
 
@@ -15,7 +15,7 @@ NUM_STAGES, LENGTH, TOKENS = 4, 3, 24
 
 
 def decode(acceptance, *, forward=0.05, tokens=TOKENS + 1, schedule="ssd", **settings):
-    """By a draft whose second best token is right wherever its best one is wrong."""
+    """Decode with a draft whose second token is accepted wherever the first is rejected."""
     target = tiny_llama(vocab=16)
     settings = {"draft_tokens": LENGTH, **settings} if schedule == "ssd" else settings
     options = {"num_stages": NUM_STAGES, "max_new_tokens": tokens, "schedule": schedule}
@@ -40,7 +40,7 @@ def test_the_output_is_the_targets(acceptance, outcomes, forward):
 
 
 def test_a_draft_that_is_always_right_waits_once():
-    """A batch of m draft tokens gives m + 1 tokens in n steps, drafted beside the one before."""
+    """A batch of m draft tokens gives m + 1 tokens in n steps, drafted during the one before."""
     result = decode(1.0)
     assert result.num_steps == NUM_STAGES * TOKENS / (LENGTH + 1)
     assert serial_forwards(result) == [LENGTH] and result.round_lengths == [TOKENS]
@@ -49,14 +49,14 @@ def test_a_draft_that_is_always_right_waits_once():
 
 
 def test_a_right_token_that_was_an_outcome_is_a_hit():
-    """Each batch is wrong at once, but the token in its place was prepared for."""
+    """Each batch is rejected at once, but the token in its place was prepared for."""
     result = decode(0.0)
     assert result.num_steps == NUM_STAGES * TOKENS
     assert serial_forwards(result) == [LENGTH]
 
 
 def test_a_verdict_that_was_no_outcome_is_a_miss():
-    """One outcome: a wrong first draft token seems likelier than a whole long batch of right ones.
+    """One outcome: a rejected first draft token seems likelier than a fully accepted long batch.
 
     Each miss is followed by a batch of its own length, drafted while the stages wait.
     """
@@ -69,12 +69,12 @@ def test_a_verdict_that_was_no_outcome_is_a_miss():
 
 
 def test_a_late_row_of_a_batch_is_worth_more_than_all_probabilities_above_it():
-    """Of three right draft tokens .616 each and a wrong one .226: .616 sqrt(.616^3) is more."""
+    """For three accepted tokens 0.616 sqrt(0.616^3) exceeds the 0.226 for a rejected one."""
     assert decode(1.0, outcomes=1).round_lengths == [TOKENS]
 
 
 def test_all_that_is_prepared_fits_beside_a_step():
-    """A head's pass over text that it has not read is one of the four."""
+    """A head's pass over text not yet read counts as one of the four."""
     target = tiny_llama(vocab=16, layers=4)
     cost = CostModel(draft_forward=1 / 16)
     options = {"num_stages": 4, "max_new_tokens": 24, "cost": cost, "schedule": "ssd"}
@@ -83,7 +83,7 @@ def test_all_that_is_prepared_fits_beside_a_step():
 
 
 def test_a_slow_draft_prepares_what_there_is_time_for():
-    """A forward a step, n in all: the outcomes, and n - 1 draft tokens below each of them."""
+    """A forward per step, n in all: the outcomes, and n - 1 draft tokens below each."""
     result = decode(1.0, forward=0.2, draft_tokens=NUM_STAGES)
     num_batches = 1 + math.ceil((TOKENS - NUM_STAGES - 1) / NUM_STAGES)
     assert result.num_steps == NUM_STAGES * num_batches
@@ -102,7 +102,7 @@ def test_real_drafts_prepare_too():
 
 
 def test_prepared_batches_cost_the_stages_nothing():
-    """Only a batch and its root enter: what was prepared in vain never does."""
+    """Only a batch and its root enter; unused batches never do."""
     result = decode(0.5)
     widest = max(max(event[3:]) for event in result.step_log if len(event) > 2)
     assert widest == LENGTH + 1
@@ -110,7 +110,7 @@ def test_prepared_batches_cost_the_stages_nothing():
 
 
 def test_a_hit_saves_the_drafting_of_a_one_batch_round():
-    """Equal tokens a batch; a round's drafting is spared from the second on."""
+    """Equal tokens per batch; a round's drafting is saved from the second on."""
     shared = {"acceptance": 1.0, "forward": 0.1, "tokens": 49}
     ours = decode(**shared)
     theirs = decode(**shared, schedule="eagle", tree=TreeShape(kind="chain", depth=LENGTH))

@@ -25,7 +25,7 @@ def fuzz(name: str, num_stages: int, seed: int) -> Controller:
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_fixed_shapes_equal_recomputing_each_path_from_scratch(name, num_stages, monkeypatch):
-    """Buffers of few rows at first, so that they grow on the way."""
+    """The buffers start with few rows, so that they grow on the way."""
     monkeypatch.setattr(stage_cache, "MIN_CAPACITY", 8)
     controllers = [fuzz(name, num_stages, seed) for seed in range(2)]
     assert sum(controller.num_compared for controller in controllers) > 25

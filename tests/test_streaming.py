@@ -1,4 +1,4 @@
-"""Targets whose weights go from the files to where they stay: no process holds them all."""
+"""Stream target weights from files to their final device: no process holds them all."""
 
 import re
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def test_a_part_reads_its_own_tensors_alone_and_is_equal(name, tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_processes_read_parts_that_make_up_the_layers(name, tmp_path, monkeypatch):
-    """Two nodes of three processes, which no number of rows or experts is a multiple of."""
+    """Two nodes, three processes each; rows and experts do not divide evenly among them."""
     tiny(name).save_pretrained(tmp_path)
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads of torch do not outlive a fork
 
@@ -113,11 +113,11 @@ def test_an_expert_too_few_is_refused(tmp_path):
 
 
 def test_a_process_holds_its_part_and_about_a_layer(parent, tmp_path):
-    """What is elsewhere is on the meta device here: a GPU's memory is not the host's."""
+    """Other parts use the meta device here: a GPU's memory is not the host's."""
     model = tiny_llama(layers=12, hidden=640, vocab=64)
     layer, whole = (sum(p.nbytes for p in x.parameters()) for x in (model.model.layers[0], model))
     model.to(torch.bfloat16).save_pretrained(tmp_path)  # else a loaded tensor may be the file's
-    # New processes: what other tests have freed in this one would be used again unseen.
+    # New processes: memory freed by other tests in this one would be reused unseen.
     script, grown = "tests/memory_growth.py", {}
     for name in memory_growth.LOADS:
         status, out, err = Process.start(parent, tmp_path, name, ".", module=script).finish()

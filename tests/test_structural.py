@@ -45,7 +45,7 @@ def assert_equals_dense(inputs, **options):
 
 
 def visible(t, depth, occupancy, n):
-    """The rule, spelled out: {(block, T')} for one query."""
+    """Spell out the rule: {(block, T')} for one query."""
     if occupancy <= depth < n:
         return set()
     distances = {T: t - T for T in range(t + 1)}
@@ -100,7 +100,7 @@ def test_mixed_occupancy_in_one_batch_equals_each_example_alone():
 
 
 def test_several_kernel_blocks_agree_with_the_dense_reference():
-    """The fused kernel cuts its input into tiles of up to 512 rows: cross one boundary."""
+    """The fused kernel cuts its input into tiles with up to 512 rows: cross one boundary."""
     assert_equals_dense(make_inputs(T=600, N=2, J=1, R=3), occupancy=[2])
 
 
@@ -173,7 +173,7 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_inputs_dtyp
 
 
 def attention_through_an_undifferentiated_lse(query, keys, values, *, occupancy):
-    """Known-bad: merges as the real one does, but leaves the backward to autograd.
+    """Known-bad: merges like the real one, but leaves the backward to autograd.
 
     The fused op's log-sum-exp is a constant to autograd, so the weights get no gradient from it.
     """
@@ -220,7 +220,7 @@ def test_heads_that_do_not_divide_are_refused():
 
 
 def test_stacked_depths_with_ragged_blocks_equal_one_call_per_depth():
-    """As a module whose every depth is a stream: block k holds the examples with a depth k."""
+    """Simulate a module with a stream for every depth: block k holds the examples with depth k."""
     occupancy, n = [3, 2, 1], 3
     counts = [3, 2, 1, 3]
     query, keys, values = make_inputs(B=3, N=4, J=2, R=4)

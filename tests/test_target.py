@@ -1,4 +1,4 @@
-"""The staged target against the plain Hugging Face model.
+"""The staged target against the unmodified Hugging Face model.
 
 Oracle: the model's own forward on one root-to-node path, from scratch, without a cache.
 """
@@ -107,7 +107,7 @@ def ignore_the_window(monkeypatch) -> None:
 
 
 def keep_the_first_rows(monkeypatch) -> None:
-    """Instead of the retained ones."""
+    """Keep the first rows instead of the retained ones."""
 
     def mutant(keep, num_cached):
         return tuple(range(sum(i < num_cached for i in keep.rows)))
@@ -156,7 +156,7 @@ def test_fuzz_catches(mutate, name, monkeypatch):
     ids=["chain commit", "prefix", "one row", "sibling prune", "no row", "commit the root"],
 )
 def test_keep_holds_the_rows_of_exactly_the_retained_indices(keep):
-    """Positions stand for rows: they are gathered by the same code as keys and values."""
+    """Positions stand for rows: the same code gathers them and the keys and values."""
     target = StagedTarget(tiny("llama"), 2)
     target.prefill(random_ids(3))
     run(target, chain_segment(target, random_ids(6)))

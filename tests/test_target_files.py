@@ -1,4 +1,4 @@
-"""What a target is read by besides its stages: captured states, fingerprints, files on disk."""
+"""Target readers other than its stages: captured states, fingerprints, files on disk."""
 
 import json
 
@@ -228,6 +228,6 @@ def test_a_hub_target_is_identified_by_its_commit(tmp_path, monkeypatch):
     ],
 )
 def test_hashes_of_a_tokenizer_stay_what_files_hold(repository, hashed, expected):
-    """Manifests, stored hidden states and servers of other versions are compared with these."""
+    """Manifests, stored hidden states and servers from other versions are compared with these."""
     tokenizer = load_tokenizer(str(repository / "assets" / "target"))
     assert hashed(tokenizer).startswith(expected)

@@ -1,4 +1,4 @@
-"""The session protocol under everything a network and a peer can do to it."""
+"""The session protocol under every fault by a network or a peer."""
 
 import random
 
@@ -81,7 +81,7 @@ CODECS = [
 
 @pytest.mark.parametrize("codec, message", CODECS, ids=lambda it: type(it).__name__)
 def test_a_message_survives_and_damaged_bytes_are_refused_or_another_message(codec, message):
-    """Never another exception than ValueError, and no half-read message."""
+    """No exception but ValueError, and no half-read message."""
     data, rng = codec.to_bytes(message), random.Random(0)
     assert codec.to_bytes(codec.decode(data)) == data
     for cut in range(len(data)):
@@ -99,7 +99,7 @@ def test_a_message_survives_and_damaged_bytes_are_refused_or_another_message(cod
 
 
 def test_a_frame_without_tensors_adds_eighteen_bytes_to_its_message():
-    """Prefix 16, and a list of no tensors; a virtual link counts them."""
+    """Prefix 16, and an empty tensor list; a virtual link counts them."""
     for codec, message in CODECS:
         if not isinstance(message, Reject | Samples):
             assert len(codec.to_bytes(message)) == len(msgspec.msgpack.encode(message)) + 18
@@ -167,7 +167,7 @@ def test_late_and_repeated_requests_and_broken_streams_change_nothing(seed, plan
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), plan=st.sampled_from([*PLANS]))
 def test_a_storm_does_not_touch_sampled_output_either(seed, plan):
-    """tail_escape asks for samples across it; gumbel's output must be plain decoding's."""
+    """tail_escape asks for samples across it; gumbel's output must equal the baseline's."""
     generator = torch.Generator().manual_seed(seed)
     target, draft = torch.randn(2, 6, 6, generator=generator)
     options = {"temperature": 1.0, "seed": seed}
@@ -193,7 +193,7 @@ def test_falling_back_at_any_moment_changes_nothing(seed, plan, after):
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), plan=st.sampled_from([*PLANS]), after=st.integers(1, 90))
 def test_falling_back_where_corrections_are_drawn_here_ends_the_output_too(seed, plan, after):
-    """Draft tokens are wrong now and then, so the target owes some roots when it goes on alone."""
+    """Some draft tokens are rejected, so the target owes some roots when it continues alone."""
     target, draft = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(seed))
     storm = Storm(TableTarget(target), seed, loss=0.1, falls_back_after=after)
     options = {"temperature": 1.0, "seed": seed, "rule": "tail_escape", "payload_tokens": 2}
@@ -213,7 +213,7 @@ def opened(**options) -> tuple[TargetSession, list]:
 
 
 def verify(ids=(2,), **fields) -> Verify:
-    """Behind the text of the table that repeats its last token."""
+    """Verify ``ids`` behind the table's text, which repeats its last token."""
     return drafted([1, 2, 2], list(ids), **fields)
 
 
@@ -277,7 +277,7 @@ def test_an_opening_that_cannot_be_is_refused(fields, message):
 
 
 class Scripted(LinkedPipeline):
-    """A peer that says what it likes, whatever it is asked."""
+    """A peer that sends arbitrary replies, whatever the request."""
 
     def __init__(self, *replies) -> None:
         super().__init__(RemoteTarget())

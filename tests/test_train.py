@@ -38,7 +38,7 @@ from pipedraft.train.spd import sample_occupancy
 
 
 def test_another_seed_gives_another_run(world, tmp_path, monkeypatch):
-    """Comparisons of resumed runs would also pass if nothing depended on the random numbers."""
+    """Otherwise resumed runs would also compare equal without any random numbers."""
     for seed in (0, 1):
         train(world.arguments("spd", tmp_path / str(seed), seed=seed, max_steps=2), monkeypatch)
     assert logged(tmp_path / "0") != logged(tmp_path / "1")
@@ -86,7 +86,7 @@ def test_a_fresh_start_forgets_the_log_of_a_run_that_never_saved(world, tmp_path
 
 
 def gradients_of(trainer: Any, window: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What the optimizers would be given, in float64."""
+    """Gradients as given to the optimizers, in float64."""
     trainer.optimizers = []
     trainer.module.zero_grad()
     trainer.optimize(window)
@@ -95,7 +95,7 @@ def gradients_of(trainer: Any, window: list[dict[str, torch.Tensor]]) -> dict[st
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Relative to the largest gradient of each parameter."""
+    """Largest difference relative to each parameter's largest gradient."""
     assert a.keys() == b.keys()
     return max(float((a[k] - b[k]).abs().max() / a[k].abs().max()) for k in a)
 
@@ -215,7 +215,7 @@ def test_a_start_of_another_method_or_architecture_is_refused(
 
 
 FEW = {("kl", "newest", None), ("kl", "all", 260), ("tv", "newest", 260), ("lk", "all", None)}
-"""Every loss, query and vocabulary; the other combinations are for make test-all."""
+"""Covers every loss, query and vocabulary; make test-all runs the other combinations."""
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_the_rate_of_every_step_is_the_one_that_is_logged_and_used(world, tmp_pa
 
 
 def test_epochs_are_whole_windows(world, tmp_path):
-    """Windows never cross the end of an epoch, so an epoch of 2k + 1 batches has k + 1 steps."""
+    """Windows never cross the end of an epoch, so an epoch with 2k + 1 batches has k + 1 steps."""
     trainer = world.trainer(
         "spd", tmp_path, max_steps=None, epochs=3.0, accumulation=2, batch_tokens=200
     )
@@ -314,7 +314,7 @@ def test_occupancies_at_the_limits():
 
 
 def test_processes_share_the_validation_rows_and_run_equally_often(world, tmp_path, monkeypatch):
-    """Of 17 rows the first of two processes has 8 and 1, the second 8 and one that counts zero."""
+    """With 17 rows, the first of two processes has 8 and 1, the second 8 and a zero-weight one."""
     trainer = world.trainer("spd", tmp_path, evaluation__max_rows=17, data__valid_fraction=0.5)
     assert len(trainer.data.valid) >= 17
     monkeypatch.setattr(trainer, "reduce", lambda sums: sums)

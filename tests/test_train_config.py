@@ -1,4 +1,4 @@
-"""Configuration of a training run: layers, overrides, types, and what a refusal says."""
+"""Training configuration: layers, overrides, types, and error messages."""
 
 from pathlib import Path
 

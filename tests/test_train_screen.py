@@ -1,4 +1,4 @@
-"""What a run shows, and the acceptance that it measures by decoding."""
+"""A run's screen output, and acceptance measured by decoding."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_a_run_says_what_it_does_a_row_each_log_step_and_what_is_next(
 
 @pytest.mark.parametrize("method", ["spd", "eagle3", "flexspec"])
 def test_decoding_measures_the_head_and_disturbs_nothing(method, world, tmp_path):
-    """The figures are those of the saved head, and the run is the same without them."""
+    """The figures equal the saved head's, and the run is the same without them."""
     runs = {}
     for name, count in (("with", 3), ("without", 0)):
         changes = DECODED | {"evaluation__decode_prompts": count}

@@ -45,10 +45,10 @@ def test_a_tracker_that_is_not_installed_is_refused(world, tmp_path, monkeypatch
 
 
 def test_wandb_keeps_a_run_offline(world, tmp_path, monkeypatch):
-    """Both launches of it under one id."""
+    """Both of its launches share one id."""
     pytest.importorskip("wandb", reason="needs pip install 'pipedraft[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for limit in ("WANDB_INIT_TIMEOUT", "WANDB__SERVICE_WAIT"):  # of a machine that may be busy
+    for limit in ("WANDB_INIT_TIMEOUT", "WANDB__SERVICE_WAIT"):  # for a machine that may be busy
         monkeypatch.setenv(limit, "300")
     changes = {"trackers": '["wandb"]', "max_steps": 2}
     train(world.arguments("spd", tmp_path, **changes, max_minutes=1e-6), monkeypatch)

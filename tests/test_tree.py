@@ -11,7 +11,7 @@ VOCAB = 4
 
 
 class PathModel:
-    """Every row is the tuple of tokens that leads to it from the root; a tree is a list of them."""
+    """A tree as a list of rows, each row the tuple of tokens from the root to it."""
 
     def __init__(self, root_token: int, root_position: int) -> None:
         self.paths = [(root_token,)]
@@ -70,7 +70,7 @@ def assert_same(tree: TokenTree, model: PathModel) -> None:
 
 
 def random_path(tree: TokenTree, rng: np.random.Generator) -> list[int]:
-    """From the root to a random row."""
+    """Path from the root to a random row."""
     row = int(rng.integers(len(tree)))
     path = [row]
     while tree.parents[path[0]] >= 0:
@@ -138,7 +138,7 @@ def test_a_copy_of_the_visible_rows_is_handed_out():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pruned_segment_is_the_segment_of_the_rerooted_tree(seed):
-    """Stages prune what waits, the controller re-roots its tree: both must tell the same story."""
+    """Stages prune waiting segments, the controller re-roots its tree: both must agree."""
     rng = np.random.default_rng(100 + seed)
     tree, model = TokenTree(2, 7), PathModel(2, 7)
     compared = 0
@@ -167,7 +167,7 @@ def test_a_pruned_segment_is_the_segment_of_the_rerooted_tree(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_keep_means_the_same_to_every_holder_of_rows(seed):
-    """A holder of S[lo:hi) that lists its rows by name drops exactly the rows that Keep drops."""
+    """A holder of S[lo:hi) with a list of row names drops exactly the rows that KeepRows drops."""
     rng = np.random.default_rng(200 + seed)
     total = int(rng.integers(1, 20))
     rows = tuple(np.flatnonzero(rng.random(total) < 0.6).tolist())

@@ -1,4 +1,4 @@
-"""What a tree-growing draft remembers: rows of two trees, read text, continued tokens."""
+"""Memory of a tree-growing draft: rows of two trees, read text, continued tokens."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ def four_wide(num_forwards, by_score=True):
 
 
 def logits_from_scratch(head, target, text, tree, rows):
-    """Each row after its path alone, draft token by draft token."""
+    """Logits for each row after its path alone, draft token by draft token."""
     found = []
     for path in (paths_of(tree)[row] for row in rows):
         source, _ = begun(head, target, text)
@@ -33,7 +33,7 @@ def logits_from_scratch(head, target, text, tree, rows):
 
 
 def fresh_tree_then_more(head, target):
-    """A fresh tree is merged into a tree on its way; all rows of both are then continued."""
+    """Merge a fresh tree into an in-flight tree; then continue all rows of both."""
     text = [3, 1, 4, 1, 5]
     source, _ = begun(head, target, text)
     tree = TokenTree(text[-1], 4)
@@ -52,7 +52,7 @@ def test_draft_tokens_of_a_fresh_tree_are_continued_from_what_was_computed_for_t
 
 
 def forget_to_rename(monkeypatch):
-    """Keys of the fresh tree's rows would pass for those of other rows of the session's tree."""
+    """Mutant: keys for the fresh tree's rows pass for other rows in the session's tree."""
     monkeypatch.setattr(EagleSource, "_name", lambda source, tree, row: row)
 
 
@@ -114,7 +114,7 @@ def test_a_tree_on_its_way_is_continued_below_its_root_and_its_best_draft_tokens
 
 
 def test_text_read_together_with_draft_tokens_is_read_as_before():
-    """One pass or two: the same outputs of the root and of the draft tokens."""
+    """One pass or two: the same outputs for the root and the draft tokens."""
     target = tiny_llama(layers=4, vocab=16).double()
     head = make_head(target).double()
     outcomes = []

@@ -165,7 +165,7 @@ def one_step_distribution(p: torch.Tensor, q: torch.Tensor, residual_of=None) ->
 
 
 SORTED = [p for p in simplex_points(3) if p.tolist() == sorted(p.tolist(), reverse=True)]
-"""What p looks like but for the names of the tokens."""
+"""Distributions for p up to the names of the tokens."""
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ SORTED = [p for p in simplex_points(3) if p.tolist() == sorted(p.tolist(), rever
 def test_the_rejection_rule_emits_the_targets_distribution_exactly(targets):
     """All pairs of distributions on three tokens in quarters, disjoint supports included.
 
-    Acceptance ratios and normalized residuals are ratios of whole numbers up to 4, so every edge
-    is a multiple of 1/12 and the midpoints of twelfths integrate exactly.
+    Acceptance ratios and normalized residuals are ratios of whole numbers up to 4. Every edge is
+    therefore a multiple of 1/12, and the midpoints of twelfths integrate exactly.
     """
     for p, q in itertools.product(targets, simplex_points(3)):
         np.testing.assert_allclose(one_step_distribution(p, q), p.numpy(), atol=1e-12)
@@ -229,7 +229,7 @@ def test_two_rejection_steps_have_the_product_distribution_with_hashed_uniforms(
         draft_tokens = [draw(q, random.uniform(position, "draft")) for position in (11, 12)]
         walk = walk_on(RejectionVerifier(1.0, random), chain(draft_tokens, q), p_2V.log())
         text = [draft_tokens[row - 1] for row in walk.path[1:]] + [walk.next_token]
-        if len(text) == 1:  # rejected: the second token is drawn in a round of its own
+        if len(text) == 1:  # rejected: the second token is drawn in its own round
             text.append(draw(p_2V[1], KeyedRandom(seed, 1).uniform(12, "target")))
         counts[text[0], text[1]] += 1
     expected = torch.outer(p_2V[0], p_2V[1]).numpy() * seeds

@@ -1,4 +1,4 @@
-"""Drafts of tiny targets: one maker for each head."""
+"""Drafts for tiny targets: one maker per head."""
 
 from dataclasses import replace
 
@@ -31,10 +31,11 @@ FROZEN = ("embedding.", "anchor.", "norm.", "draft_ids")
 
 
 def add_noise(network, size=0.3, generator=None, *, frozen=()) -> None:
-    """No parameter stays at a special value, as an identity or a zero, that would hide a mistake.
+    """Move parameters away from special values, such as an identity or zero, that would hide a
+    mistake.
 
     Args:
-        frozen: beginnings of the names of those that stay as they are.
+        frozen: name prefixes of unchanged parameters.
     """
     for name, parameter in network.named_parameters():
         if not name.startswith(frozen):
@@ -47,7 +48,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def make_head(target, kind="eagle3", **options):
-    """A head whose projections carry noise, so that it is right now and then."""
+    """Return a head with noise on its projections, accepted now and then."""
     fingerprint = target_fingerprint(target)
     layer = LayerConfig.from_target(target.config)
     reference = TargetReference(name="tiny", fingerprint=fingerprint)
@@ -85,7 +86,7 @@ def make_module(target, *, bias=False, **options) -> SPD:
 
 
 def make_exit(target, **options) -> PPSD:
-    """A head whose weights carry noise, so that it is right now and then."""
+    """Return a head with noise on its weights, accepted now and then."""
     fingerprint = target_fingerprint(target)
     config = PPSDConfig(num_target_layers=fingerprint["num_layers"], **options)
     reference = TargetReference(name="tiny", fingerprint=fingerprint)
@@ -101,7 +102,7 @@ def kind_name(kind) -> str:
 
 
 def make_draft(target, **options) -> FlexSpec:
-    """A draft whose trained weights carry noise, so that it is right now and then."""
+    """Return a draft with noise on its trained weights, accepted now and then."""
     reference = TargetReference(name="tiny", fingerprint=FlexSpec.fingerprint(target))
     layer = LayerConfig.from_target(target.config)
     draft = FlexSpec(FlexSpecConfig(**options), layer, reference)
@@ -112,7 +113,7 @@ def make_draft(target, **options) -> FlexSpec:
 
 
 def evolved(target, *parts, seed=7):
-    """The target with noise on the parameters of some modules: as if it were tuned elsewhere."""
+    """Return the target with noise on some modules' parameters, as if tuned elsewhere."""
     copy = tiny_llama()
     copy.load_state_dict(target.state_dict())
     generator = torch.Generator().manual_seed(seed)
@@ -123,7 +124,7 @@ def evolved(target, *parts, seed=7):
 
 
 def noisy_copy(target, noise=0.1):
-    """A language model that is right often but not always."""
+    """Return a language model whose draft tokens are often, not always, accepted."""
     model = type(target)(target.config).to(target.dtype)
     model.load_state_dict(target.state_dict())
     torch.manual_seed(1)
@@ -160,7 +161,7 @@ def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.T
 
 
 def step_logits(target, head, ids_T, steps):
-    """Logits [T-1, U] of each step of every row of a text, by the code that decodes."""
+    """Logits [T-1, U] for each step at every row of a text, by the decoding code."""
     states_RH = head.feature(capture_hidden(target, ids_T[None], head.taps))[0, :-1]
     rows, caches, out = len(ids_T) - 1, [KeyValues()], []
     visible, tokens = torch.ones(rows, rows, dtype=torch.bool).tril(), F.pad(ids_T, (0, steps))

@@ -1,6 +1,6 @@
-"""Training runs of the tests: real processes, forked from one that imported it all.
+"""Training runs for tests: real processes, forked from one with all imports done.
 
-A job of the fork server is a run: its arguments, and what is to happen to it.
+A job for the fork server is one run: its arguments and planned faults.
 """
 
 import json
@@ -37,7 +37,7 @@ FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.tru
 
 
 class Moments:
-    """Counts what a run does: file operations in its folder and the parts of every step."""
+    """Counts a run's events: file operations in its folder and the parts of every step."""
 
     def __init__(self, folder: str, kill_at: int) -> None:
         self.folder, self.kill_at, self.count = folder, kill_at, 0
@@ -58,13 +58,13 @@ class Moments:
 
 
 class FullDisk:
-    """Counts the files that a run writes in its folder; from the given one on the disk is full."""
+    """Counts files written in a run's folder; from a given file on the disk is full."""
 
     def __init__(self, folder: str, full_at: int) -> None:
         self.folder, self.full_at, self.count = folder, full_at, 0
         self.said: int | None = None
         sys.addaudithook(self._audit)
-        # What Rust writes, no hook of Python sees.
+        # Rust writes it, so no Python hook sees the write.
         before_calls(safetensors.torch, "serialize_file", self.tick)
         before_calls(transformers.PreTrainedTokenizerFast, "_save_pretrained", self.tick)
 
@@ -81,7 +81,7 @@ class FullDisk:
             limit_file_size(0)
 
     def end(self) -> None:
-        """There is room again; what the run has said comes into its log."""
+        """Make room again, and move the run's messages into its log."""
         if self.said is not None:
             limit_file_size(None)
             os.set_blocking(self.said, False)
@@ -90,7 +90,7 @@ class FullDisk:
 
 
 def limit_file_size(size: int | None) -> None:
-    """No file may grow beyond this: writing fails as it does on a full disk; None: as before."""
+    """Limit the size of files: writing fails as on a full disk; None: no limit."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
@@ -106,7 +106,7 @@ def before_calls(owner: Any, name: str, act: Callable[[], None]) -> None:
 
 
 def send_in_step(step: int, numbers: list[int]) -> None:
-    """The process gets these signals while it computes the step after ``step``."""
+    """Send these signals to the process while it computes the step after ``step``."""
     backward = loop.Accelerator.backward
 
     def signalled(self: Any, loss: Any) -> None:
@@ -125,7 +125,7 @@ def send_in_step(step: int, numbers: list[int]) -> None:
 
 
 def note_dtypes(path: str) -> None:
-    """Write what a step computes, sends and keeps in: {what: dtypes}."""
+    """Write the dtypes in which a step computes, sends and keeps: {what: dtypes}."""
     found: dict[str, set[str]] = defaultdict(set)
     in_backward: list[bool] = []
     add_sums, optimize, backward = loop.add_sums, loop.Trainer.optimize, loop.Accelerator.backward
@@ -156,7 +156,7 @@ def note_dtypes(path: str) -> None:
     def noted_step(self: Any, window: Any) -> Any:
         values = optimize(self, window)
         for optimizer in self.optimizers:
-            own = getattr(optimizer.optimizer, "optimizer", optimizer)  # DeepSpeed's is around it
+            own = getattr(optimizer.optimizer, "optimizer", optimizer)  # DeepSpeed wraps it
             note("optimizer", (x for group in own.param_groups for x in group["params"]))
             note("optimizer", (x for state in own.state.values() for x in state.values()))
         note("weights", self.module.parameters())
@@ -170,7 +170,7 @@ def note_dtypes(path: str) -> None:
 
 
 def shorten_usual_timeout(seconds: float) -> None:
-    """Of collective calls, where nobody says how long they may take: else minutes."""
+    """Shorten the default time limit for collective calls: else minutes."""
     usual = timedelta(seconds=seconds)
     dataclasses.InitProcessGroupKwargs.__post_init__ = lambda own: setattr(
         own, "timeout", own.timeout or usual
@@ -179,7 +179,7 @@ def shorten_usual_timeout(seconds: float) -> None:
 
 
 def run(job: dict[str, Any]) -> NoReturn:
-    """What `python -m pipedraft.train` does, in a process that is to end."""
+    """Do what `python -m pipedraft.train` does, in a process that ends afterwards."""
     write_to(job["log"])
     os.environ.update(job.get("environment", {}))
     sys.argv = ["train", *job["arguments"]]

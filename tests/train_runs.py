@@ -33,14 +33,14 @@ BY_HEART = {"optim__lr": 1e-2, "optim__schedule": "constant", "optim__warmup_fra
 
 @dataclass(frozen=True)
 class World:
-    """Sixty conversations, a tokenizer trained on them, and a random target that uses it."""
+    """Sixty conversations, a tokenizer trained on them, and a random target with it."""
 
     folder: Path
     data: Path
     target: Path
 
     def arguments(self, method: str, output_dir: Path, /, **changes: Any) -> list[str]:
-        """Command line of a small run; keys of ``changes`` have __ for a dot."""
+        """Command line for a small run; keys in ``changes`` have __ for a dot."""
         settings: dict[str, Any] = {
             "method": method,
             "target": self.target,
@@ -86,13 +86,13 @@ def make_world(folder: Path) -> World:
 
 
 def train(arguments: list[str], monkeypatch) -> None:
-    """The command itself, in this process."""
+    """Run the command itself, in this process."""
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
     main()
 
 
 def logged(output_dir: Path) -> list[dict[str, float]]:
-    """All that a repeated run repeats."""
+    """Log entries reproduced by a repeated run."""
     lines = (output_dir / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(x).items() if k not in CLOCK_METRICS} for x in lines]
 
@@ -108,7 +108,7 @@ def assert_equal_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor])
 
 
 def assert_ends_as(folder: Path, whole: Path) -> None:
-    """The same log, and the same networks; a config.json holds the metrics of an evaluation."""
+    """Compare logs and networks; a config.json holds an evaluation's metrics."""
     assert logged(folder) == logged(whole)
     runs = [[path.name for path in checkpoint.step_folders(run)] for run in (folder, whole)]
     assert runs[0][-1] == runs[1][-1]
@@ -119,7 +119,7 @@ def assert_ends_as(folder: Path, whole: Path) -> None:
 
 
 def as_rank(trainer: Any, rank: int, world_size: int) -> Any:
-    """The accelerator of another process, whose sums stay its own."""
+    """Make the accelerator act as another process; sums stay local."""
     return SimpleNamespace(
         process_index=rank,
         num_processes=world_size,
@@ -134,15 +134,16 @@ def as_rank(trainer: Any, rank: int, world_size: int) -> Any:
 
 @dataclass
 class Runs:
-    """The process that runs are forked from."""
+    """Process from which runs are forked."""
 
     world: World
     changes: dict[str, dict[str, Any]]
-    """Of every run of a method."""
+    """Changes for every run, by method."""
     parent: ForkServer
 
     def start(self, method: str, folder: Path, *, changes: dict | None = None, **job: Any) -> int:
-        """Process id of a run that writes to ``folder`` and, what it says, to folder.log."""
+        """Start a run and return its process id; it writes to ``folder``, and its output to
+        folder.log."""
         changes = self.changes[method] | (changes or {})
         arguments = self.world.arguments(method, folder, **changes)
         log = str(folder) + ".log"
@@ -153,9 +154,9 @@ class Runs:
         return self.parent.wait(self.start(method, folder, **job))
 
     def run_on_disk(self, method: str, folder: Path, *, full_at: int, **job: Any) -> bool:
-        """Whether a run ended before it wrote its n-th file, at which the disk is full.
+        """Return True if a run ended before its n-th file, where the disk is full.
 
-        If not it has ended with one line and status 1, and all that it had saved is whole.
+        Otherwise it has ended with one line and status 1, and all its saved files are whole.
         """
         before = checkpoint.step_folders(folder)
         status = self.run(method, folder, full_at=full_at, **job)
@@ -182,7 +183,7 @@ class Runs:
         """Exit statuses of processes that train together.
 
         Args:
-            jobs: of single ranks.
+            jobs: options for single ranks.
         """
         with self.begun(method, folder, environment, num_processes, changes, jobs or {}) as pids:
             return [self.parent.wait(pid) for pid in pids]
@@ -197,7 +198,7 @@ class Runs:
         changes: dict | None,
         jobs: dict[int, dict[str, Any]],
     ) -> Iterator[list[int]]:
-        """Process ids of ``together``, that are to be waited for."""
+        """Process ids as for ``together``; the caller waits for them."""
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pids = []
         for rank, own in enumerate(rank_environments(num_processes, store.port)):
@@ -227,7 +228,7 @@ class Stop(Exception):
 
 
 def run_until(trainer, step) -> None:
-    """Runs, and stops as by an error when ``step`` steps are done."""
+    """Run, and stop as by an error when ``step`` steps are done."""
     optimize = trainer.optimize
 
     def stop_at_step(window):
