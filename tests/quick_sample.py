@@ -11,6 +11,9 @@ KEPT = {
     "test_api": {
         "test_the_documented_code_runs": 1,
     },
+    "test_audit": {
+        "test_planted_faults_are_found": 3,
+    },
     "test_bitwise": {
         "test_text_in_bfloat16_is_that_of_plain_decoding": 5,
     },
@@ -70,25 +73,36 @@ KEPT = {
         "test_sampled_text_has_the_targets_distribution": 1,
         "test_top_k_misses_the_distribution_by_what_is_predicted": 0,
         "test_the_distribution_test_catches_known_mistakes": 1,
+        "test_the_first_three_tokens_have_the_product_distribution": 0,
     },
     "test_end_to_end": {
         "test_an_eagle_head_is_trained_decoded_and_evaluated": 1,
+    },
+    "test_engine_parity": {
+        "test_faults_of_what_an_engine_reads_are_named": 2,
     },
     "test_eval_entropy": {
         "test_a_certain_target_is_drafted_for_better_and_entries_say_so": 0,
     },
     "test_eval_margin": {
-        "test_half_precision_differs_by_ties_alone": 1,
+        "test_half_precision_differs_by_ties_alone": 0,
     },
     "test_eval_sequences": {
         "test_counts_and_texts_are_those_of_one_after_the_other": 1,
+        "test_a_draft_that_weighs_the_company_counts_otherwise": 0,
     },
     "test_evolution": {
         "test_every_configuration_makes_a_model_that_loads_as_a_target": 0,
-        "test_the_merged_model_computes_what_the_adapters_do": 1,
+        "test_the_merged_model_computes_what_the_adapters_do": 0,
+        "test_a_run_that_was_stopped_ends_as_an_unbroken_one": 0,
     },
     "test_export": {
         "test_layers_in_another_order_are_sorted_with_the_columns_that_read_them": 4,
+    },
+    "test_families": {
+        "test_a_family_is_decoded_exactly": 5,
+        "test_a_family_is_read_packed_and_exported": 6,
+        "test_heads_train_on_a_family": 2,
     },
     "test_features": {
         "test_training_from_a_dump_in_fp32_is_online_training_bit_for_bit": 1,
@@ -96,12 +110,15 @@ KEPT = {
     },
     "test_features_served": {
         "test_training_from_a_server_is_online_training": 1,
+        "test_a_run_that_loses_its_server_saves_and_goes_on_later": 1,
+        "test_what_cannot_be_dumped_is_refused_before_the_target_runs": 0,
     },
     "test_flexspec": {
         "test_greedy_text_equals_transformers_greedy": 1,
         "test_draft_tokens_are_those_of_their_paths_read_from_scratch": 5,
         "test_sampled_text_has_the_targets_distribution": 0,
         "test_both_backends_agree": 1,
+        "test_the_distribution_test_catches_a_draft_token_that_was_not_drawn_from_its_q": 0,
     },
     "test_flexspec_training": {
         "test_it_learns_a_handful_of_conversations_by_heart": 1,
@@ -138,12 +155,15 @@ KEPT = {
         "test_sampled_output_is_plain_decodings_with_shared_noise": 3,
     },
     "test_lossless": {
-        "test_greedy_text_equals_transformers_greedy": 2,
+        "test_greedy_text_equals_transformers_greedy": 1,
         "test_sampled_text_has_the_targets_distribution": 1,
         "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 1,
         "test_steps_equal_the_closed_form_on_a_bernoulli_draft": 0,
         "test_both_tests_of_sampled_text_catch_the_published_tree_rule": 0,
         "test_shared_noise_makes_draft_and_target_agree_more_often": 0,
+    },
+    "test_meter": {
+        "test_text_is_the_targets_whatever_part_is_drafted": 6,
     },
     "test_mtp": {
         "test_sampled_text_is_the_targets": 0,
@@ -160,6 +180,7 @@ KEPT = {
         "test_a_table_runs_and_says_why_a_row_does_not": 3,
         "test_shares_of_conversations_at_once_make_the_same_table": 0,
         "test_the_command_writes_the_table_and_what_it_rests_on": 1,
+        "test_a_fault_in_a_declaration_is_refused": 8,
     },
     "test_parallel": {
         "test_two_processes_train_the_run_of_one": 2,
@@ -270,7 +291,7 @@ KEPT = {
     },
     "test_shipped_heads": {
         "test_a_head_accepts_as_much_as_it_did": 1,
-        "test_the_floor_finds_perturbed_weights": 1,
+        "test_the_floor_finds_perturbed_weights": 0,
     },
     "test_spd": {
         "test_training_logits_equal_decoding_logits_at_every_occupancy": 4,
@@ -301,6 +322,10 @@ KEPT = {
     "test_train": {
         "test_spd_learns_a_handful_of_conversations_by_heart": 1,
         "test_a_run_starts_with_the_weights_of_a_trained_draft": 3,
+        "test_a_batch_without_counted_rows_has_no_loss_and_a_zero_gradient": 3,
+    },
+    "test_train_screen": {
+        "test_decoding_measures_the_head_and_disturbs_nothing": 1,
     },
 }
 
