@@ -118,10 +118,10 @@ class Model:
                 template.
             schedule: schedule name; None: the draft's own.
             stages: pipeline stages; None: as the draft was trained, else 1.
-            tree: draft tree shape, such as "chain:5" or "dynamic:7:10:59".
+            tree: draft tree shape, as "chain:5" or "dynamic:7:10:59".
             temperature: 0 is greedy.
             stream: called with each piece of text once it is certain; True prints it.
-            settings: for the schedule and ``DecodeConfig``, such as ``top_p=0.9``.
+            settings: for the schedule and ``DecodeConfig``, as ``top_p=0.9``.
 
         Raises:
             ValueError: an unknown or out-of-range setting, or one that does not fit the draft.
@@ -212,7 +212,7 @@ def load(
         device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
         dtype: float32, bfloat16, float16; auto: float32 on a CPU, the target's stored dtype on a
             GPU.
-        tokenizer: for a target object that was not loaded from a folder.
+        tokenizer: for a target object not loaded from a folder.
 
     Raises:
         ValueError: a missing model, an unsupported family, or a draft for another target.
@@ -349,12 +349,12 @@ def train(
     ``accelerate launch``, every process makes the call.
 
     Args:
-        method: "eagle3", "spd" or another name that ``pipedraft train --help`` lists.
+        method: "eagle3", "spd" or another name from ``pipedraft train --help``.
         target: folder or Hub id; for an object, use where it was loaded from.
         dataset: conversations as lists of {"role", "content"}, a ``datasets.Dataset`` with a column
             ``messages`` or ``conversations``, a file, or a ``DataConfig``.
-        data: other ``DataConfig`` fields, such as {"max_length": 512}.
-        fields: for ``RunConfig``, such as max_steps=500, optim={"lr": 3e-4}, model={...}.
+        data: other ``DataConfig`` fields, as {"max_length": 512}.
+        fields: for ``RunConfig``, as max_steps=500, optim={"lr": 3e-4}, model={...}.
 
     Raises:
         ValueError: an unknown or out-of-range field, or unusable data.
@@ -453,11 +453,11 @@ def evaluate(
     """Decode benchmarks and compare with autoregressive decoding, as ``pipedraft eval`` does.
 
     Args:
-        model: a model that ``load`` made from names, or a head.
+        model: a model from ``load`` with names, or a head.
         benchmarks: names, or .jsonl files with prompts.
         limit: use the first prompts in each benchmark; None: all.
         out: results folder.
-        options: command options, such as stages=4, schedule=["eagle"], temperature=[0, 1].
+        options: command options, as stages=4, schedule=["eagle"], temperature=[0, 1].
 
     Raises:
         ValueError: an unknown or out-of-range option, or a model without a name.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message: TypeAlias = Mapping[str, Any]
-"""One turn: role, content, and other fields that a template reads."""
+"""One turn: role, content, and other template fields."""
 DEFAULTS = "pipedraft_template_variables"
 """Tokenizer attribute: template variables for conversations without values of their own."""
 RESERVED_VARIABLES = {
@@ -20,7 +20,7 @@ RESERVED_VARIABLES = {
     *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
     *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
 }
-"""Names that are not chat template variables, or that users must not set."""
+"""Names reserved for the rendering, or not for users to set."""
 
 
 def check_template_variables(variables: Mapping[str, object] | None, field: str) -> None:
@@ -92,9 +92,9 @@ def render_chat(
     """Render a conversation as the model reads it; the template runs in jinja's sandbox.
 
     Args:
-        messages: {"role", "content"} per turn, and other fields that a template reads.
+        messages: {"role", "content"} per turn, and other template fields.
         prompt: append the beginning of the assistant's next turn.
-        tools: functions that the model may call.
+        tools: functions for the model to call.
         variables: for the template (``chat_template_kwargs``).
     """
 
@@ -135,7 +135,7 @@ def render_turns(messages: Sequence[Message], render: Callable[[list[Values]], s
 
 
 def with_arguments(turn: Values, *, as_text: bool) -> Values:
-    """Convert a turn's tool-call arguments to one form; text that is no JSON stays text."""
+    """Convert a turn's tool-call arguments to one form; invalid JSON stays text."""
     if not turn.get("tool_calls"):
         return turn
     calls = []

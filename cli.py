@@ -1,6 +1,6 @@
 """Command options and exit status: 0 done, 2 bad input in one line, 1 failure, 130 Ctrl-C.
 
-A command's options are a dataclass whose fields are flags, read by jsonargparse:
+A command's options are a dataclass with fields as flags, read by jsonargparse:
 
     @dataclass(frozen=True, kw_only=True)
     class Push(Options):
@@ -62,7 +62,7 @@ class UsageError(ValueError):
 
 
 class Failure(RuntimeError):
-    """A failure that other input cannot fix, such as a network outage; one line, status 1."""
+    """A failure beyond the input, as a network outage; one line, status 1."""
 
 
 def check_ranges(values: object, ranges: Mapping[str, str], prefix: str = "") -> None:
@@ -148,7 +148,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 ALIASES = {"num_stages": "--stages"}
-"""Fields whose option has another name."""
+"""Fields with another option name."""
 
 
 def as_typed(message: str, words: Sequence[str]) -> str:
@@ -251,7 +251,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _forget_output() -> None:
-    """Drop output that a closed pipe refused: the interpreter's final flush would fail again."""
+    """Drop output refused by a closed pipe: the interpreter's final flush would fail again."""
     try:
         print(end="", flush=True)
     except OSError:
@@ -325,7 +325,7 @@ class Options:
         """Return the parser for these options: flags, --help and --config.
 
         Args:
-            shows_help: read every field's docstring, which takes a moment.
+            shows_help: read every field's docstring (slow).
         """
         parser = ArgumentParser(
             prog=cls.PROG,
@@ -394,7 +394,7 @@ class Options:
 
     @classmethod
     def read_own(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
-        """Read the words that are options of this class; return the other words, too."""
+        """Read the words for options of this class; return the other words, too."""
         takes = {flag_of(part): hint is not bool for part, hint in typed_fields(cls)}
         own: list[str] = []
         rest: list[str] = []
@@ -417,7 +417,7 @@ class Options:
         }
 
     def to_dict(self) -> Values:
-        """Return the values in a form that files can store."""
+        """Return the values in a form for files."""
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(self).items()

@@ -36,7 +36,7 @@ MAX_BYTES = 2**26
 
 
 def read_bounded(path: Path, field: str, most: int = MAX_BYTES) -> bytes:
-    """Read a regular file with at most ``most`` bytes; ``field`` is the option that named it.
+    """Read a regular file with at most ``most`` bytes; ``field`` is the option with its name.
 
     Raises:
         UsageError: not a regular file, too large, or unreadable.
@@ -67,7 +67,7 @@ def read_text(path: Path, field: str, most: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path, field: str, kind: type[T], most: int = MAX_BYTES) -> T:
-    """Read a JSON file as ``kind``, a type that msgspec knows; NaN is no JSON.
+    """Read a JSON file as ``kind``, a type known to msgspec; NaN is no JSON.
 
     Raises:
         UsageError: as ``read_bounded``, or other content.

@@ -120,7 +120,7 @@ def load_tokenizer(
     """Load a model's tokenizer.
 
     Raises:
-        ValueError: no tokenizer files, or a tokenizer that needs custom code.
+        ValueError: no tokenizer files, or a tokenizer with custom code.
     """
     name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
@@ -202,7 +202,7 @@ def read_config(
         drops_code: remove references to custom code; the caller works without it.
 
     Raises:
-        ValueError: a missing model, not a configuration, or one that names custom code.
+        ValueError: a missing model, not a configuration, or one with custom code.
     """
     name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
@@ -471,7 +471,7 @@ def convert_gguf(file: Path, out: Path, *, field: str = "target") -> list[Path]:
     config.json stores the file's hash as ``gguf_sha256``, so that results identify the target.
 
     Raises:
-        ValueError: the file is broken, or from a model family that cannot be cut into stages.
+        ValueError: the file is broken, or from a model family without support for stages.
         UsageError: ``out`` is in use.
     """
     return write_folder(out, partial(_fill_from_gguf, file=file, field=field))
@@ -516,7 +516,7 @@ def resolve_device(name: str, field: str = "--device") -> torch.device:
         name: auto (the first accelerator, if there is one), cpu, cuda or cuda:N.
 
     Raises:
-        ValueError: a device that this machine does not have.
+        ValueError: a device missing on this machine.
     """
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -539,7 +539,7 @@ def has_native_bf16(device: torch.device) -> bool:
 
 
 def stored_dtype(name: str, revision: str | None) -> torch.dtype | None:
-    """Return the dtype that a model's config.json states for its weights."""
+    """Return the weights' dtype as stated in a model's config.json."""
     config = read_config(name, revision)
     config = config.get("text_config", config)
     found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)

@@ -86,7 +86,7 @@ def _check_settings(given: Values, schedules: Collection[str]) -> None:
 
 
 def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedule]]:
-    """Return every combination of the schedule's settings, in name order.
+    """Return every combination of the schedule's settings by name, in the given order.
 
     Args:
         given: setting -> value or list of values; settings for other schedules are ignored.

@@ -75,7 +75,7 @@ def trained_depth(draft: Draft, depth: int) -> int:
     if isinstance(draft, SPD):
         return draft.config.max_in_flight
     if isinstance(draft, PPSD):
-        return draft.num_stages - 1  # drafted after a step, when the first stage has finished it
+        return draft.num_stages - 1  # drafted after a step, when one stage is done
     return min(depth, draft.config.num_tokens) if isinstance(draft, DFlash) else depth
 
 

@@ -307,9 +307,9 @@ def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
 
 
 def _features(peer: Peer, given: _Module, num_layers: int) -> tuple[Values, dict[str, str]]:
-    """Settings of SPDConfig, and the names of the projections: theirs -> ours, "" for unused ones.
+    """Return SPDConfig settings, and projection names: theirs -> ours, "" for unused ones.
 
-    Index L of theirs is the state after the target's final norm.
+    Their index L is the state after the target's final norm.
     """
     n, key = given.num_stages, "aggr_feature_bound"
     if given.version == 11:

@@ -1,6 +1,6 @@
-"""Run the frozen target over the data once and keep what draft heads read of it.
+"""Run the frozen target over the data once and store the hidden states that draft heads read.
 
-Exit status: 0 done; 2 bad input; 1 failure. Killed at any moment, the same command goes on.
+Exit status: 0 done; 2 bad input; 1 failure. After a kill at any moment, the same command resumes.
 """
 
 import sys
@@ -34,7 +34,7 @@ data and the layers that this head and those of --also read."""
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureOptions(Options):
-    """Hidden states of the target, on disk or on demand, for --features of train."""
+    """Store the target's hidden states, or serve them on demand, for --features of train."""
 
     PROG: ClassVar[str] = "python -m pipedraft.train.features"
     EXAMPLE: ClassVar[str] = EXAMPLE
@@ -44,23 +44,23 @@ class FeatureOptions(Options):
     port: int | None = None
     """serve: port to listen on; 0 takes a free one"""
     out: Path | None = None
-    """folder to write, or to go on with"""
+    """folder to write or resume"""
     dtype: Literal["fp32", "bf16", "fp16", "int8"] = "bf16"
-    """of what is stored"""
+    """storage dtype"""
     also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)
-    """head that reads it too"""
+    """configuration of another head that reads the same states; repeatable"""
     shard_mb: float = option(512.0, metavar="MB", flag="--shard_mb")
-    """size of a shard"""
+    """shard size"""
     engine: Literal["vllm"] | None = None
     """run the target in this engine; default: here"""
     engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
-    """python of the environment that has the engine"""
+    """python of the environment with the engine"""
     estimate: bool = False
-    """print bytes per token of every head and end"""
+    """print every head's bytes per token and exit"""
 
 
 def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
-    """The heads that share a dump, the first one by the command line.
+    """Return the heads that share a dump, the first one from the command line.
 
     Raises:
         ValueError: they have different targets, or none.

@@ -1,9 +1,9 @@
-"""Running a frozen target over a data set once, and writing the hidden states that heads need.
+"""Run a frozen target over a data set once, and write the hidden states that heads need.
 
-Or holding it ready for trainers that ask for them.
+Alternatively, serve the target to trainers on demand.
 """
 
-# B batch, T positions of a padded row, M positions of sequences, H hidden, V vocabulary
+# B batch, T positions in a padded row, M positions in sequences, H hidden, V vocabulary
 
 import json
 import shutil
@@ -76,7 +76,7 @@ class Head:
 
 
 def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Layers that each head needs, and all of them together if there are several heads."""
+    """Return the layers that each head needs, and their union if there are several heads."""
     layers = {}
     for head in heads:
         draft = weightless_draft(registry()[head.run.method][1], head.model, target_config)
@@ -89,17 +89,18 @@ def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, t
 def cut_in_shards(
     run: RunConfig, data: TokenizedData, settings: DumpSettings, token_bytes: int
 ) -> tuple[list[list[list[int]]], list[int]]:
-    """Batches of rows of every shard, and its tokens; validation rows follow the training rows.
+    """Return each shard's batches of rows, and its tokens; validation rows follow the training
+    rows.
 
-    Batches are those of the run's first epoch and of its evaluation: with one process, the hidden
-    states are bit for bit what that epoch computes without a dump, if stored in fp32.
+    Uses the batches from the run's first epoch and from its evaluation. So with one process and
+    fp32 storage, the hidden states equal those of an epoch without a dump bit for bit.
     """
     lengths = row_lengths(data.train) + row_lengths(data.valid)
     num_train, group = len(data.train), settings.batch_group
     batches = length_bucketed_batches(
         lengths[:num_train], run.batch_tokens, seed=run.seed, epoch=0, group=group
     )
-    batches = list({rows[0]: rows for rows in batches}.values())  # some may come twice
+    batches = list({rows[0]: rows for rows in batches}.values())  # some may repeat
     valid = range(num_train, len(lengths))
     batches += [list(valid[i : i + EVALUATED_ROWS]) for i in range(0, len(valid), EVALUATED_ROWS)]
     shards: list[list[list[int]]] = [[]]
@@ -114,7 +115,7 @@ def cut_in_shards(
 
 
 def size_table(layers: dict[str, tuple[int, ...]], hidden_size: int) -> str:
-    """Markdown: bytes per token in each dtype, and of 2,048 tokens in bf16."""
+    """Return Markdown: bytes per token in each dtype, and for 2,048 tokens in bf16."""
     lines = ["| head | layers | fp32 | bf16, fp16 | int8 | 2,048 tokens in bf16 |"]
     lines.append("|---|---|---|---|---|---|")
     for name, chosen in layers.items():
@@ -132,11 +133,11 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:,.2f} TB"
 
 
-# -- the target at work ---------------------------------------------------------------------
+# -- running the target ---------------------------------------------------------------------
 
 
 class States:
-    """The frozen target at work on rows of tokens."""
+    """Runs the frozen target on rows of tokens."""
 
     def __init__(self, target: PreTrainedModel, pad_id: int, accelerator: Accelerator) -> None:
         self.target, self.pad_id, self.accelerator = target, pad_id, accelerator
@@ -145,7 +146,7 @@ class States:
 
     @torch.no_grad()
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
-        """Hidden states {layer: [M, H]}, row after row."""
+        """Return hidden states {layer: [M, H]}, row after row."""
         batch = collate(
             [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], self.pad_id
         )
@@ -161,7 +162,8 @@ class States:
 
 
 class Dump:
-    """A folder that is being filled. Killed at any moment, it resumes with the shards it has."""
+    """A dump folder being filled. After a kill at any moment, it resumes with its complete
+    shards."""
 
     def __init__(
         self,
@@ -173,7 +175,7 @@ class Dump:
     ) -> None:
         """
         Args:
-            shards: batches of rows of each shard.
+            shards: batches of rows per shard.
 
         Raises:
             ValueError: the folder holds another dump, or its disk has too little room.
@@ -185,7 +187,7 @@ class Dump:
         self.missing = on_main_process(accelerator, self._begin)
 
     def _begin(self) -> list[int]:
-        """Write the index, if there is none; the numbers of the shards that are to be made."""
+        """Write the index, if there is none; return the numbers of the missing shards."""
         path = self.folder / INDEX
         if path.exists():
             self._check(read_index(self.folder), path)
@@ -225,10 +227,10 @@ class Dump:
             )
 
     def run(self, load: Callable[[], "States | VllmStates"]) -> None:
-        """Write what is missing, each process its share of the shards.
+        """Write the missing shards, each process its share.
 
         Args:
-            load: called if anything is missing.
+            load: called if a shard is missing.
         """
         accelerator = self.accelerator
         mine = self.missing[accelerator.process_index :: accelerator.num_processes]
@@ -262,7 +264,7 @@ class Dump:
         publish(self.folder / shard_name(number), lambda place: save_file(tensors, place))
 
     def _ids(self, rows: Sequence[int]) -> list[list[int]]:
-        """Tokens of a batch, whose rows are all for training or all for validation."""
+        """Return a batch's tokens; its rows are all for training or all for validation."""
         num_train = len(self.data.train)
         if rows[0] < num_train:
             return self.data.train[list(rows)]["input_ids"]
@@ -276,7 +278,7 @@ class Dump:
 def dump_features(
     own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
 ) -> None:
-    """Write, or go on with, the folder of ``python -m pipedraft.train.features``."""
+    """Write or resume the folder for ``python -m pipedraft.train.features``."""
     run = heads[0].run
     accelerator = make_accelerator(run)
     say = print if accelerator.is_main_process else lambda *_: None
@@ -324,10 +326,10 @@ def dump_features(
 def in_vllm(
     own: "FeatureOptions", run: RunConfig, layers: tuple[int, ...], accelerator: Accelerator
 ) -> VllmStates:
-    """Start vLLM with the target of a run.
+    """Start vLLM with a run's target.
 
     Raises:
-        ValueError: a setting that is for the target in this process.
+        ValueError: a setting that needs the target in this process.
     """
     if run.target_quantization:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Hidden states on demand: trainers ask a server, which holds the frozen target.
+"""Hidden states on demand: trainers query a server with the frozen target.
 
-Questions and answers are frames of a ``Codec``: typed headers and raw tensors of bounded size.
-There is no authentication: listen where only trainers can reach.
+Requests and responses are ``Codec`` frames: typed headers and raw tensors with bounded size. There
+is no authentication: listen only where no one but trainers can connect.
 """
 
-# M tokens of all rows, R rows of tokens, K layers
+# M tokens in all rows, R rows of tokens, K layers
 
 import re
 import socket
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 1 << 18
 MAX_QUESTION_BYTES = 1 << 24
 MAX_ANSWER_BYTES = 1 << 36
-"""Of any target; each answer is held to the size of its question."""
+"""Maximum response for any target; each response is also limited by its request's size."""
 FRAME_S = 60.0
-"""How long a frame may take from its first byte to its last before its link counts as lost."""
+"""Timeout from a frame's first byte to its last; the link then counts as lost."""
 ANSWER_S = 120.0
-"""How long a trainer waits for hidden states: other trainers may be served first."""
+"""How long a trainer waits for hidden states: the server may serve other trainers first."""
 CONNECT_S = 60.0
-"""How long a trainer tries to reach a server that is not there (yet, or any more)."""
+"""How long a trainer retries an unreachable server."""
 ADDRESS = re.compile(r"(?P<host>[\w.-]+):(?P<port>\d+)")
 
 Name: TypeAlias = Annotated[str, Meta(max_length=64)]
@@ -45,7 +45,7 @@ Layer: TypeAlias = Annotated[int, Meta(ge=0, le=10_000)]
 
 
 class ServedTarget(Message, tag="hello"):
-    """The server's first message: the identity of its target, and how hidden states are stored."""
+    """The server's first message: its target's identity, and the storage format."""
 
     identity: Annotated[dict[Name, Value], Meta(max_length=16)]
     dtype: Literal["fp32", "bf16", "fp16", "int8"]
@@ -55,7 +55,7 @@ class StatesQuestion(Message, tag="question"):
     ids: Tensor
     """int32 [M]: tokens, row after row."""
     lengths: Tensor
-    """int32 [R]: tokens of each row."""
+    """int32 [R]: tokens per row."""
     layers: Annotated[list[Layer], Meta(max_length=1000)]
 
     def __post_init__(self) -> None:
@@ -83,17 +83,17 @@ ANSWERS: Codec[ServedTarget | StatesAnswer | QuestionRefused] = Codec(
 
 
 def filling(link: socket.socket, begin_s: float | None) -> FillBuffer:
-    """A function that fills a buffer from a socket, within a time for the whole frame.
+    """Return a function that fills a buffer from a socket, with a timeout for the whole frame.
 
     Args:
-        begin_s: how long to wait for the first byte; None: for ever. The rest has ``FRAME_S``.
+        begin_s: timeout for the first byte; None: wait forever. The rest has ``FRAME_S``.
     """
     until_s: float | None = None
 
     def fill(view: memoryview) -> None:
         nonlocal until_s
         while view:
-            # Of the whole frame: a byte now and then would hold a trainer for ever.
+            # For the whole frame: a slow trickle of bytes would block a trainer forever.
             link.settimeout(begin_s if until_s is None else max(until_s - time.monotonic(), 1e-3))
             try:
                 count = link.recv_into(view)
@@ -111,14 +111,14 @@ def filling(link: socket.socket, begin_s: float | None) -> FillBuffer:
 
 
 class FeaturesLost(ValueError):
-    """The server does not give what a run that has begun with it needs; start one, then go on."""
+    """The server no longer provides the states for a run in progress; start one, then resume."""
 
 
 def addresses_of(features: str) -> list[Address]:
-    """Host and port of each feature server; none for a folder.
+    """Return each feature server's host and port; none for a folder.
 
     Raises:
-        ValueError: no such port, or something else among addresses.
+        ValueError: an invalid port, or an entry that is no address.
     """
     parts = features.split(",")
     if not ADDRESS.fullmatch(parts[0]):
@@ -136,7 +136,7 @@ def addresses_of(features: str) -> list[Address]:
 
 
 class RemoteStates:
-    """A ``Source`` that asks a server, and goes to the next one, or the same, if it is lost."""
+    """A ``Source`` that queries a server; if it is lost, tries the next one or reconnects."""
 
     def __init__(
         self,
@@ -148,16 +148,16 @@ class RemoteStates:
     ) -> None:
         """
         Args:
-            places: of servers of one target.
-            identity: of the run's target; see ``target_identity``.
-            first: whom this process asks, so that processes share the servers; counted on and on.
+            places: addresses of servers with the same target.
+            identity: the run's target; see ``target_identity``.
+            first: index of this process's first server (modulo their number), to spread the load.
 
         Raises:
-            FeaturesLost: nobody listens there, or another target is served.
+            FeaturesLost: no server listens there, or it serves another target.
         """
         self.identity, self.layers = identity, sorted(layers)
         self.places = deque(places)
-        """The one that is asked comes first."""
+        """Addresses; the current server is first."""
         self.places.rotate(-first)
         self._turn = threading.Lock()
         self._link: socket.socket | None = None
@@ -203,10 +203,10 @@ class RemoteStates:
         return link
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Hidden states of rows from a feature server, which are asked for in turn.
+        """Fetch the rows' hidden states from a feature server, one request after another.
 
         Raises:
-            FeaturesLost: the server refuses the question, or is gone.
+            FeaturesLost: the server refuses the request, or is gone.
         """
         question = StatesQuestion(
             ids=torch.tensor([token for row in ids for token in row], dtype=torch.int32),
@@ -270,12 +270,12 @@ class RemoteStates:
 
 
 class FeatureServer:
-    """Answers one question after another, whichever trainer asks."""
+    """Answers one request at a time, from any trainer."""
 
     def __init__(self, states: "States", hello: ServedTarget, max_tokens: int) -> None:
         """
         Args:
-            max_tokens: padded tokens of one question.
+            max_tokens: padded tokens per request at most.
         """
         self.states, self.hello, self.max_tokens = states, hello, max_tokens
         self.vocab_size: int = states.config.vocab_size
@@ -286,7 +286,7 @@ class FeatureServer:
         """Serve until the process ends.
 
         Args:
-            ready: called with the address, once it can be connected to.
+            ready: called with the address, once it accepts connections.
         """
         try:
             server = socket.create_server((host, port))
@@ -324,7 +324,7 @@ class FeatureServer:
             link.sendall(buffer)
 
     def answer(self, question: StatesQuestion) -> dict[str, Tensor]:
-        """Compute the hidden states that a trainer has asked for.
+        """Compute the hidden states for a trainer's request.
 
         Raises:
             ValueError: tokens or layers that the target does not have, or too many.

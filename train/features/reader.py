@@ -1,6 +1,6 @@
-"""Training without the target's layers: hidden states come from a dump or a server instead."""
+"""Train without the target's layers: read hidden states from a dump or a server instead."""
 
-# B batch, T positions of a padded or packed row, M positions of sequences, H hidden
+# B batch, T positions in a padded or packed row, M positions in sequences, H hidden
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Fetched = tuple[list[int], dict[str, Tensor]]
-"""Rows in some order, and their tensors as in a shard, row after row."""
+"""Rows in any order, and their tensors as in a shard, row after row."""
 
 
 class Features:
-    """Hidden states of batches from a dump or a server, for an objective without a whole target.
+    """Hidden states for batches, from a dump or a server, for an objective without a whole target.
 
-    The next batch is fetched while the step of the present one is computed.
+    Prefetches the next batch while the current step is computed.
     """
 
     def __init__(self, source: "ShardFolder | RemoteStates", *, pins: bool) -> None:
         """
         Args:
-            pins: fetch into page-locked memory, from which a GPU copies while others compute.
+            pins: fetch into page-locked memory, so that GPU copies overlap with computation.
         """
         self.source, self.pins = source, pins
         self._executor = ThreadPoolExecutor(1)
@@ -66,21 +66,21 @@ class Features:
         return isinstance(self.source, RemoteStates)
 
     def expect(self, batches: Sequence[tuple[list[int], list[list[int]]]]) -> None:
-        """The batches that will be read after those announced before: rows, and their tokens."""
+        """Announce the next batches in reading order: rows, and their tokens."""
         self._expected.extend(batches)
 
     def read(
         self, batch: dict[str, Tensor], layers: Collection[int], dtype: torch.dtype
     ) -> dict[int, Tensor]:
-        """Hidden states {layer: [B, T, H]}, zeros on padding.
+        """Return hidden states {layer: [B, T, H]}, zeros on padding.
 
         Args:
-            batch: with ``rows``, the place of every sequence in the data set.
+            batch: with ``rows``, each sequence's index in the data set.
         """
         ids_BT = batch["input_ids"]
         B, T = ids_BT.shape
         order, stored = self._fetched(batch)
-        # A batch that was fetched ahead may have its rows in another order than the batch.
+        # A prefetched batch may have its rows in another order.
         spans = dict(zip(batch["rows"].tolist(), _spans(batch), strict=True))
         places_M = torch.cat([torch.arange(*spans[row]) for row in order]).to(ids_BT.device)
         read: dict[int, Tensor] = {}
@@ -95,7 +95,8 @@ class Features:
         return read
 
     def wait_for(self, batch: dict[str, Tensor]) -> FeaturesLost | None:
-        """Fetch what ``read`` will return for this batch; why not, if its server is lost."""
+        """Fetch the states that ``read`` will return for this batch; return the error if the server
+        is lost."""
         try:
             self._ready = self._fetched(batch)
         except FeaturesLost as lost:
@@ -103,7 +104,7 @@ class Features:
         return None
 
     def _fetched(self, batch: dict[str, Tensor]) -> Fetched:
-        """The rows of a batch in some order, and their hidden states in this order."""
+        """Return a batch's rows in any order, and their hidden states in the same order."""
         wanted, under_way = batch["rows"].tolist(), self._under_way
         ready, self._ready = self._ready, None
         if ready is not None and sorted(ready[0]) == sorted(wanted):
@@ -125,7 +126,7 @@ class Features:
 
 
 def _spans(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
-    """Where each sequence begins and ends in the flattened batch, padded or packed."""
+    """Return each sequence's start and end in the flattened batch, padded or packed."""
     lengths, (B, T) = batch["lengths"].tolist(), batch["input_ids"].shape
     is_padded = document_lengths(batch) is None
     starts = range(0, B * T, T) if is_padded else [0, *np.cumsum(lengths)[:-1].tolist()]
@@ -133,7 +134,7 @@ def _spans(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
 
 
 class ShardFolder:
-    """Rows of a dump, memory-mapped: no process reads more of a shard than its own rows."""
+    """A dump's rows, memory-mapped: a process reads only its own rows from a shard."""
 
     def __init__(
         self,
@@ -144,12 +145,12 @@ class ShardFolder:
     ) -> None:
         """
         Args:
-            identity: of the run; see ``identity_of``.
-            layers: that will be read.
-            lengths: tokens of all rows, training rows first.
+            identity: the run's; see ``identity_of``.
+            layers: layers to read.
+            lengths: tokens per row, training rows first.
 
         Raises:
-            ValueError: not a complete dump, one of another target or other data, or without these
+            ValueError: an incomplete dump, one for another target or other data, or without these
                 layers.
         """
         self.folder, self.index = folder, read_index(folder)
@@ -182,11 +183,12 @@ class ShardFolder:
         return self._open[number]
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Hidden states, row by row, as in shards: ``layer.I`` [M, H], and ``layer.I.scale`` [M].
+        """Return hidden states, row by row, as in shards: ``layer.I`` [M, H], and ``layer.I.scale``
+        [M].
 
         Args:
-            rows: places in the data set, training rows first.
-            ids: of these rows, for a server.
+            rows: indices in the data set, training rows first.
+            ids: token ids for these rows, used by a server.
         """
         suffixes = ("", ".scale") if self.index.settings.dtype == "int8" else ("",)
         parts: dict[str, list[Tensor]] = {
@@ -208,10 +210,10 @@ def weightless_draft(
     config: "DataclassInstance",
     target_config: PreTrainedConfig,
 ) -> Draft:
-    """The draft of a configuration: its shape, and what it reads of its target, but no weights.
+    """Return a configuration's draft without weights: its shape, and the layers it reads.
 
     Args:
-        target_config: of the target's decoder.
+        target_config: for the target's decoder.
     """
     sizes: dict[str, int | str] = {
         "hidden_size": target_config.hidden_size,
@@ -224,12 +226,13 @@ def weightless_draft(
 
 
 def needed_layers(draft: Draft, num_layers: int) -> tuple[int, ...]:
-    """Layers that a dump must hold: the draft's and the teacher's, without the embeddings."""
+    """Return the layers a dump must contain: the draft's and the teacher's, without the
+    embeddings."""
     return tuple(sorted({*draft.taps, num_layers} - {0}))
 
 
 def decoder_config(run: RunConfig) -> PreTrainedConfig:
-    """Configuration of the target's decoder."""
+    """Return the configuration for the target's decoder."""
     assert run.target is not None
     config = load_config(run.target, run.target_revision)
     check_target(config, run.target)
@@ -242,13 +245,13 @@ def load_embedding_and_head(
     config: "DataclassInstance",
     accelerator: Accelerator,
 ) -> PreTrainedModel:
-    """Embedding, final norm, LM head, and those layers that the draft starts as copies of.
+    """Load embedding, final norm, LM head, and target layers that initialize the draft.
 
-    For runs whose layers never run, and for those that shard them: each process reads its part
+    For runs that never execute the other layers, and for sharded runs: each process reads its part
     later.
 
     Raises:
-        ValueError: nothing to load, or an option that is about the layers.
+        ValueError: nothing to load, or an option that concerns the layers.
     """
     other = "shard_target: true" if run.features is None else "features"
     for name, value in (
@@ -282,10 +285,10 @@ def open_features(
     data: TokenizedData,
     accelerator: Accelerator,
 ) -> Features:
-    """The dump or the servers that a run names.
+    """Open the dump or the servers that a run names.
 
     Raises:
-        ValueError: it does not belong to this target and these data, or lacks a layer.
+        ValueError: a dump for another target or other data, or one that lacks a layer.
     """
     assert run.features is not None
     config = objective.target.get_decoder().config

@@ -1,16 +1,16 @@
-"""Format of hidden states on disk: a folder of shards and index.json, which is written first.
+"""Format for stored hidden states: a folder with shards and index.json, which is written first.
 
-A shard is a safetensors file, complete or absent, that holds whole rows of the data set, one after
-another, without padding:
+A shard is a safetensors file, complete or absent. It contains whole rows from the data set, one
+after another, without padding:
 
-    rows            int64 [R]       places in the data set, validation rows after training rows
+    rows            int64 [R]       indices in the data set, validation rows after training rows
     layer.I         [M, H]          after layer I, raw; index L is before the final norm
-    layer.I.scale   float32 [M]     int8 alone: values are integers times their position's scale
+    layer.I.scale   float32 [M]     int8 only: values are integers times their position's scale
 
 The embeddings (layer 0) are not stored: they follow from the token ids.
 """
 
-# M positions of sequences, H hidden
+# M positions in sequences, H hidden
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ from pipedraft.train.config import RunConfig
 
 INDEX = "index.json"
 FORMAT = 3
-"""Part of every identity: raise it when a stored tensor changes its meaning."""
+"""Part of every identity: increase it when a stored tensor changes its meaning."""
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -46,9 +46,9 @@ DTYPES = {
 
 
 def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
-    """Tensors of a shard by name.
+    """Return a shard's tensors by name.
 
-    int8: x = round(127 x / max|x|) max|x| / 127, with the maximum of each position.
+    int8: x = round(127 x / max|x|) max|x| / 127, with the maximum at each position.
 
     Raises:
         ValueError: a state is too large for float16.
@@ -66,7 +66,7 @@ def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
 
 
 def decode(stored_MH: Tensor, scale_M: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Hidden states as ``encode`` kept them."""
+    """Return hidden states stored by ``encode``."""
     if scale_M is None:
         return stored_MH.to(dtype)
     return (stored_MH * scale_M[..., None]).to(dtype)
@@ -80,7 +80,7 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
 
 
 def _ids(dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Lengths and ids of rows, piece by piece."""
+    """Yield row lengths and ids, piece by piece."""
     columns = dataset.select_columns(["input_ids"]).with_format("arrow")
     for start in range(0, len(dataset), 10_000):
         ids = columns[start : start + 10_000]["input_ids"].combine_chunks()
@@ -92,7 +92,7 @@ def row_lengths(dataset: Dataset) -> list[int]:
 
 
 def data_identity(split: str, dataset: Dataset) -> dict[str, int | str]:
-    """Rows, tokens and a hash of the ids of one side of the data, whatever its masks."""
+    """Return rows, tokens and an id hash for one side of the data, ignoring its masks."""
     digest, num_tokens = hashlib.sha256(), 0
     for lengths, flat in _ids(dataset):
         digest.update(lengths.astype(np.int32).tobytes())
@@ -103,10 +103,10 @@ def data_identity(split: str, dataset: Dataset) -> dict[str, int | str]:
 
 
 def target_identity(run: RunConfig, target_config: PreTrainedConfig) -> dict[str, int | str]:
-    """Weights and shape of a run's target.
+    """Return the weights and shape that identify a run's target.
 
     Args:
-        target_config: of the decoder.
+        target_config: for the decoder.
     """
     assert run.target is not None
     return {
@@ -123,7 +123,7 @@ def identity_of(
     tokenizer: PreTrainedTokenizerBase,
     data: TokenizedData,
 ) -> dict[str, int | str]:
-    """Identity of hidden states: a dump with another one cannot replace a run's target."""
+    """Return the hidden states' identity: a dump with another one cannot replace a run's target."""
     return {
         **target_identity(run, target_config),
         "tokenizer": template_hash(tokenizer),
@@ -136,7 +136,8 @@ WHAT_DIFFERS = {"format": "another version of pipedraft", "tokenizer": "another 
 
 
 def difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str | None:
-    """The first field in which two identities differ, with both values; None if they agree."""
+    """Return the first field in which two identities differ, with both values; None if they
+    agree."""
     for name, value in wanted.items():
         if found.get(name) != value:
             side = "other data" if name.startswith(("train_", "valid_")) else "another target"
@@ -167,7 +168,7 @@ class DumpSettings(Struct):
 
 
 class Index(Struct):
-    """index.json: what the shards of a folder belong to, and the tokens of each when complete."""
+    """index.json: identity of a folder's shards, and the tokens in each when complete."""
 
     identity: dict[str, int | str]
     settings: DumpSettings
@@ -180,7 +181,7 @@ def shard_name(number: int) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of a dump, of which shards may be missing.
+    """Read a dump's index; shards may be missing.
 
     Raises:
         ValueError: there is no dump.
@@ -202,7 +203,7 @@ def open_shard(path: Path) -> safe_open:
     """Open a shard, memory-mapped.
 
     Raises:
-        ValueError: it is missing, or has not the size that its header says.
+        ValueError: it is missing, or its size does not match its header.
     """
     try:
         return safe_open(path, framework="pt")

@@ -1,10 +1,10 @@
-"""Hidden states of a target that runs in vLLM, by vLLM's own connector of hidden states.
+"""Get hidden states from a target in vLLM, through vLLM's own hidden-states connector.
 
-vLLM runs in a process of its environment. It writes a file of safetensors for each row, with
-``hidden_states`` [tokens, layers, H] and ``token_ids``, as the package speculators reads them.
+vLLM runs in a process with its own environment. For each row it writes a safetensors file with
+``hidden_states`` [tokens, layers, H] and ``token_ids``, as the speculators package reads them.
 """
 
-# M tokens of all rows, H hidden
+# M tokens in all rows, H hidden
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ CPU_CACHE_BYTES = 2**30
 
 
 class VllmStates:
-    """The frozen target at work on rows of tokens, in vLLM."""
+    """Runs the frozen target in vLLM on rows of tokens."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class VllmStates:
         """
         Args:
             layers: ascending; layer i is the input of the target's layer i.
-            max_length: tokens of the longest row.
+            max_length: tokens in the longest row.
         """
         check_python(python)
         self.layers = sorted(layers)
@@ -77,10 +77,10 @@ class VllmStates:
         self._place.cleanup()
 
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
-        """Hidden states {layer: [M, H]}, row after row.
+        """Return hidden states {layer: [M, H]}, row after row.
 
         Raises:
-            Failure: vLLM ended, or wrote states of other tokens.
+            Failure: vLLM ended, or wrote states for other tokens.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
