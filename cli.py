@@ -357,9 +357,14 @@ class Options:
             owner = next(c for c in reversed(cls.__mro__) if part.name in own_annotations(c))
             if vars(owner).get("IN_SHORT_HELP", True):
                 _add(parser, part, hint, help_of(owner, part.name))
+        cls.add_short(parser)
         more = "--help-all lists every option, also those of single schedules, limits and filters"
         parser.epilog = f"{more}\n\n{cls.EXAMPLE}" if cls.has_more() else cls.EXAMPLE
         return str(parser.format_help())
+
+    @classmethod
+    def add_short(cls, parser: ArgumentParser) -> None:
+        """Add the few options to --help that a class outside it wants a newcomer to see."""
 
     @classmethod
     def has_more(cls) -> bool:

@@ -25,10 +25,10 @@ example:
   python -m pipedraft.eval --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B \\
       --benchmarks gsm8k --schedule pipeinfer,eagle --stages 4 --out out/draft_model
 
-writes results.json, report.md, report.html, manifest.json and two plots into --out and prints the
-table. What was decoded is kept in OUT/traces: the same command goes on after a kill, --shard shares
-it out. The autoregressive baseline is always part of it. Without --data-dir the repository's own
-small prompt files are used; --data-dir hub: downloads the published benchmarks.
+writes results.json, report.md, report.html, outputs.html, manifest.json and charts/ into --out and
+prints the table. What was decoded is kept in OUT/traces: the same command goes on after a kill,
+--shard shares it out. The autoregressive baseline is always part of it. Without --data-dir the
+repository's own small prompt files are used; --data-dir hub: downloads the published benchmarks.
 
   python -m pipedraft.eval compare out/eval out/other    what differs between runs; see its --help
   python -m pipedraft.eval report out/eval out/other     one HTML page of runs; see its --help

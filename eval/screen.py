@@ -23,6 +23,13 @@ LONGEST_NAME = 28
 LEAST_TOLD = ("S", "alpha", "tau", "speed-up")
 """Columns dropped from the terminal, in this order, when a line is too long; the report has
 them."""
+MEANINGS = {
+    "tau": "tau: tokens per verification round",
+    "L'": "L': n times tokens over pipeline steps",
+    "S": "S: modeled speed-up",
+    "speed-up": "speed-up: measured tokens/s over the baseline's",
+}
+"""Legend under the table, by column."""
 ANY_RUN = {"fresh", "shard", "calibrate", "save_answers", "out", "config", "no_lossless"}
 """Options that may differ between results in one folder."""
 
@@ -72,6 +79,11 @@ def screen_table(runs: Sequence[RunRecord]) -> str:
         if max(map(len, text.splitlines())) <= WIDTH:
             break
     notes = warnings_of([run for run in runs if run.benchmark != OVERALL])
+    kept_meanings = [meaning for name, meaning in MEANINGS.items() if name in table.header]
+    notes.append("; ".join(kept_meanings) + ".")
+    speedups = [run.wallclock.speedup for run in runs if run.wallclock and run.tree]
+    if any(speedup is not None and speedup < 1 for speedup in speedups):
+        notes.append("A large tree costs more than it saves here: try --tree chain:3 or chain:5.")
     if empty:
         notes.append("No tokens/s: decoded beside other work, or several sequences at once.")
     return "\n".join([*([above] if above else []), text, *notes])

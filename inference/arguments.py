@@ -119,6 +119,12 @@ class ScheduleOptions(Options):
             _add_setting(group, name, owners, cls.SETTINGS_ARE_LISTS, shows_help)
 
     @classmethod
+    def add_short(cls, parser: ArgumentParser) -> None:
+        super().add_short(parser)
+        for name in ("tree", "tree_width"):
+            _add_setting(parser, name, setting_owners()[name], cls.SETTINGS_ARE_LISTS, True)
+
+    @classmethod
     def values(cls, parsed: Values) -> Values:
         given = {name: parsed[name] for name in setting_owners() if parsed[name] is not None}
         return super().values(parsed) | {"settings": given}

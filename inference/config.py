@@ -227,11 +227,14 @@ def make_schedule(name: str, settings: Values) -> Schedule:
     kind, owners = SCHEDULES[name], setting_owners()
     for setting in settings:
         if name not in owners.get(setting, []):
-            others = ", ".join(owners.get(setting, []))
-            whose = f"it belongs to {others}" if others else "no schedule has it"
+            if setting not in owners:
+                known = [*owners, *(part.name for part in fields(DecodeConfig))]
+                near = difflib.get_close_matches(setting, known, 1)
+                fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise ValueError(f"{setting}: no schedule has such a setting; {fix}")
             raise ValueError(
-                f"{setting}: schedule {name!r} has no such setting ({whose}); leave it out or "
-                "choose another schedule"
+                f"{setting}: schedule {name!r} has no such setting (it belongs to "
+                f"{', '.join(owners[setting])}); leave it out or choose another schedule"
             )
     values = dict(settings)
     for setting, hint in get_type_hints(kind).items():

@@ -102,6 +102,10 @@ def test_sampling_takes_the_schedules_settings_and_ids(model):
         ({"prompt": [1.5]}, "prompt: a list of float; give text"),
         ({"schedule": "egle"}, "schedule: 'egle' is unknown; did you mean 'eagle'"),
         ({"tree_width": 2}, "tree_width: schedule 'eagle' has no such setting"),
+        (
+            {"temprature": 0.8},
+            "temprature: no schedule has such a setting; did you mean te",
+        ),
         ({"tree": "bush"}, "tree: 'bush' is no tree"),
     ],
 )
