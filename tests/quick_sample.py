@@ -46,7 +46,6 @@ KEPT = {
         "test_commands_run": 2,
     },
     "test_docs": {
-        "test_the_pictures_are_what_the_engine_draws": 0,
         "test_drafts_of_the_papers_models_are_made_by_the_commands_above_them": 4,
     },
     "test_draft_calls": {
@@ -118,7 +117,6 @@ KEPT = {
         "test_draft_tokens_are_those_of_their_paths_read_from_scratch": 5,
         "test_sampled_text_has_the_targets_distribution": 0,
         "test_both_backends_agree": 1,
-        "test_the_distribution_test_catches_a_draft_token_that_was_not_drawn_from_its_q": 0,
     },
     "test_flexspec_training": {
         "test_it_learns_a_handful_of_conversations_by_heart": 1,
@@ -146,7 +144,6 @@ KEPT = {
         "test_text_stops_at_any_eos_token_and_counts_it": 4,
     },
     "test_long_runs": {
-        "test_a_run_killed_at_any_moment_resumes_bit_for_bit": 0,
         "test_a_signal_ends_the_run_after_its_step": 1,
         "test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room": 0,
     },
@@ -217,7 +214,6 @@ KEPT = {
         "test_greedy_text_equals_transformers_greedy": 2,
         "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 2,
         "test_a_hit_takes_one_step_and_a_miss_n": 1,
-        "test_the_distribution_test_catches_the_published_tree_rule": 0,
         "test_sampled_text_has_the_targets_distribution": 0,
         "test_speedup_is_the_papers_closed_form": 2,
     },
@@ -291,7 +287,7 @@ KEPT = {
     },
     "test_shipped_heads": {
         "test_a_head_accepts_as_much_as_it_did": 1,
-        "test_the_floor_finds_perturbed_weights": 0,
+        "test_the_floor_finds_perturbed_weights": 1,
     },
     "test_spd": {
         "test_training_logits_equal_decoding_logits_at_every_occupancy": 4,
