@@ -1,8 +1,8 @@
-"""Audit a server with speculative decoding: does it answer as the model alone would?
+"""Audit a server with speculative decoding against the same model without it.
 
 Greedy answers must equal the baseline's, apart from ties within rounding. Sampled answers must
-follow the same distribution. The baseline is the same model served without speculation, or this
-project's own autoregressive decoding with --target.
+follow the same distribution. The baseline is another server, or with --target this project's own
+autoregressive decoding.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from pipedraft.data_recipes.answers import AnswerSampling, RowFailed, TargetLost
-from pipedraft.data_recipes.server import ChatServer, ChatServerOptions
-from pipedraft.eval.audit_tests import POWER, PairedTest, compare, features_of
+from pipedraft.data_recipes.server import ChatServer, ChatServerOptions, TryAgain, read_choice
+from pipedraft.eval.audit_tests import FEATURES, POWER, PairedTest, compare
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.files import Values, to_json, write_atomically
 
@@ -44,11 +44,10 @@ example:
   pipedraft audit --endpoint http://127.0.0.1:8000 --target out/smollm2 --model out/smollm2
 
 Writes audit.json and audit.html into --out and prints the verdict. Status 0: no fault was found;
-1: one was; 2: bad input.
+1: one was; 2: bad input. The first turn of each prompt counts.
 """
 LEVEL = 0.01
 """False-alarm probability over all tests together."""
-TESTS = ("first tokens", "following tokens", "lengths", "stop reasons")
 NUM_LOGPROBS = 20
 
 
@@ -75,7 +74,7 @@ class AuditOptions(ChatServerOptions):
     limit: int = option(4, metavar="P", least=1)
     """the first P prompts of each"""
     samples: int = option(32, metavar="N", least=2)
-    """sampled answers per server and prompt; 0: none"""
+    """sampled answers per server and prompt"""
     temperature: float = option(1.0, metavar="T")
     """sampling temperature"""
     max_new_tokens: int = option(48, metavar="M", least=2)
@@ -109,39 +108,39 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """First token at which two greedy answers differ."""
+    """First token that differs between two greedy answers."""
 
     prompt: str
     place: int
     token: str
     baseline: str
-    """The baseline's token there; "", as for ``token``: the answer has ended."""
+    """The baseline's token at this place; "" in either field: the answer has ended."""
     margin: float | None
     """Gap between the baseline's log-probabilities for both tokens; None: unknown."""
     is_tie: bool
 
 
 def read_answer(payload: Values) -> Answer:
-    """Read a chat completion.
+    """Read a chat completion, which may be empty.
 
     Raises:
-        Failure: the payload is no chat completion.
+        TryAgain: the payload is no complete chat completion.
     """
+    text, reasoning, finish_reason = read_choice(payload, is_call=True)  # a call may have no text
     try:
-        choice = payload["choices"][0]
-        content = (choice.get("logprobs") or {}).get("content") or []
-        message = choice["message"]
-        text = "".join(message.get(name) or "" for name in ("reasoning_content", "content"))
+        entries = (payload["choices"][0].get("logprobs") or {}).get("content") or []
         logprobs = [
             {one["token"]: one["logprob"] for one in [*entry.get("top_logprobs", []), entry]}
-            for entry in content
+            for entry in entries
         ]
-        tokens = [entry["token"] for entry in content] or re.findall(r"\s*\S+", text)
-        return Answer(
-            tokens=tokens, ended=choice.get("finish_reason") != "length", logprobs=logprobs
-        )
-    except (KeyError, IndexError, TypeError) as error:
-        raise Failure(f"endpoint: its answer is no chat completion ({error!r})") from error
+        tokens = [entry["token"] for entry in entries]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise TryAgain(f"log-probabilities in another form ({error!r})") from error
+    return Answer(
+        tokens=tokens or re.findall(r"\s*\S+", reasoning + text),
+        ended=finish_reason != "length",
+        logprobs=logprobs,
+    )
 
 
 def first_difference(prompt: str, ours: Answer, theirs: Answer, tie: float) -> Difference | None:
@@ -166,7 +165,7 @@ def first_difference(prompt: str, ours: Answer, theirs: Answer, tie: float) -> D
 
 
 class Endpoint:
-    """A server that receives the same prompts repeatedly."""
+    """Client for one of the two servers; asks without log-probabilities after a refusal."""
 
     def __init__(self, name: str, address: str, model: str, options: AuditOptions) -> None:
         self.name, self.model, self.options = name, model, options
@@ -175,12 +174,9 @@ class Endpoint:
         self._free = asyncio.Semaphore(options.concurrency)
 
     async def ask(self, prompt: Prompt, *, temperature: float = 0.0, seed: int = 0) -> Answer:
-        messages = [{"role": "user", "content": prompt.turns[0]}]
-        if prompt.system is not None:
-            messages.insert(0, {"role": "system", "content": prompt.system})
         body: Values = {
             "model": self.model,
-            "messages": messages,
+            "messages": prompt.messages(),
             "max_tokens": self.options.max_new_tokens,
             "temperature": temperature,
         }
@@ -190,18 +186,24 @@ class Endpoint:
             if self.has_logprobs:
                 asked = body | {"logprobs": True, "top_logprobs": NUM_LOGPROBS}
                 try:
-                    return read_answer(await self.client.complete(asked))
+                    return await self._complete(asked)
                 except RowFailed:
                     self.has_logprobs = False
             try:
-                return read_answer(await self.client.complete(body))
+                return await self._complete(body)
             except RowFailed as error:
                 raise Failure(f"{self.name}: {error}") from error
+
+    async def _complete(self, body: Values) -> Answer:
+        async def ask(attempt: int) -> Answer:
+            return read_answer(await self.client.complete(body))
+
+        return await self.client.retried(ask)
 
     async def answers(
         self, prompts: Sequence[Prompt], seed: int
     ) -> tuple[list[Answer], list[list[Answer]]]:
-        """Return greedy answers, and sampled ones for each prompt."""
+        """Return greedy answers [prompts] and sampled answers [prompts][samples]."""
         options = self.options
         greedy = await _all([self.ask(prompt) for prompt in prompts])
         sampled = await _all(
@@ -221,7 +223,7 @@ async def _all(asked: Sequence[Coroutine[object, object, Answer]]) -> list[Answe
 
 @contextmanager
 def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
-    """Yield the baseline's address and model; --target is served while this is open."""
+    """Yield the baseline's address and model; serve --target until the end of the body."""
     if options.target is None:
         yield str(options.baseline), options.baseline_model or str(options.model)
         return
@@ -255,10 +257,9 @@ class Audit:
     differences: list[Difference]
     tests: list[PairedTest]
     concentration: tuple[float, float]
-    """Probability that two sampled first tokens for a prompt are equal, here and in the
-    baseline."""
+    """Probability of two equal sampled first tokens for a prompt: endpoint, baseline."""
     ended: tuple[float, float]
-    """Share of sampled answers that end before --max-new-tokens."""
+    """Share of sampled answers ending before --max-new-tokens: endpoint, baseline."""
     has_logprobs: bool
     level: float = LEVEL
 
@@ -301,7 +302,7 @@ class Audit:
 
     @property
     def scope(self) -> list[str]:
-        """Say how much was tested, and how large a fault would have been found."""
+        """Describe the tested answers and the smallest fault found by each test."""
         num_ties = sum(one.is_tie for one in self.differences)
         equal = len(self.greedy) - len(self.differences)
         lines = [
@@ -312,8 +313,11 @@ class Audit:
             lines.append("no log-probabilities: every difference counts as a fault; words compared")
         for test in self.tests:
             share = test.detectable_share
-            power = f"with {POWER:.0%} a server that is wrong in {share or 1:.0%} of its answers"
-            finds = f"finds {power}" if share else "is too weak to find a server that is wrong"
+            finds = "is too weak to find a server that is wrong"
+            if share:
+                finds = (
+                    f"finds with {POWER:.0%} a server that is wrong in {share:.0%} of its answers"
+                )
             lines.append(
                 f"{test.name}: p = {test.p_value:.2g}, {test.num_answers} answers of each server; "
                 f"this test {finds}"
@@ -336,7 +340,7 @@ class Audit:
 
 
 def concentration(sampled: Sequence[Sequence[Answer]]) -> float:
-    """Return the probability that two answers to a prompt begin alike, over all prompts."""
+    """Return the mean probability over prompts of two answers with the same first token."""
     shares = []
     for answers in sampled:
         firsts = [answer.tokens[:1] for answer in answers]
@@ -367,10 +371,9 @@ async def audit(options: AuditOptions, prompts: list[Prompt], place: tuple[str, 
         first_difference(name, a, b, options.tie) for name, (a, b) in zip(named, pairs, strict=True)
     ]
     rng, tests = np.random.default_rng(options.seed), []
-    for name in TESTS:
-        read = features_of(name)
+    for name, read in FEATURES.items():
         sides = [[[read(a.tokens, a.ended) for a in p] for p in s] for s in (sampled_a, sampled_b)]
-        tests.append(compare(name, *sides, level=LEVEL / len(TESTS), rng=rng))
+        tests.append(compare(name, *sides, level=LEVEL / len(FEATURES), rng=rng))
     return Audit(
         endpoint=options.endpoint,
         baseline=options.baseline or str(options.target),
@@ -395,7 +398,7 @@ def run(argv: Sequence[str]) -> None:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = Path(__file__).with_name("audit.html.jinja").read_text()
     page = environment.from_string(template).render(audit=done, differences=done.differences)
-    write_atomically(options.out / "audit.html", page.encode())
+    write_atomically(options.out / "audit.html", page.encode(errors="replace"))
     write_atomically(options.out / "audit.json", to_json(done.to_dict()))
     print(done.verdict, *done.faults, *done.scope, f"written: {options.out}/audit.html", sep="\n")
     sys.exit(1 if done.faults else 0)

@@ -1,4 +1,4 @@
-"""Paired tests between two servers' answers: distribution of tokens, lengths and stop reasons.
+"""Permutation tests between two servers' answers: tokens, lengths and stop reasons.
 
 Both servers answer the same prompts equally often. If they sample from the same distribution, any
 answer could as well come from the other server. So compare a statistic with its values after
@@ -17,8 +17,9 @@ import numpy as np
 NUM_PERMUTATIONS = 2000
 NUM_SIMULATIONS = 100
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Shares of wrong answers at which the power is computed."""
+"""Wrong answers per answer, for the computed power."""
 POWER = 0.9
+"""Probability with which a test must find a fault."""
 
 Features = Sequence[Hashable]
 """An answer's features: its first token, its token pairs, ..."""
@@ -31,16 +32,16 @@ class PairedTest:
     name: str
     p_value: float
     critical: float
-    """Largest statistic that still counts as equal, at the test's level."""
+    """Largest statistic for equal servers, at the test's level."""
     statistic: float
     detectable_share: float | None
-    """Smallest share of wrong answers that the test finds with ``POWER``; None: no share."""
+    """Smallest share of wrong answers found with probability ``POWER``; None: no share."""
     num_answers: int
     """Answers per server."""
 
 
 def counts_of(answers: Sequence[Features]) -> np.ndarray:
-    """Count each feature in each answer, [answers, K]; drop features that only one answer has."""
+    """Count each feature in each answer, [answers, K]; drop features found in one answer only."""
     holders = Counter(feature for answer in answers for feature in set(answer))
     columns = {feature: i for i, feature in enumerate(f for f, n in holders.items() if n > 1)}
     counts_NK = np.zeros((len(answers), len(columns)), dtype=np.float32)
@@ -64,10 +65,10 @@ def compare(
     level: float,
     rng: np.random.Generator,
 ) -> PairedTest:
-    """Test whether two servers' answers have the same features.
+    """Test two servers' answers for equal features.
 
     Args:
-        ours: features of every answer, per prompt.
+        ours: features by prompt and answer.
         theirs: the same for the other server, with as many answers.
         level: false-alarm probability.
     """
@@ -95,8 +96,10 @@ def compare(
 def _detectable(
     tables: Sequence[tuple[np.ndarray, int]], critical: float, rng: np.random.Generator
 ) -> float | None:
-    """Return the smallest detectable share of answers replaced by the prompt's most frequent
-    one."""
+    """Return the smallest detectable share of wrong answers, by simulation.
+
+    A wrong answer is the prompt's most frequent one.
+    """
     for share in SHARES:
         hits = 0
         for _ in range(NUM_SIMULATIONS):
@@ -114,12 +117,10 @@ def _detectable(
     return None
 
 
-def features_of(kind: str) -> Callable[[Sequence[str], bool], Features]:
-    """Return a function that extracts features from an answer's tokens and whether it ended by
-    itself."""
-    return {
-        "first tokens": lambda tokens, ended: tokens[:1],
-        "following tokens": lambda tokens, ended: list(zip(tokens, tokens[1:], strict=False)),
-        "lengths": lambda tokens, ended: [len(tokens).bit_length()],
-        "stop reasons": lambda tokens, ended: [ended],
-    }[kind]
+FEATURES: dict[str, Callable[[Sequence[str], bool], Features]] = {
+    "first tokens": lambda tokens, ended: tokens[:1],
+    "following tokens": lambda tokens, ended: list(zip(tokens, tokens[1:], strict=False)),
+    "lengths": lambda tokens, ended: [len(tokens).bit_length()],
+    "stop reasons": lambda tokens, ended: [ended],
+}
+"""Tests by name: features from an answer's tokens, and from its having ended by itself."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import permutations, zip_longest
+from os.path import commonprefix
 from pathlib import Path
 from unittest.mock import patch
 
@@ -102,6 +103,13 @@ def check_python(python: Path) -> None:
         )
 
 
+def engine_failure(stderr: str, status: int) -> Failure:
+    """Return an error with the last line that explains why the engine's process ended."""
+    said = [line.strip() for line in stderr.splitlines() if line.strip()]
+    said = [line for line in said if not line.startswith("For further information")]
+    return Failure(f"vllm: {said[-1] if said else f'ended with {status}'}")
+
+
 def ask_engine(python: Path, request: Values) -> EngineAnswer:
     """Run the engine's process on a request.
 
@@ -119,9 +127,7 @@ def ask_engine(python: Path, request: Values) -> EngineAnswer:
             text=True,
         )
         if not answer.exists():
-            said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            said = [line for line in said if not line.startswith("For further information")]
-            raise Failure(f"vllm: {said[-1] if said else f'ended with {done.returncode}'}")
+            raise engine_failure(done.stderr, done.returncode)
         return msgspec.json.decode(answer.read_bytes(), type=EngineAnswer)
 
 
@@ -157,11 +163,6 @@ def engine_request(
         files: the head's folder in the engine's layout.
         kind: head type.
     """
-    turns = [(ids, {"role": "user", "content": prompt.turns[0]}) for ids, prompt in prompts]
-    systems = [
-        [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
-        for _, prompt in prompts
-    ]
     longest = max(len(ids) for ids, _ in prompts) + max_new_tokens + depth + 1
     return {
         "target": target,
@@ -169,10 +170,7 @@ def engine_request(
         "max_model_len": longest,
         "max_new_tokens": max_new_tokens,
         "speculative_config": {"method": kind, "model": files, "num_speculative_tokens": depth},
-        "prompts": [
-            {"prompt_ids": ids, "messages": [*system, turn]}
-            for (ids, turn), system in zip(turns, systems, strict=True)
-        ],
+        "prompts": [{"prompt_ids": ids, "messages": prompt.messages()} for ids, prompt in prompts],
     }
 
 
@@ -345,16 +343,12 @@ class EngineComparison:
         self.ours = [a + b for a, b in zip_longest(self.ours, ours.position_accepts, fillvalue=0)]
         self.num_rounds += len(ours.round_lengths)
         if self.check.first is None:
-            self.check.first = self._of_prompt(name, prompt_ids, run, text)
+            self.check.first = self._of_prompt(name, prompt_ids, run)
 
-    def _of_prompt(
-        self, name: str, prompt_ids: list[int], run: EngineRun, text: Text
-    ) -> Parting | None:
-        """Report differences outside the head: the prompt, or the target's own tokens."""
+    def _of_prompt(self, name: str, prompt_ids: list[int], run: EngineRun) -> Parting | None:
+        """Report a difference outside the head: other prompt tokens, or another dtype."""
         if run.rendered is not None and run.rendered != prompt_ids:
-            pairs = enumerate(zip(prompt_ids, run.rendered, strict=False))
-            usual = min(len(prompt_ids), len(run.rendered))
-            at = next((place for place, (a, b) in pairs if a != b), usual)
+            at = len(commonprefix([prompt_ids, run.rendered]))
             detail = f"the prompt is {len(run.rendered)} tokens there, {len(prompt_ids)} here; "
             detail += f"token {at} is the first that differs"
             return Parting(prompt=name, what="template", detail=detail)

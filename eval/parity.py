@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from os.path import commonprefix
 from pathlib import Path
 
 import torch
@@ -74,18 +75,14 @@ def training_prompt(
 ) -> tuple[list[int], tuple[str, str] | None]:
     """Return the prompt's ids as training preprocesses this conversation, and any decoding
     difference."""
-    messages = [{"role": "user", "content": prompt.turns[0]}]
-    if prompt.system is not None:
-        messages.insert(0, {"role": "system", "content": prompt.system})
-    chat = renderer.render([*messages, {"role": "assistant", "content": answer}])
+    chat = renderer.render([*prompt.messages(), {"role": "assistant", "content": answer}])
     ((ids, mask),) = renderer.tokenize([chat])
     if 1 not in mask:
         return prompt_ids, ("loss mask", "no token of the answer is supervised in training")
     own = ids[: mask.index(1)]
     if own == prompt_ids:
         return own, None
-    pairs = enumerate(zip(own, prompt_ids, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(own), len(prompt_ids)))
+    at = len(commonprefix([own, prompt_ids]))
     words = [
         renderer.tokenizer.convert_ids_to_tokens(x[at : at + 1]) or ["the answer"]
         for x in (own, prompt_ids)

@@ -6,7 +6,7 @@ from any .jsonl file.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from difflib import get_close_matches
@@ -67,6 +67,15 @@ class Prompt:
     def form(self) -> str:
         """Return the benchmark whose form it has."""
         return FORMS.get(self.task, self.task)
+
+    def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
+        """Return chat messages up to the user's turn ``len(answers)``."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        texts = [text for pair in zip(self.turns, answers, strict=False) for text in pair]
+        texts.append(self.turns[len(answers)])
+        roles = ["user", "assistant"] * len(self.turns)
+        turns = zip(roles, texts, strict=False)
+        return [*system, *({"role": role, "content": text} for role, text in turns)]
 
 
 def text_of(row: Row, field: str, where: str) -> str:
@@ -519,16 +528,9 @@ def encode_turn(
     """
     from pipedraft.chats import ChatRefused, render_chat
 
-    texts = [text for pair in zip(prompt.turns, answers, strict=False) for text in pair]
-    texts.append(prompt.turns[len(answers)])
+    messages = prompt.messages(answers)
     if not tokenizer.chat_template:
-        if prompt.system is not None:
-            texts.insert(0, prompt.system)
-        return tokenizer.encode("\n".join(texts) + "\n")
-    roles = ["user", "assistant"] * len(prompt.turns)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-    if prompt.system is not None:
-        messages.insert(0, {"role": "system", "content": prompt.system})
+        return tokenizer.encode("\n".join(turn["content"] for turn in messages) + "\n")
     try:
         text = render_chat(tokenizer, messages)
     except ChatRefused as error:

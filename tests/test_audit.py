@@ -14,7 +14,8 @@ import pytest
 from command_runs import assert_one_line, call
 from conftest import write_rows
 
-from pipedraft.data_recipes.server import ChatServer
+from pipedraft.data_recipes.server import ChatServer, TryAgain
+from pipedraft.eval.audit import Answer, first_difference, read_answer
 
 WORDS = ["a", "b", "c", "d", "<end>"]
 END = len(WORDS) - 1
@@ -148,6 +149,32 @@ def test_a_server_is_asked_over_http(audit):
         status, out, _, _ = audit(None, *words)
         server.shutdown()
     assert status == 0 and "no log-probabilities" in out and asked[False] == 2 * 4 * 3
+
+
+def test_a_difference_is_a_tie_only_within_the_stated_margin():
+    theirs = Answer(tokens=["a", "b"], ended=True, logprobs=[{"a": -0.5}, {"b": -0.7, "c": -0.9}])
+    unknown = Answer(tokens=["a", "b"], ended=True)
+
+    def compared(tokens, other=theirs, tie=0.25):
+        return first_difference("own/1", Answer(tokens=tokens, ended=True), other, tie)
+
+    assert compared(["a", "b"]) is None
+    assert compared(["a", "c"]).is_tie and compared(["a", "c"]).place == 1
+    assert not compared(["a", "c"], tie=0.15).is_tie
+    assert not compared(["a"]).is_tie and not compared(["a", "b", "c"]).is_tie
+    assert compared(["a", "c"], unknown).margin is None and not compared(["a", "c"], unknown).is_tie
+
+
+def test_an_answer_has_its_thinking_and_may_be_empty_but_not_cut_off():
+    def payload(reason="stop", **message):
+        return {"choices": [{"message": message, "finish_reason": reason}]}
+
+    assert read_answer(payload(content="b c", reasoning="a ")).tokens == ["a", " b", " c"]
+    assert read_answer(payload(content="")).ended
+    assert not read_answer(payload("length", content="a")).ended
+    for bad in (payload("abort", content="a"), {"choices": []}):
+        with pytest.raises(TryAgain):
+            read_answer(bad)
 
 
 @pytest.mark.parametrize(

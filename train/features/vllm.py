@@ -18,7 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipedraft.cli import Failure
-from pipedraft.eval.engine_parity import SCRIPT, check_python, engine_environment
+from pipedraft.eval.engine_parity import (
+    SCRIPT,
+    check_python,
+    engine_environment,
+    engine_failure,
+)
 from pipedraft.files import to_json
 
 CPU_CACHE_BYTES = 2**30
@@ -70,9 +75,7 @@ class VllmStates:
         )
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()  # end of stdin; a process that has died is no error here
         self._said.close()
         self._place.cleanup()
 
@@ -91,8 +94,7 @@ class VllmStates:
             line = ""
         if not line:
             self._said.seek(0)
-            said = [text for text in self._said.read().splitlines() if text.strip()]
-            raise Failure(f"vllm: {said[-1] if said else 'it ended without a word'}")
+            raise engine_failure(self._said.read(), self._process.wait())
         found: list[Tensor] = []
         for path, row in zip(json.loads(line), ids, strict=True):
             held = load_file(path)
