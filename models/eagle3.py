@@ -56,9 +56,9 @@ class Eagle3Config:
     sliding_window: int | None = None
     """Positions that a row sees in training and decoding, its own included; None: all."""
     rope_theta: float | None = None
-    """Base of the head's rotary positions; None: the target's."""
+    """Base for the head's rotary positions; None: the target's."""
     rope_scaling: dict[str, Any] | None = None
-    """Scaling of the head's rotary positions in transformers' form; None: the target's."""
+    """Scaling for the head's rotary positions in transformers' form; None: the target's."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
@@ -85,7 +85,7 @@ class Eagle3Config:
         return 1
 
     def rope(self, parameters: Values) -> Values:
-        """Rotary positions of the head, from the target's."""
+        """Return the head's rotary parameters, from the target's."""
         if self.rope_scaling is not None:
             theta = parameters.get("rope_theta", 1e4)
             parameters = {"rope_type": "default", "rope_theta": theta} | self.rope_scaling
@@ -129,7 +129,7 @@ class Eagle3Layer(nn.Module):
 class Eagle3(EagleHead):
     """EAGLE-3: s_t = fc([h_low; h_mid; h_high]_t), then the head's own un-normed output.
 
-    logits of x_{t+2} = LM head(norm(out_t)) over the draft vocabulary.
+    Logits for x_{t+2} are LM head(norm(out_t)) over the draft vocabulary.
     """
 
     draft_type: ClassVar[str] = "eagle3"

@@ -1,9 +1,9 @@
-"""What a target must have to be cut into stages, and what differs between families of models.
+"""Requirements for cutting a target into stages, and the differences between model families.
 
-No family is known by its name. A target needs decoder layers in a list, rotary positions or none, a
-cache of keys and values (or of latents) per layer, a final norm and an LM head. What its forward
-does beside these is read from its configuration; ``check_target`` compares both with transformers'
-own forward, on a copy without weights, and says what is missing.
+No list of names decides. A target needs decoder layers in a list, rotary positions or none, a cache
+per layer (keys and values, or latents), a final norm and an LM head. All other steps in its
+forward are read from its configuration. ``check_target`` compares the result with transformers' own
+forward, on a copy without weights, and names the missing part.
 
 Shape suffixes: l rows, T positions, H hidden, V vocabulary.
 """
@@ -23,16 +23,16 @@ from pipedraft.files import Values
 from pipedraft.models.stage_cache import StageCache, additive_mask
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
-"""Kinds of layers whose rows a KeepRows can drop."""
+"""Layer kinds with rows droppable by a KeepRows."""
 OFFSET_NORMS = ("gemma", "qwen3_5", "qwen3_next")
-"""Beginnings of the model types whose RMSNorm adds one to its weight."""
+"""Prefixes of model types with an RMSNorm that adds one to its weight."""
 PARTS = {"layers": nn.ModuleList, "embed_tokens": nn.Embedding, "norm": nn.Module}
 PLACES = {"attention_mask", "position_embeddings", "position_ids", "past_key_values"}
-"""Arguments that stages give to layers."""
+"""Arguments passed by stages to layers."""
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Per layer one of ``KINDS``."""
+    """Return one of ``KINDS`` per layer."""
     if (kinds := getattr(config, "layer_types", None)) is not None:
         return tuple(kinds)
     is_full = getattr(config, "sliding_window", None) is None
@@ -40,7 +40,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def check_packable(config: PreTrainedConfig) -> None:
-    """Raise ValueError where a layer's state would pass from one document of a row to the next."""
+    """Raise ValueError if a layer's state would leak between packed documents."""
     if "linear_attention" in layer_kinds(config):
         raise ValueError(
             f"packing: true, but the recurrent layers of this {config.model_type} target carry "
@@ -49,25 +49,25 @@ def check_packable(config: PreTrainedConfig) -> None:
 
 
 def has_latents(config: PreTrainedConfig) -> bool:
-    """Return whether caches hold latents, which a layer expands to keys and values (DeepSeek)."""
+    """Return True if caches store latents, expanded by each layer to keys and values (DeepSeek)."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
 def choose_attention(config: PreTrainedConfig) -> str:
-    """Name of transformers' kernel: "eager" for sinks and soft caps, which torch's has not."""
+    """Return transformers' kernel name: "eager" for sinks and soft caps, missing in torch's."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
 
 
 def embed(embedding: nn.Module, config: PreTrainedConfig, ids: Tensor) -> Tensor:
-    """Layer index 0 of tokens: [..., H]."""
+    """Return layer index 0 for token ids: [..., H]."""
     rows: Tensor = embedding(ids)
     factor = getattr(config, "embedding_multiplier", 1.0)
     return rows if factor == 1 else rows * factor
 
 
 def plain_embedding(target: PreTrainedModel) -> nn.Module:
-    """The embedding as drafts and engines read it: rows of its weight, which Gemma scales."""
+    """Return the embedding read by drafts and engines: weight rows without Gemma's scale."""
     embedding: Any = target.get_input_embeddings()
     if not hasattr(embedding, "embed_scale"):
         return embedding
@@ -76,12 +76,12 @@ def plain_embedding(target: PreTrainedModel) -> nn.Module:
 
 
 def logits_divisor(config: PreTrainedConfig) -> float:
-    """Factor by which the output of the LM head is larger than the logits (Granite)."""
+    """Return the LM head's output divided by the logits (Granite)."""
     return float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def finish_logits(config: PreTrainedConfig, logits_lV: Tensor) -> Tensor:
-    """Logits from the output of the LM head."""
+    """Return logits, from the LM head's output."""
     if (divisor := logits_divisor(config)) != 1:
         logits_lV = logits_lV / divisor
     cap = getattr(config, "final_logit_softcapping", None)
@@ -89,13 +89,13 @@ def finish_logits(config: PreTrainedConfig, logits_lV: Tensor) -> Tensor:
 
 
 def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
-    """Factor of an RMSNorm whose output the LM head turns into logits."""
+    """Return the factor of a final RMSNorm, with ``logits_divisor`` folded in."""
     factor_H = weight_H + 1 if config.model_type.startswith(OFFSET_NORMS) else weight_H
     return factor_H / logits_divisor(config)
 
 
 def packed_masks(config: PreTrainedConfig, positions_T: Tensor) -> Tensor | dict[str, Tensor]:
-    """Additive masks [1, 1, T, T] of a packed row: by kind of layer where the model has several."""
+    """Return additive masks [1, 1, T, T] for a packed row; by layer kind if there are several."""
     document_T = (positions_T == 0).cumsum(0)
     visible_TT = (document_T[:, None] == document_T).tril()
     dtype = getattr(torch, str(config.dtype).removeprefix("torch."), torch.float32)
@@ -112,7 +112,7 @@ def packed_masks(config: PreTrainedConfig, positions_T: Tensor) -> Tensor | dict
 
 
 class LayerPositions:
-    """What layers are told about the positions of rows, by their kind."""
+    """Position arguments for layers, by layer kind."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self.rotary: Any = getattr(decoder, "rotary_emb", None)
@@ -123,7 +123,7 @@ class LayerPositions:
     def __call__(
         self, hidden_1lH: Tensor, positions_l: Tensor, kinds: Collection[str]
     ) -> dict[str, Values]:
-        """Keyword arguments of the layers of each kind."""
+        """Return keyword arguments for each layer kind."""
         ids = positions_l[None]
         if self.is_by_kind:  # windows may turn faster than full attention
             turns = {kind: self.rotary(hidden_1lH, ids, kind) for kind in set(kinds)}
@@ -137,18 +137,18 @@ class LayerPositions:
 # -- what a target lacks ----------------------------------------------------------------------
 
 NUM_ROWS, WINDOW = 6, 3
-"""Sizes of the comparison: a window shorter than the text."""
+"""Comparison sizes: the window is shorter than the text."""
 _lacks: dict[str, str | None] = {}
 
 
 def check_target(config: PreTrainedConfig, name: str) -> None:
-    """Raise ValueError, with what is missing, for a model that cannot be cut into stages."""
+    """Raise ValueError with the missing part if a model cannot be cut into stages."""
     key = f"{type(config)} {config.to_json_string(use_diff=False)}"
     if key not in _lacks:
         try:
             with torch.random.fork_rng(devices=[]):
                 _lacks[key] = _lack(config)
-        except Exception as error:  # whatever a model trips over
+        except Exception as error:  # any fault in a model's own code
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             _lacks[key] = f"its layers do not run by themselves ({reason[:200]})"
     if (lack := _lacks[key]) is not None:
@@ -194,7 +194,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
 
 
 def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Make the tensors of a model on the meta device that no file has: rotary tables and scales."""
+    """Make tensors missing in weight files (rotary tables, scales), for a model on meta."""
     decoder = model.get_decoder()
     if (rotary := getattr(decoder, "rotary_emb", None)) is not None:
         decoder.rotary_emb = type(rotary)(config=decoder.config).to(device)
@@ -204,7 +204,7 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
 
 
 def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Values]]:
-    """Rows that enter the first layer, and the arguments of the layers of each kind."""
+    """Return the first layer's input rows, and the arguments for each layer kind."""
     ids, positions = torch.arange(NUM_ROWS), torch.arange(NUM_ROWS)
     hidden_1TH = embed(decoder.embed_tokens, decoder.config, ids[None])
     causal_TT = torch.ones(NUM_ROWS, NUM_ROWS, dtype=torch.bool).tril()
@@ -217,7 +217,7 @@ def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Value
 
 
 def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
-    """Run one layer of each form as a stage does, on rows without numbers."""
+    """Run one layer per form like a stage, on the meta device."""
     inputs = _inputs(decoder, kinds)
     hidden, given = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
     forms = {
@@ -230,11 +230,11 @@ def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
         next(cache.recurrent_calls())
         try:
             output = layer(hidden, past_key_values=cache, **given[kind])
-        except RuntimeError:  # of experts, as which ones depends on numbers
+        except RuntimeError:  # experts: routing reads numbers, missing on the meta device
             if kind != "linear_attention" and not cache.num_bytes:
                 raise
             output = hidden
-        except AttributeError as error:  # of the cache
+        except AttributeError as error:  # the cache lacks a method
             return f"its layers do not run on a stage's cache ({error})"
         if not isinstance(output, Tensor):
             return "its layers return more than hidden states"
@@ -246,7 +246,7 @@ def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
 def _difference(
     model: PreTrainedModel, decoder: Any, head: nn.Module, kinds: Sequence[str]
 ) -> str | None:
-    """Compare what surrounds the layers with transformers' forward, in which they only negate."""
+    """Compare all steps around the layers with transformers' forward, using layers that negate."""
     calls: list[tuple[Tensor, Values]] = []
 
     def negate(hidden_states: Tensor, **given: Any) -> Tensor:

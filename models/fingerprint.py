@@ -23,7 +23,7 @@ NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
     """Identify the weights a draft shares with its target.
 
-    ``hash`` is SHA-256 over the float32 bytes of embedding, final norm and LM head (a tied head
+    ``hash`` is SHA-256 over float32 bytes: embedding, final norm and LM head (a tied head
     once), equal for every loading dtype.
     """
     decoder = model.get_decoder()

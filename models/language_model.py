@@ -36,7 +36,7 @@ class LanguageModelDraft(nn.Module):
     ) -> None:
         """
         Args:
-            num_tokens: size of the shared tokenizer; embedding rows after it may differ in number.
+            num_tokens: shared tokenizer size; the models may differ in embedding rows after it.
 
         Raises:
             ValueError: the vocabularies differ in size.
@@ -60,7 +60,7 @@ class LanguageModelDraft(nn.Module):
         return StagedTarget(self.model, 1)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        """Logits of raw hidden states after the last layer, float32 [R, V]."""
+        """Return logits from raw hidden states after the last layer, float32 [R, V]."""
         decoder = self.model.get_decoder()
         logits_RV = finish_logits(decoder.config, self.model.lm_head(decoder.norm(hidden_RH)))
         return logits_RV[..., : len(self.draft_ids)].float()
@@ -116,7 +116,7 @@ class LanguageModelDraft(nn.Module):
         return hidden_1RH[0]
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Cost of a forward pass, in target passes over one token: ratio of layer parameters."""
+        """Return a forward's cost in target passes over one token, by layer parameters."""
         own, others = (_num_layer_parameters(model) for model in (self.model, target.model))
         return own / others
 

@@ -1,13 +1,13 @@
-"""The pre-norm decoder layer of every head: RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""Pre-norm decoder layer for all heads: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
-A layer offers its projections and its second half, so that one set of weights serves training and
-decoding; each head has its own pattern of attention. Plain causal attention is here: over whole
-sequences, packed or not, and over cached rows.
+A layer exposes its projections and its second half, so one set of weights serves training and
+decoding. Each head adds its own attention pattern. Causal attention is here: over whole sequences,
+packed or not, and over cached rows.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, I intermediate size
-# B batch, T positions, R rows of a decode call, P cached rows, C with those, g rows of all heads
-# that share a key head
+# B batch, T positions, R rows in a decode call, P cached rows, C cached and new rows, g rows for
+# all query heads sharing a key head
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,12 +30,12 @@ ROPE_SETTINGS = (
     *("low_freq_factor", "original_max_position_embeddings", "rope_theta", "rope_type"),
 )
 HEAD_ROPES = ("default", "linear", "llama3", "yarn", "dynamic")
-"""Kinds of rotary positions that a head's layers compute as transformers does."""
+"""Rotary position types computed by heads as in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Shape of a decoder layer, taken from the target so that the draft is of its family."""
+    """Decoder layer sizes, taken from the target."""
 
     hidden_size: int
     intermediate_size: int
@@ -46,7 +46,7 @@ class LayerConfig:
     rope_parameters: Values
     max_positions: int
     has_query_key_norm: bool = False
-    """Qwen3 normalizes each query and key head before the rotation."""
+    """Normalize each query and key head before the rotation (Qwen3)."""
     has_attention_bias: bool = False
 
     @classmethod
@@ -78,7 +78,7 @@ class LayerConfig:
 
     @classmethod
     def of_target_layer(cls, config: PreTrainedConfig) -> "LayerConfig":
-        """Describe as ``from_target``, rotating no more of a head than the target does."""
+        """Read as ``from_target``, but rotate only the target's part of each head."""
         layer = cls.from_target(config)
         partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
         if partial == 1.0:
@@ -88,7 +88,7 @@ class LayerConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Entries of a head that are rotated, the first ones."""
+        """Number of rotated entries per head, the first ones."""
         return int(self.head_size * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
     def to_dict(self) -> Values:
@@ -96,7 +96,7 @@ class LayerConfig:
 
 
 def intermediate_size(config: PreTrainedConfig) -> int:
-    """Size of a target's MLP; of one that has experts alone, of all that work for a token."""
+    """Return the target's MLP size; with experts alone, their total size per token."""
     if (size := getattr(config, "intermediate_size", None)) is not None:
         return int(size)
     chosen = config.num_experts_per_tok * config.moe_intermediate_size
@@ -104,7 +104,7 @@ def intermediate_size(config: PreTrainedConfig) -> int:
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of rotary positions; frequencies by transformers, so scaled variants agree."""
+    """Rotary positions (cos, sin); frequencies from transformers, so scaled variants agree."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -125,8 +125,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", source.inv_freq.clone(), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Frequencies follow the module to a device and stay float32: rounded to bfloat16, they
-        turn position 500 by half a radian too far."""
+        """Move frequencies with the module, but keep float32: rounded to bfloat16, they turn
+        position 500 by half a radian too far."""
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -135,19 +135,19 @@ class RotaryEmbedding(nn.Module):
         return super()._apply(move, recurse)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [...] -> cos, sin [..., D], computed in fp32 and returned in ``dtype``."""
+        """Map positions [...] to cos, sin [..., D] in ``dtype``, computed in float32."""
         angles = positions[..., None].float() * self.frequencies
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
     def of_heads(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin [T, 1, D]: for rows [..., T, N, D] of several heads."""
+        """Return cos, sin [T, 1, D], for rows [..., T, N, D]."""
         cos_TD, sin_TD = self(positions_T, dtype)
         return cos_TD[:, None], sin_TD[:, None]
 
 
 def rotate(x_ND: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-    """Apply rotary positions to heads: x [..., D], cos and sin broadcastable to it or its front."""
+    """Rotate heads x [..., D]; cos and sin broadcast to all or the first entries."""
     if (size := cos_D.shape[-1]) < x_ND.shape[-1]:
         return torch.cat([rotate(x_ND[..., :size], cos_D, sin_D), x_ND[..., size:]], -1)
     left, right = x_ND.chunk(2, -1)
@@ -165,7 +165,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention, with the parameter names of transformers."""
+    """Grouped-query attention projections, with transformers' parameter names."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -183,12 +183,12 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def query(self, x_H: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-        """Rotated queries [..., N, D] of normed rows [..., H]; cos and sin are [..., 1, D]."""
+        """Return rotated queries [..., N, D] from normed rows [..., H]; cos, sin [..., 1, D]."""
         heads = self.q_proj(x_H).unflatten(-1, (self.num_heads, self.head_size))
         return rotate(self.q_norm(heads), cos_D, sin_D)
 
     def key_value(self, x_H: Tensor, cos_D: Tensor, sin_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, both [..., J, D], of normed rows [..., H]."""
+        """Return rotated keys and values, both [..., J, D], from normed rows [..., H]."""
         shape = (self.num_key_value_heads, self.head_size)
         keys = self.k_norm(self.k_proj(x_H).unflatten(-1, shape))
         return rotate(keys, cos_D, sin_D), self.v_proj(x_H).unflatten(-1, shape)
@@ -207,7 +207,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Parameters named as in transformers, so that a target's layer can be copied into it."""
+    """Decoder layer with transformers' parameter names, for copying a target's layer."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -217,17 +217,17 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def finish(self, x_H: Tensor, attended_ND: Tensor) -> Tensor:
-        """Residual rows after attention and MLP; attended [..., N, D]."""
+        """Return residual rows after attention and MLP; attended [..., N, D]."""
         x_H = x_H + self.self_attn.o_proj(attended_ND.flatten(-2))
         return x_H + self.mlp(self.post_attention_layernorm(x_H))
 
 
 @torch.no_grad()
 def initialize_matrices(module: nn.Module, num_layers: int) -> None:
-    """Random matrices of a draft's layers; those that write to the residual stream are smaller.
+    """Initialize a head's matrices randomly, smaller if they write to the residual stream.
 
-    Half of the usual 1 / sqrt(fan-in): the residual stream starts as a state of the target, and
-    the layers are to change it slowly.
+    The scale is half the usual 1 / sqrt(fan-in): the residual stream starts as a target state, and
+    layers should change it slowly.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim == 2:
@@ -238,17 +238,17 @@ def initialize_matrices(module: nn.Module, num_layers: int) -> None:
 
 # -- packed documents -------------------------------------------------------------------------
 
-# A packed row [1, T] holds documents one after the other, without padding; ``lengths`` are their
-# tokens. None in place of lengths, everywhere: every row of the batch is one sequence.
+# A packed row [1, T] is documents one after the other, without padding; ``lengths`` are their token
+# counts. Everywhere, lengths=None means one sequence per batch row.
 
 
 def document_slices(lengths: Sequence[int]) -> list[slice]:
-    """Positions of each document in the row."""
+    """Return each document's slice in the row."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 def positions_of(num_positions: int, lengths: Sequence[int] | None, device: torch.device) -> Tensor:
-    """Position of every token in its own document: int64 [T]."""
+    """Return every token's position in its own document: int64 [T]."""
     if lengths is None:
         return torch.arange(num_positions, device=device)
     return torch.cat([torch.arange(length, device=device) for length in lengths])
@@ -257,7 +257,7 @@ def positions_of(num_positions: int, lengths: Sequence[int] | None, device: torc
 def causal_attention(
     query_BTND: Tensor, keys_BTJD: Tensor, values_BTJD: Tensor, lengths: Sequence[int] | None = None
 ) -> Tensor:
-    """Causal attention: every row sees its document up to itself; heads may be grouped. No mask.
+    """Run causal attention without a mask: rows see their document up to themselves.
 
     Returns:
         [B, T, N, D].
@@ -274,10 +274,11 @@ def causal_attention(
 
 
 class WithinDocuments(TorchFunctionMode):
-    """``with WithinDocuments(lengths):`` attention of a packed row, in a transformers model too, is
-    computed document by document: no pair of different ones, and no mask of the whole row.
+    """Context to run attention document by document on a packed row, in transformers models, too.
 
-    For the forward pass only: what recomputes a layer later does not find the mode active.
+    No pair across documents is computed, and no mask for the whole row is built.
+
+    Forward pass only: a layer recomputed later does not find the mode active.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -297,10 +298,10 @@ def _attend_apart(
     lengths: Sequence[int],
     options: Values,
 ) -> Tensor:
-    """Attention of packed documents, each within itself.
+    """Run attention within each packed document.
 
     Args:
-        options: an ``attn_mask`` over the whole row (a sliding window's) is cut up as well.
+        options: an ``attn_mask`` over the whole row (from a sliding window) is cut up, too.
     """
     mask, outs = options.pop("attn_mask", None), []
     parts = zip(*(x.split(list(lengths), 2) for x in inputs), strict=True)
@@ -313,10 +314,10 @@ def _attend_apart(
 def packed_call(
     config: PreTrainedConfig, input_ids_BT: Tensor, lengths: Sequence[int] | None
 ) -> tuple[Values, AbstractContextManager]:
-    """How to run a frozen transformers decoder on a packed row: more arguments, and a context.
+    """Return arguments and a context for running a transformers decoder on a packed row.
 
-    Positions that restart make some models of transformers build a mask [T, T], which sdpa kernels
-    then compute in full. A padding mask without padding stops it, and the context does the work.
+    When positions restart, some transformers models build a mask [T, T], and sdpa kernels compute
+    it in full. A padding mask without padding stops this, and the context separates documents.
     Other kernels get masks, because not all models build them.
     """
     if lengths is None:
@@ -331,12 +332,13 @@ def packed_call(
 # -- decoding ---------------------------------------------------------------------------------
 
 MIN_ROWS = 64
-"""Of a buffer of keys."""
+"""Initial buffer capacity."""
 
 
 class KeyValues:
-    """Keys and values of rows in order, in buffers that double when they are full: a new row costs
-    the same behind a thousand others as behind thirty thousand."""
+    """Keys and values in row order, in buffers doubling when full.
+
+    A new row costs the same behind 1,000 others as behind 30,000."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -344,12 +346,12 @@ class KeyValues:
 
     @property
     def keys(self) -> Tensor:
-        """Keys of all rows, [J, P, D]."""
+        """All keys, [J, P, D]."""
         return self._rows(self.num_rows)[0]
 
     @property
     def values(self) -> Tensor:
-        """Values of all rows, [J, P, D]."""
+        """All values, [J, P, D]."""
         return self._rows(self.num_rows)[1]
 
     def _rows(self, count: int) -> Tensor:
@@ -357,12 +359,12 @@ class KeyValues:
         return self._buffers_2JCD[:, :, :count]
 
     def append_rows(self, keys_RJD: Tensor, values_RJD: Tensor) -> None:
-        """Add what ``Attention.key_value`` gives."""
+        """Append results from ``Attention.key_value``."""
         self._write(keys_RJD, values_RJD)
         self.num_rows += len(keys_RJD)
 
     def _write(self, keys_RJD: Tensor, values_RJD: Tensor) -> Tensor:
-        """Rows behind those that count; returns the buffers up to them, [2, J, P + R, D]."""
+        """Write rows behind the counted ones; return the buffers up to them, [2, J, P + R, D]."""
         end, used = self.num_rows + len(keys_RJD), self._buffers_2JCD
         if used is None or end > used.shape[2]:
             _, J, D = keys_RJD.shape
@@ -375,7 +377,7 @@ class KeyValues:
         return self._rows(end)
 
     def keep(self, first: int, places: list[int]) -> None:
-        """Drop rows from ``first`` on, but those at some places behind it, in ascending order."""
+        """Drop rows from ``first`` on, except those at ``places`` (relative, ascending)."""
         if places and places != list(range(len(places))):
             rows_2JKD = self._rows(self.num_rows)[:, :, first:]
             rows_2JKD[:, :, : len(places)] = rows_2JKD[:, :, places]
@@ -384,33 +386,33 @@ class KeyValues:
     def attend_with(
         self, query_RND: Tensor, keys_KJD: Tensor, values_KJD: Tensor, visible_RC: Tensor
     ) -> Tensor:
-        """``attend`` to some more rows, too, which are forgotten again."""
+        """Run ``attend`` with some more rows, without keeping them."""
         keys_JCD, values_JCD = self._write(keys_KJD, values_KJD)
         return masked_attention(query_RND, keys_JCD, values_JCD, visible_RC)
 
     def attend(self, query_RND: Tensor, visible_RP: Tensor) -> Tensor:
-        """Attention over the cached rows: [R, N, D].
+        """Return attention over the cached rows: [R, N, D].
 
         Args:
-            visible_RP: bool, rows of the cache that each query may see.
+            visible_RP: bool, cached rows visible to each query.
         """
         return masked_attention(query_RND, self.keys, self.values, visible_RP)
 
 
 class FixedKeyValues(KeyValues):
-    """Buffers of one size, all of which every query looks at behind a mask; rows are anywhere."""
+    """Fixed-size buffers with rows anywhere; queries read all places through a mask."""
 
     def __init__(self, num_places: int) -> None:
         super().__init__()
         self.num_rows = num_places
         self.slots_R = torch.empty(0, dtype=torch.long)
-        """Places of the rows that come next."""
+        """Places for the next rows."""
 
     def append_rows(self, keys_RJD: Tensor, values_RJD: Tensor) -> None:
         self._write(keys_RJD, values_RJD)
 
     def _write(self, keys_RJD: Tensor, values_RJD: Tensor) -> Tensor:
-        if self._buffers_2JCD is None:  # zeros: 0 * NaN of a masked row would reach others
+        if self._buffers_2JCD is None:  # zeros: 0 * NaN in a masked row would reach others
             _, J, D = keys_RJD.shape
             self._buffers_2JCD = keys_RJD.new_zeros(2, J, self.num_rows, D)
         rows_2JRD = torch.stack([keys_RJD, values_RJD]).transpose(1, 2)
@@ -431,7 +433,7 @@ class FixedKeyValues(KeyValues):
 def masked_attention(
     query_RND: Tensor, keys_JPD: Tensor, values_JPD: Tensor, visible_RP: Tensor
 ) -> Tensor:
-    """Attention of each row over the keys that its mask shows, [R, N, D]."""
+    """Return each row's attention over the keys visible in its mask, [R, N, D]."""
     inputs = (query_RND.transpose(0, 1)[None], keys_JPD[None], values_JPD[None])
     G = query_RND.shape[1] // len(keys_JPD)
     if G > 1 and query_RND.is_cuda:
@@ -448,13 +450,13 @@ def grouped_attention(
     mask_gP: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention [1, N, R, D] behind a mask, the query heads of a key head being rows of one head.
+    """Run masked attention [1, N, R, D], with query heads folded into rows of their key head.
 
-    A GPU has no kernel for grouped heads and a mask: keys and values would be written once for each
-    query head, at every layer of every step.
+    A GPU has no kernel for grouped heads with a mask: it would copy keys and values for each query
+    head, in every layer and step.
 
     Args:
-        mask_gP: bool or additive [..., g, P], g = N / J times the R rows, head after head.
+        mask_gP: bool or additive [..., g, P], g = N / J times R rows, head after head.
     """
     rows_1JgD = query_1NRD.reshape(1, keys_1JPD.shape[1], -1, query_1NRD.shape[-1])
     out_1JgD = F.scaled_dot_product_attention(
@@ -473,10 +475,10 @@ def causal_layer(
     sin_T1D: Tensor,
     lengths: Sequence[int] | None,
 ) -> Tensor:
-    """Apply a decoder layer to whole sequences, each row seeing those up to itself.
+    """Apply a decoder layer to whole sequences; each row sees rows up to itself.
 
     Args:
-        lengths: of the documents in a packed row [1, T].
+        lengths: document lengths in a packed row [1, T].
     """
     normed_BTH, attention = layer.input_layernorm(stream_BTH), layer.self_attn
     query_BTND = attention.query(normed_BTH, cos_T1D, sin_T1D)
@@ -494,10 +496,10 @@ def cached_layer(
     cache: KeyValues,
     visible_RC: Tensor,
 ) -> Tensor:
-    """Apply a decoder layer to some more rows, whose keys and values join the cache.
+    """Apply a decoder layer to more rows, appending their keys and values to the cache.
 
     Args:
-        visible_RC: bool, rows of the cache (these R ones included) that each row may see.
+        visible_RC: bool, cached rows (including these R) visible to each row.
     """
     normed_RH, attention = layer.input_layernorm(stream_RH), layer.self_attn
     keys_RJD, values_RJD = attention.key_value(normed_RH, cos_R1D, sin_R1D)

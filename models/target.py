@@ -80,12 +80,12 @@ def load_target(
     Args:
         name_or_path: a folder, or a repository name on the Hub.
         attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it. None: "sdpa"
-            where the model has it.
-        quantization: a quantization_config of transformers.
+            if the model supports it.
+        quantization: a transformers quantization_config.
 
     Raises:
-        ValueError: nothing there, a model that cannot be staged, code of its own, or not exactly
-            its weights as safetensors.
+        ValueError: nothing there, an unsupported model, custom code, or not exactly its weights as
+            safetensors.
     """
     _check_attention(attention or "sdpa")
     config = load_config(name_or_path, revision)
@@ -102,11 +102,10 @@ def load_target(
 
 
 def choose_decoding_threads(target: PreTrainedModel) -> None:
-    """Decode a small target with one thread, unless OMP_NUM_THREADS says how many.
+    """Decode a small target with one thread, unless OMP_NUM_THREADS is set.
 
-    A token's product with one of its matrices takes about as long as starting a second thread; and
-    threads wait for each other by spinning, which makes decoding several times slower once another
-    process has one of the cores.
+    A matrix product for one token takes about as long as starting a second thread. Threads also
+    wait by spinning, so decoding is several times slower once another process uses a core.
     """
     is_small = target.config.get_text_config().hidden_size < THREADED_HIDDEN_SIZE
     if is_small and target.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -122,10 +121,10 @@ def _check_attention(attention: str) -> None:
 
 
 class Stage:
-    """Layers [start, end) of a target and what they remember of one sequence.
+    """Layers [start, end) of a target, with their cache for one sequence.
 
-    A stage holds its own layers, the rotary tables and, if it is the first, the embedding; nothing
-    else of the model, so a process that keeps one stage can drop the rest.
+    A stage references its own layers, the rotary tables and, if first, the embedding. A process
+    with one stage can drop the rest of the model.
     """
 
     def __init__(self, model: PreTrainedModel, start: int, end: int):
@@ -171,7 +170,7 @@ class Stage:
 
     @torch.inference_mode()
     def skip(self, segment: Segment) -> None:
-        """Count the rows of a segment without computing them: a later Keep drops all of them."""
+        """Count a segment's rows without computing them; a later KeepRows drops them all."""
         self.cache.skip(segment.positions.to(self.device))
 
     @torch.inference_mode()
@@ -187,11 +186,11 @@ class Stage:
             is_wanted: asked before every layer; graphs run to their end.
 
         Returns:
-            The segment with ``hidden`` after layer ``end`` and the tapped indices in (start, end]
-            (the first stage also fills index 0) added to its taps.
+            The segment with ``hidden`` after layer ``end``, and taps for indices in (start, end]
+            (also 0 from the first stage).
 
         Raises:
-            Abandoned: ``is_wanted`` said no; the segment counts as not run.
+            Abandoned: ``is_wanted`` returned False; the segment counts as not run.
         """
         assert segment.lo == self.num_speculative, (
             f"stage [{self.start}, {self.end}) holds {self.num_speculative} speculative rows, "
@@ -294,7 +293,7 @@ class Stage:
 class StagedTarget:
     """A decoder-only model as n contiguous stages in one process.
 
-    Chained, the stages compute what the model's own forward computes, also after any KeepRows.
+    Chained, the stages compute the model's own forward, also after any KeepRows.
     """
 
     def __init__(self, model: PreTrainedModel, num_stages: int | Sequence[int]):
@@ -325,7 +324,7 @@ class StagedTarget:
 
     @property
     def device(self) -> torch.device:
-        """Device of the embedding, and of a draft beside it."""
+        """Device for the embedding and a draft."""
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
     def reset(self) -> None:
@@ -341,7 +340,7 @@ class StagedTarget:
             stage.is_bitwise = is_on
 
     def reserve(self, num_rows: int) -> None:
-        """Forget everything and make room for a text, so that no graph is recorded again in it."""
+        """Reset and make room for a sequence, so decoding it captures no graph again."""
         self.reset()
         for stage in self.stages:
             if stage.graphs is not None:
@@ -354,14 +353,14 @@ class StagedTarget:
         *,
         chunk_rows: int = bitwise.PROMPT_ROWS,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Forget everything and commit a prompt.
+        """Reset and commit a prompt.
 
         Args:
             input_ids: int64 [P].
             chunk_rows: rows per forward; bounds the [chunk_rows, P] mask.
 
         Returns:
-            logits_V of the last row (float32), and tapped states {layer index: [P, H]}.
+            logits_V for the last row (float32), and tapped states {layer index: [P, H]}.
 
         Raises:
             ValueError: the prompt is empty or longer than the target's positions.
@@ -391,12 +390,12 @@ class StagedTarget:
 
     @torch.inference_mode()
     def embed(self, ids_l: Tensor) -> Tensor:
-        """Layer index 0 of tokens, on the embedding's device: [l, H]."""
+        """Return layer index 0 for token ids, on the embedding's device: [l, H]."""
         return embed(self.model.get_input_embeddings(), self._config, ids_l.to(self.device))
 
     @torch.inference_mode()
     def logits(self, hidden_lH: Tensor) -> Tensor:
-        """Final norm and LM head of raw hidden states (index L); float32 [l, V]."""
+        """Return logits, from raw hidden states (index L); float32 [l, V]."""
         if self._is_bitwise:
             parts = hidden_lH.split(bitwise.rows_of_a_pass(hidden_lH.device))
             padded = (self._lm_head(self._norm(bitwise.pad(x)))[: len(x)] for x in parts)
@@ -417,7 +416,7 @@ def _checked_boundaries(boundaries: Sequence[int], num_layers: int) -> tuple[int
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The generation config decides, as in ``generate``; the model config stands in for it."""
+    """Read EOS ids from the generation config, as ``generate``, else from the model config."""
     eos = model.generation_config.eos_token_id
     if eos is None:
         eos = model.config.get_text_config().eos_token_id
@@ -446,7 +445,7 @@ def capture_hidden(
 
     Args:
         layers: indices in [0, L]; index L is before the final norm.
-        lengths: of the documents in a packed row [1, T]; each then sees only itself.
+        lengths: document lengths in a packed row [1, T]; each document then sees only itself.
 
     Returns:
         {index: hidden_BTH}, detached, in the model's dtype.
@@ -469,10 +468,10 @@ def capture_hidden(
     def capture(index: int, module: nn.Module, inputs: tuple, output: Tensor | None = None) -> None:
         captured[index] = inputs[0] if output is None else output
 
-    # Of no row, as the LM head is the dearest product and nothing reads its logits here.
+    # Compute logits for no row: the LM head is expensive, and nothing reads them here.
     no_rows = torch.empty(0, dtype=torch.long, device=input_ids_BT.device)
     packed, within = packed_call(decoder.config, input_ids_BT, lengths)
-    # Hooks, not output_hidden_states, which would keep the states of every layer.
+    # Use hooks: output_hidden_states would keep every layer's states.
     with ExitStack() as hooks, within:
         for index in set(layers):
             module = decoder.layers[max(index - 1, 0)]

@@ -1,4 +1,4 @@
-"""A target of which one process holds a part: some layers, the embedding, the LM head."""
+"""Load parts of a target into one process: some layers, the embedding, the LM head."""
 
 import hashlib
 import json
@@ -48,16 +48,16 @@ def load_target_part(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """Load some decoder layers of a model; everything else stays on the meta device.
+    """Load some decoder layers; everything else stays on the meta device.
 
-    The revision is kept as ``config.loaded_revision``: more layers may be read later. Only the
-    tensors of the part are read from the safetensors files (and only their files are fetched from
-    the Hub), one after another, each straight to its device.
+    The revision is kept as ``config.loaded_revision``, for reading more layers later. Only this
+    part's tensors are read, one after another, each straight to its device. Only their files are
+    fetched from the Hub.
 
     Args:
-        layers: indices of decoder layers.
-        has_embedding: also the token embedding.
-        has_head: also the final norm and the LM head.
+        layers: decoder layer indices.
+        has_embedding: also load the token embedding.
+        has_head: also load the final norm and the LM head.
 
     Raises:
         ValueError: as ``load_target``.
@@ -86,9 +86,9 @@ def load_target_part(
 def load_more_layers(
     model: PreTrainedModel, layers: Collection[int], device: torch.device | str
 ) -> None:
-    """Read decoder layers that ``load_target_part`` left on the meta device.
+    """Read decoder layers left on the meta device by ``load_target_part``.
 
-    Of a layer that is sharded there (FSDP2) each process reads its own part alone.
+    If a layer is sharded (FSDP2), each process reads only its own part.
     """
     files = weight_files(str(model.name_or_path), model.config.loaded_revision)
     _read(model, files, _wanted(model, layers, has_embedding=False, has_head=False), device)
@@ -97,7 +97,7 @@ def load_more_layers(
 def _wanted(
     model: PreTrainedModel, layers: Collection[int], has_embedding: bool, has_head: bool
 ) -> set[str]:
-    """Names in the state dict of what this part holds; a tied LM head is the embedding."""
+    """Return this part's names in the state dict; a tied LM head is the embedding."""
     decoder = model.get_decoder()
     is_tied = model.config.get_text_config().tie_word_embeddings
     modules: list[nn.Module] = [decoder.layers[index] for index in layers]
@@ -112,10 +112,10 @@ def _wanted(
 def _read(
     model: PreTrainedModel, files: Mapping[str, str], wanted: set[str], device: torch.device | str
 ) -> None:
-    """Fill weights from the files by transformers' own rules, which fuse and rename tensors.
+    """Fill weights from the files, fusing and renaming tensors by transformers' own rules.
 
     Raises:
-        ValueError: weights that are missing, unknown, of another shape or no numbers.
+        ValueError: weights missing, unknown, differently shaped or not finite.
     """
     name, revision = str(model.name_or_path), model.config.loaded_revision
     rules = get_model_conversion_mapping(model)
@@ -139,7 +139,7 @@ def _read(
         file: open_weights(name, revision, file)
         for file in sorted({files[tensor] for tensor in chosen})
     }
-    # Slices, of which a sharded weight reads its part and nothing reads all at once.
+    # Slices: a sharded weight reads only its part, and nothing reads a whole file.
     slices = {tensor: opened[files[tensor]].get_slice(tensor) for tensor in chosen}
     options = LoadStateDictConfig(
         device_map={"": device},
@@ -155,14 +155,14 @@ def _read(
 
 
 def _size(weight: DTensor) -> int:
-    """Numbers of a tensor that this process holds."""
+    """Return the number of entries in this process's shard."""
     return weight.to_local().numel()
 
 
 def _sources(
     model: PreTrainedModel, tensors: Iterable[str], rules: Iterable[WeightTransform]
 ) -> dict[str, set[str]]:
-    """Weight of the model -> the tensors in its files that it is made of."""
+    """Return weight name -> tensor names in the files it is made from."""
     own, prefix = model.state_dict(), model.base_model_prefix
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -174,10 +174,10 @@ def _sources(
 
 
 def weights_identity(name: str, revision: str | None = None) -> str:
-    """Which weights a target has in all of its layers, without reading them all.
+    """Identify a target's weights without reading them all.
 
-    A folder: a hash over the name, type, shape and some bytes of every tensor, which training a
-    matrix changes everywhere. A repository of the Hub: its commit.
+    For a folder, hash each tensor's name, type, shape and some bytes; training changes a matrix
+    everywhere, so also there. For a Hub repository, return its commit.
 
     Raises:
         ValueError: no safetensors weights there.
@@ -192,7 +192,7 @@ def weights_identity(name: str, revision: str | None = None) -> str:
 
 
 def _commit(name: str, revision: str | None) -> str:
-    """Commit of a Hub repository in the cache of downloads: .../snapshots/COMMIT/config.json."""
+    """Return a Hub repository's commit from the cache: .../snapshots/COMMIT/config.json."""
     read_config(name, revision)
     file = cached_file(name, "config.json", revision=revision)
     commit = extract_commit_hash(file, None)
@@ -201,7 +201,7 @@ def _commit(name: str, revision: str | None) -> str:
 
 
 def _sample(path: Path, tensor: str) -> bytes:
-    """A tensor's entry in its file's header, and bytes from its start, middle and end."""
+    """Return a tensor's header entry, and bytes from its start, middle and end."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(header_bytes))[tensor]

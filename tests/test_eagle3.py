@@ -176,6 +176,14 @@ def test_the_states_of_training_are_those_of_decoding(family, flags):
                     torch.testing.assert_close(draft.logits(actual), draft.logits(expected))
 
 
+def test_training_without_the_window_is_not_decoding(monkeypatch):
+    monkeypatch.setattr(
+        "pipedraft.models.eagle3.ttt_attention", lambda *inputs: ttt_attention(*inputs[:-1])
+    )
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        test_the_states_of_training_are_those_of_decoding(tiny_llama, WINDOWED)
+
+
 def plain_loss(objective, batch):
     """Oracle: every row at every step with a dense mask, whole logits, gradients by autograd."""
     config, draft, ids = objective.config, objective.draft, batch["input_ids"]

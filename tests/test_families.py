@@ -34,8 +34,10 @@ from train_runs import World, losses_on_one_batch, make_world
 
 from pipedraft.eval.edge_methods import METHODS, decode
 from pipedraft.models import families
+from pipedraft.models import target as target_module
 from pipedraft.models.exchange.export import export
-from pipedraft.models.families import check_target, choose_attention
+from pipedraft.models.families import LayerPositions, check_target, choose_attention
+from pipedraft.models.stage_cache import additive_mask
 from pipedraft.models.target import StagedTarget, capture_hidden, load_target
 from pipedraft.models.target_part import load_target_part
 
@@ -297,6 +299,30 @@ def test_a_family_is_decoded_exactly(name):
     for check, function in FIRST.items():
         number, mismatches = function(name)
         assert number and not mismatches, (check, number, mismatches)
+
+
+FAULTS = {
+    "granite": ("embed", lambda embedding, config, ids: embedding(ids)),
+    "gemma2": ("finish_logits", lambda config, logits_lV: logits_lV),
+    "gemma3": ("LayerPositions", lambda decoder: OnePosition(decoder)),
+    "olmo3": ("additive_mask", lambda *mask, window, **more: additive_mask(*mask, None, **more)),
+}
+
+
+class OnePosition(LayerPositions):
+    """Known-bad: full attention turns as fast as the windows."""
+
+    def __call__(self, hidden_1lH, positions_l, kinds):
+        return dict.fromkeys(kinds, super().__call__(hidden_1lH, positions_l, HALF)[HALF[0]])
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_stage_that_computes_like_another_family_is_noticed(name, monkeypatch):
+    monkeypatch.setattr(target_module, *FAULTS[name])
+    assert stages_compute_the_models_forward(name)[1] > 0
+    if name != "gemma2":  # its cap changes no greedy token
+        with pytest.raises(AssertionError):
+            texts_of(name, QUICK)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

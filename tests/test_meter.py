@@ -5,20 +5,26 @@ import random
 import pytest
 from conftest import tiny_qwen3
 from decode_runs import (
+    CHAIN,
     NEW_TOKENS,
     PROMPTS,
     SMALL,
     WAYS,
+    assert_sampled_like_the_target,
     attentive_llama,
     decode_exactly,
+    distribution_p_value,
     engine_for,
+    sampling_target,
     simulate,
+    unlike_plain_text,
     way_name,
 )
 from several_runs import decode_several
 from tiny_drafts import make_head
 
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Session
 from pipedraft.inference.meter import PARTS, DraftMeter
 
 OTHERS = [{"schedule": "spd"}, {"schedule": "pipeinfer"}]
@@ -82,6 +88,30 @@ def shuffled(monkeypatch):
 def test_text_is_the_targets_whatever_part_is_drafted(shuffled, way):
     simulate(attentive_llama(8, vocab=16), PROMPTS[2], 0.6, never_slower=True, **way)
     assert Shuffled.chosen[:1] == [0]
+
+
+TREES = {"schedule": "eagle", "tree": SMALL, "never_slower": True}
+CHAINS = {**TREES, "tree": CHAIN, "verifier": "rejection"}
+
+
+@pytest.mark.parametrize("way", [TREES, CHAINS], ids=way_name)
+def test_sampled_text_has_the_targets_law_whatever_part_is_drafted(shuffled, way):
+    target = sampling_target()
+    assert_sampled_like_the_target(target, make_head(target), **way)
+    assert {0.0, 0.5, 1.0} == {*Shuffled.chosen}
+
+
+def test_both_tests_of_sampled_text_catch_a_token_dropped_with_a_part(shuffled, monkeypatch):
+    emit = Session._emit
+
+    def mutant(session, token, accepted, logits_V):
+        if not accepted or session.part == 1:
+            emit(session, token, accepted, logits_V)
+
+    monkeypatch.setattr(Session, "_emit", mutant)
+    target = sampling_target()
+    assert unlike_plain_text(target, make_head(target), verifier="gumbel", **TREES) > 2
+    assert distribution_p_value(target, make_head(target), **CHAINS) < 1e-6
 
 
 @pytest.mark.parametrize("schedule", ["flowspec", "pipedec", "eagle", "ssd"])

@@ -32,6 +32,7 @@ from tiny_drafts import make_head, step_logits
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.models import load_draft
 from pipedraft.models.exchange.export import export
 from pipedraft.models.exchange.peers import import_head
@@ -216,6 +217,12 @@ def test_a_window_is_as_wide_when_decoding(tmp_path, target, window):
     assert visible.sum(1).tolist() == [min(int(p) + 1, window) for p in positions]
     # A chain below the text: every row sees the last positions, its own included.
     assert all(v.sum(1).tolist() == [min(int(x) + 1, window) for x in p] for p, v in seen[:3])
+
+
+def test_decoding_without_the_window_is_noticed(tmp_path, target, monkeypatch):
+    monkeypatch.setattr(EagleSource, "_within_window", lambda *_: torch.tensor(True))
+    with pytest.raises(AssertionError, match=r"assert \[1, 2, 3, 4"):
+        test_a_window_is_as_wide_when_decoding(tmp_path, target, 3)
 
 
 # -- refusals -------------------------------------------------------------------------------
