@@ -11,7 +11,6 @@ from pipedraft.data_recipes.conversations import Message, inline_thinking
 
 CONTEXT_EDGES = (0, 512, 1024, 2048, 4096, 8192, 16384)
 """Context edges in tokens. Each group ends below the next edge; the last is open."""
-DIMENSIONS = ("context", "language", "segment")
 ANSWER, CODE, THINKING, TOOL_CALL = "answer", "code", "thinking", "tool call"
 SEGMENTS = (TOOL_CALL, THINKING, CODE, ANSWER)
 """Kinds of assistant text. A row gets the first one that it contains."""

@@ -60,21 +60,18 @@ def count_groups(
     language = language_of(prose(answer))
     language = language_of(question) if language == "unknown" else language
     segments = list(token_segments(result, tokenizer))
-    counts: GroupCounts = {}
 
-    def add(index: int, values: Sequence[int]) -> None:
+    def counted(index: int, *values: int) -> GroupCounts:
         context = context_of(len(result.prompt_ids) + index)
-        groups = {"context": context, "segment": segments[index], "language": language}
-        for name in (f"{dimension}/{group}" for dimension, group in groups.items()):
-            counts[name] = [a + b for a, b in zip(counts.get(name, [0] * 4), values, strict=True)]
+        names = (f"context/{context}", f"segment/{segments[index]}", f"language/{language}")
+        return {name: list(values) for name in names}
 
-    for index, accepted in token_tests(result):
-        add(index, (1, accepted, 0, 0))
+    parts = [counted(index, 1, accepted, 0, 0) for index, accepted in token_tests(result)]
     first = 1  # after the token from the prefill
     for length in filter(None, result.round_lengths):
-        add(first, (0, 0, 1, length))
+        parts.append(counted(first, 0, 0, 1, length))
         first += length
-    return counts
+    return sum_groups(parts)
 
 
 def sum_groups(parts: Iterable[GroupCounts]) -> GroupCounts:

@@ -27,7 +27,7 @@ Greedy, in this process. On a terminal both answers appear beside each other as 
 measured, the accepted draft tokens in green; elsewhere one after the other.
 """
 HEAD, TREE = "assets/heads/eagle3", "chain:5"
-"""The draft where none is given, and its shape: what gains most on one CPU thread."""
+"""Default draft and tree: the fastest on one CPU thread."""
 PROMPT = "Write a Python function that returns the sum of a list."
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 FRAME_S = 0.04
@@ -43,12 +43,12 @@ class DemoOptions(EngineOptions):
     prompt: str = option(PROMPT, metavar="TEXT")
     """the user's message"""
     max_new_tokens: int = option(64, least=2)
-    """tokens of the answer at most"""
+    """maximum tokens in the answer"""
     repeats: int = option(3, least=1)
-    """measured runs of each, in turn, after one that warms up"""
+    """measured runs without and with the draft, in turn, after a warm-up"""
 
     def completed(self) -> "DemoOptions":
-        """Return the options with the draft that ships where none is named."""
+        """Return the options; if no draft is named, add the shipped one."""
         if self.checkpoint or self.draft_model or self.draft:
             return self
         if self.target is not None:
@@ -57,15 +57,9 @@ class DemoOptions(EngineOptions):
                 "DIR or --draft suffix"
             )
         is_default = self.schedule in (None, "eagle") and "tree" not in self.settings
-        tree = {"tree": self.tree_of(TREE)} if is_default else {}
+        tree = {"tree": TREE} if is_default else {}
         stages = 1 if self.stages is None else self.stages
         return replace(self, checkpoint=HEAD, stages=stages, settings=tree | self.settings)
-
-    @staticmethod
-    def tree_of(text: str) -> object:
-        from pipedraft.inference.shapes import TreeShape
-
-        return TreeShape.parse(text)
 
 
 build_parser = DemoOptions.parser
@@ -73,16 +67,16 @@ build_parser = DemoOptions.parser
 
 @dataclass
 class DemoRun:
-    """One way to decode the prompt, and what its runs gave."""
+    """One way to decode the prompt, with its output and times."""
 
     name: str
     pieces: list[str] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
-    """Of each token: a draft token that the target accepted."""
+    """Per token: True for an accepted draft token."""
     times_s: list[float] = field(default_factory=list)
-    """After the start, at which each token of the last run came."""
+    """Seconds from the start to each token, in the last run."""
     rates: list[float] = field(default_factory=list)
-    """Tokens after the first per second, of each measured run."""
+    """Tokens per second after the prefill, one entry per measured run."""
 
     @property
     def text(self) -> str:
@@ -96,11 +90,11 @@ class DemoRun:
 # -- side by side --------------------------------------------------------------------------------
 
 Cell = tuple[str, int]
-"""A character, and the token that it is of."""
+"""A character and its token's index."""
 
 
 def wrapped(pieces: list[str], width: int) -> list[list[Cell]]:
-    """Break a text into lines of at most ``width`` characters, at spaces where there are some."""
+    """Break a text into lines with at most ``width`` characters, if possible at spaces."""
     cells = [(c, token) for token, piece in enumerate(pieces) for c in piece]
     lines, is_broken = list[list[Cell]]([[]]), False
     for match in re.finditer(r"\n|[^\S\n]|\S+", "".join(pieces)):
@@ -111,7 +105,7 @@ def wrapped(pieces: list[str], width: int) -> list[list[Cell]]:
         while len(lines[-1]) + len(word) > width:
             if lines[-1]:
                 lines, is_broken = [*lines, []], True
-            else:  # a word that is longer than a line
+            else:  # a word longer than a line
                 lines[-1], word = word[:width], word[width:]
         if not (is_broken and not lines[-1] and word[0][0] == " "):
             lines[-1] += word
@@ -119,7 +113,7 @@ def wrapped(pieces: list[str], width: int) -> list[list[Cell]]:
 
 
 def painted(cells: list[Cell], answer: DemoRun, shown: int, width: int) -> str:
-    """Return a line with the first ``shown`` tokens, the accepted ones in green."""
+    """Return a line with the first ``shown`` tokens, accepted draft tokens in green."""
     seen = [cell for cell in cells if cell[1] < shown]
     parts = []
     for is_accepted, group in groupby(seen, key=lambda cell: answer.accepted[cell[1]]):
@@ -129,7 +123,7 @@ def painted(cells: list[Cell], answer: DemoRun, shown: int, width: int) -> str:
 
 
 def play(answers: list[DemoRun]) -> None:
-    """Show both answers as fast as they were measured, on a terminal."""
+    """Replay both answers on a terminal, at their measured speed."""
     size = shutil.get_terminal_size()
     width = (size.columns - 3) // 2
     columns = [wrapped(answer.pieces, width) for answer in answers]
@@ -154,7 +148,7 @@ def play(answers: list[DemoRun]) -> None:
 
 
 def run(options: DemoOptions) -> None:
-    """Decode in turn, show both answers, and say how they compare."""
+    """Decode in turn, show both answers, and compare them."""
     from pipedraft.inference.command import encode, load_engine
     from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.engine import Engine
@@ -185,9 +179,13 @@ def run(options: DemoOptions) -> None:
             answer.pieces = pieces.finish(result.text)
             answer.accepted = [token.accepted for token in tokens_of(result, answer.pieces)]
             answer.times_s = result.token_times_s
-            elapsed_s = result.token_times_s[-1] - result.prefill_s
+            if not result.num_tokens:
+                raise ValueError(
+                    f"--prompt: {options.prompt!r} is answered with one token, which leaves no "
+                    "rate to compare; give another prompt"
+                )
             if turn:
-                answer.rates.append(result.num_tokens / max(elapsed_s, 1e-9))
+                answer.rates.append(result.tokens_per_second)
     print(f"prompt: {options.prompt}\n")
     if sys.stdout.isatty():
         play(answers)
@@ -198,7 +196,7 @@ def run(options: DemoOptions) -> None:
 
 
 def verdict(answers: list[DemoRun], *, num_rounds: int, num_stages: int) -> str:
-    """Say what the draft gained or cost, as measured."""
+    """Describe the draft's measured gain or cost."""
     plain, drafted = answers
     ratios = [b / a for a, b in zip(plain.rates, drafted.rates, strict=True)]
     ratio, count = median(ratios), len(drafted.pieces)
@@ -220,7 +218,7 @@ def verdict(answers: list[DemoRun], *, num_rounds: int, num_stages: int) -> str:
 
 
 def main() -> None:
-    """Run the demo of this process's command line."""
+    """Run the demo with this process's command line."""
     run(DemoOptions.read(sys.argv[1:]).completed())
 
 

@@ -168,8 +168,7 @@ class Generation:
     @property
     def tokens_per_second(self) -> float:
         """Tokens after the first one per second in this process; NaN for a single token."""
-        elapsed_s = self.result.token_times_s[-1] - self.result.prefill_s
-        return self.result.num_tokens / elapsed_s if self.result.num_tokens else float("nan")
+        return self.result.tokens_per_second
 
     @property
     def figures(self) -> str:

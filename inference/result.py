@@ -180,6 +180,12 @@ class DecodeResult:
         return sum(self.round_lengths) / len(self.round_lengths)
 
     @property
+    def tokens_per_second(self) -> float:
+        """Measured tokens per second after the prefill; NaN for a single token."""
+        elapsed_s = self.token_times_s[-1] - self.prefill_s
+        return self.num_tokens / elapsed_s if self.num_tokens else float("nan")
+
+    @property
     def draft_acceptance_rate(self) -> float:
         """alpha: accepted draft tokens per tested draft token."""
         return self.num_accepted / self.num_tested if self.num_tested else float("nan")

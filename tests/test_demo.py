@@ -9,6 +9,7 @@ from conftest import REPOSITORY
 
 from pipedraft.inference import demo
 from pipedraft.inference.demo import DemoRun, painted, play, verdict, wrapped
+from pipedraft.inference.result import DecodeResult
 
 
 @pytest.fixture
@@ -45,6 +46,16 @@ def test_both_answers_are_printed_and_compared(at_home, monkeypatch, capfd):
 def test_bad_input_is_refused_by_its_option(words, message, at_home, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["demo", *words])
     with pytest.raises(ValueError, match=re.escape(message)):
+        demo.main()
+
+
+def test_an_answer_without_a_rate_is_refused(at_home, monkeypatch):
+    emit = DecodeResult.emit
+    monkeypatch.setattr(
+        DecodeResult, "emit", lambda *args, **kw: emit(*args, **kw | {"max_new_tokens": 1})
+    )
+    monkeypatch.setattr(sys, "argv", ["demo", *WORDS])
+    with pytest.raises(ValueError, match="answered with one token"):
         demo.main()
 
 

@@ -9,8 +9,15 @@ from data_rows import write
 from transformers import AutoTokenizer
 
 from pipedraft.data_recipes.config import DataConfig, Source
-from pipedraft.data_recipes.groups import balance, context_of, groups_of, language_of, segments_of
+from pipedraft.data_recipes.groups import (
+    balance,
+    context_of,
+    groups_of,
+    language_of,
+    segments_of,
+)
 from pipedraft.data_recipes.recipe import load_data
+from pipedraft.eval import groups as eval_groups
 from pipedraft.eval.groups import acceptance_by_group, count_groups, group_name, token_segments
 from pipedraft.eval.record import PromptRecord
 from pipedraft.inference.result import DecodeResult
@@ -98,21 +105,44 @@ class Letters:
         return "".join(map(chr, ids))
 
 
+TEXT = "Hi```x```"
+RESULT = DecodeResult(
+    prompt_ids=[65] * 505,
+    token_ids=[ord(letter) for letter in TEXT],
+    text=TEXT,
+    stop_reason="eos",
+    num_stages=2,
+    round_lengths=[3, 2, 3],
+    round_ends="rua",
+    position_tests=[3, 2, 2],
+    position_accepts=[3, 2, 1],
+)
+
+
+@pytest.mark.parametrize("mutant", ["", "token_tests", "sum_groups"])
+def test_every_dimension_adds_up_to_the_totals(
+    mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutant that loses one test or one round is caught."""
+    if mutant:
+        whole = getattr(eval_groups, mutant)
+        loses = {
+            "token_tests": lambda result: list(whole(result))[:-1],
+            "sum_groups": lambda parts: whole(list(parts)[:-1]),
+        }
+        monkeypatch.setattr(eval_groups, mutant, loses[mutant])
+    counts = count_groups(RESULT, "Hi", TEXTS["de"], Letters())  # type: ignore[arg-type]
+    totals = [RESULT.num_tested, RESULT.num_accepted, len(RESULT.round_lengths), RESULT.num_tokens]
+    for dimension in ("context", "language", "segment"):
+        own = [values for name, values in counts.items() if name.startswith(f"{dimension}/")]
+        assert (list(map(sum, zip(*own, strict=True))) == totals) is not bool(mutant)
+
+
 def test_tests_and_rounds_are_counted_by_group() -> None:
-    text = "Hi```x```"
-    result = DecodeResult(
-        prompt_ids=[65] * 505,
-        token_ids=[ord(letter) for letter in text],
-        text=text,
-        stop_reason="eos",
-        num_stages=2,
-        round_lengths=[3, 2, 3],
-        round_ends="rua",
-    )
     tokenizer: object = Letters()
-    kinds = list(token_segments(result, tokenizer))  # type: ignore[arg-type]
+    kinds = list(token_segments(RESULT, tokenizer))  # type: ignore[arg-type]
     assert kinds == ["answer"] * 2 + ["code"] * 7
-    counts = count_groups(result, "Hi", TEXTS["de"], tokenizer)  # type: ignore[arg-type]
+    counts = count_groups(RESULT, "Hi", TEXTS["de"], tokenizer)  # type: ignore[arg-type]
     # Tested: i ` ` (rejected), x, ` ` ` (accepted): the second round's last token was not.
     assert counts["segment/answer"] == [1, 1, 1, 3]
     assert counts["segment/code"] == [6, 5, 2, 5]

@@ -1,10 +1,14 @@
 """A run's screen output, and acceptance measured by decoding."""
 
 import json
+import random
+from contextlib import nullcontext
 
 import pytest
+import torch
 from train_runs import assert_equal_weights, logged, train, weights
 
+from pipedraft.inference.custom_generate import NoText
 from pipedraft.inference.engine import Engine
 from pipedraft.models import load_draft
 from pipedraft.train.decoding import decode_config, first_turns
@@ -33,7 +37,7 @@ def test_a_run_says_what_it_does_a_row_each_log_step_and_what_is_next(
     head = [line.split() for line in lines].index(
         ["step", "loss", "accepted", "lr", "tokens/s", "left"]
     )
-    assert lines[head + 1].split()[0] == "2" and lines[head + 1].split()[-1] == "0:00"
+    assert lines[head + 1].split()[0] == "2" and lines[head + 1].split()[-1] == "00:00"
     held_out = [line for line in lines if "held out: " in line]
     assert len(held_out) == 2 and "teacher-forced), decoded L' " in held_out[0]
     best, following, _ = lines[-3:]
@@ -60,7 +64,7 @@ def test_decoding_measures_the_head_and_disturbs_nothing(method, world, tmp_path
     newest = max((tmp_path / "with" / "checkpoints").iterdir())
     draft = load_draft(str(newest), target)
     config = decode_config(draft, trainer.objective.num_steps)
-    engine = Engine(target, _NoText(), config, draft)
+    engine = Engine(target, NoText(), config, draft)
     assert len(trainer.prompts) == 3
     results = [engine.decode(ids) for ids in trainer.prompts]
     rounds = [length for result in results for length in result.round_lengths]
@@ -69,9 +73,20 @@ def test_decoding_measures_the_head_and_disturbs_nothing(method, world, tmp_path
     assert last[decoded[1]] == config.num_stages * tokens / steps
 
 
-class _NoText:
-    def decode(self, ids, skip_special_tokens=True):
-        return ""
+@pytest.mark.parametrize("is_mutant", [False, True])
+def test_decoding_draws_from_no_global_generator(is_mutant, world, tmp_path, monkeypatch):
+    """The mutant builds the decoded copy with the global generator, and is caught."""
+    trainer = world.trainer("eagle3", tmp_path, **DECODED)
+    if is_mutant:
+        monkeypatch.setattr(torch.random, "fork_rng", lambda **_: nullcontext())
+    weights = {name: x.clone() for name, x in trainer.module.state_dict().items()}
+    metrics, torch_state, python_state = {}, torch.get_rng_state(), random.getstate()
+    trainer._add_decoded(metrics, trainer.accelerator.get_state_dict(trainer.module))
+    assert metrics["decoded_acceptance_length"] >= 1
+    assert torch.equal(torch.get_rng_state(), torch_state) is not is_mutant
+    assert random.getstate() == python_state
+    assert trainer.module.training and torch.is_grad_enabled()
+    assert all(x.equal(weights[name]) for name, x in trainer.module.state_dict().items())
 
 
 def test_prompts_end_where_the_assistant_begins():

@@ -1,8 +1,8 @@
 """Train a draft head: `accelerate launch -m pipedraft.train --help`.
 
 Exit status: 0 done, or ended by max_minutes or evaluation.patience; 143 after SIGTERM and 130 after
-SIGINT (Ctrl-C), which finish the step, save and leave; 2 bad input; 1 failure, also of a loss that
-is not finite. The launchers of accelerate and torchrun report their own status instead, 1.
+SIGINT (Ctrl-C): both finish the step, save and leave; 2 bad input; 1 failure, also a loss that is
+not finite. The launchers accelerate and torchrun report their own status 1 instead.
 """
 
 import argparse
@@ -64,11 +64,11 @@ EXAMPLE = (
 
 
 RESOLVED = "# as resolved by pipedraft train\n"
-"""First line of a run's config.yaml."""
+"""First line in a run's config.yaml."""
 
 
 def registry() -> "dict[str, tuple[type, Any]]":
-    """Method name -> dataclass that configures its network and loss, and its objective."""
+    """Return method name -> configuration dataclass (network and loss), objective."""
     return {
         "spd": (SPDTrainConfig, SPDObjective),
         "ppsd": (PPSDTrainConfig, PPSDObjective),
@@ -86,7 +86,7 @@ def methods() -> dict[str, type]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every option, the --model.* of all methods included; a run is read by ``parse_run``."""
+    """Return a parser with every option, for all methods; runs use ``parse_run``."""
 
     whole = argparse.ArgumentParser(prog="pipedraft train")
     whole.add_argument("--plan", metavar="CONFIG", help="say what a run will take, and end")
@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def load_tokenizer_of(run: "RunConfig") -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a run's target."""
+    """Load the target's tokenizer."""
 
     if run.target is None:
         raise ValueError("target: missing; name the folder or Hub id of the frozen target")
@@ -106,7 +106,7 @@ def load_tokenizer_of(run: "RunConfig") -> "PreTrainedTokenizerBase":
 
 
 def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
-    """Do all that can refuse the configuration, so that training starts only if nothing did."""
+    """Build the trainer, and check the whole configuration before training starts."""
 
     started = time.monotonic()
     accelerator = make_accelerator(run)
@@ -114,7 +114,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     make_folder("output_dir", run.output_dir)
     check_one_disk(run.output_dir, accelerator)
     objective_class = registry()[run.method][1]
-    # Once on each node: nodes may have caches of their own.
+    # Once per node: nodes may have separate caches.
     with accelerator.local_main_process_first():
         tokenizer = load_tokenizer_of(run)
         if run.features is None and not is_sharded(run, accelerator):
@@ -145,14 +145,17 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
 
 
 def quieten() -> None:
-    """No loading bars of libraries; bars of the data's preparation only for a person."""
+    """Hide libraries' loading bars; show data preparation bars only on a terminal."""
     pretrained.quieten()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
 
 
 def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
-    """The words without ``--plan``; with a file after it, it also says ``--config``."""
+    """Remove ``--plan`` from the words, and return True if it was there.
+
+    ``--plan FILE`` becomes ``--config FILE``.
+    """
     split = [word.split("=", 1) if word.startswith("--plan=") else [word] for word in arguments]
     arguments = [part for parts in split for part in parts]
     if "--plan" not in arguments:
@@ -174,7 +177,7 @@ def main() -> None:
 
 @needs_others()
 def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) -> "Trainer":
-    """Train while no other run writes into the output folder.
+    """Train with the output folder locked against other runs.
 
     Args:
         resolved: the configuration as YAML.
@@ -188,7 +191,7 @@ def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) ->
 
 
 def train(trainer: "Trainer", resolved: str) -> None:
-    """Run a training from its newest checkpoint to its end.
+    """Run the training from its newest checkpoint to its end.
 
     Args:
         resolved: the configuration as YAML.

@@ -1,4 +1,4 @@
-"""The configuration of one training run, and how YAML files and flags become it."""
+"""Training run configuration, read from YAML files and flags."""
 
 import argparse
 import difflib
@@ -68,15 +68,15 @@ class EvaluationConfig:
     every_steps: int = 200
     """Optimizer steps between evaluations on the validation rows; 0: only at the end."""
     max_rows: int = 64
-    """Validation rows used, the first ones."""
+    """Maximum number of validation rows; the first ones are used."""
     decode_prompts: int = 8
-    """Held-out prompts that each evaluation decodes, greedily, 32 tokens each, with the head as it
-    is: the log then has tau and L' as decoded. 0: none."""
+    """Held-out prompts decoded at each evaluation with the current head: greedily, 32 tokens each.
+    The log then has the decoded tau and L'. 0: none."""
     best_by: Literal["expected", "decoded"] = "expected"
-    """What best/ and patience go by: the acceptance expected from teacher-forced rates, or L' as
+    """Score for best/ and patience: acceptance expected from teacher-forced rates, or L' as
     decoded."""
     patience: int = 0
-    """Evaluations in a row without a better score that end the run; 0: none do."""
+    """End the run after this many evaluations without a better score; 0: never."""
 
     def __post_init__(self) -> None:
         check_ranges(self, EVALUATION_RANGES, "evaluation.")
@@ -93,61 +93,61 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One training run. The network itself is configured under ``model``, by its method."""
+    """One training run. ``model`` configures the network, by method."""
 
     method: str
     output_dir: Path
     data: DataConfig
     target: str | None = None
-    """Frozen target of a draft: a folder or a Hub id."""
+    """Frozen target: a folder or a Hub id."""
     target_revision: str | None = None
     target_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: bf16 for a target that is stored in it, in a run that computes in it; else fp32."""
+    """auto: bf16 if the target is stored in bf16 and the run computes in bf16; else fp32."""
     target_quantization: Literal["8bit", "4bit"] | None = None
-    """Quantization of the target's layers, by transformers and bitsandbytes."""
+    """Quantize the target's layers, with transformers and bitsandbytes."""
     shard_target: bool = False
-    """Each process holds a part of every layer of the target, and gathers a layer while it runs."""
+    """Split every target layer between the processes; a layer is gathered while it runs."""
     features: str | None = None
-    """Folder of hidden states written by python -m pipedraft.train.features, or HOST:PORT of its
-    serve, of several HOST:PORT,HOST:PORT: the target's layers are then not loaded."""
+    """Folder with hidden states from python -m pipedraft.train.features, or its servers as
+    HOST:PORT,HOST:PORT: the target's layers are then not loaded."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     batch_tokens: int = 4096
-    """Tokens in one forward pass of one process, padding included."""
+    """Tokens per forward pass and process, padding included."""
     packing: bool = False
-    """A forward pass is one row without padding: its examples, none of which sees another. (With
-    data.pack they do, and make blocks of one length.)"""
+    """Join a forward pass's examples into one row without padding; they do not see each other.
+    (With data.pack they do, and form blocks with one length.)"""
     checkpointing: bool = False
-    """Less memory for more time: the draft's layers are computed again in backward."""
+    """Use less memory but more time: compute the draft's layers again in backward."""
     accumulation: int = 1
-    """Forward passes per optimizer step; the loss is the mean over all their counted tokens."""
+    """Forward passes per optimizer step; the loss is the mean over all their supervised tokens."""
     epochs: float = 1.0
     max_steps: int | None = None
     """Optimizer steps, instead of epochs."""
     batch_group: int | None = None
-    """Batches of similar length that follow each other, a multiple of the number of processes;
-    null: their number at the first launch. With accumulation to match, every number of processes
-    that divides it trains the same run, and goes on with the checkpoints of another."""
+    """Consecutive batches with similar length, a multiple of the number of processes; null: that
+    number at the first launch. With matching accumulation, every number of processes that divides
+    the group trains the same run, and can resume it."""
     max_minutes: float | None = None
-    """Wall-clock minutes of this launch, loading included, after which it saves and ends at the
-    next step; the same command goes on from there."""
+    """Wall-clock minutes for this launch, loading included; the run then saves and ends at the next
+    step. The same command resumes it."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Autocast dtype; weights and optimizer state stay fp32. auto: bf16 where the processor
-    computes in it."""
+    """Autocast dtype; weights and optimizer state stay fp32. auto: bf16 if the processor supports
+    it."""
     seed: int = 0
     save_every_steps: int = 500
-    """Optimizer steps between checkpoints that a run can resume from."""
+    """Optimizer steps between checkpoints for resuming."""
     keep_checkpoints: int = 2
     resume: bool = True
-    """Go on from the newest complete checkpoint under output_dir, if there is one."""
+    """Resume from the newest complete checkpoint under output_dir, if there is one."""
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Besides metrics.jsonl, which is always written."""
+    """Trackers in addition to metrics.jsonl."""
     wandb_artifact: bool = False
     """Upload best/ to wandb as an artifact when the run ends."""
     log_every_steps: int = 10
     peak_tflops: float | None = None
-    """Peak TFLOP/s of one process's device in this precision, for example 989 for an H100 in bf16:
-    the metrics then have mfu."""
+    """Peak TFLOP/s per device in this precision, for example 989 for an H100 in bf16; adds mfu to
+    the metrics."""
 
     def __post_init__(self) -> None:
         check_ranges(self, RUN_RANGES)
@@ -160,7 +160,7 @@ class RunConfig:
 
 
 def _refuse_nulls(kind: Any, values: Any, prefix: str = "") -> None:
-    """jsonargparse takes a key without a value for a field of any type."""
+    """Refuse keys without a value: jsonargparse accepts them for any type."""
     if isinstance(values, int | float | str | list):
         raise UsageError(f"{prefix[:-1]}: {values!r} does not fit; give a mapping")
     types = get_type_hints(kind)
@@ -173,12 +173,12 @@ def _refuse_nulls(kind: Any, values: Any, prefix: str = "") -> None:
 
 
 def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str | None) -> str:
-    """The method named by ``--method`` or by the last ``--config`` file that names one."""
+    """Return the method in ``--method``, or in the last ``--config`` file with one."""
     method, given = default, None
     words = [part for word in arguments for part in word.split("=", 1)]
     for flag, value in zip(words, words[1:], strict=False):
         if flag == "--method":
-            given = value  # of several, the last, as for every option
+            given = value  # the last one wins, as for every option
         if flag == "--config":
             if not Path(value).is_file():
                 raise UsageError(
@@ -190,7 +190,7 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
                 raise UsageError(f"--config: {value} holds no mapping; see configs/spd/tiny.yaml")
             method = layer.get("method", method)
             for key in layer.keys() - {part.name for part in fields(RunConfig)} - {"model"}:
-                if not layer[key]:  # of what holds nothing jsonargparse says nothing
+                if not layer[key]:  # jsonargparse ignores empty keys silently
                     raise UsageError(f"{key}: unknown; see --help")
     method = given or method
     if method is None:
@@ -205,7 +205,7 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
 
 
 def make_parser(method: str, methods: dict[str, type], example: str) -> ArgumentParser:
-    """Parser of a run with this method; arguments as in ``parse_run``."""
+    """Make the parser for a run with this method; arguments as in ``parse_run``."""
     others = ", ".join(name for name in methods if name != method)
     parser = ArgumentParser(
         prog="pipedraft train",
@@ -225,7 +225,7 @@ def make_parser(method: str, methods: dict[str, type], example: str) -> Argument
 
 @cache
 def parser_of(method: str, methods: tuple[tuple[str, type], ...], example: str) -> ArgumentParser:
-    """A parser of ``make_parser``, once: to make it takes longer than to read a run with it."""
+    """Cache ``make_parser``: making a parser takes longer than reading a run."""
     return make_parser(method, dict(methods), example)
 
 
@@ -235,17 +235,17 @@ def parse_run(
     """Read ``--config`` layers and ``--a.b value`` flags.
 
     Args:
-        methods: method name -> dataclass that configures its network.
+        methods: method name -> configuration dataclass for its network.
         example: shown at the end of ``--help``.
 
     Returns:
         The run, the network's configuration, and the resolved YAML.
 
     Raises:
-        UsageError: one line that names the field, the value and the fix.
+        UsageError: one line with the field, the value and the fix.
     """
     wants_help = any(word in HELP_FLAGS for word in arguments)
-    if wants_help:  # reads the docstring under every field, which takes a second
+    if wants_help:  # reading every field's docstring takes a second
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
     default = next(iter(methods)) if wants_help else None
     method = _peek_method(arguments, list(methods), default)

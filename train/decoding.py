@@ -1,4 +1,4 @@
-"""Acceptance as decoded: held-out prompts, answered with the head that is in training."""
+"""Measure acceptance during training: decode held-out prompts with the current head."""
 
 from datasets import Dataset
 from torch import Tensor
@@ -13,17 +13,17 @@ from pipedraft.models.draft import Draft
 from pipedraft.train.objective import DraftObjective
 
 NEW_TOKENS = 32
-"""Of each answer, at most."""
+"""Maximum answer length."""
 DECODED_TAU, DECODED_LENGTH = "decoded_acceptance_length", "decoded_equivalent_acceptance_length"
-"""Names of the figures in the log."""
+"""Names in the log."""
 
 
 def first_turns(rows: Dataset, count: int, *, max_positions: int) -> list[list[int]]:
-    """Return what precedes the assistant's first turn in the first rows that have such a prompt.
+    """Return the tokens before the assistant's first turn, from the first rows with such a prompt.
 
     Args:
-        count: prompts, at most.
-        max_positions: of the target; longer prompts are left out.
+        count: maximum number of prompts.
+        max_positions: the target's limit; longer prompts are skipped.
     """
     prompts: list[list[int]] = []
     for row in rows:
@@ -36,10 +36,10 @@ def first_turns(rows: Dataset, count: int, *, max_positions: int) -> list[list[i
 
 
 def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
-    """Return the head's own schedule with chains, as the teacher-forced figures assume.
+    """Return the head's own schedule with chains, as in the teacher-forced figures.
 
     Args:
-        num_steps: draft tokens of a chain, where the schedule does not say it.
+        num_steps: draft tokens per chain, for schedules that do not fix it.
     """
     schedule = default_schedule(draft.draft_type)
     settings: Values = {"tree": TreeShape(kind="chain", depth=num_steps)}
@@ -56,7 +56,7 @@ def decode(
     """Decode prompts in this process and return tau and L' over all of them.
 
     Args:
-        weights: the objective's whole state.
+        weights: the objective's complete state.
     """
     draft = objective.draft_with(weights)
     config = decode_config(draft, objective.num_steps)
@@ -64,7 +64,7 @@ def decode(
     results = [engine.decode(ids) for ids in prompts]
     rounds = [length for result in results for length in result.round_lengths]
     num_steps = sum(result.num_steps for result in results)
-    if not num_steps:  # every answer was the token of the prompt's forward pass alone
+    if not num_steps:  # every answer ended after the prefill token
         return {DECODED_TAU: 1.0, DECODED_LENGTH: 1.0}
     num_tokens = sum(result.num_tokens for result in results)
     return {

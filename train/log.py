@@ -1,4 +1,4 @@
-"""Records of a run: metrics.jsonl, trackers, speed, and batches that failed."""
+"""Record a run: metrics.jsonl, trackers, speed, and failed batches."""
 
 import json
 import time
@@ -30,14 +30,14 @@ HELD_PROCESS_GROUPS: list[object] = []
 Shape = Sequence[int]
 
 CLOCK_METRICS = ("tokens_per_s", "data_share", "mfu")
-"""The only ones that differ when a run is repeated."""
+"""The only metrics that differ between repeated runs."""
 
 
 class MetricsLog:
-    """One record every ``log_every_steps`` steps, with means over these, and one per evaluation.
+    """Writer for metrics.jsonl: means every ``log_every_steps`` steps, and every evaluation.
 
-    ``tokens_per_s`` are counted tokens of all processes over all time since the last record,
-    evaluations and checkpoints included; for the others see ``throughput``.
+    ``tokens_per_s``: supervised tokens in all processes, over the time since the last record,
+    evaluations and checkpoints included. For the other clock metrics see ``StepPace.report``.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
@@ -48,7 +48,7 @@ class MetricsLog:
             self._start_trackers()
 
     def _start_trackers(self) -> None:
-        """Every launch of one run goes on in one wandb run: its id is saved with the progress."""
+        """Start the trackers. All launches continue one wandb run: the progress has its id."""
         config, progress = self.trainer.config, self.trainer.progress
         progress.tracker_id = progress.tracker_id or uuid.uuid4().hex
         folder = config.output_dir / "logs"
@@ -68,7 +68,7 @@ class MetricsLog:
         now = time.perf_counter()
         rate = (progress.tokens - self.tokens) / max(now - self.started, 1e-9)
         self.started, self.tokens = now, progress.tokens
-        # Entries of a launch with other options may lack a key.
+        # Entries from a launch with other options may lack a key.
         known = {key: [entry[key] for entry in window if key in entry] for key in window[-1]}
         means = {key: sum(values) / len(values) for key, values in known.items()}
         window.clear()
@@ -90,7 +90,7 @@ class MetricsLog:
             self.accelerator.log(grouped, step=progress.step)
 
     def close(self) -> None:
-        """End the trackers' runs, and give wandb the head if the configuration asks for it."""
+        """End the trackers' runs; first upload the head to wandb if configured."""
         config = self.trainer.config
         if config.wandb_artifact and self.accelerator.is_main_process:
             run = self.accelerator.get_tracker("wandb", unwrap=True)
@@ -102,7 +102,7 @@ class MetricsLog:
 
 
 def flatten(settings: Values, prefix: str = "") -> Values:
-    """Dotted names -> values of the types that every tracker takes."""
+    """Return dotted names -> values, converted to types that every tracker takes."""
     flat: Values = {}
     for key, value in settings.items():
         if isinstance(value, dict):
@@ -114,11 +114,11 @@ def flatten(settings: Values, prefix: str = "") -> Values:
 
 
 def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
-    """Drop what was logged after a checkpoint, and half a last line: it will be logged again.
+    """Drop records after a checkpoint and an incomplete last line: the run will log them again.
 
     Args:
-        step: of the checkpoint.
-        is_evaluated: False if the evaluation at this very step is to be made again too.
+        step: the checkpoint's step.
+        is_evaluated: False if this step's evaluation must be repeated, too.
     """
     if not path.exists():
         return
@@ -128,7 +128,7 @@ def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
             continue
         record = json.loads(line)
         is_evaluation = any(key.startswith("valid/") for key in record)
-        # The last step itself counts, but for an evaluation that is to be made again.
+        # Keep the last step itself, but not an evaluation to be repeated.
         if record["step"] < step + (is_evaluated or not is_evaluation):
             kept.append(line)
     publish(path, lambda place: place.write_text("".join(kept)))
@@ -151,7 +151,7 @@ def flop_counter() -> FlopCounterMode:
     ) -> int:
         return sdpa_backward_flop_count(grad, query, key, value)
 
-    aten = torch.ops.aten  # torch has no formula for what only CPUs run, nor for a given out_dtype
+    aten = torch.ops.aten  # torch lacks formulas for CPU-only kernels and for out_dtype
     formulas: dict[object, Callable[..., int]] = {
         aten.addmm: add_product,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
@@ -161,14 +161,14 @@ def flop_counter() -> FlopCounterMode:
 
 
 class StepPace:
-    """Sums over the steps since the last report: seconds until their batches were there, seconds in
-    all, FLOPs of all processes."""
+    """Sums over the steps since the last report: seconds waiting for batches, seconds in total,
+    FLOPs in all processes."""
 
     def __init__(self) -> None:
         self.waited_s = self.total_s = self.flops = self.flops_per_token = 0.0
 
     def flops_of(self, num_tokens: int, counter: FlopCounterMode | None) -> float:
-        """FLOPs of a step of this process: those counted in it, or per token in an earlier one.
+        """Return this process's FLOPs in a step: counted now, or per token from an earlier step.
 
         Args:
             num_tokens: padding included.
@@ -178,7 +178,7 @@ class StepPace:
         return num_tokens * self.flops_per_token
 
     def report(self, *, peak_tflops: float | None, num_processes: int) -> dict[str, float]:
-        """``data_share`` of the steps' time, and ``mfu`` if the peak is known; starts afresh."""
+        """Return ``data_share``, and ``mfu`` if the peak is known; reset the sums."""
         seconds = max(self.total_s, 1e-9)
         figures = {"data_share": self.waited_s / seconds}
         if peak_tflops is not None:
@@ -199,11 +199,11 @@ def save_bad_batches(
 ) -> Path:
     """Write bad_batch-step-S-rank-R.safetensors by one rename.
 
-    With the network of that step, ``trainer.module(batch, trainer.generator(step, place))`` is the
-    forward pass that failed.
+    To repeat the failed forward pass, call
+    ``trainer.module(batch, trainer.generator(step, place))`` with that step's network.
 
     Args:
-        losses: sum over the counted tokens by place in the step's window of all processes; all
+        losses: place in the step's window over all processes -> sum over supervised tokens; all
             finite if only the gradient was not.
         batches: place in the window -> input_ids, loss_mask, lengths.
     """

@@ -1,4 +1,4 @@
-"""What a person sees of a run: what it will do, a row of figures each log step, how it ended."""
+"""A training run's terminal output: its settings, a table row per log step, and its result."""
 
 import sys
 import time
@@ -15,23 +15,16 @@ if TYPE_CHECKING:
     from pipedraft.train.loop import Trainer
 
 WIDTHS = {"step": 8, "loss": 10, "accepted": 10, "lr": 10, "tokens/s": 10, "left": 10}
-"""Columns of the table. accepted: share of draft tokens accepted at temperature 1, of the first one
-where chains are trained."""
+"""Table column -> width. accepted: share of draft tokens accepted at temperature 1; in chains
+only the first draft token counts."""
 TIMED_STEPS = 4
-"""Steps after which the time of the whole run is said; the first one warms up and is left out."""
+"""Steps before the first estimate; the first step warms up and is not timed."""
 EXPECTED = ("equivalent_acceptance_length_T0", "acceptance_length_T0")
-"""What the teacher-forced figure of a method is called."""
-
-
-def duration(seconds: float) -> str:
-    """Return 0:05, 12:30 or 3:02:07."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+"""Names for the teacher-forced acceptance length, by method."""
 
 
 def figures(metrics: dict[str, float]) -> str:
-    """Return an evaluation's main figures as a line has them."""
+    """Format an evaluation's main figures for one line."""
     shown = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else []
     expected = next((metrics[name] for name in EXPECTED if name in metrics), None)
     if expected is not None:
@@ -42,7 +35,7 @@ def figures(metrics: dict[str, float]) -> str:
 
 
 class Screen:
-    """Lines on stderr, by the main process alone; metrics.jsonl has every figure."""
+    """Writer to stderr, active in the main process only; metrics.jsonl has every figure."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
@@ -57,7 +50,7 @@ class Screen:
             tqdm.write(text, file=sys.stderr)
 
     def begin(self) -> None:
-        """Say what the run is about to do, and start its clock."""
+        """Print the run's settings, and start its clock."""
         trainer = self.trainer
         config, accelerator, evaluation = trainer.config, trainer.accelerator, trainer.evaluates
         precision = accelerator.mixed_precision.replace("no", "fp32")
@@ -77,11 +70,11 @@ class Screen:
             unit="step",
             leave=False,
             mininterval=1.0,
-            disable=None if self.is_shown else True,  # None: on a terminal alone
+            disable=None if self.is_shown else True,  # None: only on a terminal
         )
 
     def step(self) -> None:
-        """Count a step; say the time of the run when the first ones have shown it."""
+        """Count a step; print the estimated time once the first steps are timed."""
         progress = self.trainer.progress
         if self._bar is not None:
             self._bar.update(1)
@@ -105,15 +98,15 @@ class Screen:
         self._has_head = True
         left = self._seconds_left()
         if left:
-            self.say(f"about {duration(left)} to go, by the first steps")
+            self.say(f"about {tqdm.format_interval(left)} to go, by the first steps")
         self.say("".join(f"{name:>{width}}" for name, width in WIDTHS.items()))
 
     def row(self, means: dict[str, float], rate: float) -> None:
-        """Write a row of the table.
+        """Write a table row.
 
         Args:
-            means: over the steps since the last row.
-            rate: counted tokens per second.
+            means: averages since the last row.
+            rate: supervised tokens per second.
         """
         if not self._has_head:
             self._head()
@@ -125,19 +118,19 @@ class Screen:
             "accepted": "-" if accepted is None else f"{accepted:.3f}",
             "lr": f"{means.get('lr', 0):.1e}",
             "tokens/s": f"{rate:.0f}",
-            "left": "-" if left is None else duration(left),
+            "left": "-" if left is None else tqdm.format_interval(left),
         }
         self.say("".join(f"{cells[name]:>{width}}" for name, width in WIDTHS.items()))
         if self._bar is not None and "mfu" in means:
             self._bar.set_postfix_str(f"MFU {means['mfu']:.3f}")
 
     def evaluated(self, metrics: dict[str, float], *, is_best: bool) -> None:
-        """Write a line of an evaluation."""
+        """Write an evaluation's line."""
         best = "; best so far" if is_best else ""
         self.say(f"{self.trainer.progress.step:>8}  held out: {figures(metrics)}{best}")
 
     def end(self) -> None:
-        """Say why the run ended, its best figures, where they are, and what to do next."""
+        """Print the reason for the end, the best figures, their folder, and the next commands."""
         trainer, folder = self.trainer, self.trainer.config.output_dir
         progress, stop = trainer.progress, trainer.stop
         if self._bar is not None:

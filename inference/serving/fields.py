@@ -11,7 +11,7 @@ HARMLESS = {
     *("priority", "cache_salt", "include_reasoning", "separate_reasoning"),
     *("guided_decoding_backend", "spaces_between_special_tokens"),
 }
-"""OpenAI, vLLM and SGLang fields that do not change the answer."""
+"""OpenAI, vLLM and SGLang fields without influence on the answer."""
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -61,7 +61,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "max_new_tokens": (),
     "stop_sequences": ([],),
 }
-"""Fields that would change the answer, each with the values by which it does not."""
+"""Unsupported fields that would change the answer, each with its harmless values."""
 INSTEAD = {
     "enable_thinking": "give it in chat_template_kwargs",
     "max_completion_tokens": "give max_tokens",
@@ -73,11 +73,11 @@ CHANGES_MESSAGES = {"tool_calls", "function_call", "tool_call_id", "prefix", "im
 """Message fields visible to the model."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 TYPO = 0.8
-"""Similarity to a known field above which an unknown one counts as a typo and is refused."""
+"""Minimum similarity to a known field for a typo; typos are refused."""
 
 
 def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]]:
-    """Return the parsed fields, and the names of unknown ones, which are ignored.
+    """Return the parsed fields, and the names of ignored unknown ones.
 
     Raises:
         RequestError: an unsupported field would change the answer.
