@@ -48,7 +48,7 @@ HUB_TIMEOUT_S = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check."""
+    """Result from one check."""
 
     status: Literal["ok", "warning", "failure"]
     check: str
@@ -163,7 +163,7 @@ def check_target(folder: Path) -> Iterator[Finding]:
 
 
 def check_hub() -> Iterator[Finding]:
-    """Contact the Hub, which is needed only for models and data hosted there."""
+    """Contact the Hub; only models and data hosted there need it."""
     endpoint = constants.ENDPOINT
     if constants.HF_HUB_OFFLINE:
         yield Finding("ok", "Hub", "offline by HF_HUB_OFFLINE: folders and the cache are used")

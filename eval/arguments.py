@@ -1,4 +1,4 @@
-"""Options for evaluations and for the subcommands that decode; other subcommands define theirs."""
+"""Options for evaluations and for decoding subcommands; other subcommands define theirs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,18 +100,18 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
-    """checkpoint folder or Hub repository of a draft; repeatable"""
+    """a draft's checkpoint folder or Hub repository; repeatable"""
     draft_model: str | None = option(None, metavar="DIR")
     """use this language model (folder or Hub name, with the target's tokenizer) as the draft; its
     default schedule is pipeinfer; needs --target"""
     draft: Literal["ngram", "suffix"] | None = None
     """draft by n-gram or suffix lookup instead of a network; needs --target"""
     target: str | None = None
-    """folder or Hub name of the target; default: the draft's own"""
+    """target's folder or Hub name; default: the draft's own"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm,
-    natural_questions (nq), wmt14_de_en, rag, or paths of .jsonl files with rows of prompt, turns or
-    messages"""
+    natural_questions (nq), wmt14_de_en, rag, or paths to .jsonl files whose rows have prompt, turns
+    or messages"""
     data_dir: str | None = option(None, metavar="D")
     """folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz],
     alpaca/alpaca_data.json[l], spec_bench/question.jsonl, or hub: or hub:owner/name; default: the
@@ -119,13 +119,13 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     schedule: tuple[str, ...] = option((), metavar="NAMES", known=tuple(SCHEDULES))
     """comma list of schedules; default: each draft's own"""
     stages: int | None = option(None, least=1)
-    """pipeline stages of the target; default: as the draft was trained, else 4"""
+    """pipeline stages for the target; default: as the draft was trained, else 4"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
     """comma list of temperatures; 0 is greedy"""
     verifier: Rule = "auto"
     """acceptance rule at temperatures above 0"""
     limit: int | None = option(None, metavar="P", least=1)
-    """the first P prompts of each benchmark; default: all"""
+    """first P prompts per benchmark; default: all"""
     repeats: int = option(1, metavar="R", least=1)
     """decode everything R times with the same random numbers: outputs are equal, and differing
     times separate the machine's noise from the prompts'"""
@@ -137,22 +137,22 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     seed: int = option(0, metavar="N", least=0)
     """seed for sampling and bootstrap"""
     dtype: Dtype = "float32"
-    """dtype of target and draft; greedy output is exact in float32; auto: the target's stored dtype
-    on a GPU"""
+    """dtype for target and draft; greedy output is exact in float32; auto: the target's stored
+    dtype on a GPU"""
     bitwise: bool = False
     """compute each target row bit for bit as autoregressive decoding would, and compare outputs
     with autoregressive decoding instead of transformers; slower"""
     never_slower: bool = False
     """time rounds with and without the draft, and shrink or pause it where it is slower"""
     no_lossless: bool = False
-    """skip the comparison of greedy outputs with transformers and the acceptance by entropy, which
-    both load the whole target a second time"""
+    """do not compare greedy outputs with transformers, nor measure acceptance by entropy: both load
+    the whole target a second time"""
     cost: str | None = option(None, metavar="PRESET|FILE")
     """cost model for the modeled speed-up S: h100, a100, rtx4090, jetson_orin, this_cpu, or a file
     written by --calibrate; default: rows, links and verification are free, a draft forward costs
     its share of layers"""
     score: bool = False
-    """add gsm8k's accuracy (also on its part of spec_bench) to every method: the answer's last
+    """add gsm8k's accuracy (also on spec_bench's gsm8k part) to every method: the answer's last
     number, or the one after ####, equals the reference"""
     save_answers: bool = False
     """write every method's answers into OUT/answers, as JSON lines for evalplus (task_id, solution)
@@ -196,19 +196,19 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: str | None = option(None, metavar="DIR")
-    """folder or Hub name of a FlexSpec draft"""
+    """FlexSpec draft's folder or Hub name"""
     draft_model: str | None = option(None, metavar="DIR")
     """use this language model (with the target's tokenizer) as the draft; needs --target"""
     draft: Literal["ngram", "suffix"] | None = None
     """draft by n-gram or suffix lookup instead of a network, as in eval; needs --target"""
     target: str | None = None
-    """folder or Hub name of the target; default: the draft's own"""
+    """target's folder or Hub name; default: the draft's own"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of benchmarks, as in eval"""
     data_dir: str | None = option(None, metavar="D")
     """see eval --help"""
     limit: int | None = option(None, metavar="P", least=1)
-    """the first P prompts of each; default: all"""
+    """first P prompts per benchmark; default: all"""
     methods: tuple[str, ...] = option((), metavar="NAMES")
     """comma list of methods; default: all"""
     links: tuple[str, ...] = option(("5g", "4g", "wifi"), metavar="LINKS")
@@ -217,7 +217,7 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     """comma list of temperatures"""
     times: str = option("picospec", metavar="TIMES")
     """picospec, picospec_llama, flexspec, flexspec_145ms, flexspec_12ms, flexspec_10.5ms, or a JSON
-    file of draft_s, verify_s, cloud_draft_s and perhaps verify_row_s, alone_s, edge_layer_s"""
+    file with draft_s, verify_s, cloud_draft_s and perhaps verify_row_s, alone_s, edge_layer_s"""
     draft_length: int = option(4, metavar="K", least=1)
     """draft length for stop_and_wait and dssd"""
     rule: RuleName | None = None
@@ -234,11 +234,11 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     max_new_tokens: int = option(128, metavar="M", least=1)
     """new tokens per answer"""
     dtype: Dtype = "float32"
-    """dtype of target and draft; greedy output is exact in float32"""
+    """dtype for target and draft; greedy output is exact in float32"""
     seed: int = option(0, metavar="N", least=0)
     """random seed"""
     no_lossless: bool = False
-    """skip the comparison of outputs with autoregressive decoding"""
+    """do not compare outputs with autoregressive decoding"""
     out: Path = option(metavar="OUT")
     """results folder"""
 
@@ -257,15 +257,15 @@ class TableOptions(PlaceOptions):
     target: str | None = None
     """folder or Hub name; default: the specification's, else the embedded one"""
     checkpoints: tuple[str, ...] = option(("out",), metavar="PLACE", many=True)
-    """run folders to search for drafts, or YAML files of role: folder"""
+    """run folders to search for drafts, or YAML files with lines role: folder"""
     limit: int | None = option(None, metavar="P", least=1)
-    """the first P prompts of each benchmark"""
+    """first P prompts per benchmark"""
     data_dir: str | None = option(None, metavar="D")
     """folder with the benchmarks' official files; see eval --help"""
     max_new_tokens: int | None = option(None, metavar="M", least=1)
     """new tokens per turn; default: 128"""
     dtype: Dtype | None = None  # type: ignore[assignment]  # None: the specification's
-    """dtype of target and draft; default: the specification's, float32"""
+    """dtype for target and draft; default: the specification's, float32"""
     seed: int | None = option(None, metavar="N", least=0)
     """seed for sampling and bootstrap; default: 0"""
     sequences: int = option(1, metavar="N", least=1)
@@ -287,15 +287,15 @@ class EnginesOptions(Options):
     EXAMPLE: ClassVar[str] = ENGINES_EXAMPLE
 
     engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
-    """python of the environment with vLLM"""
+    """python executable in the environment with vLLM"""
     only: tuple[str, ...] = option((), metavar="NAMES")
-    """comma list: run cases with one of these words in their name; default: all"""
+    """comma list: run cases with any listed word in their name; default: all"""
     benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
     """comma list of benchmarks, as in eval"""
     data_dir: str | None = option(None, metavar="D")
     """see eval --help"""
     limit: int = option(2, metavar="P", least=1)
-    """the first P prompts of each"""
+    """first P prompts per benchmark"""
     depth: int = option(3, metavar="K", least=1)
     """draft tokens per chain, for heads without a fixed number"""
     max_new_tokens: int = option(64, metavar="M", least=2)
@@ -312,13 +312,13 @@ class ParityOptions(PlaceOptions):
     EXAMPLE: ClassVar[str] = PARITY_EXAMPLE
 
     checkpoint: str = option(metavar="DIR")
-    """checkpoint folder or Hub repository of a draft, or a head in the SafeAILab, SpecForge or
+    """a draft's checkpoint folder or Hub repository, or a head in the SafeAILab, SpecForge or
     speculators layout, which needs --target"""
     target: str | None = None
-    """folder or Hub name of the target; default: the draft's own"""
+    """target's folder or Hub name; default: the draft's own"""
     trained_tokenizer: str | None = option(None, metavar="DIR")
-    """folder or Hub name of the tokenizer (with chat template) used for the training data; default:
-    the target's"""
+    """folder or Hub name for the tokenizer (with chat template) used for the training data;
+    default: the target's"""
     exported: tuple[str, ...] = option((), metavar="DIR", repeated=True)
     """folder with exported files, or with a head in an exported layout; repeatable; default: export
     every layout that the draft supports"""
@@ -327,17 +327,17 @@ class ParityOptions(PlaceOptions):
     data_dir: str | None = option(None, metavar="D")
     """see eval --help"""
     limit: int = option(2, metavar="P", least=1)
-    """the first P prompts of each"""
+    """first P prompts per benchmark"""
     depth: int = option(7, metavar="K", least=1)
     """draft tokens per chain, for drafts without a fixed number"""
     max_new_tokens: int = option(48, metavar="M", least=2)
     """new tokens per answer"""
     dtype: Dtype = "float32"
-    """dtype of target and draft; rounding in other dtypes hides small differences"""
+    """dtype for target and draft; rounding in other dtypes hides small differences"""
     engine: Literal["vllm"] | None = None
     """also decode the prompts in this engine, and compare its draft tokens"""
     engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
-    """python of the environment with the engine"""
+    """python executable in the environment with the engine"""
     engine_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype in the engine; default: --dtype"""
     json: Path | None = option(None, metavar="FILE")

@@ -50,7 +50,7 @@ def read_drafts(
     """Return the target's name and revision, and every checkpoint's description.
 
     Args:
-        target: --target; None: the one that the checkpoints name.
+        target: --target; None: the one named in the checkpoints.
         draft_model, lookup: a language model, or lookup drafting, instead of checkpoints; they name
             no target.
     """
@@ -75,7 +75,7 @@ def read_drafts(
 
 
 def _read_places(path: Path) -> dict[str, Path]:
-    """Read a YAML file of role: checkpoint."""
+    """Read a YAML file with lines role: checkpoint."""
     try:
         content = msgspec.convert(read_yaml(path, "--checkpoints"), dict[str, str])
     except msgspec.ValidationError as error:
@@ -101,12 +101,12 @@ class CheckpointSearch:
         """Make a search from the places on the command line.
 
         Args:
-            places: folders to search, and YAML files of role: checkpoint.
+            places: folders to search, and YAML files with lines role: checkpoint.
             drafts: name -> folder, from the specification.
 
         Raises:
-            UsageError: a file that names no role, a place that is neither, or a folder named by the
-                specification without a checkpoint.
+            UsageError: an unknown role in a file, a place that is neither file nor folder, or no
+                checkpoint in a folder named by the specification.
         """
         found = {name: _folder_of(Path(place)) for name, place in (drafts or {}).items()}
         missing = [f"{(drafts or {})[name]} ({name})" for name, path in found.items() if not path]
@@ -145,10 +145,10 @@ class Drafts:
     ) -> None:
         self.search, self.target, self.tokenizer = search, target, tokenizer
         self.folders: dict[str, Path] = {}
-        """Folders of the drafts found."""
+        """Folders with the drafts found."""
         self.networks: dict[str, DraftNetwork] = {}
         self.missing: dict[str, str] = {}
-        """Reason for each missing draft, and the command that trains it."""
+        """Reason for each missing draft, and the command to train it."""
 
     def find(self, name: str) -> DraftNetwork | None:
         """Return the network; None if no checkpoint with this role fits this target."""
@@ -189,4 +189,4 @@ class TableContext:
     sequences: int = 1
     """Conversations decoded at once in a pipeline."""
     shard: str | None = None
-    """Share of a pipeline's prompts: "2/4" is the second of four; None: all."""
+    """Share of a pipeline's prompts: "2/4" is the second quarter; None: all."""

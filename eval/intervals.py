@@ -1,7 +1,7 @@
 """Confidence intervals for ratios of sums over conversations, and for two runs on the same prompts.
 
-Every quantity is such a ratio: L' = n sum(N) / sum(K), S, tokens per second, acceptance. Resampling
-draws conversations: steps inside one are dependent, and so are its turns.
+Every quantity is a ratio of sums: L' = n sum(N) / sum(K), S, tokens per second, acceptance.
+Resampling draws conversations: steps inside one are dependent, and so are its turns.
 """
 
 # P conversations, R resamples, S the two runs (0 the baseline, 1 the compared run). Leading axes
@@ -37,7 +37,7 @@ def student_quantile(probability: float, degrees: float) -> float:
 
 
 def resampling_weights(size: int, *, seed: int) -> np.ndarray:
-    """Return how often each resample draws each of ``size`` conversations, [P, R].
+    """Return how often each resample draws each conversation, [P, R] with P = ``size``.
 
     Whole numbers as float64: sums over conversations stay exact.
     """
@@ -47,8 +47,8 @@ def resampling_weights(size: int, *, seed: int) -> np.ndarray:
 
 
 def effective_size(weight_P: np.ndarray) -> np.ndarray:
-    """Return the effective number of equally weighted conversations: sum(w)^2 / sum(w^2), Kish
-    1965; [...]."""
+    """Return the effective sample size, in conversations: sum(w)^2 / sum(w^2), Kish 1965;
+    [...]."""
     with np.errstate(invalid="ignore"):
         return weight_P.sum(-1) ** 2 / (weight_P**2).sum(-1)
 
@@ -56,10 +56,11 @@ def effective_size(weight_P: np.ndarray) -> np.ndarray:
 def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Return a statistic's confidence interval from its resampled values.
 
-    Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the percentiles a and 1 - a of
-    the resampled values, a = Phi(-sqrt(P / (P - 1)) t), t = 0.975 quantile of Student's t with P -
-    1 degrees of freedom. The plain 2.5 % percentiles cover too seldom with few conversations.
-    Deviation: P is the effective number of conversations; a few long ones weigh like few.
+    Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the resampled
+    values' percentiles a and 1 - a, a = Phi(-sqrt(P / (P - 1)) t), t = 0.975 quantile for Student's
+    t with P - 1 degrees of freedom. The plain 2.5 % percentiles cover too seldom with few
+    conversations. Deviation: P is the effective sample size; a few long conversations weigh like
+    few.
 
     Coverage is 93 to 98 % for ratios of sums over 8 to 80 prompts with log-normal lengths (sigma
     0.5 to 1.5), and for their differences between two runs. With the plain P it is 91 to 95 %, with
@@ -105,7 +106,7 @@ def bootstrap_ratio(
 def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[float, float]:
     """Return a 95 % interval for sum(accepts) / sum(tests) with dependent tests within a prompt.
 
-    Wilson's interval with the effective number of tests p (1 - p) / v, where v is the rate's
+    Wilson's interval with p (1 - p) / v effective tests, where v is the rate's
     jackknife variance over prompts, and Student's t in place of z (after Korn and Graubard 1998,
     Survey Methodology 24). If v is 0, because all or none were accepted, every prompt counts as one
     test. Deviation: theirs widens Clopper and Pearson's interval, which is wider than 95 % needs;
@@ -114,7 +115,7 @@ def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[flo
     From 10 prompts up, with log-normal numbers of tests (sigma 0.7 to 1.5), coverage is 91 to 99 %.
     Wilson's own interval, which assumes independent tests, covers 47 to 95 %. Unlike a bootstrap it
     does not shrink to a point where the few prompts at a position accept everything there. With 3
-    prompts it is cautious.
+    prompts it is too wide.
 
     Args:
         accepts_P: prompts without a test are left out.
@@ -159,7 +160,7 @@ def _wilson(share: float, size: float, z: float) -> tuple[float, float]:
 def paired_interval(
     numerator_SP: np.ndarray, denominator_SP: np.ndarray, *, seed: int = 0
 ) -> np.ndarray:
-    """Return an interval [..., 2] for the ratio of the two pooled values.
+    """Return an interval [..., 2] for the ratio between the two pooled values.
 
     A resample draws prompts with both runs' results: effects that make a prompt long or easy for
     both cancel.
@@ -174,7 +175,7 @@ def paired_interval(
 
 @dataclass(frozen=True, kw_only=True)
 class PairedComparison:
-    """One ratio of sums in two runs, on their common prompts."""
+    """A ratio of sums, compared between two runs on their common prompts."""
 
     num_prompts: int
     baseline: float

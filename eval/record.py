@@ -21,7 +21,7 @@ from pipedraft.files import Values, read_bounded
 from pipedraft.inference.rules.filters import sampling_label
 
 MAX_BYTES = 2**29
-"""Maximum file size: 100,000s of prompts with ten methods."""
+"""Maximum file size, enough for 100,000s of prompts with ten methods."""
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Counts = Annotated[list[Count], Meta(max_length=1_000_000)]
 Amount = Annotated[float, Meta(ge=0)]
@@ -46,7 +46,7 @@ def number_or_nan(value: Figure) -> float:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the tables."""
+    """One line in the tables."""
 
     run: Name | UnsetType = UNSET
     """Folder, if entries from several are shown together; not in a file."""
@@ -83,7 +83,7 @@ class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     checked: Count
     mismatches: Count
-    """Turns that differ."""
+    """Turns with different tokens."""
     faults: Count | UnsetType = UNSET
     """Mismatched turns whose first difference exceeds the noise."""
     near_ties: Count | None | UnsetType = UNSET
@@ -92,7 +92,7 @@ class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
     positions: Count | UnsetType = UNSET
     """Positions checked for near ties."""
     noise: Figure | UnsetType = UNSET
-    """Nats. Largest change of a margin between step-by-step and single-pass computation."""
+    """Nats. Largest difference in a margin between step-by-step and single-pass computation."""
     margins: list[Figure] | UnsetType = UNSET
     """Each mismatch's margin at its first difference."""
     ties: Count | UnsetType = UNSET
@@ -216,7 +216,7 @@ class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(Entry, frozen=True, kw_only=True):
-    """One method on one benchmark, or on all of them ("overall")."""
+    """One method on one benchmark, or on all benchmarks ("overall")."""
 
     method: Name
     schedule: Name

@@ -1,6 +1,6 @@
 """Run a specification's rows: on pipelines and on links.
 
-A row that cannot be run has a remark with the reason instead of values.
+If a row cannot be run, its outcome has a remark with the reason instead of values.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class RowOutcome:
     remark: str = ""
     stages: int | None = None
     agreement: str = "-"
-    """Share of compared outputs equal to the target's own."""
+    """Share of the compared outputs equal to the target's own."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def check_pipeline(spec: Spec) -> None:
 def _prepare_pipeline(
     spec: Spec, context: TableContext
 ) -> tuple[list[RowOutcome], dict[int, EvalMethod], Evaluation]:
-    """Return an outcome per row, a method per row that can run, and their evaluation."""
+    """Return an outcome per row, a method per runnable row, and their evaluation."""
     outcomes = [_found(row, context) for row in spec.rows]
     methods = {}
     for index, (row, outcome) in enumerate(zip(spec.rows, outcomes, strict=True)):
@@ -136,10 +136,10 @@ def _prepare_pipeline(
 
 
 def decode_shard(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], int | None]:
-    """Decode this shard's turns for every row that can run.
+    """Decode this shard's turns for every runnable row.
 
     Returns:
-        The rows' outcomes so far, and the number of turns on disk; None: no row can run.
+        The rows' outcomes so far, and how many turns are on disk; None: no row can run.
     """
     outcomes, methods, comparison = _prepare_pipeline(spec, context)
     return outcomes, comparison.decode_shard(list(methods.values())) if methods else None
@@ -248,7 +248,7 @@ class Kind:
 
     quantities: frozenset[str]
     check: Callable[[Spec], None]
-    """Raises ValueError for a row that no method can run."""
+    """Raises ValueError if no method can run a row."""
     run: Callable[[Spec, TableContext], Finished]
 
 

@@ -37,20 +37,20 @@ T = TypeVar("T")
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A draft that specifications request by name: a folder with this name in --checkpoints."""
+    """Draft requested by name in specifications: a folder with this name in --checkpoints."""
 
     train: Name
-    """Command that trains it for the embedded target."""
+    """Command to train it for the embedded target."""
 
 
 class Column(NamedTuple):
-    """A column of measurements: QUANTITY [over ROW] [on BENCHMARK]."""
+    """Measured column: QUANTITY [over ROW] [on BENCHMARK]."""
 
     quantity: str
     over: str | None
     """Name of the divisor row, at the same place."""
     benchmark: str | None
-    """Benchmark to measure; None: all of them pooled."""
+    """Benchmark to measure; None: all benchmarks pooled."""
 
     @classmethod
     def parse(cls, text: str) -> "Column":
@@ -66,16 +66,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     draft: Name | None = None
     """Role, or one of the specification's own drafts; null: no draft."""
     run: Values | None = {}
-    """Settings that override those for all rows. null: cannot be run here, ``remark`` says why."""
+    """Settings for this row, instead of the common ones. null: cannot be run here, see
+    ``remark``."""
     published: dict[str, float | str] = {}
     """Column -> number, or text where the source gives a range."""
     is_ours: bool = False
-    """The paper has no such row."""
+    """True: this row is not in the paper."""
     remark: str = ""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to decode, with which settings, and the published values to compare."""
+    """Specification: what to decode, with settings, and the published values to compare."""
 
     title: Name
     kind: Literal["pipeline", "edge"] = "pipeline"
@@ -97,12 +98,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     paper: str = ""
     measures: Names = []
     sources: dict[Name, str] = {}
-    """Published column -> source of its numbers."""
+    """Published column -> where its numbers are from."""
     differences: str = ""
     """Differences between the published runs and ours, on any machine."""
 
     def settings(self, row: Row) -> Values:
-        """Return the common settings that the row's schedule has, overridden by the row's own."""
+        """Return the common settings known to the row's schedule, overridden by the row's own."""
         own = row.run or {}
         schedule = (self.run | own).get("schedule")
         if schedule not in SCHEDULES:
@@ -166,7 +167,7 @@ def decode_config(
     """Build the configuration from YAML settings: flat, with the tree as its label.
 
     Args:
-        draft_stages: pipeline stages that the draft was trained for, used if none are set.
+        draft_stages: pipeline stages used to train the draft; the default if none are set.
     """
     values = {**settings, "boundaries": tuple(settings.get("boundaries", ()))}
     num_stages = values.pop("num_stages", None) or draft_stages
@@ -202,7 +203,7 @@ def read_roles() -> dict[str, Role]:
 
 
 def table_names() -> list[str]:
-    """Return the names of all shipped tables; an installed wheel has none."""
+    """Return all shipped tables' names; an installed wheel has none."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.name != ROLES_FILE)
 
 

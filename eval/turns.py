@@ -36,7 +36,7 @@ class DecodedTurn:
 
 
 def prompt_seed(prompt: Prompt, turn: int) -> int:
-    """Return a turn's ``prompt_index``: 31 bits that depend only on the prompt's name.
+    """Return a turn's ``prompt_index``: 31 bits, derived only from the prompt's name.
 
     So a prompt draws the same random numbers for any --limit, benchmark order and method.
     """
@@ -57,7 +57,7 @@ def check_room(
     num_positions: int,
     max_new_tokens: int,
 ) -> None:
-    """Refuse benchmarks without a prompt that leaves room for the new tokens."""
+    """Refuse benchmarks in which no prompt leaves room for the new tokens."""
     room = num_positions - max_new_tokens
     for name, prompts in benchmarks.items():
         if any_fits(prompts, tokenizer, room):
@@ -149,7 +149,7 @@ class _Conversation:
 
     @property
     def prompt_index(self) -> int:
-        """Return the index that seeds the next turn's random numbers."""
+        """Return the index to seed the next turn's random numbers."""
         return prompt_seed(self.prompt, len(self.records))
 
     def add(self, result: DecodeResult) -> None:

@@ -58,7 +58,7 @@ SUBCOMMANDS = {
     "edge": "pipedraft.inference.__main__",
     "serve": "pipedraft.inference.edge.serve",
 }
-"""First word on the command line -> module that parses the words after it."""
+"""First word on the command line -> module to parse the words after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,11 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     temperature: float = option(0.0, metavar="T", parse=read_temperature)
     """0 is greedy"""
     max_new_tokens: int = 128
-    """tokens of the answer at most"""
+    """maximum tokens in the answer"""
     seed: int = 0
-    """of all that is random"""
+    """random seed"""
     trace: Path | None = option(None, metavar="FILE")
-    """write what every process did (Chrome trace; with --backend process)"""
+    """write each process's timeline as a Chrome trace; with --backend process"""
     quiet: bool = False
     """only the text, no figures"""
 
@@ -100,7 +100,7 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
         return text
 
     def decode_settings(self) -> Values:
-        """Return the schedule's settings and those shared by all schedules."""
+        """Return the schedule's settings and the settings common to all schedules."""
         sampling = {name: getattr(self, name) for name in ("temperature", "seed", "max_new_tokens")}
         return self.engine_settings() | sampling | self.filters
 

@@ -28,17 +28,17 @@ class ServerLimits(Options):
     max_sequences: int = option(16, metavar="N", least=1)
     """sequences at once"""
     max_cache_mb: int = option(4096, metavar="N", least=1)
-    """keys and values of all of these at their longest, in MiB"""
+    """memory for all sequences' keys and values at their maximum lengths, in MiB"""
     max_prompt_tokens: int = option(4096, metavar="N", least=1)
-    """of one sequence"""
+    """maximum prompt tokens per sequence"""
     max_new_tokens: int = option(1024, metavar="N", least=1)
-    """of one sequence"""
+    """maximum new tokens per sequence"""
     max_message_kb: int = option(1024, metavar="N", least=1)
-    """of one message or request, in KiB"""
+    """maximum size per message or request, in KiB"""
     request_s: float = option(300.0, metavar="S", least=0.001)
-    """for one request or session"""
+    """maximum seconds per request or session"""
     grace_s: float = option(30.0, metavar="S", least=0.001)
-    """for open requests and sessions when told to end"""
+    """seconds that open requests and sessions get to finish when the server is told to end"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,7 +47,7 @@ class _Open(threading.local):
     def __init__(self) -> None:
         self.launched: list[list[_Launched]] = [[]]
         self.inside_s = [0.0]
-        """Seconds in finished spans inside each of them."""
+        """Per open span: seconds in finished spans inside it."""
 
 
 class Timeline:
@@ -66,7 +66,7 @@ class Timeline:
         self._is_on_gpu = device is not None and device.type == "cuda"
         self._open = _Open()
         self.working_since = 0.0
-        """Start time of the current work; 0 while the process waits. ``Watch`` reads it."""
+        """Start time for the current work; 0 while the process waits. ``Watch`` reads it."""
         self.clear()
 
     def clear(self) -> None:

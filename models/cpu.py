@@ -1,4 +1,4 @@
-"""Faster CPU versions of torch functions with the same results; other devices are unaffected.
+"""Faster CPU versions for torch functions, with the same results; other devices are unaffected.
 
 Call ``lay_out(module)`` once before decoding; enter ``muon_in_float32`` around optimizer steps.
 """
@@ -30,10 +30,10 @@ LEAST_ROWS, MOST_ROWS = 4, 64
 def lay_out(module: nn.Module) -> None:
     """Copy a module's large linear weights into oneDNN's own layout.
 
-    382 MB of weights, one Zen 4 core: one row takes 24 ms instead of 31, four 24 instead of 42,
-    eight 31 instead of 49, sixty 117 instead of 144. Verifying three draft tokens then costs as
+    With 382 MB weights on one Zen 4 core, one row takes 24 instead of 31 ms, four 24 instead of
+    42, eight 31 instead of 49, sixty 117 instead of 144. Verifying three draft tokens then costs as
     much as decoding one token. The first product with at most ``MOST_ROWS`` rows makes the copy, in
-    as much memory as the weights. If this exceeds half of the free memory, nothing is copied.
+    as much memory as the weights. If this exceeds half the free memory, nothing is copied.
     """
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
     if 2 * sum(layer.weight.nbytes for layer in large) <= virtual_memory().available:
@@ -62,13 +62,13 @@ def _is_large(weight_GH: Tensor) -> bool:
 
 
 class LaidOutLinear(nn.Linear):
-    """Linear layer using a copy of its weight for few rows in inference mode.
+    """Linear layer that uses a copied weight for few rows in inference mode.
 
     Decoding uses inference mode; transformers' ``generate``, the reference, does not.
     """
 
     _copy: tuple[tuple[int, int], Tensor] | None = None
-    """Identity of the copied weight, and the copy."""
+    """The copied weight's identity, and the copy."""
 
     def __getstate__(self) -> dict[str, object]:
         """Return state for deepcopy and pickle, which cannot handle oneDNN's layout."""
@@ -107,7 +107,7 @@ def whole_rows(count: int) -> int:
 
 
 def argmax(x_NV: Tensor) -> Tensor:
-    """Return the argmax [N] of each row; torch's is not vectorized on CPUs.
+    """Return each row's argmax [N]; torch's is not vectorized on CPUs.
 
     Block maxima, the first block with the largest one, and its first entry: 5 times faster.
     """
@@ -124,7 +124,7 @@ CACHED_BYTES = 1 << 24
 
 
 def chunk_bytes(most: int, device: torch.device) -> int:
-    """Return bytes of logits to compute, compare and drop together, ``most`` at most.
+    """Return the chunk size in bytes, at most ``most``, for logits computed and dropped together.
 
     Chunks in the CPU's caches are faster: 3,040 rows over 16,384 tokens take 1.1 instead of 1.7 s.
     """
@@ -140,7 +140,7 @@ def orthogonalize(
     """Run Muon's quintic Newton-Schulz iteration, X <- a X + (b A + c A^2) X with A = X X^T.
 
     torch uses bfloat16. If a CPU emulates it, 1,536 x 576 take 4.5 s, here 0.14 s; a head with this
-    size spent nine tenths of its training there.
+    size spent 90 % of its training time there.
     """
     if grad.device.type != "cpu" or torch.cpu._is_avx512_bf16_supported():
         return torch_orthogonalize(grad, ns_coefficients, ns_steps, eps)

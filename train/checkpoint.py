@@ -1,8 +1,8 @@
-"""Checkpoint folders that are complete or absent, and the state that a run resumes from.
+"""Checkpoint folders, complete or absent, and the state to resume a run from.
 
-COMPLETE is written last: a line with size and name of every other file. Whoever writes a checkpoint
-also writes that, so nothing in it is trusted: the state is JSON, safetensors, and DeepSpeed's files
-as tensors and plain values only. None of them can name code to run.
+COMPLETE is written last: a line with size and name for every other file. Anybody who can write a
+checkpoint can also write COMPLETE, so no file is trusted: the state is JSON, safetensors, and
+DeepSpeed's files as tensors and plain values only. None can name code to run.
 """
 
 import json
@@ -32,8 +32,8 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Make ``folder`` by one rename, after ``fill`` wrote every file into a temporary sibling.
 
     A kill at any moment leaves the previous folder or the new one, never a mixture: files are
-    flushed to disk before the rename, and a replaced folder is removed only after it. Between the
-    two renames of a replacement there is none under this name: ``recover`` brings one back.
+    flushed to disk before the rename, and a replaced folder is removed only after it. A replacement
+    takes two renames. Between them no folder has this name; ``recover`` restores the previous one.
     """
     temporary = partial(folder)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -43,7 +43,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
-    """Write the manifest of a filled temporary folder, flush everything, rename to ``folder``."""
+    """Write a manifest into a filled temporary folder, flush everything, rename to ``folder``."""
     write_manifest(temporary)
     for file in temporary.rglob("*"):
         if file.is_file():
@@ -59,7 +59,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Undo a replacement that was killed between its two renames."""
+    """Undo a replacement killed between its two renames."""
     replaced = _replaced(folder)
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)
@@ -79,7 +79,8 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """The first file that is missing, or has another size than when it was written."""
+    """Describe the first missing file, or the first with another size than in the manifest; None:
+    the folder is sound."""
     try:
         lines = (folder / COMPLETE).read_text().splitlines()
         if not lines:
@@ -109,12 +110,12 @@ def step_folders(output_dir: Path) -> list[Path]:
 
 
 def newest_sound(output_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is as it was written, and a line about each damaged newer one.
+    """Return the newest undamaged checkpoint, and a line about each damaged newer one.
 
-    The damaged ones are removed: ``rotate`` would otherwise keep them and drop sound ones.
+    Removes the damaged ones: ``rotate`` would otherwise keep them and drop sound ones.
 
     Raises:
-        ValueError: there are checkpoints, and every one is damaged; none was removed.
+        ValueError: every checkpoint is damaged; none was removed.
     """
     reasons: list[tuple[Path, str]] = []
     for folder in reversed(step_folders(output_dir)):
@@ -135,14 +136,17 @@ def newest_sound(output_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def tidy(output_dir: Path) -> None:
-    """Remove or bring back what a kill left half done."""
+    """Finish after a kill: restore best/ if it was being replaced, remove partial checkpoints."""
     recover(output_dir / "best")
     for left in (output_dir / "checkpoints").glob(f".{STEP_PREFIX}*.partial"):
         shutil.rmtree(left)
 
 
 def rotate(output_dir: Path, keep: int) -> None:
-    """Remove all but the newest; renamed first, so that none is ever seen with files missing."""
+    """Remove all but the newest ``keep`` checkpoints.
+
+    Each is renamed first, so no reader sees a checkpoint with files missing.
+    """
     for folder in step_folders(output_dir)[:-keep]:
         shutil.rmtree(folder.rename(partial(folder)))
 
@@ -155,36 +159,36 @@ DEEPSPEED_TAG = "deepspeed"
 
 @dataclass
 class Progress:
-    """Where a run stands; saved and restored with it."""
+    """Progress counters and metrics for a run; saved in its checkpoints."""
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
-    """Batches of this epoch already used by all processes together."""
+    """Batches already used in this epoch, by all processes together."""
     batch_group: int = 0
     tokens: int = 0
-    """Counted tokens so far, all processes."""
+    """Supervised tokens so far, over all processes."""
     best_score: float = -math.inf
     since_best: int = 0
     """Evaluations in a row without a better score."""
     best_step: int = 0
-    """Of the network in best/; 0: there is none yet."""
+    """Step at which best/ was saved; 0: not yet."""
     best_metrics: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last evaluation."""
+    """Metrics from the last evaluation."""
     evaluation_pending: bool = False
-    """The run was stopped at a step that ends with an evaluation, before it."""
+    """True if the run was stopped just before the evaluation due at this step."""
     unlogged: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of the steps since the last record."""
+    """Metrics for the steps since the last log record."""
     tracker_id: str = ""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """progress.json: what a launch must have in common with the one that wrote the state."""
+    """Contents for progress.json: progress, and settings that a resuming launch must share."""
 
     sharding: str
-    """accelerate's name of the launcher; "NO" for a state that is whole in its files."""
+    """accelerate's name for the sharding; "NO": every file holds whole tensors."""
     num_processes: int
     optimizers: list[str]
     progress: Progress
@@ -192,7 +196,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state of one process; ``module`` and ``optimizers`` are prepared by ``accelerator``."""
+    """Training state in one process; ``accelerator`` has prepared ``module`` and ``optimizers``."""
 
     accelerator: Accelerator
     module: Any
@@ -206,7 +210,7 @@ class TrainingState:
         return kind.value if is_sharded else "NO"
 
     def save(self, folder: Path, progress: Progress) -> None:
-        """Save the state of every process, which all call it; ``folder`` is there."""
+        """Save this process's state into an existing folder; every process must call this."""
         rank = self.accelerator.process_index
         if self.sharding == DistributedType.DEEPSPEED:
             self.module.save_checkpoint(str(folder), DEEPSPEED_TAG)
@@ -221,10 +225,10 @@ class TrainingState:
             (folder / PROGRESS).write_text(json.dumps(asdict(saved)))
 
     def load(self, folder: Path) -> Progress:
-        """Take over the state in ``folder``.
+        """Load the state in ``folder``.
 
         Raises:
-            ValueError: it is the state of another run, or holds something else than a state.
+            ValueError: the state belongs to another run, or the files hold something else.
         """
         saved = self._read_progress(folder)
         if self.sharding == DistributedType.DEEPSPEED:
@@ -286,7 +290,7 @@ class TrainingState:
         }
 
     def _load_moments(self, saved: dict[str, Tensor]) -> None:
-        """Rates, decay and betas are the configuration's, not the checkpoint's."""
+        """Load the moments; rates, decay and betas stay the configuration's."""
         states: dict[str, dict[str, Tensor]] = {}
         for full_name, value in saved.items():
             name, _, key = full_name.rpartition(":")
@@ -315,7 +319,8 @@ class TrainingState:
         plain = [LossScaler, ZeroStageEnum, fragment_address]  # numbers and nothing that acts
 
         class TensorsAndValues(TorchCheckpointEngine):
-            """DeepSpeed's own reader would run whatever code a file names."""
+            """Checkpoint reader for tensors and plain values; DeepSpeed's own runs any code a file
+            names."""
 
             def load(self, path: str, map_location: Any = None) -> object:
                 try:
@@ -333,7 +338,7 @@ class TrainingState:
     # -- random numbers -------------------------------------------------------------------------
 
     def _random_states(self) -> dict[str, Tensor]:
-        """Torch's, for dropout; all else of a run is drawn from generators of its own."""
+        """Return torch's random states, used by dropout; other draws have their own generators."""
         device = self.accelerator.device
         states = {"cpu": torch.get_rng_state()}
         if device.type != "cpu":
@@ -363,7 +368,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _part(value: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
+    """Return this process's part of a tensor."""
     held = value.detach()
     return held.to_local() if isinstance(held, DTensor) else held
 
@@ -377,7 +382,7 @@ def _check_shape(name: str, found: Tensor, own: Tensor) -> None:
 def _as_parts_of(
     parameter: nn.Parameter, name: str, found: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """An optimizer's state of one parameter, sharded as the parameter is."""
+    """Return a parameter's optimizer state, sharded like the parameter."""
     state = {}
     for key, value in found.items():
         if value.ndim == 0:  # the number of updates

@@ -1,4 +1,4 @@
-"""Training objective for FlexSpec: regression of the target's final hidden state, distillation."""
+"""Training objective for FlexSpec: regression on the target's final hidden state, distillation."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,9 +29,9 @@ class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
     """FlexSpec draft and its loss."""
 
     feature_weight: float = 0.1
-    """Weight of the regression (lambda_1 in the paper); 0 turns it off."""
+    """Regression weight (lambda_1 in the paper); 0 turns it off."""
     distillation_weight: float = 1.0
-    """Weight of the distillation (lambda_2)."""
+    """Distillation weight (lambda_2)."""
     distillation_temperature: float = 1.0
     """Temperature for both distilled distributions; the loss is multiplied by its square."""
 
@@ -54,7 +54,7 @@ class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
 
 
 def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Sum the acceptance of chains with 1 .. depth draft tokens below each row.
+    """Sum acceptance probabilities for chains with 1 .. depth draft tokens below each row.
 
     The sequence stands in for draft tokens, as if all earlier ones were accepted.
 
@@ -63,8 +63,8 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
         labeled_BS: bool, rows before an assistant token.
 
     Returns:
-        Sums [depth] over products of 1 .. depth consecutive rates, and counts [depth] of rows
-            starting as many supervised rows.
+        Sums [depth] over products of 1 .. depth consecutive rates, and counts [depth]: rows
+            that start as many supervised rows.
     """
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
     alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(labeled_BS)
@@ -123,7 +123,7 @@ class FlexSpecObjective(DraftObjective):
         """Compute one batch's loss.
 
         Args:
-            depth: evaluation: measure survival of chains with 1 .. depth draft tokens.
+            depth: evaluation: measure survival for chains with 1 .. depth draft tokens.
         """
         config, temperature = self.config, self.config.distillation_temperature
         labeled_BS = labeled_rows(batch)
@@ -157,7 +157,7 @@ class FlexSpecObjective(DraftObjective):
     def _survival(
         self, hidden_MH: Tensor, wanted_MH: Tensor, labeled_BS: Tensor, depth: int
     ) -> dict[str, Tensor]:
-        """Return sums for chains of each length, greedy and at temperature 1, whatever the loss."""
+        """Return sums for each chain length, greedy and at temperature 1, for any loss."""
         result = self.distil(hidden_MH, wanted_MH)
         sums = {"acceptance": result.acceptance_M.sum()}
         for key, rates_M in (("T0", result.agreement_M), ("T1", result.acceptance_M)):

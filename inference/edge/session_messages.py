@@ -42,7 +42,7 @@ from pipedraft.inference.rules.sampled import (
 
 PROTOCOL = 4
 MAX_BYTES = 16 * 2**20
-"""Maximum bytes per message: logits for a vocabulary of four million."""
+"""Maximum bytes per message: logits for four million vocabulary entries."""
 MAX_DRAFT_TOKENS = 256
 MAX_PROMPT = 2**20
 WINDOW = 64
@@ -74,7 +74,7 @@ class Settings(Message, kw_only=True):
     has_bonus: bool = True
     """A fully accepted batch gets one more token."""
     pre_verifies: bool = False
-    """Rows of a known prefix may be computed before the batch is complete."""
+    """True: the cloud may compute a known prefix's rows before the batch is complete."""
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 128
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class More(_OfSession, tag="more"):
     """Request further samples for a payload."""
 
     count: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
-    """Number of samples; 0: all logits instead."""
+    """Samples requested; 0: all logits instead."""
 
 
 class Stream(_Continues, tag="stream"):
@@ -170,9 +170,9 @@ Request: TypeAlias = Open | Preverify | Verify | More | Stream | Close
 class _Numbered(Message):
     number: Count
     seq: Count
-    """Number of the message answered."""
+    """``seq`` in the message answered."""
     epoch: Count
-    """Epoch of that message."""
+    """Epoch in the message answered."""
 
 
 class Opened(_Numbered, tag="opened"):
@@ -242,11 +242,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     forward_s: Seconds
     """One-row pass, measured before serving."""
     row_s: Seconds
-    """Added per further row."""
+    """Time added per further row."""
     sessions: int
     """Open sessions."""
     cache_bytes: int
-    """Memory for their keys and values."""
+    """Memory for the open sessions' keys and values."""
     is_serving: bool
     """False: shutting down, accepts no new sessions."""
 

@@ -58,20 +58,20 @@ class GraphDraft(Protocol):
 
 @dataclass(frozen=True)
 class ChildQuery:
-    """Query for the children of some leaves; each query has its own graph."""
+    """Query for some leaves' children; each query has its own graph."""
 
     width: int = 0
     """Best children per leaf; 0: return the leaves' logits."""
     levels: int = 0
-    """Further levels, from the ``beams`` best new children of the level before."""
+    """Further levels; each continues the ``beams`` best new children in the level before."""
     beams: int = 0
     then: int = 0
     """Best children per row at further levels."""
     split: float | None = None
     """Continue each row by its best child, and by others with a higher probability than this, in
-    order, up to the beams; None: by the best of all."""
+    order, up to the beams; None: by the best over all rows."""
     sampling: DraftSampling | None = None
-    """Scoring of children."""
+    """How children are scored."""
 
     @property
     def key(self) -> tuple[object, ...] | None:

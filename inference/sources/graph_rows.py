@@ -2,7 +2,7 @@
 
 On a GPU a draft forward is a few hundred launches with little work, and reading its best tokens
 waits for all of them. Here one graph takes in committed text, forwards tree rows, ranks children,
-and continues with the best ones for the requested number of levels. The host sends one tensor
+and continues with the best ones for as many levels as requested. The host sends one tensor
 before it and reads one after it.
 """
 
@@ -50,7 +50,7 @@ class GraphRows(RowCache):
     def restart(self) -> None:
         super().restart()
         self._slots: list[int] = []
-        """Places of the rows behind the leading ones."""
+        """Places for the rows behind the leading ones."""
 
     @property
     def known(self) -> set[int]:
@@ -78,7 +78,7 @@ class GraphRows(RowCache):
         name: Callable[[int], int] = int,
         given: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        """Take in text, forward tree rows, and rank the children of some rows.
+        """Take in text, forward tree rows, and rank some rows' children.
 
         Args:
             rows: as in ``compute``.
@@ -207,7 +207,7 @@ class GraphRows(RowCache):
         return shape, packing, packed, sources
 
     def levels(self, flat: Tensor, num_leaves: int, query: ChildQuery) -> list[Level]:
-        """Unpack the result of ``grow``; the host waits here, once."""
+        """Unpack the result from ``grow``; the host waits here, once."""
         numbers, found = flat.cpu(), []
         width, then = (min(width, len(self._ids_U)) for width in (query.width, query.then))
         if not query.levels:  # the leaves were padded

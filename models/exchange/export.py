@@ -1,4 +1,4 @@
-"""Export heads in the layouts that serving engines load.
+"""Export heads in serving engines' layouts.
 
 ``sglang`` is the authors' layout (`LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`, and
 `DFlashDraftModel` and `Qwen3DSparkModel`, which vLLM loads as well; for an MTP layer the target's
@@ -73,7 +73,7 @@ HEADS: dict[str, type[Draft]] = {
 ORIGIN_FILE = "pipedraft.json"
 
 VLLM_ONLY = ("norm_before_residual", "query_key_norm", "sliding_window")
-"""EAGLE-3 settings that SGLang 0.5.23 does not read from the files."""
+"""EAGLE-3 settings not read from the files by SGLang 0.5.23."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 """Norms around the projection; both engines read them."""
 SIMULATORS_FILE = "acceptance.json"
@@ -170,7 +170,7 @@ def _parts(
     revision: str | None,
     num_tokens: int,
 ) -> tuple[Config, dict[str, Tensor]]:
-    """Return config.json and weights, including target parts that the layout repeats."""
+    """Return config.json and weights, including target parts repeated in the layout."""
     if isinstance(head, MTP):
         return mtp_parts(head, read_target(name, revision))
     if isinstance(head, Eagle):
@@ -197,7 +197,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: Layout
     weights_sha256: str
-    """SHA-256 over the checkpoint's weights, which identifies them in evaluations."""
+    """SHA-256 over the checkpoint's weights; identifies them in evaluations."""
     description: Description
     """The checkpoint's config.json, with the target's name for the engine."""
     num_tokens: int = CHAIN_LENGTH
@@ -381,7 +381,7 @@ def eagle_config(head: Eagle) -> Config:
     """Return config.json in the authors' EAGLE-1 layout.
 
     vLLM silently drops a bias in ``fc``, and then accepts nothing. So only a head without one gets
-    the name that vLLM knows. ``bias`` is not written: SGLang would apply it to the attention.
+    the name known to vLLM. ``bias`` is not written: SGLang would apply it to the attention.
     """
     names = ["LlamaForCausalLMEagle"] + ["EagleLlamaForCausalLM"] * (not head.config.fc_bias)
     biases = {"attention_bias": True, "qkv_bias": True} if head.config.attention_bias else {}
@@ -389,7 +389,7 @@ def eagle_config(head: Eagle) -> Config:
 
 
 def eagle_weights(head: Eagle) -> dict[str, Tensor]:
-    """Return weights without the embedding and the LM head, which engines take from the target.
+    """Return weights without the embedding and the LM head: engines take both from the target.
 
     SGLang allocates a bias for ``fc`` in every head, and for ``o_proj`` where queries have one.
     Missing from the file, they would stay uninitialized.

@@ -38,7 +38,7 @@ PAIRS, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True):
-    """``dflash_config``: settings that may also be outside it, and settings without effect."""
+    """``dflash_config``: settings also allowed outside it, and settings without effect."""
 
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
@@ -79,7 +79,7 @@ def block_head(peer: Peer, found: TargetFiles, reference: TargetReference) -> DF
     """Return the head; a DFlash whose anchor gives a draft token becomes a DSpark without a table.
 
     Raises:
-        ValueError: a setting or a tensor that cannot be expressed.
+        ValueError: a setting or tensor not expressible here.
     """
     kind, settings = _kind(peer), _settings(peer)
     given = convert(peer, settings, _Given)
