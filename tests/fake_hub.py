@@ -34,7 +34,7 @@ class Blob:
 
     @property
     def oid(self) -> str:
-        """Digest for the client to compare: SHA-256 for a large file, git's SHA-1 for a small one."""
+        """Digest for the client to compare: SHA-256 if large, git's SHA-1 if small."""
         if self.is_lfs:
             return hashlib.sha256(self.content).hexdigest()
         header = f"blob {len(self.content)}\0".encode()
