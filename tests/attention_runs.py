@@ -1,4 +1,4 @@
-"""Helpers for tests of attention and objectives: rows in memory order, losses and gradients."""
+"""Helpers for attention and objective tests: rows in memory order, losses and gradients."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -116,7 +116,7 @@ def assert_autocast_is_close(objective, batch) -> None:
 def dense_structural_mask(
     T: int, n: int, occupancy: int, depth: int = 0, block_of_depth: Sequence[int] | None = None
 ) -> Tensor:
-    """Boolean mask of structural attention's rule: the reference.
+    """Build the boolean reference mask from structural attention's rule.
 
     Returns:
         mask [T, R T], R = 1 + the largest block: entry (t, r T + T') is True if the query at

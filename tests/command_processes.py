@@ -24,12 +24,12 @@ from pipedraft.cli import run_command
 LIMIT_S = 300
 """Time limit for expected output; the machine may be busy."""
 LIFE_S = 900
-"""Time limit after which a hanging process is ended."""
+"""Lifetime limit: an alarm kills a hanging process."""
 MODULES = ("inference", "eval", "train", "train.features")
 
 
 def run(job: dict[str, Any]) -> NoReturn:
-    """Do what `python -m MODULE` does, in a process that ends afterwards."""
+    """Run a job like `python -m MODULE`, then exit the process."""
     write_to(job["out"])
     write_to(job["err"], 2)
     signal.alarm(LIFE_S)

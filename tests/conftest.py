@@ -65,7 +65,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for the marks given with -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no worker is left with one at the end."""
+    """Run the longest files first: a worker starting one late would delay the whole suite."""
     mark_the_rest(items)
     items.sort(key=lambda item: item.path.stem not in LONG_FILES)
 
@@ -215,7 +215,7 @@ def parent() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The checkout, which is also the package."""
+    """Checkout folder, also the package itself."""
     return REPOSITORY
 
 

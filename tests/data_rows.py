@@ -1,4 +1,4 @@
-"""Rows, recipes and a tokenizer for tests of data recipes."""
+"""Rows, recipes and a tokenizer for data recipe tests."""
 
 import json
 from copy import deepcopy
@@ -59,7 +59,7 @@ class Loader:
         return load_data(config, self.tokenizer, side_file=self.folder / "left_out.jsonl")
 
     def left_out(self) -> list[dict]:
-        """Side file of the latest call."""
+        """Read the side file from the latest call."""
         return [json.loads(line) for line in (self.folder / "left_out.jsonl").open()]
 
 

@@ -65,7 +65,7 @@ def connect_ranks(target: StagedTarget, *, is_direct: bool = False) -> ProcessPi
 
 @contextmanager
 def without_stages(log: Log) -> Iterator[None]:
-    """Drop the work of the stages' ranks from the log, leaving only the controller's."""
+    """Drop the stage ranks' work from the log, leaving only the controller's."""
     right, working = SharedWorker.handle, []
 
     def handle(self: SharedWorker, message: Any) -> None:
@@ -83,10 +83,10 @@ def without_stages(log: Log) -> Iterator[None]:
 def decode_on_gpu(
     make_draft: Any, schedule: str, *, of_controller: bool = False, **settings: Any
 ) -> dict[str, float]:
-    """Count the work of a decode after its prompt; an earlier decode has captured the CUDA graphs.
+    """Count a decode's work after its prompt; an earlier decode has captured the CUDA graphs.
 
     Args:
-        of_controller: run the stages as ranks on another GPU, and leave them out.
+        of_controller: run the stages as ranks on another GPU, and leave their work out.
     """
     config = DecodeConfig.of(schedule, max_new_tokens=12, **settings)
     target = tiny_llama()

@@ -27,7 +27,7 @@ LEFT_OUT = {
     "pipedraft.train": ["--config", "configs/spd/tiny.yaml"],
     "pipedraft.eval": ["--checkpoint", "out/spd", "--benchmarks", "gsm8k", "--out", "out/x"],
 }
-"""Meaning of "...": the options required by a parser."""
+"""Options behind "..." in a command: those required by its parser."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Command:
     launcher: str
     """First word: python, pipedraft, accelerate, torchrun, or a program from elsewhere."""
     module: str = ""
-    """Module as after ``python -m``, or the path of a script."""
+    """Module as after ``python -m``, or a script's path."""
     arguments: list[str] = field(default_factory=list)
     launcher_arguments: list[str] = field(default_factory=list)
     is_abridged: bool = False
@@ -216,7 +216,7 @@ def training_script() -> Iterator[Any]:
 
 
 def run_module(module: str, words: list[str]) -> None:
-    """Run the entry point of a module or script in this process, like ``python``."""
+    """Run a module's or script's entry point in this process, like ``python``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [module, *words])
         if module.endswith(".py"):
@@ -227,7 +227,7 @@ def run_module(module: str, words: list[str]) -> None:
 
 
 def main_of(module: str) -> Any:
-    """``main`` of the module given to ``python -m``."""
+    """Return ``main`` from a module as named after ``python -m``."""
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
     name = f"{module}.__main__" if spec.submodule_search_locations else module

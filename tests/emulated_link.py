@@ -3,8 +3,8 @@
     async with EmulatedLink(PRESETS["4g"], "127.0.0.1", port) as link:
         ...  # connect to 127.0.0.1:link.port
 
-Every piece of a connection arrives when ``Channel`` says that a message with its size would. TCP
-loses nothing: a lost packet becomes the time until its retransmission.
+Every piece of data arrives when ``Channel`` would deliver a message with its size. TCP loses
+nothing: a lost packet becomes the time until its retransmission.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pipedraft.inference.edge.channel import Channel, Direction, Link
 
 class EmulatedLink:
     def __init__(self, link: Link, host: str, port: int) -> None:
-        """``host``, ``port``: address of the server behind the proxy."""
+        """``host``, ``port``: server address behind the proxy."""
         self._channel = Channel(link, seed=0)
         self._address = host, port
         self._writers: set[asyncio.StreamWriter] = set()

@@ -34,7 +34,7 @@ class Blob:
 
     @property
     def oid(self) -> str:
-        """Digest compared by the client: SHA-256 of a large file, git's SHA-1 of a small one."""
+        """Digest for the client to compare: SHA-256 if large, git's SHA-1 if small."""
         if self.is_lfs:
             return hashlib.sha256(self.content).hexdigest()
         header = f"blob {len(self.content)}\0".encode()
@@ -90,7 +90,7 @@ class Refused(Exception):
 
 
 class FakeHub:
-    """State of the Hub; ``running`` serves it."""
+    """Hub state; ``running`` serves it."""
 
     def __init__(self, tokens: dict[str, str]) -> None:
         """

@@ -1,4 +1,4 @@
-"""Processes forked from one with all imports done: imports dominate the time of short runs.
+"""Processes forked from one with all imports done: imports dominate a short run's time.
 
 A line of JSON on the parent's stdin starts a process or waits for one. Starting returns its id,
 waiting its exit status (negative for a signal).
@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 
 def answer(run: Callable[[dict[str, Any]], NoReturn], *modules: str) -> None:
-    """Be the parent until stdin ends: call ``run`` in each forked process, and it must exit.
+    """Serve as the parent until stdin ends: call ``run`` in each forked process, and it must exit.
 
     Args:
         modules: imported once for all processes; accelerate imports DeepSpeed to save a model.
@@ -67,7 +67,7 @@ def write_to(path: str, *numbers: int) -> None:
 
 @dataclass
 class ForkServer:
-    """The parent process as its user sees it; use with ``with``."""
+    """Client for the parent process; use it in a ``with`` statement."""
 
     process: subprocess.Popen
     running: set[int] = field(default_factory=set)
@@ -127,10 +127,10 @@ def status_of(pid: int) -> int:
 
 
 def rank_environments(num_processes: int, port: int) -> list[dict[str, str]]:
-    """Environments that a launcher gives to the processes in a local group.
+    """Return a launcher's environment for each process in a local group.
 
     Args:
-        port: port of the rendezvous store, which the caller holds open.
+        port: port for the rendezvous store; the caller keeps the store open.
     """
     world = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

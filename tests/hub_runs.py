@@ -94,7 +94,7 @@ def signed_in(monkeypatch, cache: Path) -> Iterator[FakeHub]:
 
 
 def point_at(url: str, monkeypatch) -> None:
-    """Set the values that huggingface_hub reads from HF_ENDPOINT and its like at import."""
+    """Point huggingface_hub at a server; it has read HF_ENDPOINT and the like at import."""
     disable_progress_bars()
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", url)
@@ -105,7 +105,7 @@ def point_at(url: str, monkeypatch) -> None:
 
 
 def shorten_stalls(hub: FakeHub, monkeypatch) -> None:
-    """Shorten the wait for requests that stall, and for no others: the machine may be busy."""
+    """Shorten the wait for stalled requests only: a busy machine may delay the others."""
     end_waits, patience_s = pretrained._end_waits, pretrained.SILENCE_S
 
     def limited(request: Any) -> None:

@@ -15,7 +15,7 @@ from pipedraft.inference.timeline import Timeline
 
 
 class Wire(Local):
-    """Link that turns every message into bytes and back, as between processes."""
+    """Link within a process: turns every message into bytes and back, as between processes."""
 
     def __init__(self, handle=None, ends=(None, None)) -> None:
         """``ends``: devices of a direct transfer for tensors on the first; else all is bytes."""
@@ -98,10 +98,10 @@ def decode_both(
 
 
 class RanksInTurns:
-    """Stages that work while the controller waits, so that cancellations come in time.
+    """Stages that work only while the controller waits: every cancellation is in time.
 
-    With ``haste`` the first stage is at the controller, as with one process per stage. The other
-    stages then also work while it computes: before each of its layers with this probability.
+    With ``haste`` the first stage runs in the controller, as with one process per stage. While it
+    computes, the other stages also work: before each layer, with probability ``haste``.
     """
 
     def __init__(self, target, haste: float | None = None, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Decode across links for tests: tables in place of networks, and one call to run them.
+"""Decode across links in tests: tables replace networks, and one call runs a session.
 
 A table is a Markov chain: an output's probability is exactly the product of its entries.
 """
@@ -52,7 +52,7 @@ def greedy_text(target, prompt: tuple[int, ...], length: int) -> list[int]:
 
 
 class ChainSource(StatelessSource):
-    """Drafts from a table of logits."""
+    """Draft source with logits from a table."""
 
     grows = ("layers",)
 
@@ -74,7 +74,7 @@ class BernoulliSource(ChainSource, SimulatedSource):
 
 
 class TableStage:
-    """Rows of a chain: a stage counts them, and returns the newest tokens as its output."""
+    """Stage for a chain: counts the rows, and returns the newest tokens as its output."""
 
     num_speculative = 0
 

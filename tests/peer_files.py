@@ -139,7 +139,7 @@ def assert_same_head(first: Path, second: Path) -> None:
 
 
 def assert_refused(folder: Path, target, config, weights, words, monkeypatch, capfd) -> None:
-    """Assert that the command refuses with these words and writes nothing."""
+    """Expect the command to refuse with these words, and to write nothing."""
     source = write(folder / "head", config, weights)
     status = call("models", command(source, target, folder / "out"), monkeypatch)
     assert_one_line(status, *capfd.readouterr(), ["--from", *words])

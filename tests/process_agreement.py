@@ -1,10 +1,10 @@
-"""Run all schedules on processes and in one process, on every rank of tests/test_process.py.
+"""Rank program for tests/test_process.py: compare all schedules with a run in one process.
 
 torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
 
-HALF, 0 or 1: one half of the acceptance rules, of the ways to decode with an EAGLE head, and of
-each schedule's temperatures, with one of two prompts each in turn; whole: both halves with both
-prompts; bitwise: a few ways, in bfloat16.
+HALF is 0 or 1: one half of the acceptance rules, EAGLE settings and temperatures per schedule,
+with the two prompts in turn. "whole" runs both halves with both prompts, "bitwise" a few settings
+in bfloat16.
 """
 
 import json

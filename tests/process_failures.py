@@ -1,4 +1,4 @@
-"""Decode a long output on every rank of tests/test_process_failures.py, with a failure in one rank.
+"""Rank program for tests/test_process_failures.py: decode a long output, and fail in one rank.
 
 As a program, it is one rank in a launch of three, and the last is killed: tests/process_failures.py
 FOLDER
@@ -134,7 +134,7 @@ def reset_links(folder: Path, *, peer: int) -> None:
 
 
 def silence_links(folder: Path, *, peer: int | None = None) -> None:
-    """Silence links, so that no packet arrives: from one rank, or from all ranks and the store."""
+    """Drop every incoming packet: from one rank, or from all ranks and the store."""
     for connection in connections(None if peer is None else rank_id(folder, peer)):
         drop_packets(connection)
 
@@ -174,7 +174,7 @@ def connections(peer_id: int | None) -> list[socket.socket]:
 
 
 def listening(process_ids: Iterable[int]) -> set[str]:
-    """Addresses on which processes listen, in the kernel's hexadecimal."""
+    """Return the processes' listening addresses, in the kernel's hexadecimal."""
     inodes = {inode for process in process_ids for _, inode in socket_inodes(process)}
     lines = [
         line.split()
@@ -187,7 +187,7 @@ def listening(process_ids: Iterable[int]) -> set[str]:
 
 
 def socket_inodes(process_id: int) -> Iterator[tuple[int, str]]:
-    """Socket inodes per descriptor; none for a process that has ended."""
+    """Map socket inodes to descriptors; an ended process has none."""
     with suppress(OSError):
         for entry in Path(f"/proc/{process_id}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed since

@@ -1,8 +1,8 @@
-"""Capture CUDA graphs on every rank, on pretended GPUs with sends that wait for their peer.
+"""Rank program: capture CUDA graphs on pretended GPUs while sends wait for their peer.
 
 As with NCCL, a send is in flight until the peer has posted its receive. Capturing a graph waits for
-the whole device, so for the sends of its rank. Ranks that capture at once could wait for each other
-forever.
+the whole device, and so for its rank's sends. Two ranks capturing at once could wait for each
+other forever.
 
 tests/process_rendezvous.py FOLDER guarded (or unguarded: capture without asking)
 """
@@ -35,9 +35,9 @@ NEW_TOKENS, PROMPT = 8, PROMPTS[2]
 RANK = int(os.environ["RANK"])
 HANGS_S = 20
 PATIENT = WatchLimits(silence_s=99, undelivered_s=99, step_s=99)
-"""Limits for a busy machine; ``Taken`` ends anything that hangs."""
+"""Limits for a busy machine; ``Taken`` ends a hanging send."""
 FORGETS = 0.3
-"""Share of calls before which a rank forgets its graphs, at its own steps."""
+"""Probability that a rank forgets its graphs before a call; each rank draws for itself."""
 
 
 class Rendezvous:

@@ -48,7 +48,7 @@ WAYS = {
         {"schedule": "pipeinfer", "draft_tokens": "auto", "branches": 2},
     ],
 }
-"""Every schedule that decodes on a pipeline, by its usable draft."""
+"""Every pipeline schedule, by its usable draft."""
 
 
 def requests(rng, ways, num_stages, count):
@@ -67,7 +67,7 @@ def requests(rng, ways, num_stages, count):
 
 
 def decode_several(target, draft, num_stages, asked, *, rng=None, connect=LocalPipeline, **limits):
-    """Decode requests that join at random steps; return their handles."""
+    """Decode requests joining at random steps; return their handles."""
     config = DecodeConfig.of(**PLAIN, num_stages=num_stages)
     limits = BatchLimits(**{"prompt_rows": 7, **limits})
     batch = BatchEngine(target, PlainTokenizer(), config, draft, limits=limits, connect=connect)
@@ -87,7 +87,7 @@ def decode_alone(target, draft, handle):
 
 
 def check_as_alone(target, draft, handles) -> int:
-    """Count the sequences that differ from decoding alone."""
+    """Count the sequences with another output than alone."""
     wrong = 0
     for handle in handles:
         alone, found = decode_alone(target, draft, handle), handle.future.result(0)
@@ -160,7 +160,7 @@ def main() -> None:
 def compare(cluster, whole, part, kinds, count):
     """For each kind, count the sequences that differ from decoding alone in one process.
 
-    Mutants decode eight.
+    Mutants decode eight sequences.
     """
     makers = {
         "module": lambda: friendly_module(whole, num_stages=2, num_layers=1),

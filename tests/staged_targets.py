@@ -1,9 +1,8 @@
 """Small targets from every family, cut into stages, and a controller to test them.
 
 Weights are drawn large enough (std 0.1, norms included) for a wrong mask or a stale row to move the
-logits (of order 3) by far more than the tolerances. The tolerances only allow for another order in
-float32 sums: 1e-5, and 5e-5 where recurrent layers exchange the chunked for the one-row form of the
-same sum.
+logits (about 3) by far more than the tolerances. The tolerances only allow for another order in
+float32 sums: 1e-5, and 5e-5 for recurrent layers, because they sum in chunks or row by row.
 """
 
 # H hidden, V vocabulary, l rows of a segment
@@ -98,7 +97,7 @@ def run(target: StagedTarget, segment: Segment, taps=()) -> Segment:
 
 
 def chain_segment(target: StagedTarget, ids: torch.Tensor) -> Segment:
-    """Rows that continue the chain of all speculative rows so far."""
+    """Return rows that continue the speculative chain so far."""
     lo = target.stages[0].num_speculative
     first = target.stages[0].num_committed + lo
     return Segment(
@@ -130,7 +129,7 @@ def continue_the_row_before(monkeypatch) -> None:
 
 
 class Controller:
-    """Slow, obvious reference in the fuzz: a token tree and one slot in front of every stage."""
+    """Slow, obvious reference in the fuzz: a token tree and one slot before every stage."""
 
     def __init__(self, name: str, num_stages, seed: int, attention: str = "sdpa"):
         self.random = random.Random(seed)

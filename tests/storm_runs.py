@@ -1,4 +1,4 @@
-"""Connection and server that break sessions and reorder requests, with their own clock."""
+"""Faulty connection and server: they break sessions and reorder requests, on their own clock."""
 
 import random
 from types import SimpleNamespace
@@ -85,7 +85,7 @@ class Storm:
 
 
 class StormPipeline(RemotePipeline):
-    """Pipeline that advances the storm while the draft computes and at every poll."""
+    """Pipeline on a storm: advances it while the draft computes and at every poll."""
 
     def drafted(self, num_tokens: int, started_s: float) -> None:
         for _ in range(self.connection.rng.randrange(5)):
@@ -99,7 +99,7 @@ class StormPipeline(RemotePipeline):
 
 
 class Line:
-    """One stream."""
+    """One gRPC stream."""
 
     def __init__(self, storm: Storm) -> None:
         self.storm, self.is_up, self.session = storm, True, None
@@ -121,7 +121,7 @@ class Line:
         self.storm.answer(self.session, core.receive(request, self.storm.now_s))
 
     def take(self, timeout_s: float):
-        """Return the next reply; a call that has ended still delivers earlier replies."""
+        """Return the next reply; an ended call still delivers earlier replies."""
         until_s = self.storm.now_s + timeout_s
         while not self.down and self.is_up and self.storm.now_s < until_s:
             self.storm.turn()

@@ -34,7 +34,7 @@ SPD_WAYS = [{"schedule": "spd"}, {"schedule": "spd", "tree_width": 3}]
 
 @pytest.fixture(scope="module")
 def target():
-    """Target as wide as a processor's vectors, and so unsure that rounding decides."""
+    """Target as wide as a processor's vectors, with logits so close that rounding decides."""
     return tiny_llama(layers=4, hidden=64, vocab=1000).to(torch.bfloat16)
 
 
@@ -77,7 +77,7 @@ def test_the_rows_of_a_prompt_have_the_same_bits_in_processes(target):
 
 
 def test_without_it_some_texts_differ(target):
-    """Otherwise this target would show nothing."""
+    """Rounding changes this target's outputs: otherwise the other tests would prove nothing."""
     num_different = 0
     for way in WAYS[:3]:
         for prompt in PROMPTS[1:]:
@@ -140,7 +140,7 @@ def test_a_target_without_one_shape_is_refused():
 
 
 def test_a_pass_on_a_gpu_has_the_one_row_of_plain_decodings(target):
-    """Known-bad: 16 rows, with which outputs on a real GPU differed from the baseline's."""
+    """Known-bad: 16 rows; on a real GPU their outputs differed from the baseline's."""
     sizes: list[int] = []
     with pretended_cuda():
         placed = deepcopy(target).to("cuda:0")

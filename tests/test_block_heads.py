@@ -73,7 +73,7 @@ def test_a_token_before_each_place_is_given_in_training_as_in_decoding(family, o
 
 
 def sees(change):
-    """Return a known-bad group mask: ``change`` of (visible rows, number of context rows)."""
+    """Return known-bad attention: ``change(visible rows, context row count)`` edits each mask."""
     right = dflash._attend_in_groups
 
     def mutant(groups, *tensors):
@@ -197,7 +197,7 @@ def test_another_formula_is_noticed(mutant, monkeypatch):
 
 
 def test_dpace_weights_are_those_of_its_equations():
-    """w_i of q = (0.5, 0.25, 1) with alpha 0: sums of the prefix products 0.5, 0.125, 0.125."""
+    """For q = (0.5, 0.25, 1), alpha 0: w_i sums the prefix products 0.5, 0.125, 0.125 from i on."""
     q_AS = torch.tensor([[0.5, 0.25, 1.0], [0.5, 0.25, 9.0]], dtype=torch.float64)
     counted_AS = torch.tensor([[True, True, True], [True, True, False]])
     expected = torch.tensor([[0.75, 0.25, 0.125], [0.625, 0.125, 0.0]], dtype=torch.float64)
@@ -245,7 +245,7 @@ def test_training_makes_blocks_longer_and_foretells_it(kind, options, steps):
 @pytest.mark.parametrize("way", WAYS + OTHER_WAYS, ids=way_name)
 @pytest.mark.parametrize("kind", CHECKED)
 def test_greedy_text_is_the_targets_and_every_draft_token_is_of_the_newest_block(kind, way):
-    """One head decodes one of two prompts, the other head the other one."""
+    """The two heads take turns with the two prompts."""
     target = tiny_llama(layers=4, vocab=16).double()
     source = CHECKED[kind](make_head(target, kind, block_size=5).double())
     engine = engine_for(target, source=source, num_stages=3, max_new_tokens=NEW_TOKENS, **way)

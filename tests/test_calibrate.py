@@ -136,7 +136,7 @@ def test_a_cost_that_is_no_duration_is_refused(value):
     [(False, 3 * 0.1 + 4 * (0.2 + 0.3)), (True, (8 * 0.1 + 4 * 0.1 + 4 * 0.5) / 2)],
 )
 def test_hops_head_and_decision_are_paid_for_each_row(is_asynchronous, expected):
-    """Rows that enter a stage, or return, cross a link; returning rows are verified."""
+    """Rows cross a link to enter a stage or to return; returning rows are verified."""
     cost = CostModel(link_row=0.1, head_row=0.2, verify_row=0.3, is_asynchronous=is_asynchronous)
     if not is_asynchronous:
         expected += 0.1  # the longest of all segments on their links: five rows

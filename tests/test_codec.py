@@ -207,7 +207,7 @@ def test_tensors_of_every_dtype_survive_a_stream(found, number):
 
 @contextmanager
 def at_most(num_bytes: int) -> Iterator[None]:
-    """Assert that no more memory is taken inside."""
+    """Assert a memory bound for the code inside."""
     tracemalloc.start()
     try:
         yield
@@ -243,7 +243,7 @@ def mutants(data: bytes, draw: random.Random) -> bytes:
 
 
 def is_sound(message: AnyMessage) -> bool:
-    """Check the properties that a stage relies on."""
+    """Check the invariants needed by a stage."""
     match message:
         case Step():
             hi = message.segment.hi

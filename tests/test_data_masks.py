@@ -1,4 +1,4 @@
-"""Chat templates: the supervised tokens of a conversation, and valid conversations."""
+"""Chat templates: supervised tokens per conversation, and valid conversations."""
 
 from functools import partial
 
@@ -63,7 +63,7 @@ def with_template(tokenizer):
 
 
 def supervised_runs(tokenizer, messages, max_length=10_000):
-    """Text of each unbroken run of supervised tokens."""
+    """Return the text in each unbroken run of supervised tokens."""
     ids, mask = tokenize_conversation(tokenizer, messages, max_length)
     assert len(ids) == len(mask) <= max_length
     runs, previous = [], 0

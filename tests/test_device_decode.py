@@ -113,7 +113,7 @@ PLACES = [(link, temperature) for temperature in (0.0, 1.0) for link in CONNECTS
 
 
 def product() -> Iterator[Any]:
-    """Every head with every schedule that takes it, on every link, greedy and sampled."""
+    """Pair every head with each of its schedules, on every link, greedy and sampled."""
     pairs = 0
     for name, kind in SCHEDULES.items():
         for head in HEADS if kind.grows and not kind.needs_link else ():
@@ -132,7 +132,7 @@ def product() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("head", "schedule", "settings", "link", "temperature"), [*product()])
 def test_no_operation_sees_two_devices(head, schedule, settings, link, temperature):
-    """A misplaced row, or one that sees too much, changes scores and hardly ever outputs."""
+    """Draft scores are compared too: a misplaced or wrongly masked row hardly changes outputs."""
     with drafted() as rows:
         cpu, gpu = decode_twice(head, schedule, settings, temperature, CONNECTS[link])
     assert cpu.token_ids == gpu.token_ids
@@ -230,7 +230,7 @@ def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():
 
 
 def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
-    """Successive texts of any expected length reuse the idle graphs."""
+    """Successive outputs with any expected length reuse the idle graphs."""
     keys, right = [], Graphs._make
 
     def record(self, packed, rows, compute):
@@ -258,7 +258,7 @@ def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
 
 
 class Busy:
-    """A send with a peer that takes it at some other time."""
+    """Pending send: its peer receives it at a random time."""
 
     def __init__(self) -> None:
         self.random, self.answers = Random(0), []
@@ -339,7 +339,7 @@ def test_a_tree_is_pruned_by_one_graph_whatever_the_layers(num_layers):
 
 
 def test_several_sequences_on_a_gpu_are_one_pass_of_the_weights():
-    """Their caches are the ones that the one-sequence graphs write to, before and after."""
+    """The batch uses the caches written by one-sequence graphs before and after it."""
     model, rounds = tiny_llama(), [[5, 9], [4, 2], [8, 1]]
     with pretended_cuda() as log, Attentions() as found:
         model.to("cuda:0")

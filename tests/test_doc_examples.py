@@ -1,4 +1,4 @@
-"""docs/adding_a_head.md and docs/adding_a_schedule.md, followed on a copy of the repository."""
+"""docs/adding_a_head.md and docs/adding_a_schedule.md, followed in a copied repository."""
 
 import importlib
 import os
@@ -42,7 +42,7 @@ SMALLER = {
 
 
 def blocks(pattern: str) -> list[tuple[str, str]]:
-    """(path, text) of the pages' code blocks of one kind."""
+    """Return (path, text) for one kind of code block on the pages."""
     found = []
     for page in PAGES:
         text = (REPOSITORY / "docs" / f"{page}.md").read_text()

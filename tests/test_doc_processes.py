@@ -26,13 +26,13 @@ ADDRESS = r"(127\.0\.0\.1|cloud\.example):\d+"
 
 
 class Shell:
-    """Starts commands in the reader's folder, each with its number of processes."""
+    """Starts commands in the reader's folder, each as one or more processes."""
 
     def __init__(self, reader: Reader, parent: ForkServer) -> None:
         self.reader, self.parent = reader, parent
         self.servers: list[tuple[Process, Command]] = []
         self.address = ""
-        """Address of the most recently started server."""
+        """Address, from the most recently started server."""
 
     def start(self, command: Command, words: list[str], **options: Any) -> Process:
         folder = self.reader.folder

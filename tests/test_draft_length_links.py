@@ -29,7 +29,7 @@ def benchmark() -> ModuleType:
 
 
 class Uncensored(Geometric):
-    """Known-bad: a round accepted to its end counts as a rejection after it."""
+    """Known-bad: a fully accepted round counts as one with a rejection after its last token."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         super().observe(min(num_drafted + 1, self.max_length), num_accepted)
@@ -37,7 +37,7 @@ class Uncensored(Geometric):
 
 @cache
 def rates(benchmark: ModuleType, name: str, process: str, link_name: str, way: str) -> list[float]:
-    """Throughputs of a policy, one per output.
+    """Return a policy's throughput for each output.
 
     "bursty" varies most and comes nearest to the bar: 0.970 to 0.975 with 40 texts.
     """
@@ -53,7 +53,7 @@ def rates(benchmark: ModuleType, name: str, process: str, link_name: str, way: s
 
 
 def ratio(benchmark: ModuleType, name: str, *place: str, way: str = "picospec_serial") -> float:
-    """Throughput of a policy over the oracle's, mean over outputs."""
+    """Return a policy's throughput over the oracle's, mean over outputs."""
     own, oracle = (rates(benchmark, policy, *place, way) for policy in (name, "oracle"))
     return float(np.mean(np.divide(own, oracle)))
 

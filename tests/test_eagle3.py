@@ -33,7 +33,7 @@ def attention_inputs(step, B=2, N=4, J=2, T=9, D=4):
 
 
 def dense_attention(query, *keys_and_values, window=None, lengths=None):
-    """Oracle: one masked softmax over the keys of all steps."""
+    """Oracle: one masked softmax over all steps' keys."""
     half, T, G = len(keys_and_values) // 2, query.shape[2], query.shape[1]
     G //= keys_and_values[0].shape[1]
     key, value = (

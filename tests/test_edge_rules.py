@@ -60,8 +60,7 @@ def counted_triples(rule, plan, **options) -> np.ndarray:
 
 
 def distribution_p_value(counts_abc: np.ndarray) -> float:
-    """Chi-square p-value under the hypothesis that c depends on b alone, by the target's
-    distribution."""
+    """Return the chi-square p-value: given b, is c drawn from the target, whatever a was?"""
     p_bc = probabilities(tables()[0], 1.0).numpy()
     expected_abc = counts_abc.sum(-1, keepdims=True) * p_bc
     enough_ab = expected_abc.min(-1) >= 2  # rarer contexts have no chi-square distribution
@@ -86,7 +85,7 @@ def distribution_p_value(counts_abc: np.ndarray) -> float:
     ],
 )
 def test_sampled_text_has_the_targets_distribution(rule, plan):
-    """Top K 1 and one sample, so that corrections mostly need the tail."""
+    """With top K 1 and one sample, corrections mostly need the tail."""
     assert (
         distribution_p_value(counted_triples(rule, plan, payload_tokens=1, tail_samples=1)) > 1e-3
     )

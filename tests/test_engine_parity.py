@@ -1,7 +1,7 @@
 """`eval parity --engine`: a faithful engine agrees, and every planted fault is named.
 
-The engine is a process that answers from a file. Its drafts are computed here with the head in
-changed files, as by an engine that misreads the originals.
+The engine is a process answering from a file. Its drafts are computed here, with a head from
+changed files: an engine misreading the original files would draft the same tokens.
 """
 
 import json
@@ -42,7 +42,7 @@ HEADS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A target, heads that disagree with each fault, and a fake engine."""
+    """A target, heads with other drafts under each fault, and a fake engine."""
     quieten()
     folder, tokenizer = tmp_path_factory.mktemp("engine"), byte_tokenizer()
     target = tiny_llama(layers=LAYERS, vocab=len(tokenizer), rope_parameters=ROPE)

@@ -33,7 +33,7 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """Elements of a page; an unclosed or twice closed one is an error."""
+    """Parser for a page's elements; an unclosed or twice closed one is an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ def left_out(text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """Page for three numbers of stages and three benchmarks, one with categories."""
+    """Page for three stage counts and three benchmarks, one with categories."""
     return build_page([source(make_runs(), manifest=MANIFEST)]).decode()
 
 
 @pytest.fixture(scope="module")
 def evaluated(small_target, tmp_path_factory) -> tuple[Path, Path]:
-    """Real evaluations on two numbers of stages, with two draft lengths."""
+    """Real evaluations for two stage counts and two draft lengths."""
     root = tmp_path_factory.mktemp("evaluated")
     folders = root / "n2", root / "n4"
     for folder in folders:
@@ -215,7 +215,7 @@ def test_one_prompt_has_points_without_intervals() -> None:
 
 @pytest.mark.parametrize("shift", [0, 3])
 def test_names_from_files_stay_text(shift: int) -> None:
-    """Eight names in eight fields, each in two of them."""
+    """Hostile names in eight fields; every name is tried in two fields."""
     names = [HOSTILE[(index + shift) % len(HOSTILE)] for index in range(len(HOSTILE))]
     method, benchmark, tree, category, process, kind, network, other = names
     runs = read_back(make_runs(("mt_bench", "gsm8k"), stages=(4, 8)))
@@ -249,7 +249,7 @@ def test_the_same_results_give_the_same_bytes(text) -> None:
 
 
 def test_many_runs_stay_below_two_megabytes() -> None:
-    """Past the distinguishable number of lines, the page refers to the table."""
+    """A figure draws 12 runs, and refers to the table for the others."""
     runs = read_back(make_runs())
     page = build_page([source(runs, f"run {index}") for index in range(5)]).decode()
     assert len(page) < 2e6

@@ -26,11 +26,11 @@ STAGES = 4
 LENGTHS = np.array(
     [math.floor(math.exp(4 + NormalDist().inv_cdf((i + 0.5) / 4000))) + 1 for i in range(4000)]
 )
-"""Tokens per text: quantiles of a log-normal, so that the mean is known."""
+"""Tokens per text: log-normal quantiles, so that the mean is known."""
 KINDS = ((4, 6, 1), (2, 6, 3))
-"""Half of the prompts each: Beta parameters for the rejection rate, factor on the length."""
+"""For half the prompts each: Beta parameters for the rejection rate, factor on the length."""
 BAND = (0.93, 0.97)
-"""Coverage band of a 95 % interval; 2000 experiments have a standard error of 0.5 %."""
+"""Coverage band for a 95 % interval; 2000 experiments have a standard error of 0.5 %."""
 
 
 def draw(seed: int, experiments: int, prompts: int, better: float) -> tuple[np.ndarray, np.ndarray]:

@@ -47,7 +47,7 @@ dumps = feature_runs.dumps
 
 
 def changed_target(world: World, folder: Path) -> Path:
-    """Target of ``world`` with one inner matrix changed."""
+    """Target from ``world`` with one inner matrix changed."""
     shutil.copytree(world.target, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
@@ -202,7 +202,7 @@ def test_a_server_that_is_killed_and_comes_back_is_asked_again(world, tmp_path, 
 
 
 def test_processes_share_servers_and_take_over_from_one_that_ends(world, tmp_path, monkeypatch):
-    """Rank 1 of two asks the second server, then the first one, which is still there."""
+    """Rank 1 asks the second server. After that server ends, the rank asks the first one."""
     with served(world, "--dtype", "fp32") as (first, _):
         with served(world, "--dtype", "fp32") as (second, _):
             changes = METHODS["eagle"] | {"features": f"{first},{second}"}

@@ -1,4 +1,4 @@
-"""FlexSpec: decoding equals training, the frozen parts, and the targets that fit."""
+"""FlexSpec: decoding equals training, the frozen parts, and fitting targets."""
 
 import json
 import math
@@ -49,7 +49,7 @@ LENGTH = 11
 
 
 def teach(draft, texts) -> None:
-    """Solve for a vocabulary projection that gets about three in four tokens of these right."""
+    """Solve for a vocabulary projection that predicts about 3 in 4 tokens correctly."""
     states, labels = [], []
     for text in texts:
         states.append(draft(torch.tensor([text]))[0, :-1, -1].double())
@@ -65,7 +65,7 @@ def teach(draft, texts) -> None:
 
 
 def decode_rows(draft, ids_T, cuts) -> torch.Tensor:
-    """States [T, E, H] for a text that comes in parts, by the decode-time code."""
+    """Compute states [T, E, H] for a text read in parts, with the decode-time code."""
     config = draft.config
     caches = [KeyValues() for _ in range(config.num_readings * config.num_layers)]
     states_TEH = ids_T.new_zeros(1, config.num_readings, 32, dtype=draft.lm_head.weight.dtype)
@@ -107,7 +107,7 @@ def test_a_row_is_blind_to_what_comes_later_and_sees_the_rest(kind):
 
 @pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
 def test_the_anchor_computes_what_the_targets_last_block_does(make_target):
-    """Run the block as the only one in a model of the same family, with transformers."""
+    """Reference: transformers runs the block alone, as a one-layer model from the same family."""
     target, alone = make_target().double(), make_target(layers=1, seed=3).double()
     alone.model.layers[0].load_state_dict(target.model.layers[-1].state_dict())
     alone.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())

@@ -1,4 +1,4 @@
-"""Full disks and kills at any moment of a save leave the old state, whole, or the new."""
+"""A full disk or a kill at any moment in a save leaves the whole old state, or the new one."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ SIZE = 200_000
 
 @contextmanager
 def little_disk(size: int) -> Iterator[None]:
-    """Limit the size of files: writing fails as on a full disk."""
+    """Limit file sizes: writing fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -40,14 +40,14 @@ def little_disk(size: int) -> Iterator[None]:
 
 
 def fill(folder: Path, version: int) -> None:
-    """Write three files that name their version."""
+    """Write three files with their version inside."""
     (folder / "config.json").write_text(json.dumps({"version": version}))
     (folder / "part").write_bytes(bytes([version]) * SIZE)
     save_file({"x": torch.full((SIZE // 4,), float(version))}, folder / "model.safetensors")
 
 
 def version_of(folder: Path) -> int:
-    """The one version of all files."""
+    """Return the common version in all files."""
     version = json.loads((folder / "config.json").read_text())["version"]
     assert (folder / "part").read_bytes() == bytes([version]) * SIZE
     assert (load_file(folder / "model.safetensors")["x"] == version).all()
@@ -141,7 +141,7 @@ def runs(tmp_path_factory):
 @pytest.mark.all
 @pytest.mark.timeout(1800)
 def test_a_disk_that_is_full_at_any_file_of_a_run_loses_nothing(runs, tmp_path):
-    """Every file in turn, the data's cache included, is the first that does not fit."""
+    """The disk gets full at each file in turn, the data's cache included."""
 
     def run(name: str, full_at: int) -> bool:
         folder = tmp_path / name
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_at_any_file_of_a_run_loses_nothing(runs, tmp_path):
 
 @by_every_save
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new(write, read, tmp_path):
-    """Fifty kills over the four kinds of save."""
+    """Save repeatedly in a child process, and kill it at random moments: fifty kills in all."""
     numbers = random.Random(0)
     write(tmp_path, 1)
     last = 1

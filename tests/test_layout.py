@@ -171,11 +171,11 @@ PACKAGED = [
     for pattern in PYPROJECT["tool"]["setuptools"]["package-data"]["pipedraft"]
     for path in ROOT.glob(pattern)
 ]
-"""The embedded target, two of its heads, and the evaluation prompts."""
+"""The embedded target, two heads for it, and the evaluation prompts."""
 
 
 def wheel_of(source: Path, folder: Path) -> Path:
-    """Build a wheel from a copy of the package's files, without network and build isolation."""
+    """Build a wheel from copied package files, without network and build isolation."""
     copy = folder / "any_name"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", *(f.name for f in ROOT_FILES)):

@@ -1,4 +1,4 @@
-"""Draft tokens by lookup: the followers of contexts; any output equals the target's."""
+"""Draft tokens by lookup: tokens after a repeated context; outputs equal the target's."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ KINDS = ["ngram", "suffix"]
 
 
 def counted(text, path, longest):
-    """Brute force: followers of each suffix of text and path in the text, shortest suffix first."""
+    """Count by brute force: text tokens after each suffix (of text + path), shortest first."""
     whole, found = [*text, *path], []
     for size in range(len(whole) + 1):
         if longest is not None and size > longest:
@@ -51,7 +51,7 @@ def texts(count):
 
 @pytest.mark.parametrize("kind", [NGrams, SuffixAutomaton])
 def test_followers_are_those_of_a_brute_force_count(kind):
-    """The automaton merges contexts that always end together: it skips some, but invents none."""
+    """The automaton merges contexts with the same end positions: skips some, but invents none."""
     for text in texts(120):
         model = kind()
         for token in text:
@@ -114,7 +114,7 @@ def test_sampled_output_is_plain_decodings_with_shared_noise(kind, schedule):
 
 
 def test_a_repeating_text_is_drafted_right_and_costs_nothing():
-    """The draft follows a target that repeats itself at the length of the chain."""
+    """The target repeats itself: the draft is accepted in chains, at no draft cost."""
     target = tiny_llama(vocab=16)
     text = greedy_reference(target, [3], 60)
     for kind in KINDS:

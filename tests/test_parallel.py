@@ -67,7 +67,7 @@ def alone_bf16(runs, tmp_path_factory) -> Path:
 
 
 def launcher_environment(name: str) -> dict[str, str]:
-    """Environment that `accelerate launch --config_file configs/accelerate/NAME.yaml` sets."""
+    """Return the environment from `accelerate launch` with configs/accelerate/NAME.yaml."""
     file = REPOSITORY / "configs" / "accelerate" / f"{name}.yaml"
     words = ["--config_file", str(file), "--num_processes", "2", "--mixed_precision", "no"]
     arguments = launch.launch_command_parser().parse_args([*words, "-m", "pipedraft.train"])
@@ -165,7 +165,7 @@ PICKLES += ["pytorch_model/mp_rank_00_model_states.pt"]
 
 
 def make_hostile(paths: list[Path], mark: Path) -> None:
-    """Write files that make ``mark`` when they are opened as pickles."""
+    """Write pickles that create the file ``mark`` when opened."""
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(pickle.dumps(Touch(mark)))
@@ -182,8 +182,8 @@ def make_hostile(paths: list[Path], mark: Path) -> None:
     "name", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.all), "zero3"]
 )
 def test_sharded_runs_resume_where_they_were_stopped(runs, alone, tmp_path, name):
-    """One process gets the signal. Pickles that a launcher might look for in the checkpoint are
-    never opened, and DeepSpeed's own pickles run no code."""
+    """One process gets the signal. Pickles under a launcher's usual names are never opened, and
+    DeepSpeed's own pickles run no code."""
     folder, environment, mark = tmp_path / "spd", launcher_environment(name), tmp_path / "mark"
     signalled = {1: {"step": 2, "signals": [signal.SIGTERM]}}
     assert runs.together("spd", folder, environment, jobs=signalled) == [143, 143], said(folder)
@@ -209,7 +209,7 @@ def test_sharded_runs_resume_where_they_were_stopped(runs, alone, tmp_path, name
 
 
 def test_a_run_goes_on_with_another_number_of_processes(runs, alone, tmp_path):
-    """Two processes, then one that takes both batches of a step, then two again."""
+    """Run two processes, then one with both batches per step, then two again."""
     folder, environment = tmp_path / "spd", launcher_environment("ddp")
     for step, processes in enumerate((2, 1, 2)):
         changes = {"accumulation": 2 // processes, "batch_group": None}
@@ -286,7 +286,7 @@ def test_batch_groups_and_optimizers_that_do_not_fit_are_refused(runs, tmp_path)
 
 
 def test_resuming_runs_no_code_of_a_checkpoint(runs, tmp_path):
-    """With one process: no pickle that a launcher might look for is opened."""
+    """One process opens no pickle under a launcher's usual names."""
     folder, mark = tmp_path / "spd", tmp_path / "mark"
     assert runs.run("spd", folder, step=2, signals=[signal.SIGTERM]) == 143, said(folder)
     step = checkpoint.step_folders(folder)[-1]

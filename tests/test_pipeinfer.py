@@ -167,7 +167,7 @@ def test_no_more_is_drafted_while_enough_is_under_way(limit, expected, monkeypat
 
 
 def test_a_wrong_mask_between_branches_is_noticed(monkeypatch):
-    """Mutant: siblings that see each other give another output."""
+    """Mutant: siblings attending to each other give another output."""
     segment = TokenTree.segment
 
     def mutant(tree, start, stop):

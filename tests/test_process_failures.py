@@ -31,7 +31,7 @@ from pipedraft.inference.timeline import Timeline
 
 NAMES = ["rank 0 (controller)", "rank 1 (stage 0)", "rank 2 (stage 1)"]
 LIMIT_S = 100
-"""Time limit for every rank to end after a failure, on a machine that may be busy."""
+"""Time limit for every rank to end after a failure, on a busy machine."""
 PROMISED_S = 10
 """Time limit on an idle machine."""
 LOOPBACK = "0100007F"
@@ -67,7 +67,7 @@ def folder(saved_target, tmp_path) -> Path:
 class Outcome:
     statuses: list[int | None]
     seconds: float
-    """From the failure, or from the start, to the end of the last rank that ended by itself."""
+    """Time from the failure (or the start) until the last rank has ended by itself."""
     output: list[str]
 
     def lines(self, rank: int) -> list[str]:
@@ -76,7 +76,7 @@ class Outcome:
 
 @contextmanager
 def started(plan: Plan) -> Iterator[list[BaseProcess]]:
-    """Fork the ranks of one launch without a launcher, so that imports take no time."""
+    """Fork one launch's ranks without a launcher: imports take no time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PREPARED)
     listener = socket.create_server(("127.0.0.1", 0))

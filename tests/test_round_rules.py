@@ -1,4 +1,4 @@
-"""Exact law of whole-round rules, to the last digits: every drawable tree, every test.
+"""Whole-round rules keep the target's law to the last digits: every drawable tree and test.
 
 Three tokens, two levels: the root has a child for each number in a shape, and each child has that
 many children.
@@ -24,7 +24,7 @@ SHAPES = [("block", (1,)), ("block", (0,)), *(("traversal", s) for s in [(2, 1),
 
 
 def laws(seed: int) -> list[Tensor]:
-    """Probabilities of a, of b after a, of c after both."""
+    """Draw probabilities P(a), P(b | a) and P(c | a, b)."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [(3,), (3, 3), (3, 3, 3)]
     return [(1.5 * torch.randn(size, generator=generator).double()).softmax(-1) for size in sizes]
@@ -35,7 +35,7 @@ Q_A, Q_AB, _ = laws(2)
 
 
 def odds_of(tokens: tuple[int, ...], q_V: Tensor) -> float:
-    """Odds of drawing them one after the other, without replacement."""
+    """Return the probability to draw these tokens in this order, without replacement."""
     left = [1.0, *(1 - q_V[list(tokens)].cumsum(0)).tolist()]
     return math.prod(float(q_V[token]) / rest for token, rest in zip(tokens, left, strict=False))
 
@@ -53,7 +53,7 @@ def drawn_trees(shape: tuple[int, ...]) -> Iterator[tuple[float, TokenTree]]:
 
 
 class Told(float):
-    """A uniform rejected by this many tests and accepted by the next; ``odds`` of that draw."""
+    """Uniform number that fails this many tests and passes the next; ``odds``: its probability."""
 
     def __new__(cls, num_rejected: int):
         told = super().__new__(cls, 0.5)
@@ -68,7 +68,7 @@ class Told(float):
 
 
 def law_error(rule: str, shape: tuple[int, ...], monkeypatch) -> float:
-    """Largest error in the probability of three tokens."""
+    """Return the largest error in P(a, b, c)."""
     rests: list[Tensor] = []
     monkeypatch.setattr(verify, "draw", lambda p_V, uniform: rests.append(p_V) or 0)
     found_abc = torch.zeros_like(P_ABC)

@@ -1,4 +1,4 @@
-"""Sampled outputs of every rule and schedule on four stages, against a Markov chain's law."""
+"""Sampled outputs by every rule and schedule on four stages, against a Markov chain's law."""
 
 from itertools import product
 
@@ -99,8 +99,8 @@ def law_p_value(rule, way, filters=UNFILTERED, num_texts=12, **settings) -> floa
 
 
 ENOUGH = 8
-"""Number of chain outputs. The rejection rule's most hidden mistake has a noncentrality of 141 in
-their 1,200 tokens, at 48 degrees of freedom: once in 3 million runs its p is above 1e-3."""
+"""Outputs per chain. Their 1,200 tokens expose even the rejection rule's most hidden mistake, with
+noncentrality 141 at 48 degrees of freedom: its p is above 1e-3 once in 3 million runs."""
 
 
 # All but pipeinfer, whose draft is greedy.

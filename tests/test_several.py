@@ -69,7 +69,7 @@ def test_many_sequences_decode_what_each_does_alone(world, kind):
 
 
 def test_a_sequence_takes_the_steps_that_it_takes_alone(world):
-    """With a fixed budget: a sequence left out of a step is stopped with all of its rows."""
+    """The budget is fixed: a sequence left out in one step pauses with all its rows."""
     target, drafts = world
     config = DecodeConfig.of("spd", num_stages=4, max_new_tokens=20)
     asked = [([index, 3], config, 0) for index in range(6)]
@@ -288,7 +288,7 @@ def test_as_many_sequences_draft_as_pay(llama, acceptance, cost, most):
 
 
 def test_plain_sequences_are_spread_over_the_stages(llama):
-    """Then no stage has more than one row, and four sequences take the time of one."""
+    """Then no stage has more than one row, and four sequences take as long as one."""
     cost = CostModel(row=0.5, link=0.25)
     config = DecodeConfig.of(**PLAIN, num_stages=4, max_new_tokens=20, cost=cost)
     batch = BatchEngine(llama, PlainTokenizer(), config)

@@ -213,7 +213,7 @@ def opened(**options) -> tuple[TargetSession, list]:
 
 
 def verify(ids=(2,), **fields) -> Verify:
-    """Verify ``ids`` behind the table's text, which repeats its last token."""
+    """Verify ``ids`` after the table's text; the first id repeats the text's last token."""
     return drafted([1, 2, 2], list(ids), **fields)
 
 

@@ -1,4 +1,4 @@
-"""The token tree against an obvious model: a list of paths in order of arrival."""
+"""Token tree against an obvious model: a list with one path per row, in arrival order."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ VOCAB = 4
 
 
 class PathModel:
-    """A tree as a list of rows, each row the tuple of tokens from the root to it."""
+    """Tree as a list: each row is the tuple of its path's tokens, root first."""
 
     def __init__(self, root_token: int, root_position: int) -> None:
         self.paths = [(root_token,)]
@@ -31,7 +31,7 @@ class PathModel:
         return [own[: len(path)] == path for path in self.paths]
 
     def keep_rows(self, path_rows: list[int], next_token: int) -> list[int]:
-        """The path, then all rows that start with path + next token, in the same order."""
+        """Return the path, then all rows starting with path + next token, in the same order."""
         opened = (*self.paths[path_rows[-1]], next_token)
         below = [i for i, path in enumerate(self.paths) if path[: len(opened)] == opened]
         return [*path_rows, *below]
@@ -167,7 +167,7 @@ def test_a_pruned_segment_is_the_segment_of_the_rerooted_tree(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_keep_means_the_same_to_every_holder_of_rows(seed):
-    """A holder of S[lo:hi) with a list of row names drops exactly the rows that KeepRows drops."""
+    """Cached rows, segment rows and mask columns drop exactly the rows absent from KeepRows."""
     rng = np.random.default_rng(200 + seed)
     total = int(rng.integers(1, 20))
     rows = tuple(np.flatnonzero(rng.random(total) < 0.6).tolist())

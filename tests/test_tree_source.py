@@ -1,4 +1,4 @@
-"""Memory of a tree-growing draft: rows of two trees, read text, continued tokens."""
+"""A tree-growing draft's memory: rows from two trees, read text, continued tokens."""
 
 import contextlib
 
@@ -33,7 +33,7 @@ def logits_from_scratch(head, target, text, tree, rows):
 
 
 def fresh_tree_then_more(head, target):
-    """Merge a fresh tree into an in-flight tree; then continue all rows of both."""
+    """Merge a fresh tree into an in-flight tree; then continue all rows in both."""
     text = [3, 1, 4, 1, 5]
     source, _ = begun(head, target, text)
     tree = TokenTree(text[-1], 4)
@@ -75,7 +75,7 @@ def test_mixing_rows_of_two_trees_is_noticed(mutate, monkeypatch):
 
 
 def expanded(head, target, num_forwards):
-    """Three forwards on one context, a commit of the root, then some more."""
+    """Run three forwards on one context, commit the root, then run more forwards."""
     text = [3, 1, 4, 1, 5]
     source, rest = begun(head, target, text, 4)
     tree = TokenTree(text[3], 3)

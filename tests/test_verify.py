@@ -148,7 +148,7 @@ GRID = (np.arange(12) + 0.5) / 12  # midpoints: exact for accept ratios and resi
 
 
 def one_step_distribution(p: torch.Tensor, q: torch.Tensor, residual_of=None) -> np.ndarray:
-    """Distribution of the emitted token over all draft tokens and all uniforms on the grid."""
+    """Integrate the emitted token's distribution over all draft tokens and a grid for uniforms."""
     distribution = np.zeros(len(p))
     logits = p.log()[None]
     for draft_token in np.flatnonzero(q.numpy()):
@@ -165,17 +165,17 @@ def one_step_distribution(p: torch.Tensor, q: torch.Tensor, residual_of=None) ->
 
 
 SORTED = [p for p in simplex_points(3) if p.tolist() == sorted(p.tolist(), reverse=True)]
-"""Distributions for p up to the names of the tokens."""
+"""Distributions for p, one per set of equal ones under renamed tokens."""
 
 
 @pytest.mark.parametrize(
     "targets", [SORTED, pytest.param(simplex_points(3), marks=pytest.mark.all)]
 )
 def test_the_rejection_rule_emits_the_targets_distribution_exactly(targets):
-    """All pairs of distributions on three tokens in quarters, disjoint supports included.
+    """Try every pair of three-token distributions in quarters, disjoint supports included.
 
-    Acceptance ratios and normalized residuals are ratios of whole numbers up to 4. Every edge is
-    therefore a multiple of 1/12, and the midpoints of twelfths integrate exactly.
+    Acceptance ratios and normalized residuals are fractions with whole numbers up to 4. Every
+    edge is therefore a multiple of 1/12, and midpoints between twelfths integrate exactly.
     """
     for p, q in itertools.product(targets, simplex_points(3)):
         np.testing.assert_allclose(one_step_distribution(p, q), p.numpy(), atol=1e-12)

@@ -31,8 +31,7 @@ FROZEN = ("embedding.", "anchor.", "norm.", "draft_ids")
 
 
 def add_noise(network, size=0.3, generator=None, *, frozen=()) -> None:
-    """Move parameters away from special values, such as an identity or zero, that would hide a
-    mistake.
+    """Add noise to parameters: special values (an identity, zero) would hide a mistake.
 
     Args:
         frozen: name prefixes of unchanged parameters.
@@ -161,7 +160,7 @@ def decode_chain(head, ids_T, features_TH, row: int, depth: int) -> list[torch.T
 
 
 def step_logits(target, head, ids_T, steps):
-    """Logits [T-1, U] for each step at every row of a text, by the decoding code."""
+    """Compute logits [T-1, U] for each step at every row in a text, with the decoding code."""
     states_RH = head.feature(capture_hidden(target, ids_T[None], head.taps))[0, :-1]
     rows, caches, out = len(ids_T) - 1, [KeyValues()], []
     visible, tokens = torch.ones(rows, rows, dtype=torch.bool).tril(), F.pad(ids_T, (0, steps))

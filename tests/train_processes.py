@@ -125,7 +125,7 @@ def send_in_step(step: int, numbers: list[int]) -> None:
 
 
 def note_dtypes(path: str) -> None:
-    """Write the dtypes in which a step computes, sends and keeps: {what: dtypes}."""
+    """Write a step's dtypes for computing, sending and keeping: {purpose: dtypes}."""
     found: dict[str, set[str]] = defaultdict(set)
     in_backward: list[bool] = []
     add_sums, optimize, backward = loop.add_sums, loop.Trainer.optimize, loop.Accelerator.backward
@@ -179,7 +179,7 @@ def shorten_usual_timeout(seconds: float) -> None:
 
 
 def run(job: dict[str, Any]) -> NoReturn:
-    """Do what `python -m pipedraft.train` does, in a process that ends afterwards."""
+    """Run a job like `python -m pipedraft.train`, then exit the process."""
     write_to(job["log"])
     os.environ.update(job.get("environment", {}))
     sys.argv = ["train", *job["arguments"]]

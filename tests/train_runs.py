@@ -1,4 +1,4 @@
-"""A small world for training runs, and real processes that train in it."""
+"""A small world for training runs, and real processes to train in it."""
 
 import contextlib
 import json
@@ -134,7 +134,7 @@ def as_rank(trainer: Any, rank: int, world_size: int) -> Any:
 
 @dataclass
 class Runs:
-    """Process from which runs are forked."""
+    """Parent process for forked runs."""
 
     world: World
     changes: dict[str, dict[str, Any]]
@@ -150,7 +150,7 @@ class Runs:
         return self.parent.ask(arguments=arguments, folder=str(folder), log=log, **job)
 
     def run(self, method: str, folder: Path, **job: Any) -> int:
-        """Exit status, negative for the signal that killed it."""
+        """Run and return the exit status, negative for a signal."""
         return self.parent.wait(self.start(method, folder, **job))
 
     def run_on_disk(self, method: str, folder: Path, *, full_at: int, **job: Any) -> bool:
@@ -180,7 +180,7 @@ class Runs:
         changes: dict | None = None,
         jobs: dict[int, dict[str, Any]] | None = None,
     ) -> list[int]:
-        """Exit statuses of processes that train together.
+        """Train with several processes together and return their exit statuses.
 
         Args:
             jobs: options for single ranks.
@@ -216,7 +216,7 @@ def said(folder: Path) -> str:
 def start_runs(folder: Path, changes: dict[str, dict[str, Any]], *modules: str) -> Iterator[Runs]:
     """
     Args:
-        modules: imported besides those that every run needs.
+        modules: imported in addition to the usual ones.
     """
     quieten()
     with ForkServer.start("train_processes.py", *modules) as parent:
