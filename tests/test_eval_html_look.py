@@ -48,7 +48,7 @@ function probe(view) {
     if (box.scrollWidth > box.clientWidth + 1)
       problems.push("table cut off: " + box.getAttribute("aria-label"));
   const plots = page.querySelectorAll("svg.plot");
-  if (plots.length < 9) problems.push(plots.length + " plots");
+  if (plots.length < 7) problems.push(plots.length + " plots");
   for (const plot of plots) {
     const name = plot.parentElement.getAttribute("aria-label") + ": ";
     if (!plot.outerHTML.match(/(fill|stroke): var\\(--series/)) problems.push(name + "no marks");

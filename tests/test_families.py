@@ -320,7 +320,7 @@ class OnePosition(LayerPositions):
 def test_a_stage_that_computes_like_another_family_is_noticed(name, monkeypatch):
     monkeypatch.setattr(target_module, *FAULTS[name])
     assert stages_compute_the_models_forward(name)[1] > 0
-    if name != "gemma2":  # its cap changes no greedy token
+    if name == "olmo3":  # the others' faults change logits, but no greedy token of this target
         with pytest.raises(AssertionError):
             texts_of(name, QUICK)
 

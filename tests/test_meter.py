@@ -101,12 +101,12 @@ def test_sampled_text_has_the_targets_law_whatever_part_is_drafted(shuffled, way
     assert {0.0, 0.5, 1.0} == {*Shuffled.chosen}
 
 
-def test_both_tests_of_sampled_text_catch_a_token_dropped_with_a_part(shuffled, monkeypatch):
+def test_both_tests_of_sampled_text_catch_a_token_changed_with_a_part(shuffled, monkeypatch):
     emit = Session._emit
 
     def mutant(session, token, accepted, logits_V):
-        if not accepted or session.part == 1:
-            emit(session, token, accepted, logits_V)
+        is_wrong = accepted and session.part != 1
+        emit(session, 0 if is_wrong else token, accepted, logits_V)
 
     monkeypatch.setattr(Session, "_emit", mutant)
     target = sampling_target()

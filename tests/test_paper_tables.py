@@ -239,6 +239,7 @@ def place(tmp_path_factory) -> Path:
         name = "spd_n4" if query == "newest" else "spd_n4_all"
         module = make_module(target, num_stages=4, num_layers=1, query=query).float()
         save(module, runs / name / "best")
+    save(make_module(target, num_stages=4, num_layers=2).float(), runs / "spd_n4_ls2")
     save(make_exit(target, num_stages=4), runs / "ppsd_n4")
     save(make_head(target, "eagle"), runs / "eagle")
     save(make_head(target), runs / "eagle3")

@@ -300,7 +300,7 @@ def test_resuming_runs_no_code_of_a_checkpoint(runs, tmp_path):
 SHORT = {"max_steps": 1, "accumulation": 1, "batch_group": None}
 
 
-SLOW = [("ddp", "load_data"), ("fsdp2", "load_frozen_target"), ("zero3", "load_tokenizer_of")]
+SLOW = [("ddp", "load_fitting"), ("fsdp2", "load_frozen_target"), ("zero3", "load_tokenizer_of")]
 
 
 @pytest.mark.parametrize(

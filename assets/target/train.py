@@ -144,7 +144,9 @@ class Both(torch.optim.Optimizer):
 
 
 def train(config: TargetConfig) -> None:
-    settings = {"report_to": [], "remove_unused_columns": False, **config.training}
+    # YAML reads `no`, a strategy's name, as false.
+    given = {k: "no" if v is False and "strategy" in k else v for k, v in config.training.items()}
+    settings = {"report_to": [], "remove_unused_columns": False, **given}
     arguments = TrainingArguments(output_dir=config.output_dir, **settings)
     torch.manual_seed(arguments.seed)
     with arguments.main_process_first():
