@@ -3,6 +3,8 @@
 python vllm_process.py decode REQUEST.json ANSWER.json     draft tokens: eval/engine_parity.py
 
 python vllm_process.py states REQUEST.json FOLDER          hidden states: train/features/vllm.py
+
+python vllm_process.py serve REQUEST.json FOLDER           the same, for train/features/online.py
 """
 
 import fcntl
@@ -116,30 +118,52 @@ def is_written(path):
     return True
 
 
+def extraction(request, folder):
+    """Return vLLM's settings that write a request's hidden states into a folder."""
+    layers = {"eagle_aux_hidden_state_layer_ids": request["layers"]}
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": layers},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        },
+        "max_model_len": request["max_model_len"],
+        "dtype": request["dtype"],
+        **request["settings"],
+    }
+
+
+def serve(request, folder):
+    """Run vLLM's server with the options that extract hidden states."""
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # its processes inherit the stand-ins
+        without_cuda(torch)
+    words = ["serve", request["target"], "--host", request["host"], "--port", str(request["port"])]
+    words += ["--enforce-eager", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
+    for name, value in extraction(request, folder).items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        words += ["--" + name.replace("_", "-"), text]
+    sys.argv = ["vllm", *words]
+    importlib.import_module("vllm.entrypoints.cli.main").main()
+
+
 def states(request, folder):
     """Answer each line of rows on stdin with a line of files, until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep vLLM's own output out of the replies
     torch, vllm = importlib.import_module("torch"), importlib.import_module("vllm")
-    layers = {"eagle_aux_hidden_state_layer_ids": request["layers"]}
     llm = vllm.LLM(
         request["target"],
-        dtype=request["dtype"],
-        max_model_len=request["max_model_len"],
         enforce_eager=True,
         enable_prefix_caching=False,
         enable_chunked_prefill=False,
-        speculative_config={
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": layers},
-        },
-        kv_transfer_config={
-            "kv_connector": "ExampleHiddenStatesConnector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-        },
-        **request["settings"],
+        **extraction(request, folder),
     )
     if not torch.cuda.is_available():
         without_cuda(torch)
@@ -156,7 +180,7 @@ def states(request, folder):
 
 if __name__ == "__main__":
     task, place, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    if task == "states":
-        states(json.loads(place.read_text()), out)
+    if task in ("states", "serve"):
+        {"states": states, "serve": serve}[task](json.loads(place.read_text()), out)
     else:
         out.write_text(json.dumps(decode(json.loads(place.read_text()))))

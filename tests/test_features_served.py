@@ -1,15 +1,14 @@
-"""Hidden states on disk or on demand: refusals, and the server."""
+"""Hidden states on disk or from servers: refusals, and the client of vLLM's server."""
 
+import fcntl
 import json
 import os
 import shutil
-import signal
-import socket
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,24 +16,16 @@ import feature_runs
 import pytest
 import torch
 from feature_runs import HIDDEN, METHODS, dump, write_config
-from fork_server import forked, status_of
 from pretended_device import pretended_cuda
 from safetensors.torch import load_file, save_file
-from train_runs import (
-    LAYERS,
-    World,
-    as_rank,
-    assert_equal_weights,
-    logged,
-    train,
-    weights,
-)
+from torch import Tensor
+from train_runs import LAYERS, World, as_rank, assert_equal_weights, logged, train, weights
 
-from pipedraft.inference.ranks.codec import MAGIC, PREFIX
-from pipedraft.models.target import load_tokenizer
+from pipedraft.models.target import capture_hidden, load_target, load_tokenizer
 from pipedraft.train.checkpoint import step_folders
 from pipedraft.train.features import __main__ as command
-from pipedraft.train.features import link as feature_link
+from pipedraft.train.features import online
+from pipedraft.train.features.online import FeaturesLost, ServedStates
 from pipedraft.train.features.reader import Features, open_features
 from pipedraft.train.features.shards import INDEX
 from pipedraft.train.loop import OF_THE_HOST
@@ -109,6 +100,15 @@ def test_what_cannot_be_dumped_is_refused_before_the_target_runs(
             dump(world, tmp_path, monkeypatch, f"--{name}", value)
     with pytest.raises(ValueError, match="shard_target: True, but every process here runs the wh"):
         dump(world, tmp_path, monkeypatch, "--shard_target", "true")
+    arguments = world.arguments("spd", tmp_path / "run", **METHODS["spd"])
+    other = write_config(world, "eagle", tmp_path / "also.yaml")
+    for more, message in (
+        ([], "port: missing; give for example"),
+        (["--port", "1", "--also", str(other)], "also: .*also.yaml with serve; start a server for"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["features", "serve", *arguments, *more])
+        with pytest.raises(ValueError, match=message):
+            command.main()
     with pytest.raises(ValueError, match="shard_mb: -1.0 is not positive"):
         dump(world, tmp_path, monkeypatch, "--shard_mb", "-1")
     with pytest.raises(ValueError, match="--dtype: .*Got value: int4"):
@@ -137,92 +137,233 @@ def test_a_damaged_index_is_named(world, dumps, tmp_path):
         world.trainer("spd", tmp_path / "run", **METHODS["spd"], features=out)
 
 
-# -- on demand ------------------------------------------------------------------------------
+# -- from a server ----------------------------------------------------------------------------
+
+Answer = Callable[[list[int], Path], tuple[int, object]]
+"""Status and JSON for a row of tokens, with a path for its file."""
 
 
-@contextmanager
-def served(world: World, *options: str, port: int = 0) -> Iterator[tuple[str, int]]:
-    """Address and process id of a server in its own process."""
-    arguments = world.arguments("spd", world.folder / "run", **METHODS["spd"])
-    reading, writing = os.pipe()
+class Server:
+    """A server with vLLM's protocol on 127.0.0.1."""
 
-    def work() -> None:
-        sys.argv = ["features", "serve", *arguments, "--port", str(port), *options]
-        sys.stdout = os.fdopen(writing, "w")
-        os.close(reading)
-        command.main()
+    def __init__(self, answer: Answer, folder: Path, port: int = 0) -> None:
+        self.asked: list[list[int]] = []
+        turn = threading.Lock()
 
-    pid = forked(work)
-    os.close(writing)
-    try:
-        with os.fdopen(reading) as lines:
-            yield lines.readline().rpartition(" ")[2].strip(), pid
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        status_of(pid)
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(handler) -> None:
+                handler.reply(200, {"data": [{"id": "target"}]})
+
+            def do_POST(handler) -> None:
+                body = handler.rfile.read(int(handler.headers["Content-Length"]))
+                question = json.loads(body)
+                with turn:
+                    self.asked.append(question["prompt"])
+                    path = folder / f"{port}-{len(self.asked)}.safetensors"
+                    status, payload = answer(question["prompt"], path)
+                handler.reply(status, payload)
+
+            def reply(handler, status: int, payload: object) -> None:
+                text = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+                handler.send_response(status)
+                handler.send_header("Content-Length", str(len(text)))
+                handler.end_headers()
+                handler.wfile.write(text)
+
+            def log_message(handler, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.http.server_port}"
+
+    def end(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
 
 
-SERVED = ("spd", "eagle3", "dspark")
-"""test_features.py compares stored states for every method."""
+def written(path: Path, ids: list[int], states: Tensor, token: int = 0) -> tuple[int, object]:
+    """Write a row's file like vLLM's connector, with the answer's token in it."""
+    states = torch.cat([states, torch.zeros_like(states[:1])])
+    save_file({"hidden_states": states, "token_ids": torch.tensor([*ids, token])}, path)
+    Path(f"{path}.lock").touch()
+    files = {"hidden_states_path": str(path)}
+    return 200, {"kv_transfer_params": files, "choices": [{"token_ids": [token]}]}
 
 
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param(name, marks=[pytest.mark.all] * (name not in SERVED)) for name in METHODS],
-)
-def test_training_from_a_server_is_online_training(world, tmp_path, method, monkeypatch):
-    """In every epoch a server computes the run's batches.
+@pytest.fixture(scope="module")
+def serve(world, tmp_path_factory):
+    """Start servers that compute the states of ``world``'s target for the given layers."""
+    target = load_target(str(world.target))
 
-    SPD sorts a batch's rows by their fill after they are asked for: rounded otherwise on some
-    processors.
-    """
-    changes = METHODS[method] | {"max_steps": 8, "evaluation__every_steps": 4}
+    @contextmanager
+    def started(layers: list[int], port: int = 0) -> Iterator[Server]:
+        def answer(ids: list[int], path: Path) -> tuple[int, object]:
+            with torch.no_grad():
+                hidden = capture_hidden(target, torch.tensor([ids]), [*layers, LAYERS])
+                last_H = target.get_decoder().norm(hidden[LAYERS][0, -1])
+                token = int(target.lm_head(last_H).argmax())
+            return written(path, ids, torch.stack([hidden[i][0] for i in layers], 1), token)
+
+        server = Server(answer, tmp_path_factory.mktemp("states"), port)
+        try:
+            yield server
+        finally:
+            server.end()
+
+    return started
+
+
+@pytest.mark.parametrize("method", ["spd", "eagle3", "dspark"])
+def test_training_from_a_server_is_online_training(world, tmp_path, method, monkeypatch, serve):
+    """A row alone is rounded otherwise than in a batch."""
+    changes = METHODS[method] | {"max_steps": 6, "evaluation__every_steps": 3}
+    trainer = world.trainer(method, tmp_path / "other", **changes)
+    layers = sorted({*trainer.objective.draft.taps, LAYERS} - {0})
     train(world.arguments(method, tmp_path / "online", **changes), monkeypatch)
-    with served(world, "--dtype", "fp32") as (address, _):
-        arguments = world.arguments(method, tmp_path / "served", **changes, features=address)
+    with serve(layers) as server:
+        arguments = world.arguments(method, tmp_path / "run", **changes, features=server.address)
         train(arguments, monkeypatch)
-    online, found = logged(tmp_path / "online"), logged(tmp_path / "served")
-    for ours, theirs in zip(found, online, strict=True):
-        assert ours == (pytest.approx(theirs, rel=2e-6) if method == "spd" else theirs)
+    online_log, found = logged(tmp_path / "online"), logged(tmp_path / "run")
+    assert len(found) == len(online_log)
+    for ours, theirs in zip(found, online_log, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
 
 
-def test_a_server_that_is_killed_and_comes_back_is_asked_again(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_link, "CONNECT_S", 30.0)
-    with served(world, "--dtype", "int8") as (address, _):
-        trainer = world.trainer("eagle", tmp_path, **METHODS["eagle"], features=address)
+def test_a_server_that_ends_and_comes_back_is_asked_again(world, tmp_path, monkeypatch, serve):
+    with serve([LAYERS]) as server:
+        port = server.http.server_port
+        changes = METHODS["eagle"] | {"features": server.address}
+        trainer = world.trainer("eagle", tmp_path, **changes)
         batch = trainer.load(trainer.data.train, [3, 5])
         before = trainer.objective.hidden(batch)
-    port = int(address.rpartition(":")[2])
-    with served(world, "--dtype", "int8", port=port):
-        after = trainer.objective.hidden(batch)
-    assert torch.equal(before[LAYERS], after[LAYERS])
-    monkeypatch.setattr(feature_link, "CONNECT_S", 0.5)
-    with pytest.raises(ValueError, match="nobody serves hidden states at 127.0.0.1:.*; start"):
+    with serve([LAYERS], port):
+        assert torch.equal(before[LAYERS], trainer.objective.hidden(batch)[LAYERS])
+    monkeypatch.setattr(online, "PATIENCE_S", 0.3)
+    with pytest.raises(FeaturesLost, match="features: http.* sends no hidden states .*; start"):
         trainer.objective.hidden(batch)
 
 
-def test_processes_share_servers_and_take_over_from_one_that_ends(world, tmp_path, monkeypatch):
+def test_processes_share_servers_and_take_over_from_one_that_ends(world, tmp_path, serve):
     """Rank 1 asks the second server. After that server ends, the rank asks the first one."""
-    with served(world, "--dtype", "fp32") as (first, _):
-        with served(world, "--dtype", "fp32") as (second, _):
-            changes = METHODS["eagle"] | {"features": f"{first},{second}"}
+    with serve([LAYERS]) as first:
+        with serve([LAYERS]) as second:
+            changes = METHODS["eagle"] | {"features": f"{first.address},{second.address}"}
             trainer = world.trainer("eagle", tmp_path, **changes)
             run, objective = trainer.config, trainer.objective
             batch = trainer.load(trainer.data.train, [3, 5])
             expected = objective.hidden(batch)[LAYERS]
-            assert objective.features.source.address == first
-            rank = as_rank(trainer, 1, 2)
-            tokenizer = load_tokenizer(str(world.target))
+            assert not second.asked
+            rank, tokenizer = as_rank(trainer, 1, 2), load_tokenizer(str(world.target))
             objective.features = open_features(run, objective, tokenizer, trainer.data, rank)
-            assert objective.features.source.address == second
+            num_asked = len(first.asked)
             assert torch.equal(objective.hidden(batch)[LAYERS], expected)
+            assert len(second.asked) == 3 and len(first.asked) == num_asked
         assert torch.equal(objective.hidden(batch)[LAYERS], expected)
-        assert objective.features.source.address == first
-    monkeypatch.setattr(feature_link, "CONNECT_S", 0.5)
-    with pytest.raises(ValueError, match="nobody serves hidden states at 127.0.0.1:.*; start"):
-        objective.hidden(batch)
-    with pytest.raises(ValueError, match="features: 'out/dump' among addresses; give HOST:PORT,"):
-        world.trainer("eagle", tmp_path, **changes | {"features": f"{first},out/dump"})
+        assert len(first.asked) == num_asked + 2
+
+
+@pytest.mark.parametrize("when", ["step", "evaluation"])
+def test_a_run_that_loses_its_server_saves_and_goes_on_later(
+    world, tmp_path, when, monkeypatch, serve
+):
+    """The resumed run ends with the same weights as an undisturbed one."""
+    changes = METHODS["eagle"] | {"max_steps": 6, "evaluation__every_steps": 3, "accumulation": 2}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    fetch, asked = ServedStates.fetch, []
+    with serve([LAYERS]) as server:
+        changes |= {"features": server.address}
+        train(world.arguments("eagle", whole, **changes), monkeypatch)
+        num_train = len(world.trainer("eagle", cut, **changes).data.train)
+
+        def lose(source, rows, ids):
+            asked.append(rows)
+            if len(asked) > 4 and (when == "step" or max(rows) >= num_train):
+                raise FeaturesLost("features: gone")
+            return fetch(source, rows, ids)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ServedStates, "fetch", lose)
+            with pytest.raises(SystemExit) as ended:
+                train(world.arguments("eagle", cut, **changes), monkeypatch)
+        assert ended.value.code == 1 and step_folders(cut)
+        train(world.arguments("eagle", cut, **changes), monkeypatch)
+    assert logged(cut) == logged(whole)
+    assert_equal_weights(weights(cut / "best"), weights(whole / "best"))
+
+
+def test_a_server_of_another_target_or_other_layers_is_refused(world, tmp_path, serve):
+    for layers in ([2], [2, LAYERS]):
+        with serve(layers) as server:
+            changes = METHODS["eagle"] | {"features": server.address}
+            is_alone = len(layers) == 1
+            message = "states of http.* are not this target" if is_alone else "want 1 layer|larger"
+            with pytest.raises(ValueError, match=f"features: .*{message}"):
+                world.trainer("eagle", tmp_path, **changes)
+
+
+ROW = torch.zeros(2, 1, HIDDEN)
+NO_STATES: dict[str, object] = {"choices": [{"token_ids": [1]}], "kv_transfer_params": None}
+GONE = {"hidden_states_path": "/nowhere/1.safetensors"}
+LIES: dict[str, tuple[Answer, str]] = {
+    "no states": (lambda ids, path: (200, NO_STATES), "answers without hidden states"),
+    "refusal": (lambda ids, path: (400, {"error": "too long"}), "refuses: HTTP 400: .*too long"),
+    "faults": (lambda ids, path: (503, {"error": "busy"}), "sends no .*HTTP 503: .*busy"),
+    "no JSON": (lambda ids, path: (200, b"<html>"), "no server of this kind: <html>"),
+    "much": (lambda ids, path: (200, b" " * (2 << 20)), "more than a megabyte"),
+    "no file": (lambda ids, path: (200, NO_STATES | {"kv_transfer_params": GONE}), "same path"),
+    "other tokens": (lambda ids, path: written(path, ids[::-1], ROW), "want 1 layers of 32"),
+    "other shape": (lambda ids, path: written(path, ids, ROW[:, :, :16]), "want 1 layers"),
+    "too large": (lambda ids, path: written(path, ids, ROW.repeat(9, 1, 1)), "larger than this"),
+}
+
+
+@pytest.mark.parametrize(("answer", "text"), LIES.values(), ids=LIES)
+def test_a_server_that_lies_is_named(answer, text, monkeypatch, tmp_path):
+    monkeypatch.setattr(online, "PATIENCE_S", 0.2)
+    server = Server(answer, tmp_path)
+    try:
+        with pytest.raises(FeaturesLost, match=f"^features: .*{text}"):
+            ServedStates([server.address], [1], HIDDEN).fetch([0], [[1, 2]])
+    finally:
+        server.end()
+
+
+def test_a_file_is_read_when_it_is_complete_and_removed(monkeypatch, tmp_path):
+    def answer(ids: list[int], path: Path) -> tuple[int, object]:
+        reply = written(path, ids, torch.full((2, 1, HIDDEN), 3.0))
+        held = os.open(f"{path}.lock", os.O_WRONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        complete = path.read_bytes()
+        path.write_bytes(complete[:20])
+
+        def finish() -> None:
+            path.write_bytes(complete)
+            os.close(held)
+
+        threading.Timer(0.2, finish).start()
+        return reply
+
+    server = Server(answer, tmp_path)
+    source = ServedStates([server.address], [1], HIDDEN)
+    assert source.fetch([0], [[1, 2]])["layer.1"].tolist() == [[3.0] * HIDDEN] * 2
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(online, "ANSWER_S", 0.05)
+    monkeypatch.setattr(online, "PATIENCE_S", 0.0)
+    with pytest.raises(FeaturesLost, match="not complete in time"):
+        source.fetch([0], [[1, 2]])
+    server.end()
+
+
+def test_addresses_are_told_from_a_folder():
+    assert online.addresses_of("http://a:1/v1, https://b") == ["http://a:1", "https://b"]
+    assert online.addresses_of("out/features") == []
+    with pytest.raises(ValueError, match="features: 'out/dump' is no address; give http"):
+        online.addresses_of("http://a:1,out/dump")
 
 
 def test_states_go_to_a_gpu_from_pinned_memory(world, dumps, tmp_path, monkeypatch):
@@ -249,173 +390,3 @@ def test_states_go_to_a_gpu_from_pinned_memory(world, dumps, tmp_path, monkeypat
                 assert torch.equal(found[layer].cpu(), states_BTH)
     num_tensors = 2 * len(source.layers)  # int8 has scales
     assert by_main == [True] * num_tensors + [False] * num_tensors
-
-
-def test_a_server_refuses_what_its_target_cannot_answer_and_goes_on(world, tmp_path):
-    with served(world) as (address, _):
-        trainer = world.trainer("eagle", tmp_path, **METHODS["eagle"], features=address)
-        source = trainer.objective.features.source
-        for ids, layers, message in (
-            ([[1, 2], [3, 100_000]], [4], "ids: not all in .0, "),
-            ([[1, 2]], [5], "layers: .5. are not all in 1..4"),
-            ([[1] * 600], [4], "batch: 1 rows of up to 600 tokens; this server takes 512"),
-            ([[1] * 500] * 50, [4], "batch: 50 rows of up to 500 tokens"),
-            ([], [4], "lengths: 0 tokens in rows"),
-        ):
-            source.layers = layers
-            with pytest.raises(ValueError, match=f"features: {address} refuses: {message}"):
-                source.fetch(range(len(ids)), ids)
-        source.layers = [4]
-        assert source.fetch([0], [[1, 2, 3]])["layer.4"].shape == (3, HIDDEN)
-
-
-def test_what_is_no_frame_ends_the_link_and_not_the_server(world, tmp_path):
-    ids_M, lengths_R = torch.arange(3, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
-    question = feature_link.StatesQuestion(ids_M, lengths_R, [4])
-    with served(world) as (address, _):
-        host, port = address.split(":")
-        for junk in (
-            b"GET / HTTP/1.1" + bytes(20),
-            PREFIX.pack(MAGIC, 1 << 10, 1 << 60),
-            PREFIX.pack(MAGIC, 1 << 10, 1 << 20),
-            bytes(feature_link.QUESTIONS.encode(question).join())[:-1],
-        ):
-            with socket.create_connection((host, int(port)), timeout=100) as link:
-                hello = feature_link.ANSWERS.read(feature_link.filling(link, 100))
-                assert isinstance(hello, feature_link.ServedTarget) and hello.dtype == "bf16"
-                link.settimeout(100)
-                with suppress(ConnectionError, OSError):  # reset: it did not read everything
-                    link.sendall(junk)
-                    link.shutdown(socket.SHUT_WR)
-                    assert link.recv(1) == b""
-        trainer = world.trainer("eagle", tmp_path, **METHODS["eagle"], features=address)
-        assert trainer.objective.features.source.fetch([0], [[1, 2]])["layer.4"].shape == (2, 32)
-
-
-def test_links_that_claim_much_and_send_little_take_no_memory(world):
-    """Sixteen bytes each, with the largest claim allowed for a question."""
-    with served(world) as (address, pid), ExitStack() as stack:
-        host, port = address.split(":")
-        before = resident_bytes(pid)
-        for _ in range(100):
-            link = stack.enter_context(socket.create_connection((host, int(port)), timeout=100))
-            feature_link.ANSWERS.read(feature_link.filling(link, 100))
-            link.sendall(PREFIX.pack(MAGIC, 1 << 10, feature_link.MAX_QUESTION_BYTES))
-        assert resident_bytes(pid) - before < 100 << 20
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_an_answer_that_claims_too_much_is_not_allocated():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(PREFIX.pack(MAGIC, 8, 1 << 40))
-        with pytest.raises(ValueError, match="claims 8 bytes of header and 1099511627776 of tenso"):
-            feature_link.ANSWERS.read(feature_link.filling(ours, 5), max_tensor_bytes=10_000)
-        theirs.close()
-        with pytest.raises(ConnectionError, match="closed the link"):
-            feature_link.ANSWERS.read(feature_link.filling(ours, 5), max_tensor_bytes=10_000)
-
-
-def test_states_of_another_shape_than_asked_for_are_refused(world, tmp_path, monkeypatch):
-    with served(world, "--dtype", "int8") as (address, _):
-        trainer = world.trainer("eagle", tmp_path, **METHODS["eagle"], features=address)
-        source = trainer.objective.features.source
-        with monkeypatch.context() as patch:
-            patch.setattr(source, "_dtype", "fp32")
-            with pytest.raises(feature_link.FeaturesLost, match="'layer.4.scale'.; want .'layer.4"):
-                source.fetch([0], [[1, 2, 3]])
-        assert source.fetch([0], [[1, 2, 3]])["layer.4.scale"].shape == (3,)
-
-
-def test_a_port_that_cannot_be_is_refused_at_once(world, tmp_path):
-    for port in (0, 99_999):
-        with pytest.raises(ValueError, match=f"features: '127.0.0.1:{port}': port {port} is not"):
-            world.trainer("eagle", tmp_path, **METHODS["eagle"], features=f"127.0.0.1:{port}")
-
-
-GREETING = feature_link.ServedTarget({"hidden_size": HIDDEN}, "fp32")
-LIES = {  # a server's bytes, their repeats, and the error message
-    "nothing": (b"", 0, "nobody serves hidden states at .*nothing came for 0.3 s"),
-    "half a frame": (PREFIX.pack(MAGIC, 8, 0), 1, "nobody serves .*it came too slowly"),
-    "noise": (bytes(range(256)), 1, "no server at .*starts with"),
-    "a greeting": (feature_link.ANSWERS.encode(GREETING).join(), 1, "last of 2 .*nothing came"),
-    "greetings": (feature_link.ANSWERS.encode(GREETING).join(), 99, "refuses: it only greets"),
-    "drops": (feature_link.ANSWERS.encode(GREETING).join(), -1, "last of 2 .*came too slowly"),
-}
-
-
-@pytest.mark.parametrize(("sent", "times", "text"), LIES.values(), ids=LIES)
-def test_a_server_that_lies_or_is_silent_is_lost_in_time(sent, times, text, monkeypatch):
-    # On a busy machine the server's message may come late: allow time, or another try.
-    for name, seconds in {
-        "CONNECT_S": 0.3 if text.startswith("nobody") else 60.0,
-        "FRAME_S": 2.0 if sent.startswith(PREFIX.pack(MAGIC, 8, 0)) else 0.3,
-        "ANSWER_S": 60.0 if times == 99 else 0.3,
-    }.items():
-        monkeypatch.setattr(feature_link, name, seconds)
-    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
-
-        def lie(link: socket.socket) -> None:
-            with suppress(OSError):
-                link.sendall(bytes(sent) * abs(times))
-                link.sendall(PREFIX.pack(MAGIC, 1 << 10, 0) * (times < 0))
-                while times < 0:  # in a frame that never ends
-                    time.sleep(0.05)
-                    link.sendall(b" ")
-
-        def accept() -> None:
-            with suppress(OSError):
-                while True:
-                    link = stack.enter_context(server.accept()[0])
-                    threading.Thread(target=lie, args=(link,), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        began = time.monotonic()
-        with pytest.raises(feature_link.FeaturesLost, match=f"^features: .*{text}"):
-            identity = {"hidden_size": HIDDEN}
-            feature_link.RemoteStates([server.getsockname()], identity, [1]).fetch([0], [[1, 2]])
-        assert time.monotonic() - began < 60
-
-
-@pytest.mark.parametrize("when", ["step", "evaluation"])
-def test_a_run_that_loses_its_server_saves_and_goes_on_later(world, tmp_path, when, monkeypatch):
-    """The resumed run ends with the same weights as an undisturbed one."""
-    patience_s = feature_link.CONNECT_S
-    changes = METHODS["eagle"] | {"max_steps": 6, "evaluation__every_steps": 3, "accumulation": 2}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    fetch = feature_link.RemoteStates.fetch
-    asked = []
-    with served(world) as (address, pid):
-        arguments = world.arguments("eagle", whole, **changes, features=address)
-        train(arguments, monkeypatch)
-        num_train = len(world.trainer("eagle", cut, **changes, features=address).data.train)
-
-        def lose(source, rows, ids):
-            asked.append(rows)
-            if len(asked) > 4 and (when == "step" or max(rows) >= num_train):
-                os.kill(pid, signal.SIGKILL)
-                monkeypatch.setattr(feature_link, "CONNECT_S", 0.2)
-            return fetch(source, rows, ids)
-
-        monkeypatch.setattr(feature_link.RemoteStates, "fetch", lose)
-        with pytest.raises(SystemExit) as ended:
-            train(world.arguments("eagle", cut, **changes, features=address), monkeypatch)
-        assert ended.value.code == 1 and step_folders(cut)
-    monkeypatch.setattr(feature_link.RemoteStates, "fetch", fetch)
-    monkeypatch.setattr(feature_link, "CONNECT_S", patience_s)
-    with served(world) as (address, _):
-        train(world.arguments("eagle", cut, **changes, features=address), monkeypatch)
-    assert logged(cut) == logged(whole)
-    assert_equal_weights(weights(cut / "best"), weights(whole / "best"))
-
-
-def test_a_server_of_another_target_is_refused(world, tmp_path):
-    target = changed_target(world, tmp_path / "target")
-    with (
-        served(world) as (address, _),
-        pytest.raises(ValueError, match="features: 127.0.0.1:.* serves another target .target_w"),
-    ):
-        world.trainer("spd", tmp_path / "run", **METHODS["spd"], target=target, features=address)

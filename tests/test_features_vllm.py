@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from pipedraft.cli import Failure
 from pipedraft.train.features import __main__ as command
-from pipedraft.train.features.vllm import VllmStates
+from pipedraft.train.features.vllm import VllmStates, states_request
 
 world = feature_runs.world
 FAKE = """#!{python}
@@ -74,7 +74,8 @@ def test_a_dump_holds_what_the_engine_writes(world, tmp_path, monkeypatch):
 
 
 def engine(python: Path, dtype: str = "float32") -> VllmStates:
-    return VllmStates(python, "x/y", [4, 2], dtype=dtype, max_length=16, on_cpu=True)  # type: ignore[arg-type]
+    request = states_request("x/y", [4, 2], dtype=dtype, max_length=16, on_cpu=True)  # type: ignore[arg-type]
+    return VllmStates(python, request)
 
 
 def test_layers_and_rows_keep_their_places_and_files_are_removed(tmp_path):

@@ -108,8 +108,8 @@ class RunConfig:
     shard_target: bool = False
     """Split every target layer between the processes; a layer is gathered while it runs."""
     features: str | None = None
-    """Folder with hidden states from python -m pipedraft.train.features, or its servers as
-    HOST:PORT,HOST:PORT: the target's layers are then not loaded."""
+    """Folder with hidden states from python -m pipedraft.train.features, or vLLM servers for them,
+    http://HOST:PORT,http://HOST:PORT: the target's layers are then not loaded."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     batch_tokens: int = 4096

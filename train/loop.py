@@ -22,7 +22,7 @@ from pipedraft.train import checkpoint
 from pipedraft.train.checkpoint import Progress, TrainingState
 from pipedraft.train.config import RunConfig
 from pipedraft.train.decoding import DECODED_LENGTH, decode, first_turns
-from pipedraft.train.features.link import FeaturesLost
+from pipedraft.train.features.online import FeaturesLost
 from pipedraft.train.launch import (
     GO_ON,
     Stop,

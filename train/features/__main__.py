@@ -24,9 +24,9 @@ EXAMPLE = """example:
 
   python -m pipedraft.train.features --config configs/spd/tiny.yaml --engine vllm --out out/features
 
-without a disk, the target in a process of its own, here or on another machine:
+while training, from vLLM's server:
   python -m pipedraft.train.features serve --config configs/spd/tiny.yaml --port 7500
-  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --features 127.0.0.1:7500
+  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --features http://127.0.0.1:7500
 
 --config, and every other option of python -m pipedraft.train, say what is dumped: the target, the
 data and the layers that this head and those of --also read."""
@@ -34,7 +34,7 @@ data and the layers that this head and those of --also read."""
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureOptions(Options):
-    """Store the target's hidden states, or serve them on demand, for --features of train."""
+    """Store the target's hidden states, or serve them with vLLM, for --features of train."""
 
     PROG: ClassVar[str] = "python -m pipedraft.train.features"
     EXAMPLE: ClassVar[str] = EXAMPLE
@@ -42,9 +42,9 @@ class FeatureOptions(Options):
     host: str = "127.0.0.1"
     """serve: address to listen on"""
     port: int | None = None
-    """serve: port to listen on; 0 takes a free one"""
+    """serve: port to listen on"""
     out: Path | None = None
-    """folder to write or resume"""
+    """folder to write or resume; serve: folder for files on their way (default: a temporary one)"""
     dtype: Literal["fp32", "bf16", "fp16", "int8"] = "bf16"
     """storage dtype"""
     also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)
@@ -101,25 +101,22 @@ def main() -> None:
 
     heads = read_heads(rest, list(own.also))
     quieten()
-    if is_server:
-        if own.port is None:
-            raise ValueError("port: missing; give for example --port 7500")
-        if own.engine is not None:
-            raise ValueError(
-                f"engine: {own.engine} with serve; drop it, or give --out and no serve"
-            )
-        serve_states(own, own.port, heads[0].run)
-        return
     if own.shard_mb <= 0:
         raise ValueError(f"shard_mb: {own.shard_mb} is not positive; give for example 512")
     config = decoder_config(heads[0].run)
     layers = layers_of(heads, config)
+    *_, together = layers.values()
+    if is_server:
+        if own.port is None:
+            raise ValueError("port: missing; give for example --port 7500")
+        if own.also:
+            raise ValueError(f"also: {own.also[0]} with serve; start a server for each head")
+        sys.exit(serve_states(own, own.port, heads[0].run, together))
     if own.estimate:
         print(size_table(layers, config.hidden_size))
         return
     if own.out is None:
         raise ValueError("out: missing; give a folder for the dump, or --estimate")
-    *_, together = layers.values()
     dump_features(own, own.out, heads, together)
 
 

@@ -1,13 +1,11 @@
-"""Run a frozen target over a data set once, and write the hidden states that heads need.
-
-Alternatively, serve the target to trainers on demand.
-"""
+"""Run a frozen target over a data set once, and write the hidden states that heads need."""
 
 # B batch, T positions in a padded row, M positions in sequences, H hidden, V vocabulary
 
 import json
 import shutil
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +24,10 @@ from pipedraft.cli import make_folder
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.fitting import load_fitting
 from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.files import publish, write_atomically
+from pipedraft.files import Values, publish, write_atomically
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.__main__ import load_tokenizer_of, registry
 from pipedraft.train.config import RunConfig
-from pipedraft.train.features.link import FeatureServer, ServedTarget
 from pipedraft.train.features.reader import decoder_config, needed_layers, weightless_draft
 from pipedraft.train.features.shards import (
     INDEX,
@@ -44,9 +41,8 @@ from pipedraft.train.features.shards import (
     read_index,
     row_lengths,
     shard_name,
-    target_identity,
 )
-from pipedraft.train.features.vllm import VllmStates
+from pipedraft.train.features.vllm import VllmStates, serve, states_request
 from pipedraft.train.launch import (
     load_frozen_target,
     make_accelerator,
@@ -313,7 +309,7 @@ def dump_features(
 
     def load() -> States | VllmStates:
         if own.engine is not None:
-            return in_vllm(own, run, layers, accelerator)
+            return VllmStates(own.engine_python, vllm_request(run, layers, accelerator))
         target = load_frozen_target(run, accelerator)
         for head in heads:
             registry()[head.run.method][1].check(head.model, target)
@@ -323,22 +319,19 @@ def dump_features(
     dump.run(load)
 
 
-def in_vllm(
-    own: "FeatureOptions", run: RunConfig, layers: tuple[int, ...], accelerator: Accelerator
-) -> VllmStates:
-    """Start vLLM with a run's target.
+def vllm_request(run: RunConfig, layers: tuple[int, ...], accelerator: Accelerator) -> Values:
+    """Return vLLM's settings for a run's target.
 
     Raises:
         ValueError: a setting that needs the target in this process.
     """
     if run.target_quantization:
         raise ValueError(
-            f"target_quantization: {run.target_quantization} with --engine, which loads the target "
-            "as it is stored; leave out one of the two"
+            f"target_quantization: {run.target_quantization} with vLLM, which loads the target as "
+            "it is stored; leave it out"
         )
     dtype = resolve_dtype(run, accelerator.mixed_precision, uses_autocast(accelerator))
-    return VllmStates(
-        own.engine_python,
+    return states_request(
         str(run.target),
         layers,
         dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
@@ -347,12 +340,9 @@ def in_vllm(
     )
 
 
-def serve_states(own: "FeatureOptions", port: int, run: RunConfig) -> None:
-    """Run the target for trainers until the process ends."""
-    accelerator, config = make_accelerator(run), decoder_config(run)
-    pad_id = load_tokenizer_of(run).pad_token_id or 0
-    states = States(load_frozen_target(run, accelerator), pad_id, accelerator)
-    hello = ServedTarget(target_identity(run, config), own.dtype)
-    server = FeatureServer(states, hello, 2 * max(run.batch_tokens, 8 * run.data.max_length))
-    said = f"serving states of {run.target} in {own.dtype} at"
-    server.listen(own.host, port, lambda host, port: print(f"{said} {host}:{port}", flush=True))
+def serve_states(own: "FeatureOptions", port: int, run: RunConfig, layers: tuple[int, ...]) -> int:
+    """Serve the target's hidden states with vLLM; return its exit status."""
+    request = vllm_request(run, layers, make_accelerator(run))
+    folder = own.out or Path(tempfile.mkdtemp(prefix="pipedraft-states-"))
+    print(f"layers {', '.join(map(str, layers))} of {run.target}, by way of {folder}", flush=True)
+    return serve(own.engine_python, request, folder, host=own.host, port=port)

@@ -1,4 +1,4 @@
-"""Train without the target's layers: read hidden states from a dump or a server instead."""
+"""Train without the target's layers: read hidden states from a dump or from servers instead."""
 
 # B batch, T positions in a padded or packed row, M positions in sequences, H hidden
 
@@ -23,7 +23,7 @@ from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import load_config
 from pipedraft.train.config import RunConfig
-from pipedraft.train.features.link import FeaturesLost, RemoteStates, addresses_of
+from pipedraft.train.features.online import FeaturesLost, ServedStates, addresses_of
 from pipedraft.train.features.shards import (
     decode,
     difference,
@@ -32,7 +32,6 @@ from pipedraft.train.features.shards import (
     read_index,
     row_lengths,
     shard_name,
-    target_identity,
 )
 from pipedraft.train.launch import resolve_dtype, uses_autocast
 from pipedraft.train.objective import DraftObjective
@@ -45,12 +44,12 @@ Fetched = tuple[list[int], dict[str, Tensor]]
 
 
 class Features:
-    """Hidden states for batches, from a dump or a server, for an objective without a whole target.
+    """Hidden states for batches, from a dump or servers, for an objective without a whole target.
 
     Prefetches the next batch while the current step is computed.
     """
 
-    def __init__(self, source: "ShardFolder | RemoteStates", *, pins: bool) -> None:
+    def __init__(self, source: "ShardFolder | ServedStates", *, pins: bool) -> None:
         """
         Args:
             pins: fetch into page-locked memory, so that GPU copies overlap with computation.
@@ -63,7 +62,7 @@ class Features:
 
     @property
     def may_be_lost(self) -> bool:
-        return isinstance(self.source, RemoteStates)
+        return isinstance(self.source, ServedStates)
 
     def expect(self, batches: Sequence[tuple[list[int], list[list[int]]]]) -> None:
         """Announce the next batches in reading order: rows, and their tokens."""
@@ -278,6 +277,30 @@ def load_embedding_and_head(
     )
 
 
+TIE = 0.5
+"""Maximum gap in nats between two most likely tokens that may differ by rounding alone."""
+
+
+@torch.no_grad()
+def check_served(source: ServedStates, target: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Refuse servers whose next token is not the one that their states and the LM head give.
+
+    Raises:
+        ValueError: another target, or other layers.
+    """
+    ((states, token),) = source.ask([ids])
+    norm = target.get_decoder().norm
+    last_H = states[-1, -1].to(norm.weight.device, norm.weight.dtype)
+    logits_V = target.lm_head(norm(last_H)).float()
+    gap = float(logits_V.max() - logits_V[token])
+    if not gap <= TIE:  # NaN is refused, too
+        raise ValueError(
+            f"features: the states of {source.addresses[0]} are not this target's before its LM "
+            f"head (its next token is {gap:.3g} nats less likely than the best); serve this "
+            "configuration with python -m pipedraft.train.features serve"
+        )
+
+
 def open_features(
     run: RunConfig,
     objective: DraftObjective,
@@ -293,10 +316,11 @@ def open_features(
     assert run.features is not None
     config = objective.target.get_decoder().config
     layers = needed_layers(objective.draft, config.num_hidden_layers)
-    source: ShardFolder | RemoteStates
+    source: ShardFolder | ServedStates
     if places := addresses_of(run.features):
         rank = accelerator.process_index
-        source = RemoteStates(places, target_identity(run, config), layers, first=rank)
+        source = ServedStates(places, layers, config.hidden_size, first=rank)
+        check_served(source, objective.target, data.train[0]["input_ids"])
     else:
         identity = identity_of(run, config, tokenizer, data)
         lengths = row_lengths(data.train) + row_lengths(data.valid)

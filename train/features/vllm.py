@@ -17,56 +17,73 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipedraft.cli import Failure
+from pipedraft.cli import Failure, make_folder
 from pipedraft.eval.engine_parity import (
     SCRIPT,
     check_python,
     engine_environment,
     engine_failure,
 )
-from pipedraft.files import to_json
+from pipedraft.files import Values, to_json
 
 CPU_CACHE_BYTES = 2**30
+
+
+def states_request(
+    target: str,
+    layers: Sequence[int],
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"],
+    max_length: int,
+    on_cpu: bool,
+) -> Values:
+    """Return the settings of vLLM for this target.
+
+    Args:
+        layers: layer i is the input of the target's layer i.
+        max_length: tokens in the longest row.
+    """
+    settings = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "max_num_seqs": 16} if on_cpu else {}
+    return {
+        "target": str(Path(target).resolve()) if Path(target).exists() else target,
+        "dtype": dtype,
+        "layers": sorted(layers),
+        "max_model_len": max_length + 2,
+        "settings": settings,
+    }
+
+
+def serve(python: Path, request: Values, folder: Path, *, host: str, port: int) -> int:
+    """Run vLLM's server for ``ServedStates`` until it ends; return its exit status.
+
+    Args:
+        folder: for the files with hidden states.
+    """
+    check_python(python)
+    make_folder("out", folder)
+    place = folder / "request.json"
+    place.write_bytes(to_json(request | {"host": host, "port": port}))
+    command = [python, SCRIPT, "serve", place, folder.resolve()]
+    return subprocess.run(command, env=engine_environment(python), check=False).returncode
 
 
 class VllmStates:
     """Runs the frozen target in vLLM on rows of tokens."""
 
-    def __init__(
-        self,
-        python: Path,
-        target: str,
-        layers: Sequence[int],
-        *,
-        dtype: Literal["float32", "bfloat16", "float16"],
-        max_length: int,
-        on_cpu: bool,
-    ) -> None:
+    def __init__(self, python: Path, request: Values) -> None:
         """
         Args:
-            layers: ascending; layer i is the input of the target's layer i.
-            max_length: tokens in the longest row.
+            request: see ``states_request``.
         """
         check_python(python)
-        self.layers = sorted(layers)
+        self.layers: list[int] = request["layers"]
         self._place = tempfile.TemporaryDirectory()
         folder = Path(self._place.name)
-        settings = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "max_num_seqs": 16} if on_cpu else {}
-        request = folder / "request.json"
-        request.write_bytes(
-            to_json(
-                {
-                    "target": str(Path(target).resolve()) if Path(target).exists() else target,
-                    "dtype": dtype,
-                    "layers": self.layers,
-                    "max_model_len": max_length + 2,
-                    "settings": settings,
-                }
-            )
-        )
+        place = folder / "request.json"
+        place.write_bytes(to_json(request))
         self._said = (folder / "said.txt").open("w+")
         self._process = subprocess.Popen(
-            [python, SCRIPT, "states", request, folder / "rows"],
+            [python, SCRIPT, "states", place, folder / "rows"],
             env=engine_environment(python),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

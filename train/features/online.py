@@ -1,0 +1,205 @@
+"""Hidden states while training: ask vLLM servers for each batch.
+
+A server answers a completion request with the path of a safetensors file (``hidden_states``
+[tokens, layers, H], ``token_ids``), written by vLLM's ``ExampleHiddenStatesConnector``, and holds
+a lock on PATH.lock until the file is complete. So trainers and servers share a file system.
+"""
+
+# M tokens in all rows, K layers, H hidden
+
+import fcntl
+import json
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import torch
+from msgspec import Struct, ValidationError, convert
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+PATIENCE_S = 60.0
+"""How long a trainer tries an unreachable or failing server."""
+ANSWER_S = 120.0
+"""Timeout for one row, its file included."""
+CONCURRENCY = 64
+"""Requests at a time: vLLM batches them."""
+MAX_REPLY_BYTES = 1 << 20
+
+
+class FeaturesLost(ValueError):
+    """No server provides the states for a run in progress; start one, then resume."""
+
+
+class _Unavailable(Exception):
+    """A fault that may pass, or that another server may not have."""
+
+
+class StatesPath(Struct):
+    hidden_states_path: str
+
+
+class Choice(Struct):
+    token_ids: list[int]
+
+
+class Completion(Struct):
+    kv_transfer_params: StatesPath | None
+    choices: list[Choice]
+
+
+def addresses_of(features: str) -> list[str]:
+    """Return the addresses of the servers, up to /v1; none for a folder.
+
+    Raises:
+        ValueError: an entry among addresses that is no address.
+    """
+    parts = [part.strip().rstrip("/").removesuffix("/v1") for part in features.split(",")]
+    if not parts[0].startswith(("http://", "https://")):
+        return []
+    for part in parts:
+        try:
+            is_address = part.startswith("http") and bool(httpx2.URL(part).host)
+        except httpx2.InvalidURL:
+            is_address = False
+        if not is_address:
+            raise ValueError(f"features: {part!r} is no address; give http://HOST:PORT,http://...")
+    return parts
+
+
+class ServedStates:
+    """Hidden states from vLLM servers; if one fails, the next one is asked."""
+
+    def __init__(
+        self, addresses: Sequence[str], layers: Collection[int], hidden_size: int, *, first: int = 0
+    ) -> None:
+        """
+        Args:
+            addresses: servers with the same target and layers.
+            layers: as extracted by the servers, in ascending order.
+            first: index of this process's first server (modulo their number), to spread the load.
+        """
+        self.layers, self.hidden_size = sorted(layers), hidden_size
+        self.addresses = deque(addresses)
+        """The current server is first."""
+        self.addresses.rotate(-first)
+        self._models: dict[str, str] = {}
+        limits = httpx2.Limits(max_connections=CONCURRENCY)
+        self._client = httpx2.Client(
+            timeout=ANSWER_S, limits=limits, headers={"Accept-Encoding": "identity"}
+        )
+        self._pool = ThreadPoolExecutor(CONCURRENCY)
+
+    def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Return hidden states, row after row: ``layer.I`` [M, H].
+
+        Args:
+            rows: indices in the data set; not used.
+            ids: token ids for these rows.
+
+        Raises:
+            FeaturesLost: the server refuses a row, or is gone.
+        """
+        states_MKH = torch.cat([states for states, _ in self.ask(ids)])
+        return {f"layer.{layer}": states_MKH[:, k] for k, layer in enumerate(self.layers)}
+
+    def ask(self, ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, int]]:
+        """Return each row's states [tokens, K, H] and the server's next token.
+
+        Raises:
+            FeaturesLost: the server refuses a row, or is gone.
+        """
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return list(self._pool.map(self._row, ids))
+            except (httpx2.TransportError, _Unavailable) as error:
+                if time.monotonic() > until_s:
+                    raise FeaturesLost(
+                        f"features: {self.addresses[0]} sends no hidden states ({error}); start "
+                        "python -m pipedraft.train.features serve there"
+                    ) from error
+                self.addresses.rotate(-1)
+                time.sleep(0.5 / len(self.addresses))
+
+    def _row(self, ids: Sequence[int]) -> tuple[Tensor, int]:
+        address = self.addresses[0]
+        if address not in self._models:
+            listing = self._send("GET", f"{address}/v1/models")
+            try:
+                self._models[address] = str(listing["data"][0]["id"])
+            except (LookupError, TypeError) as error:
+                raise FeaturesLost(f"features: {address}/v1/models lists no model") from error
+        question = {
+            "model": self._models[address],
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "return_token_ids": True,
+        }
+        reply = self._send("POST", f"{address}/v1/completions", question)
+        try:
+            done = convert(reply, Completion)
+            assert done.kv_transfer_params is not None
+            return self._read(Path(done.kv_transfer_params.hidden_states_path), ids), (
+                done.choices[0].token_ids[0]
+            )
+        except (ValidationError, AssertionError, LookupError) as error:
+            raise FeaturesLost(
+                f"features: {address} answers without hidden states; start it with python -m "
+                "pipedraft.train.features serve"
+            ) from error
+
+    def _send(self, method: str, url: str, question: dict[str, object] | None = None) -> object:
+        with self._client.stream(method, url, json=question) as response:
+            body = bytearray()
+            for chunk in response.iter_bytes():
+                body += chunk
+                if len(body) > MAX_REPLY_BYTES:
+                    raise FeaturesLost(f"features: {url} answers with more than a megabyte")
+        said = " ".join(body[:300].decode("utf-8", "replace").split())
+        if response.status_code >= 500 or response.status_code in (408, 429):
+            raise _Unavailable(f"HTTP {response.status_code}: {said}")
+        if response.status_code != 200:
+            raise FeaturesLost(f"features: {url} refuses: HTTP {response.status_code}: {said}")
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise FeaturesLost(f"features: {url} is no server of this kind: {said}") from error
+
+    def _read(self, path: Path, ids: Sequence[int]) -> Tensor:
+        """Read a row's file [tokens, K, H] once its writer has released the lock; remove it."""
+        until_s = time.monotonic() + ANSWER_S
+        lock = Path(f"{path}.lock")
+        try:
+            with lock.open() as held:
+                while True:
+                    try:
+                        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError as error:
+                        if time.monotonic() > until_s:
+                            raise _Unavailable(f"{path}: not complete in time") from error
+                        time.sleep(0.002)
+            if path.stat().st_size > 2 * 4 * (len(ids) + 1) * len(self.layers) * self.hidden_size:
+                raise FeaturesLost(f"features: {path} is larger than this row's states")
+            found = load_file(path)
+            states, tokens = found["hidden_states"], found["token_ids"].tolist()
+        except (OSError, SafetensorError, KeyError) as error:
+            raise FeaturesLost(
+                f"features: {path} cannot be read ({error!r}); a trainer needs the server's "
+                "folder under the same path"
+            ) from error
+        shape = (len(self.layers), self.hidden_size)
+        if tokens[: len(ids)] != list(ids) or states.shape[1:] != shape:
+            raise FeaturesLost(
+                f"features: {path} has states {list(states.shape)}; want {shape[0]} layers of "
+                f"{shape[1]} for the row's {len(ids)} tokens; serve this configuration's target"
+            )
+        for file in (path, lock):
+            file.unlink(missing_ok=True)
+        return states[: len(ids)]
