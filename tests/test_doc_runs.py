@@ -102,7 +102,7 @@ def test_a_command_that_fails_is_reported(text, reader, monkeypatch, capfd):
 
 
 def test_the_shell_makes_the_data_of_fine_tuned_targets(reader):
-    page = (REPOSITORY / "docs" / "lab" / "flexspec_retention.md").read_text()
+    page = (REPOSITORY / "docs" / "methods" / "flexspec.md").read_text()
     lines = re.findall(r"^    ((?:grep|zcat) .* > (.*))$", page, re.MULTILINE)
     assert len(lines) == 4
     for line, out in lines:
