@@ -10,7 +10,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     # How often torch's threads (libgomp's on Linux) spin before they sleep, read when torch is
     # imported. With libgomp's default of 300,000 spins, a step of a small model takes 40 times as
     # long next to one busy program. With 3,000 it takes 3 times as long, and is no slower alone:
-    # docs/log.md.
+    # docs/lab/log.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:

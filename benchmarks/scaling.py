@@ -9,7 +9,7 @@ decoded on the virtual clock with durations from sizes and bandwidths. A stage s
 from memory and runs the small kernels of its layers; a hop is latency plus hidden states over
 bandwidth; verification and drafting stream the LM head and the draft's layers; each also launches
 what is not in its graph, as often as tests/test_device_decode.py allows, and waits. Sources of the
-numbers are in docs/scaling.md.
+numbers are in docs/lab/scaling.md.
 
 Beside them stands tensor parallelism, where links are fast enough for it: every GPU streams its
 part of every layer. What a layer costs beside that is one constant, from one measurement.

@@ -196,7 +196,7 @@ class VirtualClock:
             time=self.time + self.autoregressive_time(1),
             row=LONGEST * self.row_price,
             # Entering one step earlier saves at most one step, 1/n of a pass; a token takes about a
-            # quarter pass (docs/log.md).
+            # quarter pass (docs/lab/log.md).
             later=max(1.0, self.num_stages / 4),
         )
 

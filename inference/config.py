@@ -330,7 +330,7 @@ COST_PRESETS = {
     # in 16 bits, 68 GB/s; Gigabit Ethernet of the developer kit. In 4 bits a row costs four times
     # as much.
     "jetson_orin": data_sheet(10e12, 68e9, 125e6),
-    # docs/results_embedded.md: the embedded target on two processes of two CPU cores, measured.
+    # docs/lab/results_embedded.md: the embedded target on two processes of two CPU cores, measured.
     "this_cpu": CostModel(
         row=0.035,
         link=0.051,

@@ -212,7 +212,7 @@ def verdict(answers: list[DemoRun], *, num_rounds: int, num_stages: int) -> str:
     if num_stages > 1:
         lines.append(
             f"one process runs the {num_stages} stages one after the other; processes run them at "
-            "once (docs/processes.md)"
+            "once (docs/pipeline.md)"
         )
     return "\n".join(lines)
 

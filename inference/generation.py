@@ -190,7 +190,7 @@ class Generation:
         return colored(self.tokens, f"{self.schedule}: {self.figures}")
 
     def timeline(self, num_steps: int = SHOWN_STEPS) -> Picture:
-        """Draw the tokens at each stage and step, as in docs/methods.md.
+        """Draw the tokens at each stage and step, as in docs/methods.
 
         Decodes the prompt once more and follows every row through the pipeline.
 

@@ -14,10 +14,10 @@ MOST_ROWS = 16
 """Maximum rows per segment with an automatic budget: FlowSpec's L_max."""
 LONGEST = 3.0
 """Price factor for a row entering at a step, relative to equally long segments. Segments differ,
-and the longest one in flight sets the step time (docs/log.md)."""
+and the longest one in flight sets the step time (docs/lab/log.md)."""
 SHARPNESS = 3.0
 """Exponent applied to draft probabilities before weighing: the draft's best tokens are accepted
-more often than it predicts, the others less often (docs/log.md)."""
+more often than it predicts, the others less often (docs/lab/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

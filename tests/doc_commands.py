@@ -1,4 +1,4 @@
-"""Commands in README.md and docs/*.md: find them, split them, and run the real parsers on them."""
+"""Commands in README.md and docs/**/*.md: find them, split them, and run the real parsers on them."""
 
 import argparse
 import importlib
@@ -20,7 +20,7 @@ from conftest import REPOSITORY
 from pipedraft.__main__ import COMMANDS
 from pipedraft.cli import Options
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 STARTS = ("python", "pipedraft", "accelerate", "torchrun", "make", "pip", "vllm")
 ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9_]*=\S*")
 LEFT_OUT = {

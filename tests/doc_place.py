@@ -107,7 +107,7 @@ SMALL_TARGETS = [
     "--data.valid_fraction=0.2",
     "--training.max_steps=1",
     "--training.per_device_train_batch_size=1",
-    "--training.eval_strategy=no",
+    "--training.eval_strategy=epoch",  # a bare no would be read as false
     "--training.load_best_model_at_end=false",
     "--training.disable_tqdm=true",
     "--training.use_cpu=true",
@@ -268,7 +268,8 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
     elif module == "pipedraft.eval" and first != "edge" and not first.startswith("-"):
         smaller = []  # reads an evaluation's files
     elif first == "edge" and module == "pipedraft.eval":
-        smaller = [*smaller, f"--links={after(words, '--links').split(',')[0]}"]
+        links = after(words, "--links").split(",")[0]
+        smaller = ["--benchmarks=gsm8k", *SMALL_EVALUATION, f"--links={links}"]
     elif "--lengths" in words:
         smaller = [*smaller, "--lengths=64"]
     elif "--server" in words and first == "--data":

@@ -77,8 +77,8 @@ def reader(tmp_path_factory) -> Reader:
 
 
 def make_certificate() -> None:
-    """Run the command in docs/serving.md, for this machine."""
-    text = (REPOSITORY / "docs" / "serving.md").read_text().replace("\\\n", " ")
+    """Run the command in docs/edge.md, for this machine."""
+    text = (REPOSITORY / "docs" / "edge.md").read_text().replace("\\\n", " ")
     (line,) = re.findall(r"^ +(openssl .*)$", text, re.MULTILINE)
     command = shlex.split(line.replace("DNS:cloud.example", "IP:127.0.0.1"))
     subprocess.run(command, check=True, capture_output=True, timeout=60)
@@ -93,7 +93,7 @@ OTHERS = [pytest.param(page, marks=pytest.mark.all) for page in PAGES if page !=
 def test_commands_run(page, reader, parent, monkeypatch, capfd):
     monkeypatch.chdir(reader.folder)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # for drafts trained here
-    if page == "serving.md":
+    if page == "edge.md":
         make_certificate()
     shell = Shell(reader, parent)
     failures = failures_of(RUNS, page, shell.run) + shell.end_servers()

@@ -33,7 +33,7 @@ from pipedraft.benchmarks.measurement import measure_apart
 pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
 
 RUNS = [command for command in COMMANDS if runner_of(command) == Path(__file__).name]
-QUICK_PAGES = {"README.md", "data.md", "long_context.md", "publishing.md", "scaling.md"}
+QUICK_PAGES = {"README.md", "data.md", "long_context.md", "export.md", "scaling.md"}
 QUICK = [command for command in RUNS if command.page in QUICK_PAGES]
 
 
@@ -102,7 +102,7 @@ def test_a_command_that_fails_is_reported(text, reader, monkeypatch, capfd):
 
 
 def test_the_shell_makes_the_data_of_fine_tuned_targets(reader):
-    page = (REPOSITORY / "docs" / "flexspec.md").read_text()
+    page = (REPOSITORY / "docs" / "methods" / "flexspec.md").read_text()
     lines = re.findall(r"^    ((?:grep|zcat) .* > (.*))$", page, re.MULTILINE)
     assert len(lines) == 4
     for line, out in lines:

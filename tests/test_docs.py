@@ -47,7 +47,7 @@ def test_commands_are_read_by_their_own_parsers(page, monkeypatch):
 def test_most_commands_are_found():
     """A page written in a form unknown to the reader would have none."""
     assert len(COMMANDS) > 100
-    assert {"README.md", "tutorial.md", "methods.md", "training.md"} <= set(PAGE_NAMES)
+    assert {"README.md", "tutorial.md", "train.md"} <= set(PAGE_NAMES)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ EXAMPLE = """example:
       --tls-cert server.pem --tls-key server.key
 
 The first line on stdout says where it listens. SIGTERM and Ctrl-C let open sessions end
-(--grace-s); a second one does not wait. docs/serving.md explains the protocol and every error
+(--grace-s); a second one does not wait. docs/edge.md explains the protocol and every error
 message.
 """
 

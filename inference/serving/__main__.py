@@ -31,7 +31,7 @@ EXAMPLE = """example:
   pipedraft serve --checkpoint out/spd --backend process --processes 4
 
 The first line on stdout says where it listens; a browser shows a page there. SIGTERM and Ctrl-C let
-open requests end (--grace-s); a second one does not wait. docs/openai_server.md has the rest.
+open requests end (--grace-s); a second one does not wait. docs/serve.md has the rest.
 """
 
 
