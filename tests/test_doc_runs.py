@@ -33,7 +33,7 @@ from pipedraft.benchmarks.measurement import measure_apart
 pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
 
 RUNS = [command for command in COMMANDS if runner_of(command) == Path(__file__).name]
-QUICK_PAGES = {"README.md", "data.md", "long_context.md", "export.md", "scaling.md"}
+QUICK_PAGES = {"README.md", "data.md", "export.md", "scaling.md"}
 QUICK = [command for command in RUNS if command.page in QUICK_PAGES]
 
 
