@@ -7,6 +7,7 @@ python vllm_process.py states REQUEST.json FOLDER          hidden states: train/
 python vllm_process.py serve REQUEST.json FOLDER           the same, for train/features/online.py
 """
 
+import contextlib
 import fcntl
 import importlib
 import json
@@ -98,8 +99,13 @@ class NoStream:
         return True
 
 
-def without_cuda(torch):
+def without_cuda():
     """Let vLLM's CUDA-only connector for hidden states run on a CPU."""
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        return
+    with contextlib.suppress(ImportError):  # sets smaller stand-ins when it is imported
+        importlib.import_module("vllm.v1.worker.cpu.shm")
     for name in ("Stream", "Event", "stream", "current_stream"):
         setattr(torch.cuda, name, NoStream)
     empty_like = torch.empty_like
@@ -140,10 +146,6 @@ def extraction(request, folder):
 
 def serve(request, folder):
     """Run vLLM's server with the options that extract hidden states."""
-    torch = importlib.import_module("torch")
-    if not torch.cuda.is_available():
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # its processes inherit the stand-ins
-        without_cuda(torch)
     words = ["serve", request["target"], "--host", request["host"], "--port", str(request["port"])]
     words += ["--enforce-eager", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
     for name, value in extraction(request, folder).items():
@@ -157,7 +159,7 @@ def states(request, folder):
     """Answer each line of rows on stdin with a line of files, until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep vLLM's own output out of the replies
-    torch, vllm = importlib.import_module("torch"), importlib.import_module("vllm")
+    vllm = importlib.import_module("vllm")
     llm = vllm.LLM(
         request["target"],
         enforce_eager=True,
@@ -165,8 +167,7 @@ def states(request, folder):
         enable_chunked_prefill=False,
         **extraction(request, folder),
     )
-    if not torch.cuda.is_available():
-        without_cuda(torch)
+    without_cuda()
     one = vllm.SamplingParams(temperature=0.0, max_tokens=1)
     for line in sys.stdin:
         prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
@@ -177,6 +178,9 @@ def states(request, folder):
             llm.llm_engine.step()
         print(json.dumps(paths), file=replies, flush=True)
 
+
+if __name__ == "__mp_main__" and "serve" in sys.argv:  # in a process of vLLM's server
+    without_cuda()
 
 if __name__ == "__main__":
     task, place, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
