@@ -61,6 +61,9 @@ def runner_of(command: Command) -> str:
         return "test_peers.py"  # which makes heads in other projects' formats
     if command.module == "pipedraft.eval.audit":
         return "test_audit.py"  # which makes servers
+    is_states_server = command.module == "pipedraft.train.features" and words[:1] == ["serve"]
+    if is_states_server or "http://127.0.0.1:7500" in words:
+        return "test_features_served.py"  # which makes such a server
     if words[:1] == ["engines"] or "--engine" in words:  # these start an engine's process
         is_dump = command.module == "pipedraft.train.features"
         return "test_features_vllm.py" if is_dump else "test_engine_parity.py"
