@@ -25,6 +25,8 @@ from pipedraft.eval.spec import read_roles
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
 
+GENERATED = ("cli.md", "config.md")
+"""Pages whose commands are only parsed: docs/reference.py copies them from --help."""
 NOT_RUN = {
     "make": "installs, tests, or the quickstart, whose two lines run",
     "pip": "not a program of this project",
@@ -51,6 +53,8 @@ def runner_of(command: Command) -> str:
     each accelerate configuration, and through the launcher itself.
     """
     words = command.arguments
+    if command.page in GENERATED:
+        return "test_docs.py"
     if command.launcher in NOT_RUN or command.module in NOT_RUN:
         return ""
     if words[:1] == ["from-gguf"]:
@@ -182,6 +186,8 @@ def trained() -> dict[str, tuple[str, list[str]]]:
     found = {f"out/{name}": made_by(role.train) for name, role in roles}
     for command in COMMANDS:
         words = command.arguments
+        if command.page in GENERATED:
+            continue
         if command.module in TRAINERS and words[:1] == ["--config"]:
             found.setdefault(output_of(words), (command.module, words))
     stories = ["--config", "configs/spd/tiny.yaml", "--output_dir", "out/stories"]
