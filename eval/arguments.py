@@ -54,7 +54,8 @@ example:
   pipedraft eval table --list
   pipedraft eval table spd1 --limit 4 --out out/tables/spd1
   pipedraft eval table flowspec1 --target meta-llama/Llama-2-7b-chat-hf \\
-      --checkpoints configs/papers/models/llama_2_7b_chat.yaml --out out/tables/flowspec1
+      --checkpoints configs/papers/models/llama_2_7b_chat.yaml --data-dir data/eval \\
+      --out out/tables/flowspec1
 
 Prints the table and writes table.md, table.json, manifest.json and the entries behind it
 (results.json) into --out. A row without a checkpoint names the command that trains one. OUT/traces

@@ -34,8 +34,7 @@ class Command(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(Command):
-    """convert a published head (SafeAILab, SGLang, vLLM or SPD's layout), or the MTP layer in a
-    target, into a checkpoint"""
+    """convert a head from SafeAILab, SGLang, vLLM or SPD's authors, or a target's MTP layer"""
 
     PROG: ClassVar[str] = "pipedraft models import"
     EXAMPLE: ClassVar[str] = """example:

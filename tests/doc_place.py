@@ -140,6 +140,8 @@ SMALLER = {
     "benchmarks/draft_length.py": ["--seeds=2", "--tokens=20", "--traces", "assets/net_traces"],
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
 }
+EVALUATIONS = ("out/eval", "out/other", "out/real/table")
+"""Results that pages read and none of them writes."""
 # Stand-ins for files outside the repository.
 STAND_INS = {
     "hub:": "assets/eval",
@@ -345,16 +347,18 @@ class Reader:
                     AcceleratorState._reset_state(reset_partial_state=True)  # from the run before
                     smaller = [*SMALLER[module], *NO_FEATURES.get(module, [])]
                     run_module(module, override(adapted(made_by), smaller))
-            is_read = word in ("out/other", "out/real/table") and word != after(words, "--out")
-            if is_read and not Path(word).exists():
-                shutil.copytree("out/eval", word)
+            if word in EVALUATIONS and word != after(words, "--out") and not Path(word).exists():
+                self.evaluate("out/spd", word)
             if word == "out/cost.json" and not Path(word).exists():
                 Path(word).write_text(json.dumps({"row": 0.01, "link": 0.02}, indent=2))
         checkpoint = after(words, "--checkpoint")
         if "--results" in words and checkpoint in self.checkpoints:  # another page may train it
-            out = str(Path(after(words, "--results")).parent)
-            options = ["--checkpoint", checkpoint, "--out", out, *SMALLER["pipedraft.eval"]]
-            run_module("pipedraft.eval", options)
+            self.evaluate(checkpoint, str(Path(after(words, "--results")).parent))
+
+    def evaluate(self, checkpoint: str, out: str) -> None:
+        self.make_what_it_reads([checkpoint])
+        options = ["--checkpoint", checkpoint, "--out", out, *SMALLER["pipedraft.eval"]]
+        run_module("pipedraft.eval", options)
 
     def run(self, command: Command) -> None:
         """Run a command in ``folder``, the current one."""
