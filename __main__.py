@@ -15,38 +15,38 @@ COMMANDS = {
     ),
     "eval": (
         "eval",
-        "equivalent acceptance length and speedups of a checkpoint on benchmarks",
-        "pipedraft eval --checkpoint out/spd --benchmarks mt_bench,gsm8k --out out/eval",
+        "decode benchmarks: acceptance length, speed-up, losslessness",
+        "pipedraft eval --checkpoint assets/heads/eagle3 --benchmarks gsm8k --out out/eval",
     ),
     "inference": (
         "inference",
-        "decode one prompt, text streamed as it is accepted",
-        'pipedraft inference --checkpoint out/spd --prompt "Write a haiku."',
+        "decode one prompt and stream the text",
+        'pipedraft inference --checkpoint assets/heads/eagle3 --prompt "Write a haiku."',
     ),
     "demo": (
         "inference/demo",
-        "one prompt without and with a draft, side by side, and what the draft gains",
+        "decode one prompt without and with a draft, side by side",
         'pipedraft demo --prompt "What kinds of tea do you have today?"',
     ),
     "serve": (
         "inference/serving",
-        "an OpenAI-compatible HTTP server with metrics and a page to chat on",
+        "serve an OpenAI-compatible HTTP API, metrics and a chat page",
         "pipedraft serve --checkpoint assets/heads/spd_n4 --port 8000",
     ),
     "audit": (
         "eval/audit",
-        "hold a server with speculation against the same model without it",
+        "compare a server with speculative decoding to the same model without it",
         "pipedraft audit --endpoint URL --baseline URL --model NAME",
     ),
     "data": (
         "data_recipes",
-        "conversations or texts to token ids and loss masks, with a report",
+        "turn conversations or texts into token ids and loss masks",
         "pipedraft data --config configs/data/chat_mix.yaml --out out/chat_mix",
     ),
     "models": (
         "models",
-        "push a checkpoint to the Hub, or export it for a serving engine",
-        "pipedraft models push --checkpoint out/spd --repo user/name --dry-run",
+        "import, export or push a checkpoint",
+        "pipedraft models push --checkpoint assets/heads/eagle3 --repo user/name --dry-run",
     ),
     "doctor": (
         "doctor",

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from io import TextIOWrapper
 from itertools import zip_longest
 from pathlib import Path
@@ -450,21 +451,27 @@ def flag_of(part: OptionField) -> str:
 
 def help_of(kind: type, name: str) -> str:
     """Return the docstring below a field."""
+    for owner in kind.__mro__[:-1]:
+        if name in own_annotations(owner) and (text := _docstrings(owner).get(name)):
+            return text
+    raise AssertionError(f"{kind.__name__}.{name} has no docstring")
+
+
+@cache
+def _docstrings(kind: type) -> dict[str, str]:
+    """Return the docstring below each of a class's own fields."""
     from docstring_parser import parse_from_object  # reads the source
 
-    for owner in kind.__mro__[:-1]:
-        if name in own_annotations(owner):
-            for entry in parse_from_object(owner).params:
-                if entry.arg_name == name and entry.description:
-                    return " ".join(entry.description.split())
-    raise AssertionError(f"{kind.__name__}.{name} has no docstring")
+    entries = parse_from_object(kind).params
+    return {entry.arg_name: " ".join((entry.description or "").split()) for entry in entries}
 
 
 def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
     """Add one argument; this module's docstring explains the types."""
     how = part.metadata
     default = part.default
-    if text and default not in (MISSING, None, (), False, True):
+    is_shown = default is not MISSING and default not in (None, (), "")
+    if text and is_shown and not isinstance(default, bool):
         shown = default if isinstance(default, tuple) else (default,)
         text += f" (default: {','.join(map(str, shown))})"
     if text and "known" in how:

@@ -36,7 +36,7 @@ EXAMPLE = """example:
   pipedraft doctor --json
   pipedraft doctor --assets /copies/pipedraft/assets
 
-each line: ok, warning or FAILURE, what was checked, what was found and what to do about it."""
+Each line has ok, warning or FAILURE, the check, the finding, and what to do about it."""
 
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "huggingface-hub", "safetensors")
 """Libraries listed even if they are fine."""
@@ -69,8 +69,8 @@ class DoctorOptions(Options):
 
     json: bool = False
     """print the findings as one JSON list"""
-    assets: Path = option(Path(__file__).parent / "assets", metavar="DIR")
-    """folder with the embedded target"""
+    assets: Path | None = option(None, metavar="DIR")
+    """folder with the embedded target; default: the one in this checkout"""
 
 
 def check_versions() -> Iterator[Finding]:
@@ -185,7 +185,8 @@ def check_hub() -> Iterator[Finding]:
 
 def main() -> None:
     options = DoctorOptions.read(sys.argv[1:])
-    checks = (check_versions(), check_gpu(), check_target(options.assets / "target"), check_hub())
+    target = (options.assets or Path(__file__).parent / "assets") / "target"
+    checks = (check_versions(), check_gpu(), check_target(target), check_hub())
     found = []
     for finding in (finding for check in checks for finding in check):
         found.append(finding)

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from pipedraft.data_recipes.config import DataConfig
 
 EXAMPLE = """example:
-  python -m pipedraft.data_recipes --config configs/data/chat_mix.yaml --out out/chat_mix
-  python -m pipedraft.data_recipes --config configs/data/chat_mix.yaml --out out/short \\
-      --data.max_length 1024 --data.num_proc 8
+  pipedraft data --config configs/data/chat_mix.yaml --out out/chat_mix
+  pipedraft data --config configs/data/chat_mix.yaml --out out/short --data.max_length 512 \\
+      --data.num_proc 2
 
-writes OUT/train and OUT/valid (datasets.load_from_disk reads them), OUT/report.json,
-OUT/bad_rows.jsonl (every row left out, with the reason) and OUT/config.yaml (as resolved)."""
+Writes OUT/train and OUT/valid (read them with datasets.load_from_disk), OUT/report.json,
+OUT/bad_rows.jsonl (every dropped row and the reason) and OUT/config.yaml (all settings)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class DataOptions(Options):
     EXAMPLE: ClassVar[str] = EXAMPLE
 
     tokenizer: str
-    """folder or Hub id"""
+    """tokenizer's folder or Hub id"""
     out: Path
     """folder to write"""
 

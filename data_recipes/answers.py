@@ -236,7 +236,7 @@ class AnswerSampling(Options):
     top_p: float = option(1.0, metavar="P")
     """nucleus sampling threshold"""
     max_tokens: int = option(1024, least=1)
-    """tokens per answer at most"""
+    """maximum tokens per answer"""
     greedy_share: float = option(0.5, metavar="P")
     """share of rows with greedy answers"""
     seed: int = 0
@@ -244,7 +244,7 @@ class AnswerSampling(Options):
     chat_template_kwargs: Values | None = option(
         None, metavar="JSON", parse=read_template_variables
     )
-    """variables for the chat template, as {"enable_thinking": false}; a row's own take
+    """variables for the chat template, for example {"enable_thinking": false}; a row's own take
     precedence"""
 
     def is_greedy(self, row: int) -> bool:

@@ -28,8 +28,11 @@ class RowFilters:
     min_turns: int | None = None
     """User and assistant turns together; for conversations only."""
     max_turns: int | None = None
+    """See min_turns."""
     min_characters: int | None = None
+    """Characters in all turns."""
     max_characters: int | None = None
+    """See min_characters."""
     min_tokens: int | None = None
     """Tokens in the whole row, as the target reads it; beyond max_length see too_long."""
     max_non_alphabetic: float | None = None
@@ -39,6 +42,7 @@ class RowFilters:
     min_cjk: float | None = None
     """Share of Chinese or Japanese among the letters."""
     max_cjk: float | None = None
+    """See min_cjk."""
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():

@@ -1,26 +1,4 @@
-"""Conversations in the target's own words: every assistant turn is replaced by its answer.
-
-    python -m pipedraft.data_recipes.regenerate --data chats.jsonl --target assets/target \\
-        --out own.jsonl
-    python -m pipedraft.data_recipes.regenerate --data chats.jsonl --server http://localhost:8000 \\
-        --model Qwen/Qwen3-8B --concurrency 128 --out own.jsonl
-
-    python -m pipedraft.data_recipes.regenerate --self-prompt 4000 --target assets/target \\
-        --batch 512 --max-tokens 448 --out own.jsonl
-
-With --self-prompt the target writes users' turns, too (Magpie); rows that loop, end early, repeat a
-question or contain a prompt of --decontaminate are left out.
-Turn by turn: an answer is given in view of the target's own earlier answers. A conversation that
-ends with the user's turn is answered there too, so {"prompt": text} rows are conversations as well.
-The target reads all that a row has: its system prompt, tools, chat_template_kwargs, and calls of
-tools that a result follows, which stay as they are and get weight 0. An answer may have
---max-tokens, or what the prompt leaves of the target's positions.
-Rows are written in the order of the input. The same command goes on where a stopped or killed one
-was; OUT.errors.jsonl has the rows without answer and why, --retry-errors asks for those again.
-
-A server may add settings of its own (vLLM: top-k and penalties from the model's
-generation_config.json); start vLLM with `--generation-config vllm` for the target's distribution.
-"""
+"""Regenerate conversations with the target's own answers: `pipedraft data regenerate --help`."""
 
 import asyncio
 import hashlib
@@ -61,39 +39,64 @@ from pipedraft.data_recipes.server import ChatServer, ChatServerOptions
 from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.files import Values
 
+EXAMPLE = """example:
+  pipedraft data regenerate --data chats.jsonl --target assets/target --out own.jsonl
+  pipedraft data regenerate --data chats.jsonl --server http://localhost:8000 \\
+      --model Qwen/Qwen3-8B --concurrency 128 --out own.jsonl
+  pipedraft data regenerate --self-prompt 4000 --target assets/target --batch 512 \\
+      --max-tokens 448 --out own.jsonl
+
+With --self-prompt the target also writes the users' turns (Magpie). Rows that loop, end early,
+repeat a question or contain a prompt from --decontaminate are dropped.
+
+Answers are written turn by turn: each one sees the target's own earlier answers. A conversation
+that ends with a user's turn gets an answer there too, so {"prompt": text} rows are conversations as
+well. The target reads everything in a row: system prompt, tools, chat_template_kwargs, and tool
+calls followed by a result, which stay as they are and get weight 0. An answer has at most
+--max-tokens, and at most the positions that the prompt leaves.
+
+Rows keep the order of the input. Run the same command again to resume. OUT.errors.jsonl lists the
+rows without an answer and the reason; --retry-errors answers them again.
+
+A server may add settings of its own (vLLM: top-k and penalties from the model's
+generation_config.json). Start vLLM with `--generation-config vllm` for the target's distribution.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions(Options):
     """with --target"""
 
     batch: int = option(32, least=1)
-    """rows at a time"""
+    """conversations decoded at once"""
     device: str = option("auto", metavar="DEVICE")
-    """cpu, cuda, cuda:N; auto: the accelerator if any"""
+    """cpu, cuda or cuda:N; auto: an accelerator if there is one"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """of the weights"""
+    """dtype of the weights"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
-    PROG: ClassVar[str] = "python -m pipedraft.data_recipes.regenerate"
-    DESCRIPTION: ClassVar[str] = __doc__ or ""
+    """Replace every assistant turn in conversations with the target's own answer."""
+
+    PROG: ClassVar[str] = "pipedraft data regenerate"
+    EXAMPLE: ClassVar[str] = EXAMPLE
     ONE_OF = (("target", "server"), ("data", "self_prompt"))
 
     data: str | None = option(None, metavar="FILE")
     """JSONL (.gz) or parquet of conversations"""
     self_prompt: int | None = option(None, least=1)
-    """conversations that the --target makes up by itself, instead of --data"""
+    """instead of --data: let --target write this many conversations itself"""
     decontaminate: tuple[str, ...] = option((), metavar="FILES")
-    """with --self-prompt: files of benchmarks whose prompts no row may contain"""
+    """with --self-prompt: comma list of benchmark files; rows with their prompts are dropped"""
     out: Path
-    """JSONL file to write or go on with"""
+    """JSONL file to write or resume"""
     target: str | None = option(None, metavar="FOLDER")
     """folder or Hub id of a chat model"""
     server: str | None = option(None, metavar="URL")
     """an OpenAI-compatible server"""
     retry_errors: bool = False
-    """ask for failed rows again"""
+    """answer failed rows again"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -52,7 +52,7 @@ class TryAgain(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatServerOptions(Options):
-    """with --server"""
+    """requests to a server"""
 
     model: str | None = None
     """model name on the server"""
@@ -63,7 +63,7 @@ class ChatServerOptions(Options):
     deadline: float = option(600.0, metavar="SECONDS")
     """timeout per request"""
     key_variable: str | None = None
-    """environment variable with the API key"""
+    """name of the environment variable with the API key"""
 
 
 class ChatServer:

@@ -20,66 +20,70 @@ from pipedraft.inference.schedules import SCHEDULES
 
 EXAMPLE = """\
 example:
-  python -m pipedraft.eval --checkpoint out/spd_tiny --benchmarks mt_bench,gsm8k,humaneval \\
-      --limit 16 --max-new-tokens 128 --temperature 0,1 --out out/eval
-  python -m pipedraft.eval --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B \\
-      --benchmarks gsm8k --schedule pipeinfer,eagle --stages 4 --out out/draft_model
+  pipedraft eval --checkpoint assets/heads/eagle3 --benchmarks mt_bench,gsm8k,humaneval \\
+      --limit 4 --max-new-tokens 64 --out out/eval
+  pipedraft eval --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --benchmarks gsm8k \\
+      --schedule pipeinfer,eagle --stages 4 --out out/draft_model
 
-writes results.json, report.md, report.html, outputs.html, manifest.json and charts/ into --out and
-prints the table. What was decoded is kept in OUT/traces: the same command goes on after a kill,
---shard shares it out. The autoregressive baseline is always part of it. Without --data-dir the
-repository's own small prompt files are used; --data-dir hub: downloads the published benchmarks.
+Prints a table and writes results.json, report.md, report.html, outputs.html, manifest.json and
+charts/ into --out. The autoregressive baseline is always included. Without --data-dir the prompts
+are this project's own; --data-dir hub: downloads the published benchmarks. OUT/traces keeps every
+decoded turn: run the same command again to resume, or divide the work with --shard.
 
-  python -m pipedraft.eval compare out/eval out/other    what differs between runs; see its --help
-  python -m pipedraft.eval report out/eval out/other     one HTML page of runs; see its --help
-  python -m pipedraft.eval replay out/eval --cost h100   other hardware from OUT/traces
-  python -m pipedraft.eval edge --help                   drafts on one side of a link
-  python -m pipedraft.eval parity --checkpoint DIR       trained well, accepts nothing: why
-  python -m pipedraft.eval table NAME --out OUT          a paper's table, ours beside it, or a
-                                                         YAML file of rows
+More commands, each with its own --help:
+  eval compare     differences between runs on the same prompts
+  eval report      one HTML page for several runs
+  eval replay      the same runs on other hardware, computed from OUT/traces
+  eval table       a paper's table next to ours, or your own specification
+  eval edge        the draft on one side of a network link, the target on the other
+  eval parity      why a head that trained well accepts nothing
+  eval engines     exported heads in vLLM and here
 """
 EDGE_EXAMPLE = """\
 example:
-  python -m pipedraft.eval edge --draft-model out/draft_model/best --target assets/target \\
-      --benchmarks gsm8k,mt_bench --links 5g,4g,wifi --temperature 0,1 --limit 4 --out out/edge
+  pipedraft eval edge --draft ngram --target assets/target --benchmarks gsm8k,mt_bench \\
+      --links 5g,4g,wifi --temperature 0,1 --limit 4 --out out/edge
 
-Networks and outputs are real, the clock is virtual: computing takes the constants of --times, every
-message crosses the link as the bytes it is encoded to. Writes results.json, report.md and
-manifest.json into --out and prints the tables; `eval report OUT` plots the latencies. The cloud
-alone, co-located speculation, stop and wait and the edge alone are the baselines.
+Networks and outputs are real, the clock is virtual: computing takes the constants from --times, and
+every message crosses the link at its encoded size. Prints the tables and writes results.json,
+report.md and manifest.json into --out; `pipedraft eval report OUT` plots the latencies. Baselines:
+the cloud alone, co-located speculation, stop and wait, and the edge alone.
 """
 TABLE_EXAMPLE = """\
 example:
-  python -m pipedraft.eval table --list
-  python -m pipedraft.eval table spd1 --limit 4 --data-dir data/eval --out out/tables/spd1
-  python -m pipedraft.eval table flowspec1 --target Qwen/Qwen3-8B --checkpoints heads.yaml \\
+  pipedraft eval table --list
+  pipedraft eval table spd1 --limit 4 --out out/tables/spd1
+  pipedraft eval table flowspec1 --target meta-llama/Llama-2-7b-chat-hf \\
+      --checkpoints configs/papers/models/llama_2_7b_chat.yaml --data-dir data/eval \\
       --out out/tables/flowspec1
 
-prints the table and writes table.md, table.json, manifest.json and the entries behind it
-(results.json) into --out. A row whose checkpoint is missing names the command that makes it. What
-a pipeline decoded is kept in OUT/traces: the same command goes on after a kill.
+Prints the table and writes table.md, table.json, manifest.json and the entries behind it
+(results.json) into --out. A row without a checkpoint names the command that trains one. OUT/traces
+keeps what a pipeline decoded: run the same command again to resume.
 """
 
 
 PARITY_EXAMPLE = """\
 example:
-  python -m pipedraft.eval parity --checkpoint out/eagle3
-  python -m pipedraft.eval parity --checkpoint out/eagle3 --exported out/sglang --limit 8
-  python -m pipedraft.eval parity --checkpoint out/spd --benchmarks own.jsonl --json out/p.json
-  python -m pipedraft.eval parity --checkpoint out/eagle3 --engine vllm --depth 3
+  pipedraft eval parity --checkpoint assets/heads/eagle3
+  pipedraft eval parity --checkpoint assets/heads/eagle3 --exported out/sglang --limit 8
+  pipedraft eval parity --checkpoint assets/heads/spd_n4 --benchmarks chats.jsonl --json out/p.json
+  pipedraft eval parity --checkpoint assets/heads/eagle3 --engine vllm --depth 3
 
-A draft that trained well and accepts nothing: the same prompts go through the training's forward
-pass, greedy decoding with chains, and the files that serving engines load. What differs is named at
-the first place where it does, with status 1; 0: nothing does. The first turn of each prompt counts.
+For a draft that trained well and accepts nothing. The same prompts, first turns only, go through
+the training's forward pass, greedy decoding with chains, and the files that serving engines load.
+
+Exit status 0: all agree. 1: they differ; you see the first place where. 2: bad input.
 """
 
 
 ENGINES_EXAMPLE = """\
 example:
-  make engines                       vLLM's environment, heads of 60 steps, and all of this
-  python -m pipedraft.eval engines --only whole,D1
+  make engines                              # vLLM's environment, heads of 60 steps, this command
+  pipedraft eval engines --only whole,D1
 
-Status 1: a head does not agree with ours, or a planted fault is not named.
+Exit status 0: all agree. 1: a head differs from ours, or a planted fault is not found. 2: bad
+input.
 """
 
 
@@ -226,7 +230,7 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     """draft length policy: fixed:K, eq11, alg2 or geometric; stop_and_wait, dssd and pearl have
     their own"""
     token_bytes: int = option(0, metavar="B", least=0)
-    """extra bytes sent up with each draft token besides its id"""
+    """extra bytes sent to the target with each draft token, in addition to its id"""
     payload_tokens: int = option(10, metavar="K", least=1)
     """target's top tokens sent with a rejection, by topk and tail_escape"""
     tail_samples: int = option(4, metavar="M", least=1)
@@ -341,4 +345,4 @@ class ParityOptions(PlaceOptions):
     engine_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype in the engine; default: --dtype"""
     json: Path | None = option(None, metavar="FILE")
-    """also write counts and findings there"""
+    """also write counts and findings to this file"""

@@ -41,10 +41,13 @@ EXAMPLE = """\
 example:
   pipedraft audit --endpoint http://127.0.0.1:8000 --baseline http://127.0.0.1:8001 \\
       --model Qwen/Qwen3-8B --out out/audit
-  pipedraft audit --endpoint http://127.0.0.1:8000 --target out/smollm2 --model out/smollm2
+  pipedraft serve --checkpoint assets/heads/spd_n4 --port 8000      # in another terminal, then:
+  pipedraft audit --endpoint http://127.0.0.1:8000 --target assets/target --model spd_n4
 
-Writes audit.json and audit.html into --out and prints the verdict. Status 0: no fault was found;
-1: one was; 2: bad input. The first turn of each prompt counts.
+Prints the result and writes audit.json and audit.html into --out. Only each prompt's first turn
+counts.
+
+Exit status 0: no fault found. 1: a fault. 2: bad input.
 """
 LEVEL = 0.01
 """False-alarm probability over all tests together."""
@@ -72,7 +75,7 @@ class AuditOptions(ChatServerOptions):
     data_dir: str | None = option(None, metavar="D")
     """see eval --help"""
     limit: int = option(4, metavar="P", least=1)
-    """the first P prompts of each"""
+    """first P prompts per benchmark"""
     samples: int = option(32, metavar="N", least=2)
     """sampled answers per server and prompt"""
     temperature: float = option(1.0, metavar="T")

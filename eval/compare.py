@@ -21,15 +21,15 @@ from pipedraft.files import make_place, to_json, write_atomically
 
 EXAMPLE = """\
 example:
-  python -m pipedraft.eval compare out/eval_short out/eval_long --json out/compared.json
+  pipedraft eval compare out/eval out/other --json out/compared.json
 
-A method is compared with the baseline's method of the same name, schedule, stages and tree; where
-there is none, with those most like it. Prompts are matched by id.
+Each method is compared with the baseline's method that has the same name, schedule, stages and
+tree, or else with the most similar ones. Prompts are matched by id.
 """
 LEGEND = """\
-ratio: compared over baseline, of the values pooled over the prompts, with the 95 % interval of a
-bootstrap that draws prompts with both runs' counts. An interval that contains 1 does not tell the
-runs apart. tokens/s: a machine that is slower for one of the runs looks like a difference."""
+ratio: compared / baseline, pooled over the prompts, with a 95 % interval from a bootstrap over
+prompts. If the interval contains 1, the runs do not differ measurably. tokens/s: a machine that was
+slower during one run looks like a difference."""
 
 
 # Fields that both entries in a comparison share, from the most alike to any.
@@ -322,7 +322,7 @@ def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(Options):
-    """Compare pipedraft.eval runs on the same prompts."""
+    """Compare evaluations on the same prompts."""
 
     PROG: ClassVar[str] = "pipedraft eval compare"
     EXAMPLE: ClassVar[str] = EXAMPLE + "\n" + LEGEND
@@ -336,7 +336,7 @@ class CompareOptions(Options):
     groups: bool = False
     """add tokens per round by context length, language and kind of text"""
     json: Path | None = None
-    """also write the comparisons there"""
+    """also write the comparisons to this file"""
 
 
 build_parser = CompareOptions.parser

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 EXAMPLE = """\
 example:
-  python -m pipedraft.eval replay out/eval --cost out/cost.json --link 0,0.05
-  python -m pipedraft.eval replay out/eval --cost h100 --link 0,1ms --pass-ms 20 --best
+  pipedraft eval replay out/eval --cost h100 --link 0,0.05
+  pipedraft eval replay out/eval --cost h100 --link 0,1ms --pass-ms 20 --best
 
-TRACES is the --out folder of an evaluation, its traces folder, or a file in there. The steps of
-every turn go through the clock of the cost model; no model is loaded. Other numbers of stages are
-decoded: eval --stages N.
+TRACES is an evaluation's --out folder, its traces folder, or a file in it. The cost model's clock
+times the steps of every turn; no model is loaded. To see another number of stages, decode again
+with eval --stages N.
 """
 LEGEND = """\
-N tokens, K steps, L' = n N / K, S modeled speed-up over plain decoding on the same pipeline, both
-with 95 % bootstrap intervals over conversations; one device: the same over plain decoding with all
-layers on one. link: one hop, in times of a target pass over one token."""
+N: tokens. K: steps. L' = n N / K for n stages. S: modeled speed-up over autoregressive decoding on
+the same pipeline. one device: speed-up over all layers on one device. Intervals: 95 % bootstrap
+over conversations. link: latency of one link, in target passes over one token."""
 UNEQUAL = 1.1
 """Speed ratio between two ranks above which a calibrated cost model separates them."""
 STAGED_DRAFTS = ("spd", "ppsd")
@@ -426,7 +426,7 @@ class ReplayOptions(Options):
     json: bool = False
     """print only JSON"""
     out: Path | None = option(None, metavar="DIR")
-    """write replay.json and replay.md there"""
+    """write replay.json and replay.md into this folder"""
 
 
 build_parser = ReplayOptions.parser

@@ -34,13 +34,13 @@ from pipedraft.files import Values, make_place, to_json, write_atomically
 
 EXAMPLE = """\
 example:
-  python -m pipedraft.eval report out/eval_n4 out/eval_n8 --trace out/trace.json --out report.html
+  pipedraft eval report out/eval out/other --out out/report.html
 
-The page needs no network and no other file. It shows the folders' results.json and manifest.json:
-L' with its intervals, plots, what differs between the first folder and each other one on the same
-prompts, and what the numbers depend on. Each evaluation writes the page of its own folder itself.
+The page needs no network and no other file. It shows results.json and manifest.json from each
+folder: L' with intervals, charts, differences from the first folder on the same prompts, and the
+settings behind the numbers. `pipedraft eval` already writes such a page for its own folder.
 
-A results.json may also hold, or hold alone, times of edge-cloud decoding:
+A results.json may also, or only, have latencies for edge-cloud decoding:
   {"latency": [{"method": "picospec", "network": "4g", "temperature": 0, "ms_per_token": 31.5,
                 "ci95": [30.1, 33.0]}]}          ci95: null where there is no interval
 """

@@ -1,4 +1,4 @@
-"""Decode one prompt: text is streamed as it becomes certain, then the figures."""
+"""Decode one prompt: `pipedraft inference --help`."""
 
 import json
 import sys
@@ -35,22 +35,24 @@ if TYPE_CHECKING:
     from pipedraft.inference.timeline import TimelineReport
 
 EXAMPLE = """example:
-  python -m pipedraft.inference --checkpoint out/spd --prompt "What is 12 + 30?"
-  python -m pipedraft.inference --checkpoint out/eagle3 --schedule flowspec --stages 4 --prompt "Hi"
-  python -m pipedraft.inference --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --stages 4 \\
+  pipedraft inference --checkpoint assets/heads/spd_n4 --prompt "What is 12 + 30?"
+  pipedraft inference --checkpoint assets/heads/eagle3 --schedule flowspec --stages 4 --prompt "Hi"
+  pipedraft inference --target assets/target --draft suffix --stages 4 --prompt "Hi"
+  pipedraft inference --target assets/target --schedule autoregressive --prompt "Hi"
+  pipedraft inference --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --stages 4 \\
       --prompt "Hi"
-  python -m pipedraft.inference --target assets/target --schedule autoregressive --prompt "Hi"
-  python -m pipedraft.inference --target assets/target --draft suffix --stages 4 --prompt "Hi"
-  python -m pipedraft.inference --checkpoint out/spd --backend process --processes 4 \\
+  pipedraft inference --checkpoint assets/heads/spd_n4 --backend process --processes 4 \\
       --prompt "Hi"
 
-  python -m pipedraft.inference serve --target assets/target   the target for drafts elsewhere
-  python -m pipedraft.inference --server 127.0.0.1:50051 --checkpoint out/flexspec --prompt "Hi"
-  python -m pipedraft.inference --server cloud.example:50051 --draft-model out/draft_model \\
+The target on a server, the draft here:
+  pipedraft inference serve --target assets/target
+  pipedraft inference --server 127.0.0.1:50051 --tokenizer assets/target --prompt "Hi"
+  pipedraft inference --server 127.0.0.1:50051 --checkpoint out/flexspec --prompt "Hi"
+  pipedraft inference --server cloud.example:50051 --draft-model out/draft_model \\
       --schedule picospec --tls-ca server.pem --token-file token --prompt "Hi"
-  python -m pipedraft.inference --server 127.0.0.1:50051 --status
+  pipedraft inference --server 127.0.0.1:50051 --status
 
-With --server and without a draft give --tokenizer, a folder or Hub id with the target's tokenizer.
+Without a draft, --server needs --tokenizer: a folder or Hub id with the target's tokenizer.
 `inference edge` is another name for `inference` with --server.
 """
 MAX_PROMPT_BYTES = 2**24
@@ -63,7 +65,7 @@ SUBCOMMANDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
-    """Decode one prompt: text is streamed as it becomes certain, then the figures."""
+    """Decode one prompt: stream the text as tokens are accepted, then print the figures."""
 
     PROG: ClassVar[str] = "pipedraft inference"
     EXAMPLE: ClassVar[str] = EXAMPLE
@@ -80,9 +82,9 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     seed: int = 0
     """random seed"""
     trace: Path | None = option(None, metavar="FILE")
-    """write each process's timeline as a Chrome trace; with --backend process"""
+    """with --backend process: write every process's timeline as a Chrome trace"""
     quiet: bool = False
-    """only the text, no figures"""
+    """print only the text, no figures"""
 
     def read_prompt(self) -> str:
         text = self.prompt or ""

@@ -73,21 +73,21 @@ def read_budget(value: object) -> Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterOptions(Options):
-    """filters of sampling
+    """sampling filters
 
-    At temperatures above 0, in this order and as transformers has them; of target and draft alike.
+    Applied at temperatures above 0, in this order and as in transformers, to target and draft.
     """
 
     IN_SHORT_HELP: ClassVar[bool] = False
 
     top_k: int = option(0, metavar="K")
-    """only the K most likely tokens; 0: all"""
+    """keep the K most likely tokens; 0: all"""
     top_p: float = option(1.0, metavar="P")
-    """only the fewest most likely tokens with P of the probability"""
+    """keep the fewest most likely tokens whose probabilities reach P; 1: all"""
     min_p: float = option(0.0, metavar="P")
-    """only tokens with P times the largest probability"""
+    """keep tokens with at least P times the largest probability; 0: all"""
     typical_p: float = option(1.0, metavar="P")
-    """only tokens of the most typical surprisal, with P of the probability"""
+    """keep the tokens with the most typical surprisal whose probabilities reach P; 1: all"""
 
     @property
     def filters(self) -> dict[str, float]:
@@ -101,7 +101,7 @@ class FilterOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
-    """settings of schedules, each with the schedules that have it; others refuse it"""
+    """schedule settings"""
 
     IN_SHORT_HELP: ClassVar[bool] = False
 
@@ -114,7 +114,8 @@ class ScheduleOptions(Options):
     @classmethod
     def add_to(cls, parser: ArgumentParser, shows_help: bool) -> None:
         super().add_to(parser, shows_help)
-        group = parser.add_argument_group(ScheduleOptions.__doc__)
+        about = "Each line begins with the schedules that accept the setting."
+        group = parser.add_argument_group(ScheduleOptions.__doc__, about)
         for name, owners in setting_owners().items():
             _add_setting(group, name, owners, cls.SETTINGS_ARE_LISTS, shows_help)
 
@@ -150,8 +151,14 @@ def _add_setting(
         if len(defaults) == 1 and shown is not None and hint is not bool:
             text += f" (default: {shown})"
         if hint is bool and default:
-            text = f"{', '.join(owners)}: switch this off: {text.partition(': ')[2]}"
-        text = text.replace("%", "%%")
+            start, _, off = text.partition(": ")
+            off = (
+                off.removeprefix("False: ")
+                if "False: " in off
+                else f"do not {off[0].lower()}{off[1:]}"
+            )
+            text = f"{start}: {off}"
+        text = text.replace("%", "%%").replace("None: ", "default: ")
     if hint is bool:
         flag = f"--no-{flag_name(name)[2:]}" if default else flag_name(name)
         group.add_argument(flag, dest=name, action="store_const", const=not default, help=text)
@@ -176,9 +183,9 @@ class PlaceOptions(Options):
     """device and dtype"""
 
     device: str = option("auto", metavar="DEVICE")
-    """of target and draft: cpu, cuda, cuda:N; auto: the accelerator if any"""
+    """device for target and draft: cpu, cuda or cuda:N; auto: an accelerator if there is one"""
     dtype: Dtype = "auto"
-    """of target and draft; auto: float32 on a CPU, on a GPU as the target is stored"""
+    """dtype for target and draft; auto: float32 on a CPU, the target's stored dtype on a GPU"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +195,7 @@ class TemplateOptions(Options):
     chat_template_kwargs: Values | None = option(
         None, metavar="JSON", parse=read_template_variables
     )
-    """variables of the target's chat template, as {"enable_thinking": false}"""
+    """variables for the target's chat template, for example {"enable_thinking": false}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,19 +208,18 @@ class BackendOptions(PlaceOptions):
     """A signal lets the ranks end what they have begun."""
 
     backend: Literal["local", "process"] = "local"
-    """local: one process and the virtual clock; process: one rank per stage, the draft on rank 0
-    beside the first stage, or alone if there is one rank more"""
+    """local: one process and a virtual clock; process: one rank per stage, with the draft on rank 0
+    next to the first stage, or on a rank of its own if there is one more"""
     processes: int | None = option(None, metavar="N", least=1)
-    """ranks to start on this machine; without it torchrun starts them, on one or several"""
+    """ranks to start on this machine; leave it out under torchrun, which starts them itself"""
     boundaries: tuple[int, ...] = option((), metavar="0,B,..,L|auto", parse=read_boundary)
-    """first layer of each stage, then the number of layers; auto: by memory and speed of the stages
-    in --cost; default: near-even"""
+    """first layer of each stage, then the number of layers; auto: cut by each stage's memory and
+    speed in --cost; default: near-even"""
     links: Literal["auto", "device", "host"] = "auto"
-    """way of hidden states between ranks; device: NCCL between GPUs, host: through host memory;
-    auto: device where every rank has a GPU of its own"""
+    """how hidden states travel between ranks; device: NCCL between GPUs; host: through host memory;
+    auto: device if every rank has its own GPU, else host"""
     step_timeout: float = option(8.0, metavar="S", parse=seconds)
-    """seconds of a stage's forward pass, after which the run ends; above 8 a process may also be
-    silent for so long, as on a crowded machine"""
+    """end the run if a stage's forward pass takes more seconds; raise it on a busy machine"""
 
 
 @contextmanager
@@ -258,32 +264,32 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     AT_MOST_ONE: ClassVar[Sequence[Sequence[str]]] = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: str | None = None
-    """folder or Hub id of a trained draft"""
+    """a trained draft's folder or Hub id"""
     draft_model: str | None = None
-    """folder or Hub id of a language model with the target's tokenizer, as the draft (its own
-    schedule is pipeinfer)"""
+    """use this language model (folder or Hub id, with the target's tokenizer) as the draft; its
+    default schedule is pipeinfer; needs --target"""
     draft: Literal["ngram", "suffix"] | None = None
-    """a draft without a network: what followed the same tokens before in the text"""
+    """draft by n-gram or suffix lookup in the text so far, without a network; needs --target"""
     target: str | None = None
-    """folder or Hub id; default: the one the draft names"""
+    """target's folder or Hub id; default: the draft's own"""
     schedule: str | None = option(None, known=tuple(SCHEDULES))
-    """name of a schedule; default: the draft's own"""
+    """decoding schedule; default: the draft's own"""
     stages: int | None = None
-    """pipeline stages; default: the draft's"""
+    """pipeline stages for the target; default: as the draft was trained, else 1"""
     verifier: Rule = "auto"
     """acceptance rule at temperatures above 0"""
     payload_tokens: int = option(10, metavar="K")
-    """the target's best tokens in a rejection, by topk and tail_escape"""
+    """target's top tokens sent with a rejection, by topk and tail_escape"""
     tail_samples: int = option(4, metavar="M")
-    """drawn tokens in a rejection, by tail_escape"""
+    """sampled tokens sent with a rejection, by tail_escape"""
     bitwise: bool = False
-    """the target computes each row as plain decoding would, to the last bit: in bfloat16, too, the
-    text is then plain decoding's; slower"""
+    """compute each target row bit for bit as autoregressive decoding would, so the output is equal
+    in bfloat16, too; slower"""
     never_slower: bool = False
-    """time the rounds with and without the draft, and shrink or pause it where it loses"""
+    """time rounds with and without the draft, and shrink or pause it where it is slower"""
     cost: str | None = option(None, metavar="PRESET|FILE")
-    """cost model by which automatic budgets are chosen: h100, a100, rtx4090, jetson_orin, this_cpu,
-    or a file of eval --calibrate; default: rows, links and verification free"""
+    """cost model that chooses automatic budgets: h100, a100, rtx4090, jetson_orin, this_cpu, or a
+    file written by eval --calibrate; default: rows, links and verification are free"""
 
     def engine_settings(self) -> Values:
         """Settings of the schedule, and those shared ones that are no prompt's own."""
@@ -308,25 +314,25 @@ class RemoteOptions(Options):
     IN_SHORT_HELP: ClassVar[bool] = False
 
     server: str | None = option(None, metavar="HOST:PORT")
-    """the target is there, the draft here"""
+    """decode with the target on this server and the draft here"""
     status: bool = False
-    """print what the server says of itself, as JSON"""
+    """print the server's status as JSON"""
     tokenizer: str | None = None
-    """folder or Hub id; default: that of the draft"""
+    """tokenizer's folder or Hub id; default: the draft's"""
     keep_drafting: bool = False
-    """also where the target alone would be faster"""
+    """keep drafting even if the target alone would be faster"""
     tls: bool = False
-    """TLS; its certificate signed as the system wants it"""
+    """use TLS with the certificate authorities of this system"""
     tls_ca: Path | None = option(None, metavar="FILE")
-    """TLS; its certificate signed by this one (PEM)"""
+    """use TLS with this certificate authority (PEM)"""
     token_file: Path | None = option(None, metavar="FILE")
-    """what the server wants to be sent"""
+    """file with the token for the server"""
     connect_s: float = option(10.0, metavar="S", parse=seconds)
-    """for one attempt"""
+    """seconds per connection attempt"""
     answer_s: float = option(30.0, metavar="S", parse=seconds)
-    """without an answer for so long a new session is opened"""
+    """seconds without an answer before a new session is opened"""
     give_up_s: float = option(60.0, metavar="S", parse=seconds)
-    """without a server for so long the output ends, status 1"""
+    """seconds without a server before the output ends with status 1"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,8 +23,8 @@ EXAMPLE = """example:
   pipedraft demo --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --schedule eagle \\
       --tree chain:4
 
-Greedy, in this process. On a terminal both answers appear beside each other as fast as they were
-measured, the accepted draft tokens in green; elsewhere one after the other.
+Decodes greedily in this process. A terminal shows both answers side by side at their measured
+speed, with accepted draft tokens in green; elsewhere one follows the other.
 """
 HEAD, TREE = "assets/heads/eagle3", "chain:5"
 """Default draft and tree: the fastest on one CPU thread."""

@@ -50,16 +50,16 @@ class ServerLimits(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions(Options):
-    """where it listens, and how"""
+    """address and encryption"""
 
     host: str = "127.0.0.1"
-    """address; 127.0.0.1 is this machine alone"""
+    """address to listen on; 127.0.0.1: this machine only"""
     port: int = 50051
-    """0: any free one"""
+    """port; 0 takes a free one"""
     tls_cert: Path | None = option(None, metavar="FILE")
-    """PEM chain; default: plain text"""
+    """certificate chain (PEM); default: no TLS"""
     tls_key: Path | None = option(None, metavar="FILE")
-    """its private key, PEM"""
+    """private key of the certificate (PEM)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,5 +1,5 @@
-"""Work on checkpoints: import a published head, push one to the Hub, export it for an engine, make
-a target of a GGUF file."""
+"""Import a published head, push a checkpoint to the Hub, export it for an engine, or convert a GGUF
+file."""
 
 import shlex
 import sys
@@ -23,21 +23,9 @@ if __name__ == "__main__":
 
 from pipedraft.files import write_folder
 
-EXAMPLE = """example:
-  python -m pipedraft.models import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B \\
-      --target meta-llama/Llama-3.1-8B-Instruct --out out/eagle3
-  python -m pipedraft.models push --checkpoint out/spd --repo user/name \\
-      --results out/eval/results.json --dry-run
-  python -m pipedraft.models push --checkpoint out/sglang --repo user/name-sglang --private
-  python -m pipedraft.models export --checkpoint out/eagle3 --format sglang --out out/sglang
-  python -m pipedraft.models from-gguf SmolLM2-135M-Instruct.Q4_1.gguf --out out/smollm2
-"""
-
 
 class Command(Options):
     """A subcommand: its options, and what it does with them."""
-
-    EXAMPLE: ClassVar[str] = EXAMPLE
 
     @abstractmethod
     def run(self) -> None:
@@ -46,15 +34,18 @@ class Command(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(Command):
-    """make a checkpoint of a head in the layout of SafeAILab, SGLang, vLLM or SPD's authors, or of
-    the MTP layer that a target ships with"""
+    """convert a head from SafeAILab, SGLang, vLLM or SPD's authors, or a target's MTP layer"""
 
     PROG: ClassVar[str] = "pipedraft models import"
+    EXAMPLE: ClassVar[str] = """example:
+  pipedraft models import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B \\
+      --target meta-llama/Llama-3.1-8B-Instruct --out out/imported
+"""
 
     source: str = option(flag="--from", metavar="HEAD")
-    """folder, file of weights or Hub id"""
+    """head's folder, weights file or Hub id"""
     target: str
-    """folder or Hub id of the target it was trained for"""
+    """target of the head: folder or Hub id"""
     out: Path
     """folder to make"""
     revision: str | None = option(None, metavar="NAME")
@@ -68,10 +59,7 @@ class ImportOptions(Command):
             print(path)
         stages = "" if draft.num_stages is None else f" --stages {draft.num_stages}"
         place, target = shlex.quote(str(self.out)), shlex.quote(self.target)
-        print(
-            f"python -m pipedraft.inference --checkpoint {place} --target {target}{stages} "
-            "--prompt Hello"
-        )
+        print(f"pipedraft inference --checkpoint {place} --target {target}{stages} --prompt Hello")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,27 +67,32 @@ class PushOptions(Command):
     """upload a checkpoint to the Hub"""
 
     PROG: ClassVar[str] = "pipedraft models push"
+    EXAMPLE: ClassVar[str] = """example:
+  pipedraft models push --checkpoint assets/heads/eagle3 --repo user/name --dry-run
+  pipedraft models push --checkpoint out/sglang --repo user/name-sglang --private
+"""
 
     checkpoint: str
     """checkpoint folder, a run's folder, or an export"""
     repo: str
-    """user/name"""
+    """Hub repository, as user/name"""
     results: Path | None = None
-    """results.json of pipedraft eval, for the card's table"""
+    """results.json from pipedraft eval, for the table in the model card"""
     target: str | None = None
-    """the target's Hub id; default: the name that the training gave it"""
+    """target's Hub id; default: its name in training"""
     dtype: Literal["fp16"] | None = None
-    """of the weights, half the size, which loading makes float32 again; default: as they are"""
+    """store the weights in fp16, half the size; loading converts them to float32; default: as they
+    are"""
     private: bool = False
-    """for a repository that it makes"""
+    """make a new repository private"""
     revision: str | None = option(None, metavar="BRANCH")
-    """made if missing; default: main"""
+    """branch to push to, created if missing; default: main"""
     commit_message: str | None = option(None, metavar="TEXT")
-    """of the upload"""
+    """commit message for the upload"""
     dry_run: bool = False
     """only write the folder to --out"""
     out: Path | None = None
-    """with --dry-run: where to write it; default: out/upload/REPO"""
+    """with --dry-run: folder to write; default: out/upload/REPO"""
 
     def run(self) -> None:
         from pipedraft.models.exchange.hub import (
@@ -134,22 +127,24 @@ class PushOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Command):
-    """write a head as SGLang, vLLM or llama.cpp load it, and how to launch them"""
+    """write a head in the layout of SGLang, vLLM or llama.cpp, and print the launch command"""
 
     PROG: ClassVar[str] = "pipedraft models export"
+    EXAMPLE: ClassVar[str] = """example:
+  pipedraft models export --checkpoint assets/heads/eagle3 --format sglang --out out/sglang
+"""
 
     checkpoint: str
     """checkpoint folder or a run's folder"""
     format: Literal["sglang", "speculators", "gguf"]
-    """sglang: the authors' layout; speculators: vLLM's; gguf: llama.cpp's"""
+    """sglang: the EAGLE authors' layout; speculators: vLLM's; gguf: llama.cpp's"""
     out: Path
     """folder to make"""
     target: str | None = None
-    """the target's name for the engine; default: the one of the training; with gguf: its file"""
-
+    """target's name for the engine; default: its name in training; with gguf: the target's file"""
     results: Path | None = None
-    """results.json of pipedraft eval with a chain: decides the chain of the launch line, and
-    becomes acceptance.json for the simulators of vLLM and SGLang"""
+    """results.json from pipedraft eval with chains: sets the chain length for the launch command,
+    and becomes acceptance.json for the simulators in vLLM and SGLang"""
 
     def run(self) -> None:
         from pipedraft.models.exchange.export import Origin, export
@@ -171,9 +166,12 @@ class ExportOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class FromGgufOptions(Command):
-    """write a GGUF file as a model folder, float32; --target FILE.gguf does it on first use"""
+    """convert a GGUF file into a float32 model folder; --target FILE.gguf does it on first use"""
 
     PROG: ClassVar[str] = "pipedraft models from-gguf"
+    EXAMPLE: ClassVar[str] = """example:
+  pipedraft models from-gguf SmolLM2-135M-Instruct.Q4_1.gguf --out out/smollm2
+"""
 
     file: Path = option(metavar="FILE", positional=True)
     """the GGUF file"""
@@ -206,7 +204,9 @@ def usage() -> str:
         " ".join((k or "").split()) for k in (__doc__, *(c.__doc__ for c in SUBCOMMANDS.values()))
     )
     lines = [f"  {name:<10}{text}" for name, text in zip(SUBCOMMANDS, others, strict=True)]
-    return "\n".join(["usage: pipedraft models <command> ...", "", about, "", *lines, "", EXAMPLE])
+    examples = [kind.EXAMPLE.partition("\n")[2].rstrip() for kind in SUBCOMMANDS.values()]
+    lines = ["usage: pipedraft models <command> ...", "", about, "", *lines, "", "examples:"]
+    return "\n".join([*lines, *examples])
 
 
 def main() -> None:

@@ -41,7 +41,9 @@ class SPDConfig(StagedDraftConfig):
     num_layers: int = 2
     """Decoder layers in the head (Ls)."""
     features: Literal["paper", "thirds", "anchors", "listed"] = "paper"
-    """Hidden states fused into the depth-k feature; see feature_layers."""
+    """Layers fused into the feature at each depth; l: the last layer passed. paper: 0, l // 2, l.
+    thirds: 0, l // 3, 2 (l // 3), l from depth 3 on, as in the authors' first release. anchors: 0
+    and all in ``anchors`` up to l. listed: those in ``depth_layers``."""
     anchors: tuple[int, ...] = ()
     """Layer indices for ``features: anchors``, ascending."""
     depth_layers: tuple[tuple[int, ...], ...] = ()

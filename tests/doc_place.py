@@ -25,6 +25,8 @@ from pipedraft.eval.spec import read_roles
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
 
+GENERATED = ("cli.md", "config.md")
+"""Pages whose commands are only parsed: docs/reference.py copies them from --help."""
 NOT_RUN = {
     "make": "installs, tests, or the quickstart, whose two lines run",
     "pip": "not a program of this project",
@@ -51,6 +53,8 @@ def runner_of(command: Command) -> str:
     each accelerate configuration, and through the launcher itself.
     """
     words = command.arguments
+    if command.page in GENERATED:
+        return "test_docs.py"
     if command.launcher in NOT_RUN or command.module in NOT_RUN:
         return ""
     if words[:1] == ["from-gguf"]:
@@ -139,6 +143,8 @@ SMALLER = {
     "benchmarks/draft_length.py": ["--seeds=2", "--tokens=20", "--traces", "assets/net_traces"],
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
 }
+EVALUATIONS = ("out/eval", "out/other", "out/real/table")
+"""Results that pages read and none of them writes."""
 # Stand-ins for files outside the repository.
 STAND_INS = {
     "hub:": "assets/eval",
@@ -185,6 +191,8 @@ def trained() -> dict[str, tuple[str, list[str]]]:
     found = {f"out/{name}": made_by(role.train) for name, role in roles}
     for command in COMMANDS:
         words = command.arguments
+        if command.page in GENERATED:
+            continue
         if command.module in TRAINERS and words[:1] == ["--config"]:
             found.setdefault(output_of(words), (command.module, words))
     stories = ["--config", "configs/spd/tiny.yaml", "--output_dir", "out/stories"]
@@ -343,16 +351,18 @@ class Reader:
                     AcceleratorState._reset_state(reset_partial_state=True)  # from the run before
                     smaller = [*SMALLER[module], *NO_FEATURES.get(module, [])]
                     run_module(module, override(adapted(made_by), smaller))
-            is_read = word in ("out/other", "out/real/table") and word != after(words, "--out")
-            if is_read and not Path(word).exists():
-                shutil.copytree("out/eval", word)
+            if word in EVALUATIONS and word != after(words, "--out") and not Path(word).exists():
+                self.evaluate("out/spd", word)
             if word == "out/cost.json" and not Path(word).exists():
                 Path(word).write_text(json.dumps({"row": 0.01, "link": 0.02}, indent=2))
         checkpoint = after(words, "--checkpoint")
         if "--results" in words and checkpoint in self.checkpoints:  # another page may train it
-            out = str(Path(after(words, "--results")).parent)
-            options = ["--checkpoint", checkpoint, "--out", out, *SMALLER["pipedraft.eval"]]
-            run_module("pipedraft.eval", options)
+            self.evaluate(checkpoint, str(Path(after(words, "--results")).parent))
+
+    def evaluate(self, checkpoint: str, out: str) -> None:
+        self.make_what_it_reads([checkpoint])
+        options = ["--checkpoint", checkpoint, "--out", out, *SMALLER["pipedraft.eval"]]
+        run_module("pipedraft.eval", options)
 
     def run(self, command: Command) -> None:
         """Run a command in ``folder``, the current one."""

@@ -360,11 +360,11 @@ def test_a_failure_of_the_program_is_not_called_bad_input(place, monkeypatch, ca
 @pytest.mark.parametrize(
     ("command", "example"),
     [
-        ("train", "accelerate launch -m pipedraft.train --config"),
-        ("inference", "python -m pipedraft.inference --checkpoint"),
-        ("eval", "python -m pipedraft.eval --checkpoint"),
-        ("models", "python -m pipedraft.models push --checkpoint"),
-        ("data_recipes", "python -m pipedraft.data_recipes --config"),
+        ("train", "pipedraft train --config"),
+        ("inference", "pipedraft inference --checkpoint"),
+        ("eval", "pipedraft eval --checkpoint"),
+        ("models", "pipedraft models push --checkpoint"),
+        ("data_recipes", "pipedraft data --config"),
     ],
 )
 def test_help_exits_with_zero_and_shows_an_example(command, example, monkeypatch, capfd):

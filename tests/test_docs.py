@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,14 @@ from conftest import REPOSITORY
 from doc_commands import PAGES, check, make_command, run_module
 from doc_place import COMMANDS, NOT_RUN, PAGE_NAMES, TRAINERS, after, output_of, runner_of
 
+from pipedraft import __main__ as program
+from pipedraft.eval import __main__ as evaluation
 from pipedraft.eval.spec import read_roles
+from pipedraft.models import __main__ as checkpoints
 from pipedraft.train import config
 from pipedraft.train.__main__ import methods
 
+CLI_PAGE = REPOSITORY / "docs" / "cli.md"
 MODELS = sorted((REPOSITORY / "configs" / "papers" / "models").glob("*.yaml"))
 
 # -- parsing --------------------------------------------------------------------------------
@@ -196,6 +201,20 @@ def test_the_layout_names_files_that_exist():
             continue
         for name in re.findall(r"\b[a-z_0-9]+(?:\.py|/)", text):
             assert list((REPOSITORY / folder).glob(name)), f"{folder}{name}"
+
+
+def test_the_references_are_what_the_script_writes():
+    script = runpy.run_path(str(REPOSITORY / "docs" / "reference.py"))
+    for page, text in script["pages"]():
+        assert page.read_text() == text, f"{page.name}: run python docs/reference.py"
+
+
+def test_the_reference_has_every_command():
+    two_words = {" ".join(words) for words in program.SUBCOMMANDS} | {"inference serve"}
+    two_words |= {f"eval {name}" for name in evaluation.SUBCOMMANDS}
+    two_words |= {f"models {name}" for name in checkpoints.SUBCOMMANDS}
+    headings = re.findall(r"^## pipedraft (.*)$", CLI_PAGE.read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted({*program.COMMANDS, *two_words} - {"models"})
 
 
 # -- messages -------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ def test_a_device_that_holds_nothing_is_refused():
 
 
 def test_an_empty_option_is_no_value():
-    with pytest.raises(UsageError, match="--checkpoint: ''; give folder or Hub id"):
+    with pytest.raises(UsageError, match="--checkpoint: ''; give a trained draft's folder"):
         DecodeOptions.read(["--checkpoint", "", "--prompt", "x"])
 
 

@@ -56,10 +56,11 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "example:\n"
-    "  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --optim.lr 3e-4\n"
-    "  python -m pipedraft.train --plan configs/spd/tiny.yaml\n\n"
-    "SIGTERM and Ctrl-C finish the step, save and end (status 143 and 130); the same command\n"
-    "goes on from there. --plan says what a run will take: parameters, memory, speed."
+    "  pipedraft train --config configs/spd/tiny.yaml --optim.lr 3e-4\n"
+    "  pipedraft train --plan configs/spd/tiny.yaml\n"
+    "  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml   # many processes\n\n"
+    "--plan estimates what a run needs: parameters, memory, speed. SIGTERM and Ctrl-C finish the\n"
+    "step, save and end with status 143 and 130; run the same command again to resume."
 )
 
 

@@ -48,10 +48,13 @@ class OptimConfig:
     lr: float = 1e-4
     """Peak learning rate; for muon the update is scaled to AdamW's root mean square."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates for the mean and the mean square of the gradient."""
     weight_decay: float = 0.0
+    """Decoupled weight decay."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """Shape of the learning rate after the warm-up."""
     warmup_fraction: float = 0.03
     """Share of all optimizer steps in which the rate rises linearly from 0."""
     final_fraction: float = 0.0
@@ -96,11 +99,15 @@ class RunConfig:
     """One training run. ``model`` configures the network, by method."""
 
     method: str
+    """Head to train; decides the keys under model."""
     output_dir: Path
+    """Folder for metrics.jsonl, best/ and checkpoints/."""
     data: DataConfig
+    """Training data; see the section data."""
     target: str | None = None
     """Frozen target: a folder or a Hub id."""
     target_revision: str | None = None
+    """Branch, tag or commit of the target on the Hub; null: its main branch."""
     target_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bf16 if the target is stored in bf16 and the run computes in bf16; else fp32."""
     target_quantization: Literal["8bit", "4bit"] | None = None
@@ -108,10 +115,12 @@ class RunConfig:
     shard_target: bool = False
     """Split every target layer between the processes; a layer is gathered while it runs."""
     features: str | None = None
-    """Folder with hidden states from python -m pipedraft.train.features, or vLLM servers for them,
+    """Folder with hidden states from pipedraft train features, or vLLM servers for them as
     http://HOST:PORT,http://HOST:PORT: the target's layers are then not loaded."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer; see the section optim."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Validation; see the section evaluation."""
     batch_tokens: int = 4096
     """Tokens per forward pass and process, padding included."""
     packing: bool = False
@@ -122,6 +131,7 @@ class RunConfig:
     accumulation: int = 1
     """Forward passes per optimizer step; the loss is the mean over all their supervised tokens."""
     epochs: float = 1.0
+    """Passes over the training rows; max_steps takes precedence."""
     max_steps: int | None = None
     """Optimizer steps, instead of epochs."""
     batch_group: int | None = None
@@ -135,9 +145,11 @@ class RunConfig:
     """Autocast dtype; weights and optimizer state stay fp32. auto: bf16 if the processor supports
     it."""
     seed: int = 0
+    """Random seed for initial weights, batch order and samples."""
     save_every_steps: int = 500
     """Optimizer steps between checkpoints for resuming."""
     keep_checkpoints: int = 2
+    """Newest checkpoints to keep for resuming."""
     resume: bool = True
     """Resume from the newest complete checkpoint under output_dir, if there is one."""
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
@@ -145,6 +157,7 @@ class RunConfig:
     wandb_artifact: bool = False
     """Upload best/ to wandb as an artifact when the run ends."""
     log_every_steps: int = 10
+    """Optimizer steps between lines in metrics.jsonl."""
     peak_tflops: float | None = None
     """Peak TFLOP/s per device in this precision, for example 989 for an H100 in bf16; adds mfu to
     the metrics."""
@@ -209,15 +222,15 @@ def make_parser(method: str, methods: dict[str, type], example: str) -> Argument
     others = ", ".join(name for name in methods if name != method)
     parser = ArgumentParser(
         prog="pipedraft train",
-        description="Train a draft head. The options --model.* are "
-        f"those of --method {method}; add --method NAME to see those of {others}.",
+        description="Train a draft head. The --model.* options below "
+        f"are for --method {method}; add --method NAME to see {others}.",
         epilog=example,
         exit_on_error=False,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", action="config", help="YAML file; later ones override earlier")
-    parser.description += " --plan FILE says what the run of a configuration takes, and ends."
+    parser.description += " --plan FILE estimates what a run needs, and ends."
     parser.add_class_arguments(RunConfig, as_group=False)
     parser.add_class_arguments(methods[method], "model")
     return parser

@@ -11,29 +11,29 @@ usage: pipedraft train --config FILE [--config FILE ...] [--a.b VALUE ...]
 Train a draft head. More than one process: accelerate launch -m pipedraft.train --config FILE
 
   --config FILE             YAML file; later ones override earlier, options override both
-  --plan FILE               say what the run of this configuration takes (parameters, memory, speed)
+  --plan FILE               estimate parameters, memory and speed for this configuration, and end
   --method NAME             {", ".join(METHODS)}
   --target NAME             folder or Hub id of the frozen target
-  --output_dir DIR          metrics.jsonl, best/ and checkpoints/; the same command resumes there
+  --output_dir DIR          folder for metrics.jsonl, best/ and checkpoints/; a run resumes there
   --data.sources LIST       [{{path: FILE}}, ...]: conversations, as files or Hub data sets
   --data.max_length N       tokens per row
   --max_steps N             optimizer steps; or --epochs X
-  --max_minutes X           end after so long; the same command goes on
-  --batch_tokens N          tokens of a step in each process
+  --max_minutes X           end after X minutes; run the same command again to resume
+  --batch_tokens N          tokens per forward pass and process
   --optim.name NAME         adamw or muon
   --optim.lr X              peak learning rate
   --precision NAME          auto, bf16 or fp32
   --evaluation.every_steps N    steps between validations
   --save_every_steps N      steps between checkpoints
   --trackers LIST           for example [wandb]
-  --help-all                every option, with --method NAME those of another method
+  --help-all                every option; add --method NAME for another method's
 
 example:
   pipedraft train --config configs/spd/tiny.yaml --optim.lr 3e-4
   pipedraft train --plan configs/spd/tiny.yaml
 
-SIGTERM and Ctrl-C finish the step, save and end (status 143 and 130); the same command goes on from
-there."""
+SIGTERM and Ctrl-C finish the step, save and end with status 143 and 130; run the same command again
+to resume."""
 
 
 def answer_early(words: Sequence[str]) -> None:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 from pipedraft.cli import option
 
 EXAMPLE = """example:
-  python -m pipedraft.inference serve --target assets/target --port 50051
-  PIPEDRAFT_TOKEN=... python -m pipedraft.inference serve --target assets/target --host 0.0.0.0 \\
+  pipedraft inference serve --target assets/target --port 50051
+  PIPEDRAFT_TOKEN=... pipedraft inference serve --target assets/target --host 0.0.0.0 \\
       --tls-cert server.pem --tls-key server.key
 
-The first line on stdout says where it listens. SIGTERM and Ctrl-C let open sessions end
-(--grace-s); a second one does not wait. docs/edge.md explains the protocol and every error
-message.
+The first line on stdout names the address. After SIGTERM or Ctrl-C, open sessions get --grace-s
+seconds to finish; a second signal ends them at once. docs/edge.md explains the protocol and every
+error message.
 """
 
 
@@ -40,18 +40,18 @@ class SecurityOptions(ListenOptions):
     IN_SHORT_HELP: ClassVar[bool] = False
 
     token_file: Path | None = option(None, metavar="FILE")
-    """clients must send a line of it; default: $PIPEDRAFT_TOKEN, or none"""
+    """tokens, one per line; every client must send one; default: $PIPEDRAFT_TOKEN, or no token"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionServerOptions(SecurityOptions, SessionLimits, PlaceOptions):
-    """Serve a target: it verifies what edges draft, and decodes alone for those that do not."""
+    """Serve a target: verify draft tokens from edge devices, or decode without them."""
 
     PROG: ClassVar[str] = "pipedraft inference serve"
     EXAMPLE: ClassVar[str] = EXAMPLE
 
     target: str
-    """folder or Hub id"""
+    """target's folder or Hub id"""
 
 
 build_parser = SessionServerOptions.parser

@@ -37,7 +37,7 @@ class FlowSpecContinued(Schedule):
     max_segment_rows: int = 16
     """Draft tokens that enter together, from all forwards in a step, not counting the root."""
     level_order: bool = False
-    """Continue the oldest draft tokens first, with as many children each, instead of the best."""
+    """Draft level by level, with equally many children per token, instead of best first."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "step_tokens", "expansion_depth", "max_segment_rows")

@@ -61,9 +61,9 @@ class PipeInfer(Schedule):
     split: float = 0.1
     """Fork a branch into the draft's next best tokens if their probability is higher."""
     recovery: float = 0.0
-    """Added to both thresholds per micro-batch since the last verification result."""
+    """Added to accept and split per micro-batch since the last verification result."""
     decay: float = 0.0
-    """Subtracted from both thresholds per empty micro-batch since the last verification result."""
+    """Subtracted from accept and split per empty micro-batch since the last verification result."""
     give_up: float = 0.1
     """Pause the draft while its recent acceptance rate is below this. Each pause is twice as long
     as the one before, so a useless draft costs the stages little. 0: never pause."""

@@ -8,11 +8,12 @@ from pipedraft.inference.servers import ServerLimits
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits(ServerLimits):
-    """limits of requests"""
+    """request limits"""
 
     max_waiting: int = option(64, metavar="N", least=1)
     """sequences in the queue; further requests get status 429"""
     max_client_sequences: int = option(32, metavar="N", least=1)
-    """open at once of one client: of a key where --api-key-file has several, else of an address"""
+    """open sequences per client; a client is an API key if --api-key-file has several, else an
+    address"""
     max_choices: int = option(8, metavar="N", least=1)
-    """sequences of one request"""
+    """sequences per request"""

@@ -26,12 +26,13 @@ EXAMPLE = """example:
       -d '{"messages": [{"role": "user", "content": "How many legs do 12 cats have?"}]}'
 
   pipedraft serve --target assets/target --schedule autoregressive --port 0
-  PIPEDRAFT_API_KEY=... pipedraft serve --checkpoint out/spd --host 0.0.0.0 \\
+  PIPEDRAFT_API_KEY=... pipedraft serve --checkpoint assets/heads/spd_n4 --host 0.0.0.0 \\
       --tls-cert server.pem --tls-key server.key
-  pipedraft serve --checkpoint out/spd --backend process --processes 4
+  pipedraft serve --checkpoint assets/heads/spd_n4 --backend process --processes 4
 
-The first line on stdout says where it listens; a browser shows a page there. SIGTERM and Ctrl-C let
-open requests end (--grace-s); a second one does not wait. docs/serve.md has the rest.
+The first line on stdout names the address; open it in a browser to chat. After SIGTERM or Ctrl-C,
+open requests get --grace-s seconds to finish; a second signal ends them at once. docs/serve.md has
+the rest.
 """
 
 
@@ -40,14 +41,14 @@ class HttpOptions(ListenOptions):
     """who may connect"""
 
     port: int = 8000
-    """0: any free one"""
+    """port; 0 takes a free one"""
     api_key_file: Path | None = option(None, metavar="FILE")
-    """clients must send a line of it as their API key; default: $PIPEDRAFT_API_KEY, or none"""
+    """API keys, one per line; every client must send one; default: $PIPEDRAFT_API_KEY, or no key"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
-    """Serve a target and its draft over HTTP, as OpenAI's clients know it."""
+    """Serve a target and its draft over HTTP, for OpenAI clients."""
 
     PROG: ClassVar[str] = "pipedraft serve"
     EXAMPLE: ClassVar[str] = EXAMPLE
@@ -56,11 +57,11 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
     AT_MOST_ONE = (*EngineOptions.AT_MOST_ONE, ("model_name", "served_model_name"))
 
     model_name: str | None = None
-    """as clients call it; default: the last part of the checkpoint's name, or the target's"""
+    """model name for clients; default: the last part of the checkpoint's name, or the target's"""
     served_model_name: str | None = option(None, metavar="NAME,..")
-    """the same as vLLM has it, with several names; answers have the first"""
+    """comma list of names for clients, as in vLLM; answers carry the first"""
     vllm_metrics: bool = False
-    """metrics have vLLM's names, too (vllm:num_requests_running)"""
+    """also export metrics under vLLM's names (vllm:num_requests_running)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

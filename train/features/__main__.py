@@ -19,24 +19,23 @@ if TYPE_CHECKING:
     from pipedraft.train.features.dump import Head
 
 EXAMPLE = """example:
-  python -m pipedraft.train.features --config configs/spd/tiny.yaml --out out/features
-  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --features out/features
+  pipedraft train features --config configs/spd/tiny.yaml --out out/features
+  pipedraft train --config configs/spd/tiny.yaml --features out/features
+  pipedraft train features --config configs/spd/tiny.yaml --engine vllm --out out/features
 
-  python -m pipedraft.train.features --config configs/spd/tiny.yaml --engine vllm --out out/features
+Without a disk: the target runs in its own process, here or on another machine:
+  pipedraft train features serve --config configs/spd/tiny.yaml --port 7500
+  pipedraft train --config configs/spd/tiny.yaml --features http://127.0.0.1:7500
 
-while training, from vLLM's server:
-  python -m pipedraft.train.features serve --config configs/spd/tiny.yaml --port 7500
-  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml --features http://127.0.0.1:7500
-
---config, and every other option of python -m pipedraft.train, say what is dumped: the target, the
-data and the layers that this head and those of --also read."""
+--config and every other option of pipedraft train decide what is stored: the target, the data, and
+the layers that this head and the heads in --also read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureOptions(Options):
     """Store the target's hidden states, or serve them with vLLM, for --features of train."""
 
-    PROG: ClassVar[str] = "python -m pipedraft.train.features"
+    PROG: ClassVar[str] = "pipedraft train features"
     EXAMPLE: ClassVar[str] = EXAMPLE
 
     host: str = "127.0.0.1"
@@ -50,11 +49,11 @@ class FeatureOptions(Options):
     also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)
     """configuration of another head that reads the same states; repeatable"""
     shard_mb: float = option(512.0, metavar="MB", flag="--shard_mb")
-    """shard size"""
+    """size per file, in MB"""
     engine: Literal["vllm"] | None = None
-    """run the target in this engine; default: here"""
+    """run the target in this engine; default: in this process"""
     engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
-    """python of the environment with the engine"""
+    """python executable in the environment with the engine"""
     estimate: bool = False
     """print every head's bytes per token and exit"""
 
