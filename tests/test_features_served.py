@@ -86,7 +86,7 @@ def test_options_that_contradict_a_dump_are_refused(world, dumps, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             world.trainer(method, tmp_path / "run", **METHODS.get(method, {}), **folder, **changes)
-    with pytest.raises(ValueError, match="features: no folder .*nowhere; make it with python -m"):
+    with pytest.raises(ValueError, match="features: no folder .*nowhere; make it with pipedraft"):
         world.trainer("spd", tmp_path, **METHODS["spd"], features=tmp_path / "nowhere")
 
 

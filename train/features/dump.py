@@ -274,7 +274,7 @@ class Dump:
 def dump_features(
     own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
 ) -> None:
-    """Write or resume the folder for ``python -m pipedraft.train.features``."""
+    """Write or resume the folder for ``pipedraft train features``."""
     run = heads[0].run
     accelerator = make_accelerator(run)
     say = print if accelerator.is_main_process else lambda *_: None

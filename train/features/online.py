@@ -121,7 +121,7 @@ class ServedStates:
                 if time.monotonic() > until_s:
                     raise FeaturesLost(
                         f"features: {self.addresses[0]} sends no hidden states ({error}); start "
-                        "python -m pipedraft.train.features serve there"
+                        "pipedraft train features serve there"
                     ) from error
                 self.addresses.rotate(-1)
                 time.sleep(0.5 / len(self.addresses))
@@ -150,8 +150,8 @@ class ServedStates:
             )
         except (ValidationError, AssertionError, LookupError) as error:
             raise FeaturesLost(
-                f"features: {address} answers without hidden states; start it with python -m "
-                "pipedraft.train.features serve"
+                f"features: {address} answers without hidden states; start it with "
+                "pipedraft train features serve"
             ) from error
 
     def _send(self, method: str, url: str, question: dict[str, object] | None = None) -> object:

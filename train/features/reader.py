@@ -157,7 +157,7 @@ class ShardFolder:
         if other is not None:
             raise ValueError(
                 f"features: {folder} is of {other}; give the target and data of the dump, or make "
-                "one of yours with python -m pipedraft.train.features"
+                "one of yours with pipedraft train features"
             )
         stored = self.index.settings.layers
         missing = sorted(set(layers) - set(stored))
@@ -297,7 +297,7 @@ def check_served(source: ServedStates, target: PreTrainedModel, ids: Sequence[in
         raise ValueError(
             f"features: the states of {source.addresses[0]} are not this target's before its LM "
             f"head (its next token is {gap:.3g} nats less likely than the best); serve this "
-            "configuration with python -m pipedraft.train.features serve"
+            "configuration with pipedraft train features serve"
         )
 
 

@@ -189,13 +189,13 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX
     if not path.is_file():
         what = f"{folder} has no {INDEX}" if folder.is_dir() else f"no folder {folder}"
-        raise ValueError(f"features: {what}; make it with python -m pipedraft.train.features")
+        raise ValueError(f"features: {what}; make it with pipedraft train features")
     try:
         return msgspec.json.decode(path.read_bytes(), type=Index)
     except ValueError as error:
         raise ValueError(
             f"features: {path} is damaged ({type(error).__name__}: {error}); copy it again, or "
-            "remove it and run python -m pipedraft.train.features again"
+            "remove it and run pipedraft train features again"
         ) from error
 
 
@@ -210,6 +210,6 @@ def open_shard(path: Path) -> safe_open:
     except (SafetensorError, OSError) as error:
         reason = f"is damaged ({error})" if path.exists() else "is missing"
         raise ValueError(
-            f"features: {path} {reason}; run python -m pipedraft.train.features again, which makes "
+            f"features: {path} {reason}; run pipedraft train features again, which makes "
             "this shard anew"
         ) from error

@@ -63,7 +63,7 @@ def serve(python: Path, request: Values, folder: Path, *, host: str, port: int) 
     make_folder("out", folder)
     place = folder / "request.json"
     place.write_bytes(to_json(request | {"host": host, "port": port}))
-    command = [python, SCRIPT, "serve", place, folder.resolve()]
+    command: list[str | Path] = [python, SCRIPT, "serve", place, folder.resolve()]
     return subprocess.run(command, env=engine_environment(python), check=False).returncode
 
 
