@@ -54,7 +54,7 @@ QUESTIONS = {
     ),
     "acceptance_by_tokens": Question(
         x_axis="supervised tokens in the run",
-        y_axis="acceptance, first draft token",
+        y_axis="acceptance, teacher-forced",
         has_baseline=False,
     ),
     "measured_speed": Question(
