@@ -79,8 +79,8 @@ def runner_of(command: Command) -> str:
         return "test_serve_load.py"
     if command.module == "pipedraft.inference.serving":
         return "test_serve_http.py"  # which starts such servers
-    if command.module.startswith("docs/images/"):
-        return "test_docs.py"  # which compares the pictures
+    if command.module.startswith(("docs/images/", "docs/lab/write_results")):
+        return "test_docs.py"  # which compares what they write
     is_served = any(word.startswith("127.0.0.1:") for word in words)
     is_client = command.module == "pipedraft.inference" and "--server" in words
     is_several = is_client or (

@@ -1,6 +1,7 @@
 """The documentation is true: commands parse, links resolve, messages and pictures exist."""
 
 import ast
+import csv
 import re
 import runpy
 from collections.abc import Iterator
@@ -265,9 +266,44 @@ def test_a_message_that_nothing_says_is_noticed(texts):
 
 def test_the_pictures_are_what_the_engine_draws(tmp_path):
     folder = REPOSITORY / "docs" / "images"
-    for name in ("draw_schedules", "draw_links", "draw_demo"):
+    for name in ("draw_schedules", "draw_links", "draw_demo", "draw_benchmarks"):
         run_module(f"docs/images/{name}.py", ["--out", str(tmp_path)])
     names = sorted(path.name for path in folder.glob("*.svg"))
     assert names == sorted(path.name for path in tmp_path.iterdir())
     for name in names:
         assert (folder / name).read_text() == (tmp_path / name).read_text(), f"draw {name} again"
+
+
+# -- figures --------------------------------------------------------------------------------
+
+
+def section_of(link: str) -> str:
+    """Return a CSV file, or the part of a page under a heading and above the next one."""
+    path, _, anchor = link.partition("#")
+    page = REPOSITORY / "docs" / path
+    parts = re.split(r"^(?=#+ )", page.read_text(), flags=re.MULTILINE)
+    if not anchor:
+        assert page.suffix == ".csv", link
+        return "".join(parts)
+    titles = (re.sub(r"[^\w\- ]", "", part.partition("\n")[0].lower()) for part in parts)
+    found = [p for p, t in zip(parts, titles, strict=True) if t.strip().replace(" ", "-") == anchor]
+    assert len(found) == 1, link
+    return found[0]
+
+
+def test_every_figure_of_the_charts_stands_in_its_source():
+    with (REPOSITORY / "docs" / "lab" / "figures.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) > 200
+    sections = {link: section_of(link) for link in {line["source"] for line in lines}}
+    for line in lines:
+        number = re.escape(line["y"] or line["x"])
+        assert re.search(rf"(?<![\d.]){number}(?!\.?\d)", sections[line["source"]]), line
+
+
+def test_the_sortable_page_shows_the_tables(tmp_path):
+    run_module("docs/lab/write_results.py", ["--out", str(tmp_path)])
+    written = (tmp_path / "results.html").read_text()
+    assert written == (REPOSITORY / "docs" / "lab" / "results.html").read_text()
+    script = written.partition("<script>")[2].partition("</script>")[0]
+    assert len(script.splitlines()) < 40
