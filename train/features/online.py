@@ -39,17 +39,25 @@ class _Unavailable(Exception):
     """A fault that may pass, or that another server may not have."""
 
 
+class ServedModel(Struct):
+    id: str
+
+
+class ServedModels(Struct):
+    data: list[ServedModel]
+
+
 class StatesPath(Struct):
     hidden_states_path: str
 
 
-class Choice(Struct):
+class ServedChoice(Struct):
     token_ids: list[int]
 
 
-class Completion(Struct):
+class ServedCompletion(Struct):
     kv_transfer_params: StatesPath | None
-    choices: list[Choice]
+    choices: list[ServedChoice]
 
 
 def addresses_of(features: str) -> list[str]:
@@ -131,8 +139,8 @@ class ServedStates:
         if address not in self._models:
             listing = self._send("GET", f"{address}/v1/models")
             try:
-                self._models[address] = str(listing["data"][0]["id"])
-            except (LookupError, TypeError) as error:
+                self._models[address] = convert(listing, ServedModels).data[0].id
+            except (ValidationError, LookupError) as error:
                 raise FeaturesLost(f"features: {address}/v1/models lists no model") from error
         question = {
             "model": self._models[address],
@@ -143,7 +151,7 @@ class ServedStates:
         }
         reply = self._send("POST", f"{address}/v1/completions", question)
         try:
-            done = convert(reply, Completion)
+            done = convert(reply, ServedCompletion)
             assert done.kv_transfer_params is not None
             return self._read(Path(done.kv_transfer_params.hidden_states_path), ids), (
                 done.choices[0].token_ids[0]
