@@ -102,7 +102,7 @@ def test_drafts_of_the_papers_models_are_made_by_the_commands_above_them(path, m
 def test_every_command_of_this_project_runs_in_one_test_or_another():
     runners = [runner_of(command) for command in COMMANDS]
     assert all((REPOSITORY / "tests" / name).is_file() for name in set(runners) - {""})
-    assert min(runners.count(f"test_doc_{kind}.py") for kind in ("runs", "processes")) > 15
+    assert min(runners.count(f"test_doc_{kind}.py") for kind in ("runs", "processes")) > 14
     not_run = [command for command in COMMANDS if not runner_of(command)]
     assert {c.launcher for c in not_run} | {c.module for c in not_run} >= NOT_RUN.keys()
     ours = [c.module for c in not_run if re.match(r"pipedraft|.*\.py$", c.module)]
