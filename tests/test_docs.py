@@ -246,7 +246,7 @@ def test_a_message_that_nothing_says_is_noticed(texts):
 
 def test_the_pictures_are_what_the_engine_draws(tmp_path):
     folder = REPOSITORY / "docs" / "images"
-    for name in ("draw_schedules", "draw_links", "draw_demo"):
+    for name in ("draw_schedules", "draw_links", "draw_demo", "draw_flow"):
         run_module(f"docs/images/{name}.py", ["--out", str(tmp_path)])
     names = sorted(path.name for path in folder.glob("*.svg"))
     assert names == sorted(path.name for path in tmp_path.iterdir())
