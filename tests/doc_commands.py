@@ -1,4 +1,4 @@
-"""Commands in README.md and docs/**/*.md: find them, split them, and run the real parsers on them."""
+"""Commands in README.md and docs/**/*.md: find, split, and read them with the real parsers."""
 
 import argparse
 import importlib
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY
 
-from pipedraft.__main__ import COMMANDS
+from pipedraft.__main__ import COMMANDS, SUBCOMMANDS
 from pipedraft.cli import Options
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -83,9 +83,10 @@ def make_command(page: str, line: int, text: str) -> Command:
     words, is_abridged = complete(words)
     head, module, arguments = [], "", words[1:]
     if launcher == "pipedraft":
-        arguments = words[2:]
         folders = {name: folder for name, (folder, _, _) in COMMANDS.items()}
-        folder = folders.get(words[1], words[1])
+        folder, arguments = folders.get(words[1], words[1]), words[2:]
+        if pair := SUBCOMMANDS.get((words[1], *words[2:3])):
+            folder, arguments = pair, words[3:]
         module = f"pipedraft.{folder.replace('/', '.')}"
     elif launcher == "python" and words[1] == "-m":
         module, arguments = words[2], words[3:]

@@ -1,6 +1,6 @@
 """Draw the way from conversations to a served head: which command makes what.
 
-    python docs/images/draw_flow.py --out docs/images
+python docs/images/draw_flow.py --out docs/images
 """
 
 from picture_files import write_pictures
