@@ -7,7 +7,7 @@ from picture_files import write_pictures
 
 from pipedraft.inference.diagram import Diagram
 
-WIDTH, HEIGHT, GAP, TOP = 158.0, 46.0, 136.0, 78.0
+WIDTH, HEIGHT, GAP, TOP = 178.0, 46.0, 136.0, 78.0
 MADE = ["your conversations", "the target's own answers", "head"]
 COMMANDS = ["data regenerate", "train"]
 USES = [
