@@ -83,11 +83,10 @@ def make_command(page: str, line: int, text: str) -> Command:
     words, is_abridged = complete(words)
     head, module, arguments = [], "", words[1:]
     if launcher == "pipedraft":
-        if tuple(words[1:3]) in SUBCOMMANDS:
-            words[1:3] = [SUBCOMMANDS[words[1], words[2]]]
-        arguments = words[2:]
         folders = {name: folder for name, (folder, _, _) in COMMANDS.items()}
-        folder = folders.get(words[1], words[1])
+        folder, arguments = folders.get(words[1], words[1]), words[2:]
+        if pair := SUBCOMMANDS.get((words[1], *words[2:3])):
+            folder, arguments = pair, words[3:]
         module = f"pipedraft.{folder.replace('/', '.')}"
     elif launcher == "python" and words[1] == "-m":
         module, arguments = words[2], words[3:]

@@ -179,6 +179,12 @@ def test_quoted_files_exist_and_hold_what_is_said(page):
         assert list(misquotes(quoted_sources(page))) == []
 
 
+def test_the_tutorial_shows_the_configuration_that_ships():
+    text = (REPOSITORY / "configs" / "eagle" / "eagle3_my_model.yaml").read_text()
+    shown = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
+    assert f"```yaml\n{shown}```" in (REPOSITORY / "docs" / "tutorial.md").read_text()
+
+
 def test_a_file_that_has_moved_is_noticed():
     quotes = [("inference/schedules/layered.py", []), ("models/spd.py", ["SPD", "SPQ"])]
     assert list(misquotes(iter(quotes))) == ["inference/schedules/layered.py", "models/spd.py: SPQ"]
@@ -266,7 +272,7 @@ def test_a_message_that_nothing_says_is_noticed(texts):
 
 def test_the_pictures_are_what_the_engine_draws(tmp_path):
     folder = REPOSITORY / "docs" / "images"
-    for name in ("draw_schedules", "draw_links", "draw_demo", "draw_benchmarks"):
+    for name in ("draw_schedules", "draw_links", "draw_demo", "draw_benchmarks", "draw_flow"):
         run_module(f"docs/images/{name}.py", ["--out", str(tmp_path)])
     names = sorted(path.name for path in folder.glob("*.svg"))
     assert names == sorted(path.name for path in tmp_path.iterdir())
