@@ -83,6 +83,9 @@ KEPT = {
     "test_eval_entropy": {
         "test_a_certain_target_is_drafted_for_better_and_entries_say_so": 0,
     },
+    "test_eval_html": {
+        "test_a_real_evaluation_writes_its_page": 0,
+    },
     "test_eval_margin": {
         "test_half_precision_differs_by_ties_alone": 0,
     },
@@ -90,18 +93,24 @@ KEPT = {
         "test_counts_and_texts_are_those_of_one_after_the_other": 1,
         "test_a_draft_that_weighs_the_company_counts_otherwise": 0,
     },
+    "test_every_config": {
+        "test_an_error_ends_with_the_command_that_makes_what_is_missing": 0,
+    },
     "test_evolution": {
         "test_every_configuration_makes_a_model_that_loads_as_a_target": 0,
         "test_the_merged_model_computes_what_the_adapters_do": 0,
         "test_a_run_that_was_stopped_ends_as_an_unbroken_one": 0,
+        "test_adapters_before_the_last_layer_keep_the_copies_bit_for_bit": 0,
+        "test_what_reaches_the_copies_is_named_after_training": 0,
+        "test_a_draft_loads_within_the_scope_and_elsewhere_by_exception_alone": 0,
     },
     "test_export": {
         "test_layers_in_another_order_are_sorted_with_the_columns_that_read_them": 4,
     },
     "test_families": {
-        "test_a_family_is_decoded_exactly": 5,
-        "test_a_family_is_read_packed_and_exported": 6,
-        "test_heads_train_on_a_family": 2,
+        "test_a_family_is_decoded_exactly": 3,
+        "test_a_family_is_read_packed_and_exported": 4,
+        "test_heads_train_on_a_family": 1,
     },
     "test_features": {
         "test_training_from_a_dump_in_fp32_is_online_training_bit_for_bit": 1,
@@ -161,6 +170,7 @@ KEPT = {
     },
     "test_meter": {
         "test_text_is_the_targets_whatever_part_is_drafted": 6,
+        "test_sampled_text_has_the_targets_law_whatever_part_is_drafted": 1,
     },
     "test_mtp": {
         "test_sampled_text_is_the_targets": 0,
@@ -180,7 +190,7 @@ KEPT = {
         "test_a_fault_in_a_declaration_is_refused": 8,
     },
     "test_parallel": {
-        "test_two_processes_train_the_run_of_one": 2,
+        "test_two_processes_train_the_run_of_one": 1,
         "test_two_processes_in_bfloat16_train_the_run_of_one": 0,
         "test_sharded_runs_resume_where_they_were_stopped": 1,
         "test_a_real_launch_sets_what_the_other_runs_are_given": 1,
@@ -241,6 +251,10 @@ KEPT = {
         "test_sampled_text_is_plain_decodings": 2,
         "test_greedy_text_is_transformers": 6,
         "test_stages_of_a_cluster_keep_the_states_of_branches": 1,
+        "test_trained_drafts_read_the_states_of_branches": 1,
+    },
+    "test_retention": {
+        "test_every_draft_meets_every_target": 0,
     },
     "test_sampling": {
         "test_chains_have_the_targets_law": 2,
@@ -251,7 +265,7 @@ KEPT = {
         "test_the_law_catches_a_mistake_of_the_rejection_rule": 1,
         "test_the_law_catches_a_mistake_of_a_rule_of_whole_rounds": 2,
         "test_the_law_catches_a_mistake_of_plain_draws": 2,
-        "test_every_schedule_gives_plain_decodings_text": 17,
+        "test_every_schedule_gives_plain_decodings_text": 12,
         "test_a_rejected_draft_token_that_is_drawn_again_ends_the_round": 10,
     },
     "test_serve": {
@@ -287,7 +301,7 @@ KEPT = {
     },
     "test_shipped_heads": {
         "test_a_head_accepts_as_much_as_it_did": 1,
-        "test_the_floor_finds_perturbed_weights": 1,
+        "test_the_floor_finds_perturbed_weights": 0,
     },
     "test_spd": {
         "test_training_logits_equal_decoding_logits_at_every_occupancy": 4,
@@ -308,7 +322,7 @@ KEPT = {
         "test_fixed_shapes_equal_recomputing_each_path_from_scratch": 3,
     },
     "test_streaming": {
-        "test_processes_read_parts_that_make_up_the_layers": 3,
+        "test_processes_read_parts_that_make_up_the_layers": 1,
     },
     "test_target": {
         "test_random_segments_and_keeps_equal_recomputing_each_path_from_scratch": 8,
@@ -322,6 +336,10 @@ KEPT = {
     },
     "test_train_screen": {
         "test_decoding_measures_the_head_and_disturbs_nothing": 1,
+        "test_decoding_draws_from_no_global_generator": 1,
+    },
+    "test_train_throughput": {
+        "test_wandb_keeps_a_run_offline": 0,
     },
 }
 
