@@ -186,7 +186,9 @@ class Retention:
         spec, entries = self.spec, []
         on_base = self.decode(f"{name}, {BASE}", self.base, spec.target, prompts)
         answers = next(iter(on_base.values())).records
-        for target, folder in {BASE: spec.target, **spec.domains[name].targets}.items():
+        for target, place in {BASE: spec.target, **spec.domains[name].targets}.items():
+            best = Path(place) / "best"  # of a training run
+            folder = str(best) if best.exists() else place
             model, found = self.base, on_base
             if target != BASE:
                 model = load_target(folder, dtype=self.base.dtype, device=self.base.device)

@@ -302,6 +302,8 @@ def folders_of(words: list[str]) -> list[str]:
 
 def clear_output(command: Command, words: list[str]) -> None:
     """Delete a command's output folder: one left by another page would be found or continued."""
+    if words[:1] == ["push"]:
+        shutil.rmtree("out/upload", ignore_errors=True)
     if command.module in TRAINERS:
         output = output_of(words) if words[0] == "--config" else ""
     else:
