@@ -107,6 +107,7 @@ class _Sequence:
         self._ends_with: BaseException | None = None
         """Raised in the sequence's thread when it resumes."""
         self._clock = batch.clock
+        # Two locks pass control back and forth, so exactly one thread runs at any time.
         self._go, self._waits = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._waits.acquire()
@@ -142,6 +143,7 @@ class _Sequence:
     def _wait(self) -> None:
         self._waits.release()
         self._go.acquire()
+        # Raised here, in the sequence's own thread, so its cleanup runs there.
         if self._ends_with is not None:
             raise self._ends_with
 
@@ -175,6 +177,7 @@ class _Sequence:
         handle = self.handle
         is_first = not handle.token_ids
         handle.token_ids.append(token)
+        # The clock's choice of drafting sequences orders them by this count.
         self.pipeline.num_emitted += 1
         handle.times_alone.append(self.pipeline.time_alone)
         self._clock.emitted(self.pipeline, handle.token_times, is_first=is_first)
@@ -285,6 +288,7 @@ class BatchEngine:
                 f"num_stages: {config.num_stages}, but this pipeline has "
                 f"{self.config.num_stages} stages; leave it out"
             )
+        # All sequences run on the same stages, so these two cannot differ per request.
         config = replace(config, boundaries=self.config.boundaries, cost=self.config.cost)
         check_prompt(prompt_ids, self._max_positions)
         kv_bytes = (
@@ -407,6 +411,7 @@ class BatchEngine:
         self.clock.begin_step(pipelines)
         # Drafting by waiting sequences overlaps with this step, as much as fits into it.
         for sequence in self._live:
+            # What does not fit stays: the sequence sits out further steps for it.
             fit = min(sequence.pipeline.num_waiting_forwards, self.clock.forwards_beside)
             self.clock.drafted(fit, beside=True)
             sequence.pipeline.num_waiting_forwards -= fit
@@ -432,6 +437,7 @@ class BatchEngine:
             if not calls:
                 return
             with self.timeline.span("draft"):
+                # Calls that cannot be joined with the first wait for their turn.
                 made = make_first(calls)
             sequences = [sequence for sequence in asking if sequence.asked in made]
             asking = [sequence for sequence in asking if sequence not in sequences]
@@ -442,6 +448,7 @@ class BatchEngine:
             with self._changed:
                 if not self._queue or len(self._live) >= self.limits.sequences:
                     return
+                # Full lengths: a sequence let in must never run out of memory later.
                 used = sum(sequence.handle.kv_bytes for sequence in self._live)
                 if self.limits.kv_bytes and used + self._queue[0].kv_bytes > self.limits.kv_bytes:
                     return
@@ -465,14 +472,17 @@ class BatchEngine:
         step = self.clock.num_steps
         totals = [0] * self.clock.num_stages
         chosen: list[_Sequence] = []
+        # Prefill last among equals: its rows would delay every token of the others.
         by_turn = sorted(self._live, key=lambda one: (one.last_step, one.pipeline.is_prefilling))
         for sequence in by_turn:
             if sequence.pipeline.num_waiting_forwards or not self._is_due(sequence, step):
                 continue
             rows = zip(totals, sequence.pipeline.next_rows, strict=True)
             sums = [total + more for total, more in rows]
+            # The first one always runs: a single sequence above the limit would wait forever.
             if chosen and max(sums) > self.limits.rows:
                 continue
+            # Only now: a sequence that did not fit must not use up room.
             totals = sums
             chosen.append(sequence)
         return chosen
@@ -489,14 +499,17 @@ class BatchEngine:
                 range(1 if self._counts_alone else n),
                 key=lambda phase: (taken.count(phase), (phase - step) % n),
             )
+            # Python's % is never negative, so this is the next step in the phase.
             sequence.rests_until = step + (sequence.phase - step) % n
             self.clock.live.append(sequence.pipeline)
+        # Alone there is nobody to leave the other phases to.
         return step >= sequence.rests_until or len(self._live) == 1
 
     def _end_those_done(self) -> None:
         ended = [sequence for sequence in self._live if sequence.has_ended]
         self._live = [sequence for sequence in self._live if not sequence.has_ended]
         for sequence in ended:
+            # Before the future is set: its callback may submit the next request.
             self.clock.leave(sequence.pipeline)
             sequence.pipeline.let_go()
             sequence.tell()

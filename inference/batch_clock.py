@@ -115,6 +115,7 @@ class BatchClock:
             times: the sequence's emission times; the end of the step is appended.
             is_first: True for the prefill's token, not counted as a pipeline token.
         """
+        # The prefill gives this token without a pipeline step, so no rate may contain it.
         self.num_tokens += not is_first
         self._tokens += not is_first and pipeline in self._before[0]
         self._unpriced.append(times)
@@ -126,6 +127,7 @@ class BatchClock:
         log s <- log s + LEARNING (right - said), s from 1 to SHARPEST. Drafts differ in how much
         they understate their best tokens.
         """
+        # A step in log s keeps s positive and makes raising and lowering it symmetric.
         change = math.exp(LEARNING * (right - said))
         self._sharpness = min(max(self._sharpness * change, 1.0), SHARPEST)
 
@@ -180,6 +182,7 @@ class BatchClock:
         forwards = self._passes([1] * num_drafting)
         between = stages.between([rows] * n)
         time = max(busy, forwards * stages.draft_forward) + between
+        # The prior keeps the first few steps from switching drafting off by bad luck.
         known = self._tokens + PRIOR_STEPS * PRIOR_LENGTH / n
         tokens = known / (self._steps + PRIOR_STEPS)
         return (num_drafting * tokens + num_plain / n) / time
@@ -191,8 +194,10 @@ class BatchClock:
         """
         drafting = [pipeline for pipeline in self.live if pipeline in self.drafting]
         best = max(range(len(self.live) + 1), key=self.rate)
+        # Hysteresis: near a tie the choice would flip at every step.
         if self.rate(best) < SWITCH * self.rate(len(drafting)):
             best = len(drafting)
+        # The slice below cuts at the end: the longest outputs leave first, the shortest join first.
         drafting.sort(key=lambda pipeline: pipeline.num_emitted)
         others = [pipeline for pipeline in self.live if pipeline not in self.drafting]
         others.sort(key=lambda pipeline: pipeline.num_emitted)
@@ -249,6 +254,7 @@ class SequenceClock(VirtualClock):
         if not self._weighs:
             return
         for row, right in zip(walk.path, walk.tests, strict=False):
+            # Scores are cumulative log-probabilities; the difference is the child's own.
             scores = [tree.scores[child] - tree.scores[row] for child in tree.children(row)]
             self.batch.tested(min(1.0, sum(map(math.exp, scores))), right)
 

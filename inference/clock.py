@@ -118,6 +118,7 @@ class CostModel:
         """Stage time relative to that of one row; 0 for an idle stage."""
         row = self.stages[stage].row if self.stages else None
         row = self.row if row is None else row
+        # The first row pays for reading the weights; further rows reuse them.
         return 1.0 + row * (num_rows - 1) if num_rows else 0.0
 
     def hop(self, stage: int, further_rows: float) -> float:
@@ -159,15 +160,18 @@ class VirtualClock:
     def between(self, rows: Sequence[float]) -> float:
         """Step time without computing stages: links and verification."""
         cost, n = self.cost, self.num_stages
+        # An idle stage has no first row either; it must not earn time back.
         further = [max(r - 1, 0) for r in rows]
         verify = cost.verify + (cost.head_row + cost.verify_row) * further[-1]
         if cost.stages:
             hops = [cost.hop(stage, more) for stage, more in enumerate(further) if rows[stage]]
             if not cost.is_asynchronous:
+                # In lock step the slowest hop holds up every stage.
                 return max(hops, default=cost.link) + verify
             hops = [cost.hop(stage, more) for stage, more in enumerate(further)]
             return (cost.link + cost.link_row * further[-1] + sum(hops) + verify) / n
         if cost.is_asynchronous:
+            # n + 1 links per token; the last stage's rows also cross the one to the controller.
             links = cost.link * (n + 1) + cost.link_row * (sum(further) + further[-1])
             return (links + verify) / n
         return cost.link + cost.link_row * max(further) + verify
@@ -206,6 +210,7 @@ class VirtualClock:
         Args:
             num_forwards: draft forwards while the stages wait.
         """
+        # Fill the pipeline once, then one step per further segment.
         num_steps = self.num_stages + num_segments - 1
         return RowCosts(
             tokens=1,
@@ -221,6 +226,7 @@ class VirtualClock:
         self._note([draft_forwards, int(overlap), *rows])
 
     def _note(self, event: list[int]) -> None:
+        # Run-length coding: most steps repeat the one before.
         if self.log and self.log[-1][1:] == event:
             self.log[-1][0] += 1
         else:
@@ -266,6 +272,7 @@ class VirtualClock:
         room = max(self.shares)
         if self.cost.draft_on_first_stage:
             room -= self.shares[0]
+        # 1e-9: an exact multiple must not lose a forward to rounding.
         return max(1, int(room / self.draft_forward + 1e-9))
 
     def serial_draft(self, forwards: int) -> None:
@@ -278,6 +285,7 @@ class VirtualClock:
         if not self.cost.stages:
             return num_tokens * (1.0 + self.num_stages * self.between([1]))
         n = self.num_stages
+        # Stages differ: one token takes n steps, each with one busy stage of its own speed.
         alone = ([int(other == stage) for other in range(n)] for stage in range(n))
         steps = (self.duration(rows, draft_forwards=0, overlap=True) for rows in alone)
         return num_tokens * sum(steps)
@@ -297,6 +305,7 @@ def continuous_acceptance_length(
             j-th draft token in a round is drafted while min(j, m n + m - 1) tokens are in flight.
     """
     m, last = tokens_per_step, acceptance[-1]
+    # Both geometric series diverge here; m tokens per step is their limit: L' = n m.
     if last >= 1:
         return float(num_stages * m)
     # Pad to whole steps, so a geometric series of tokens and one of steps follow.

@@ -71,6 +71,7 @@ class CustomGenerate:
         model_kwargs: Values = kwargs
         config = generation_config or GenerationConfig()
         _refuse(config, logits_processor, model_kwargs)
+        # transformers counts the padded prompt against max_length; so does this loop.
         max_new_tokens = int(config.max_length) - input_ids.shape[1]
         settings = sampling_settings(config) | {"max_new_tokens": max_new_tokens}
         engine = self._make_engine(model, settings)

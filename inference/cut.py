@@ -51,6 +51,7 @@ def cut_layers(
         share = cost.share(stage, start, end, num_layers) * cost.growth(stage, rows)
         return share + (cost.draft_forward or 0.0) * has_draft
 
+    # Two passes: the longest stage limits throughput, then the sum breaks ties for latency.
     longest = _best(time, num_layers, num_stages, max, math.inf)[0]
     if longest == math.inf:
         raise ValueError(
@@ -70,6 +71,7 @@ def _best(
     """The least ``join`` of all stages' times, none above ``limit``, and its boundaries."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for stage in range(num_stages):
+        # Every later stage needs at least one layer.
         ends = range(stage + 1, num_layers - (num_stages - stage - 1) + 1)
         last = stage == num_stages - 1
         best = {

@@ -45,6 +45,7 @@ class EndMask:
 
     def apply(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
         """Mask the logits for rows at these positions; each row decides the next token."""
+        # The row at position t decides the token at t + 1.
         is_early_R = (positions_R + 1 < self.end).to(logits_RV.device)
         if not self.token_ids or not bool(is_early_R.any()):
             return logits_RV

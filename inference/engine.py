@@ -108,6 +108,7 @@ class Engine:
                 if other.grows in source.grows and other.needs_link == self.pipeline.is_link
             ]
             own = None if self.draft is None else default_schedule(self.draft.draft_type)
+            # A stable sort: the draft's own schedule is named first.
             known.sort(key=lambda name: name != own)
             raise ValueError(
                 f"schedule: {schedule.name!r} grows {grows}, which this draft cannot; "
@@ -135,6 +136,7 @@ class Engine:
         if self.draft is None:
             return None
         schedule = self.config.schedule
+        # Only SPD heads are trained for a timing; other sources keep the defaults of make_source.
         own = ("timing", "tokens_per_step") if isinstance(schedule, SPDSchedule) else ()
         return make_source(self.draft, **{name: getattr(schedule, name) for name in own})
 
@@ -172,6 +174,7 @@ class Engine:
             self.config.schedule.run(session)
             return session.finish()
         except BaseException:
+            # An interrupt, too, must leave the pipeline ready for another prompt.
             self.pipeline.abandon()
             raise
 
@@ -272,6 +275,7 @@ class Session:
         """Add up to ``width`` draft tokens below the deepest rows, from available hidden states."""
         if not self.drafts_pay(width):
             return
+        # With auto the costs stop the growth; MOST_ROWS only bounds the work of ranking children.
         most = self._part_of(MOST_ROWS if width == "auto" else width)
         with self.drafting():
             self.drafter.grow_layer(
@@ -290,6 +294,7 @@ class Session:
         if not self.drafts_pay("auto" if shape.is_auto else 1):
             return
         sampling = self._round_sampling(costs if shape.is_auto else None)
+        # A static tree is a fixed set of paths: there is no depth to shrink.
         if self.part < 1 and shape.kind != "static":
             tokens = shape.num_tokens
             tokens = tokens if tokens == "auto" else self._part_of(tokens)
@@ -366,6 +371,7 @@ class Session:
             returned = self.step()
             if returned is not None:
                 parts.append(returned)
+        # The common case of one segment needs no copy.
         if len(parts) == 1:
             return parts[0]
         verdicts = torch.cat([part.verdicts for part in parts])
@@ -382,6 +388,7 @@ class Session:
         returned = self.pipeline.tick(self._ahead() if ahead else None)
         if self.observer is not None:
             self.observer.step(self.pipeline.last_rows)
+        # Across a link real time counts; the virtual clock models stages only.
         if not self.pipeline.is_link:
             self.clock.step(
                 self.pipeline.last_rows, draft_forwards=self.pending_forwards, overlap=overlap
@@ -398,6 +405,7 @@ class Session:
 
     def _verify(self, returned: Returned) -> tuple[Verdict, KeepRows]:
         walk = self.pipeline.walk(self.verifier, self.tree, returned)
+        # Commit the path alone: a retained child would be tested twice with its own result.
         if walk.restarts:
             return walk, KeepRows(tuple(walk.path), len(walk.path))
         return walk, self.tree.keep_for(walk.path, walk.next_token)
@@ -414,6 +422,7 @@ class Session:
             self.observer.verified(self.tree, walk)
         emitted = [self.tree.tokens[row] for row in walk.path[1:]] + [walk.next_token]
         committed = self.pipeline.keep(keep)
+        # A retained row is the next token's own row, so nothing has to restart.
         hit = len(keep.rows) > keep.num_committed
         if hit:
             self.tree = self.tree.reroot(keep)
@@ -427,7 +436,9 @@ class Session:
             accepted = walk.tests[index] if index < len(walk.tests) else None
             if accepted is not None:
                 self.result.count_test(self.round_length, accepted)
+            # After count_test, which takes the index within the round.
             self.round_length += 1
+            # The token after a path row comes from that row's logits.
             row = walk.path[index]
             self._emit(token, accepted, None if returned.logits is None else returned.logits[row])
         meter = self.engine.meter
@@ -445,6 +456,7 @@ class Session:
     def finish(self) -> DecodeResult:
         result = self.result
         result.text = self.engine.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        # A link reports its own passes; the virtual clock has counted none there.
         num_passes = self.pipeline.close()
         result.num_steps = self.clock.num_steps if num_passes is None else num_passes
         result.virtual_time = self.clock.time
@@ -478,6 +490,7 @@ class Session:
             is_early: more draft tokens in this batch follow.
         """
         tree, first = self.tree, self.tree.num_injected
+        # Row 0 is the root: no draft token, so it has no q.
         rows = range(max(first, 1), len(tree))
         drawn = [DraftToken(tree.tokens[row], tree.draft_probabilities[row]) for row in rows]
         self.link.send(
@@ -507,6 +520,7 @@ class Session:
         drafted, forwards = self._noted
         result.round_drafted.append(result.num_drafted - drafted)
         result.round_forwards.append(num_forwards - forwards)
+        # Totals so far: the next round's own counts are differences from them.
         self._noted = result.num_drafted, num_forwards
         self.round_length = 0
         self.num_rounds += 1

@@ -57,6 +57,7 @@ class DraftMeter:
         typical = {part: _time_per_token(own) for part, own in self._windows.items() if own}
         best = min(typical, key=lambda part: typical[part])
         lost = (typical[self.part] - typical[best]) * self._tokens
+        # The best part lost nothing, so it is due at once.
         self._due[self.part] = self.total + lost / BUDGET
         self._tokens, self._time = 0, 0.0
         # Plain decoding is tried first: it says whether there is anything to lose.
@@ -66,6 +67,7 @@ class DraftMeter:
 
 
 def _time_per_token(windows: Collection[tuple[float, int]]) -> float:
+    # Median: the hiccup itself must not raise the limit.
     longest = HICCUP * statistics.median(time / tokens for time, tokens in windows)
     kept = [(time, tokens) for time, tokens in windows if time <= longest * tokens]
     return sum(time for time, _ in kept) / sum(tokens for _, tokens in kept)

@@ -49,6 +49,7 @@ def rows_that_pay(scores: Sequence[float], costs: RowCosts) -> int:
     tokens, time = costs.tokens, costs.time
     for count, score in enumerate(scores):
         probability = math.exp(score)
+        # Compare p / row with tokens / time, without dividing by a row price of 0.
         if probability * time <= costs.row * tokens:
             return count
         tokens, time = tokens + probability, time + costs.row
@@ -166,5 +167,6 @@ def segment_sizes(
     """
     if max_rows is not None:
         num_segments = max(num_segments, math.ceil((num_rows - has_root) / max_rows))
+    # Rounding down puts the longer segments last: the first result returns sooner.
     cuts = [num_rows * part // num_segments for part in range(num_segments + 1)]
     return [stop - start for start, stop in pairwise(cuts) if start < stop]

@@ -77,6 +77,7 @@ class RecordingPipeline(LocalPipeline):
         entering = self._queue.pop(0) if self._queue else []
         self._under_way = [entering, *self._under_way[:-1]]
         returned = super().tick(ahead)
+        # The picture follows rows by itself; it must not drift from the pipeline.
         assert [len(rows) for rows in self._under_way] == self.last_rows
         self.steps.append(PictureStep([list(rows) for rows in self._under_way]))
         return returned
@@ -85,6 +86,7 @@ class RecordingPipeline(LocalPipeline):
         kept = [self._tree[row] for row in keep.rows if row < len(self._tree)]
         is_hit = len(keep.rows) > keep.num_committed
         self.steps[-1].restarts = not is_hit
+        # By identity: two rows may be equal in place and kind.
         retained = {id(row) for row in kept[keep.num_committed :]}
         self._tree = [row for row in self._tree if id(row) in retained]
         for rows in [*self._queue, *self._under_way]:

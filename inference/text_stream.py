@@ -45,6 +45,7 @@ class TextStream:
         self._num_held += 1
         if is_open and self._num_held < MAX_HELD:
             return ""
+        # Bytes that never become a character must not stop the stream.
         is_garbled, self._num_held = self._num_held == MAX_HELD, 0
         piece = self.rest()
         if is_garbled:
@@ -73,6 +74,7 @@ class TextStream:
         for count in range(KEPT, 2 * KEPT):
             ids = self._ids[-count:]
             text = self._decode(ids)
+            # A shorter context may decode differently; use a cut that changes no text.
             if text and self._text.endswith(text) and text[0] != UNKNOWN:
                 self._ids, self._text, self._shown = ids, text, len(text)
                 return

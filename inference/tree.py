@@ -40,6 +40,7 @@ class TokenTree:
 
     def add(self, parent: int, token: int, score: float, q: Tensor | None = None) -> int:
         """Append a draft token below ``parent``; return its row (the existing one if present)."""
+        # Siblings stay distinct, or a verified token would fit two rows.
         existing = self._children[parent].get(token)
         if existing is not None:
             return existing
@@ -60,6 +61,7 @@ class TokenTree:
         for column in (self.tokens, self.parents, self.depths, self.scores, self._children):
             del column[count:]
         del self.draft_probabilities[count:]
+        # Rows behind are filled again on demand, from their new parents.
         self._num_filled = min(self._num_filled, count)
 
     def child(self, row: int, token: int) -> int | None:
@@ -77,6 +79,7 @@ class TokenTree:
 
     def visible(self, start: int, stop: int) -> Tensor:
         """Return ancestors-or-self among all rows up to ``stop``: bool [stop - start, stop]."""
+        # A copy: the matrix changes in place while this segment is still in flight.
         return torch.from_numpy(self._ancestor_matrix()[start:stop, :stop].copy())
 
     def ancestors(self, rows: Sequence[int], others: Sequence[int]) -> Tensor:
@@ -84,6 +87,7 @@ class TokenTree:
         places = {other: place for place, other in enumerate(others)}
         found = np.zeros((len(rows), len(others)), dtype=bool)
         for index, row in enumerate(rows):
+            # Walks up from each row: a few steps, where the matrix would cost O(rows^2).
             while row >= 0:
                 if row in places:
                     found[index, places[row]] = True
@@ -97,11 +101,13 @@ class TokenTree:
         """
         count = len(self)
         if count > len(self._ancestors):
+            # Doubling: growing by one row at a time would copy the matrix every time.
             more = max(count, 2 * len(self._ancestors)) - len(self._ancestors)
             self._ancestors = np.pad(self._ancestors, (0, more))
         matrix = self._ancestors
         for row in range(self._num_filled, count):
             if row:
+                # Parents precede children, so the parent's line is complete.
                 matrix[row, :row] = matrix[self.parents[row], :row]
             matrix[row, row] = True
         self._num_filled = count
@@ -133,10 +139,12 @@ class TokenTree:
         place = {row: index for index, row in enumerate(rows)}
         tree = TokenTree(self.tokens[root], self.position(root))
         tree.tokens = [self.tokens[row] for row in rows]
+        # Only the new root's parent is missing: it was committed.
         tree.parents = [place.get(self.parents[row], -1) for row in rows]
         tree.depths = [self.depths[row] - self.depths[root] for row in rows]
         tree.scores = [self.scores[row] - self.scores[root] for row in rows]
         tree.draft_probabilities = [self.draft_probabilities[row] for row in rows]
+        # Retained rows are in order, so the injected ones come first.
         tree.num_injected = sum(1 for row in rows if row < self.num_injected)
         tree._children = [
             {token: place[child] for token, child in self._children[row].items()}

@@ -170,6 +170,7 @@ class Verifier(ABC):
         """Return the target's own token after each row: int64 [R]."""
         if self.temperature == 0:
             return logits_RV.argmax(-1).cpu()
+        # Numbers are keyed by the position of the token they decide, one after its row.
         positions = [position + 1 for position in positions_R.tolist()]
         if logits_RV.device.type != "cpu":
             return self.draw_on_device(logits_RV, positions)
@@ -183,6 +184,7 @@ class Verifier(ABC):
 
     def host_ids(self, ids_U: Tensor) -> Tensor:
         """Return the draft vocabulary in host memory, copied once."""
+        # Compared by identity: comparing values on a GPU would wait for all its pending work.
         if self._ids is None or self._ids[0] is not ids_U:
             self._ids = ids_U, ids_U.cpu()
         return self._ids[1]
@@ -217,6 +219,7 @@ class SampledVerifier(Verifier):
         self, logits_U: Tensor, ids_U: Tensor, position: int, *, attempt: int
     ) -> DraftToken:
         ids = self.host_ids(ids_U)
+        # Long enough for the draft's ids; add_sampled pads to the target's vocabulary.
         q_V = torch.zeros(int(ids.max()) + 1, dtype=torch.float64)
         q_V[ids] = self.probabilities(logits_U).cpu()
         return DraftToken(draw(q_V, self.random.uniform(position, "draft", attempt)), q_V)
@@ -253,6 +256,7 @@ class MatchVerifier(Verifier):
             child = tree.child(row, tokens[row])
             if tree.children(row):
                 tests.append(child is not None)
+            # A child in flight ends the walk, too: its own logits are not here yet.
             if child is None or child >= len(tokens):
                 return Verdict(path, tokens[row], tests)
             path.append(child)
@@ -279,6 +283,7 @@ class GumbelVerifier(MatchVerifier):
             return super().draw(logits_V, position)
         p_V = self.probabilities(logits_V).numpy(force=True)
         with np.errstate(divide="ignore"):
+            # Exponential race: argmin of E / p is a sample of p, and p = 0 gives infinity.
             return int((self.noise.exponential(position, len(p_V)) / p_V).argmin())
 
     def draw_on_device(self, logits_RV: Tensor, positions: Sequence[int]) -> Tensor:
@@ -313,6 +318,7 @@ class ArgmaxVerifier(Verifier):
     caveat: ClassVar[str] = "biased: accepts the target's argmax at T > 0"
 
     def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
+        # After the filters, which may remove the largest logit (typical_p).
         best_R = self.probabilities(logits_RV).argmax(-1).cpu()
         return torch.stack([best_R, self.target_tokens(logits_RV, positions_R)], dim=-1)
 

@@ -77,6 +77,7 @@ class TokenFilters:
     def apply(self, logits_RV: Tensor) -> Tensor:
         """Set removed tokens to -inf in logits [..., V] already divided by the temperature."""
         if 0 < self.top_k < logits_RV.shape[-1]:
+            # Compare with the last value, not by index: ties with it stay, as in transformers.
             last_R1 = logits_RV.topk(self.top_k).values[..., -1:]
             logits_RV = logits_RV.masked_fill(logits_RV < last_R1, -math.inf)
         if self.top_p < 1:
@@ -100,6 +101,7 @@ def sampling_label(temperature: float, active: Mapping[str, float]) -> str:
 def _in_nucleus(logits_RV: Tensor, top_p: float) -> Tensor:
     """Return bool [..., V]: tokens preceded by less than ``top_p`` of the mass."""
     logits_RK, p_RK = _ordered(logits_RV, logits_RV.softmax(-1), top_p)
+    # Mass before each token: the one that crosses top_p is still in.
     count_R1 = (p_RK.cumsum(-1) - p_RK < top_p).sum(-1, keepdim=True)
     last_R1 = logits_RK.gather(-1, (count_R1 - 1).clamp_min(0))
     # Among ties at the edge keep the first; in transformers this depends on the machine.
@@ -112,6 +114,7 @@ def _is_typical(logits_RV: Tensor, typical_p: float) -> Tensor:
     """Return bool [..., V]: tokens nearest to the entropy, including ties with the last one."""
     logp_RV = logits_RV.log_softmax(-1)
     p_RV = logp_RV.exp()
+    # nansum: a removed token gives -inf times 0, which is NaN.
     entropy_R1 = -(logp_RV * p_RV).nansum(-1, keepdim=True)
     distance_RV = (-logp_RV - entropy_R1).abs()
     nearness_RK, p_RK = _ordered(-distance_RV, p_RV, typical_p)
@@ -131,4 +134,5 @@ def _ordered(order_RV: Tensor, p_RV: Tensor, mass: float) -> tuple[Tensor, Tenso
         p_RK = p_RV.gather(-1, index_RK)
         if size >= vocab_size or bool((p_RK.sum(-1) >= mass).all()):
             return order_RK, p_RK
+        # Flat distributions need many tokens; a few tries reach the whole vocabulary.
         size *= 8

@@ -42,6 +42,7 @@ class KeyedRandom:
         """Return a number in [0, 1) with 53 random bits."""
         key = f"{self.seed}:{self.prompt}:{position}:{purpose}:{attempt}".encode()
         digest = hashlib.blake2b(key, digest_size=8).digest()
+        # 53 bits fit a float64 exactly, so 1.0 never comes out.
         return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
 
     def uniforms(
@@ -50,6 +51,7 @@ class KeyedRandom:
         """Return uniform numbers, float64 [count] in [0, 1), by Philox: equal on all machines."""
         last = "" if attempt is None else f":{attempt}"
         key = f"{self.seed}:{self.prompt}:{position}:{purpose}{last}".encode()
+        # Philox takes a 128-bit key.
         digest = hashlib.blake2b(key, digest_size=16).digest()
         philox = np.random.Philox(key=int.from_bytes(digest, "big"))
         return np.random.Generator(philox).random(count)
@@ -83,9 +85,11 @@ def draw(probabilities_V: Tensor, uniform: float) -> int:
     Raises:
         ValueError: the weights sum to 0, infinity or NaN.
     """
+    # On the CPU, one after the other: the order of additions decides the last bit.
     cumulative = probabilities_V.numpy(force=True).cumsum()
     if not 0 < cumulative[-1] < np.inf:
         raise ValueError(UNDRAWABLE.format(f"{cumulative[-1]:g}"))
+    # side=right: a uniform of 0 must skip leading tokens with weight 0.
     return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
 
 
@@ -122,6 +126,7 @@ class SharedNoise:
         kept = self._kept.get(position)
         if kept is None or len(kept) < size:
             if len(self._kept) >= self.NUM_KEPT:
+                # Dicts keep insertion order, so this drops the oldest position.
                 del self._kept[next(iter(self._kept))]
             with np.errstate(divide="ignore"):
                 kept = -np.log(self.random.uniforms(position, "noise", size))

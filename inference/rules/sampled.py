@@ -93,6 +93,7 @@ class BlockVerifier(SampledVerifier):
 
     def _open(self, tree: TokenTree, row: int, weight: float, verdicts_R: Tensor) -> _Node:
         p_V, children = self.probabilities(verdicts_R[row]), tree.children(row)
+        # All children of a node were drawn from one q, stored with each.
         q_V = self.q_of(tree, children[0]) if children else p_V
         return _Node(row, iter(children), weight, p_V, q_V)
 
@@ -102,10 +103,12 @@ class BlockVerifier(SampledVerifier):
 
     def reject(self, parent: _Node, token: int) -> None:
         """Replace a node's distribution by the residual without its next child."""
+        # S / (S + 1 - w), with S the mass of (w p - q)+; min avoids 0 / 0 when w = 1 and S = 0.
         rest_V = (parent.weight * parent.p_V - parent.q_V).clamp_min(0)
         gain = float(rest_V.sum())
         parent.weight = gain / max(gain + 1 - parent.weight, sys.float_info.min)
         parent.p_V = rest_V / max(gain, sys.float_info.min)
+        # q is shared with the tree and with siblings: change a copy.
         parent.q_V = parent.q_V.clone()
         parent.q_V[token] = 0
         parent.q_V /= parent.q_V.sum().clamp_min(sys.float_info.min)
@@ -140,6 +143,7 @@ class RecursiveVerifier(SampledVerifier):
         ids = ids_U.cpu()
         uniforms = self.random.uniforms(position, "draft", q_RU.numel(), attempt)
         # The smallest E / q is q's sample, the next one is a sample without it, and so on.
+        # log1p(-u) is finite for u in [0, 1); log(u) is not at 0.
         exponential_RU = torch.from_numpy(-np.log1p(-uniforms)).view_as(q_RU)
         drawn_RW = (exponential_RU / q_RU).topk(min(width, len(ids)), largest=False).indices
         q_RV = q_RU.new_zeros(len(q_RU), int(ids.max()) + 1)
@@ -257,6 +261,7 @@ class RejectionVerifier(SampledVerifier):
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
         p_V = self.probabilities(logits_V)
+        # u q < p instead of u < p / q: no division, and p = 0 never passes.
         if self.random.uniform(position, "accept") * q < float(p_V[token]):
             return None
         return self.payload(logits_V, position)
@@ -314,10 +319,12 @@ class TopKVerifier(RejectionVerifier):
 
     def _top(self, logits_V: Tensor, position: int, first: int, count: int) -> Top:
         p_V = self.probabilities(logits_V)
+        # Filtered first: a sampling filter may leave fewer than K tokens with mass.
         ids_K = p_V.topk(min(self.payload_tokens, len(p_V))).indices
         tail_V = p_V.clone()
         tail_V[ids_K] = 0
         tail_mass = float(tail_V.sum())
+        # Numbered on: a request for more must not repeat samples sent before.
         attempts = range(first, first + count) if tail_mass else range(0)
         uniforms = [self.random.uniform(position, "tail", attempt) for attempt in attempts]
         samples_M = ids_K.new_tensor([draw(tail_V, u) for u in uniforms])
@@ -420,6 +427,7 @@ def make_verifier(
     tail_samples: int,
 ) -> Verifier:
     """Return the named rule; at temperature 0 every rule is ``match``."""
+    # Greedy decoding has no distribution to correct: every rule compares tokens.
     rule = RULES[name if temperature else "match"]
     return rule(
         temperature,

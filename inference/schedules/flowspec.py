@@ -84,6 +84,7 @@ class FlowSpec(PrunedPP):
                     fresh = replace(self.tree, depth=depth, num_tokens=self.expansion_tokens)
                     costs = session.step_sampling(self.expansion_tokens).costs
                     session.grow_tree(fresh, costs, by_score=not self.level_order)
+                # In the first n - 1 steps nothing can return; an empty return there is no pruning.
                 elif num_steps >= session.num_stages and self.refill_depth:
                     session.deepen_tree(self.refill_depth, self.refill_tokens)
 

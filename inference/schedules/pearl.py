@@ -53,6 +53,7 @@ class PEARL(LinkSchedule):
         return parse_policy(f"fixed:{length}", max_length=max(length, self.max_length))
 
     def batch_size(self, chosen: int, num_batches: int) -> int:
+        # Pre-verify: the first token is tested while the remaining ones are still drafted.
         return {0: 1, 1: chosen - 1}.get(num_batches, chosen) if chosen > 1 else chosen
 
     def reads(self, is_complete: bool) -> bool:

@@ -144,6 +144,7 @@ class PipeInfer(Schedule):
     def _size(self, session: Session) -> int:
         if self.draft_tokens != "auto":
             return self.draft_tokens
+        # A chain needs one forward per token; more would make the stages wait.
         return min(MOST_ROWS, session.clock.hidden_forwards())
 
     def grow(
@@ -228,6 +229,7 @@ class DraftGate:
         if share is None:
             self.left = max(0, self.left - 1)
             return
+        # A running mean: one bad result alone does not pause a good draft.
         self.share += STEP * (share - self.share)
         self.pause = 0 if self.share >= self.floor else min(2 * self.pause or 1, LONGEST_PAUSE)
         self.left = self.pause

@@ -35,6 +35,7 @@ def draft_after_step(session: Session, width: Budget) -> None:
             hit = returned is None or session.resolve(returned)
             if hit and not session.done:
                 session.grow_layer(width)
+            # Before the result is known the head has started, so even a rejection pays for it.
             session.draft_alone(at_least=1)
             if hit:
                 session.inject()

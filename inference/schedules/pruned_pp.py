@@ -33,6 +33,7 @@ class PrunedPP(SegmentSchedule):
     def begin_round(self, session: Session) -> None:
         """Draft a tree while the stages wait, then send it in segments."""
         num_segments = self.num_segments(session.num_stages)
+        # depth draft forwards run while the stages wait, whatever the tree's size.
         costs = session.clock.round_costs(num_segments, self.tree.depth)
         session.grow_tree(self.tree, costs, by_score=not self.level_order)
         session.draft_alone()

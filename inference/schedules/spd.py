@@ -62,6 +62,7 @@ def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
         hit = True
         while hit and not session.done:
             grow()
+            # The head read the states already, so its token may start before the result is known.
             returned = session.step(overlap=True, ahead=True)
             hit = returned is None or session.resolve(returned)
             if hit:

@@ -69,6 +69,7 @@ class SSD(Schedule):
             returned = None
             while returned is None:
                 most = session.clock.hidden_forwards()
+                # More levels would delay a result that is already here.
                 while left and not session.pipeline.verdict_waits():
                     # Tokens the draft has not read yet need their own forward.
                     room = most - session.pending_forwards
@@ -97,12 +98,14 @@ class SSD(Schedule):
             session.tree,
             leaves,
             session.features,
+            # One more: a row's best child may be in the batch already, and _children drops it.
             width=outcomes + 1,
             levels=levels,
             sampling=session.step_sampling(outcomes + 1),
             beams=beams,
         ):
             found = _children(session, leaves, *best_2QW.tolist())
+            # Sorting by loss first: this picks the best outcomes over the whole batch, not per row.
             if outcomes and not done:
                 found = sorted(found)[:outcomes]
             leaves = [session.tree.add(leaf, token, -loss) for loss, leaf, token in found]

@@ -120,11 +120,13 @@ class LinkSchedule(Schedule):
     def _take(self, session: Session, policy: DraftLengthPolicy) -> None:
         """Wait for a verification result and apply it."""
         verdict = session.link.tick()
+        # Before the next batch begins, so its length uses the newest results.
         for size, num_accepted in verdict.outcomes:
             policy.observe(size, num_accepted)
         session.resolve(verdict)
 
     def _may_draft(self, session: Session) -> bool:
+        # Tokens after a drafted end of text can never be emitted.
         return (self.drafts_on or not session.link.flights) and not session.end_is_drafted
 
     def _begin_batch(self, session: Session, policy: DraftLengthPolicy) -> None:
@@ -165,6 +167,7 @@ class LinkSchedule(Schedule):
         is_useful = left_s >= link.estimates.verify_s
         if not tree.num_injected:
             return is_useful
+        # After one more draft token an early pass would no longer end in time.
         is_last = left_s - link.estimates.draft_s < link.estimates.verify_s
         return is_useful and is_last and tree.num_injected < len(tree)
 

@@ -39,6 +39,7 @@ def make_source(draft: Any, timing: str = "input_states", tokens_per_step: int =
         "suffix": LookupSource,
     }
     if draft.draft_type == "spd":
+        # The other mismatch is fine: a head for input states may read later ones (lead=1).
         if timing == "input_states" != draft.config.timing:
             raise ValueError(
                 f"timing: {timing!r}, but this module was trained for output states, which do not "

@@ -54,6 +54,7 @@ class DraftSampling:
         """Sampling for draft tokens that could enter one step later: they save at most one step."""
         if self.costs is None:
             return self
+        # A late token gains less, which is the same as a higher price for its row.
         return replace(self, costs=replace(self.costs, row=self.costs.later * self.costs.row))
 
     def worth(self, tree: TokenTree, scores: Sequence[float]) -> int:
@@ -249,6 +250,7 @@ def best_children(
 ) -> Tensor:
     """Return tokens and cumulative scores for each leaf's best children: float64 [2, Q, W], CPU."""
     positions = [tree.position(leaf) + 1 for leaf in leaves]
+    # The position of the child, not of its leaf: noise is keyed by the token it decides.
     noise_QU = sampling.rule.noise_rows(ids_U, positions)
     logprob_QU = sampling.child_scores(logits_QU, noise_QU)
     best_QW, index_QW = logprob_QU.topk(min(width, logprob_QU.shape[1]), -1)

@@ -41,6 +41,7 @@ class EagleSource(CacheSource):
         self._root_state: Tensor | None = None
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
+        # Rows below the root read its state, which the text's own pass computes first.
         below_root = any(tree.parents[row] == 0 for row in rows)
         return has_text + bool(rows) if below_root else super()._num_passes(tree, has_text, rows)
 

@@ -215,6 +215,7 @@ class GraphRows(RowCache):
         for level in range(query.levels + 1):
             size = num_leaves * width
             num_beams = min(query.beams, size) if level < query.levels else 0
+            # The layout _children writes: tokens, scores, then places of the beams.
             best, beams, numbers = numbers.split(
                 [2 * size, num_beams, len(numbers) - 2 * size - num_beams]
             )
@@ -277,6 +278,7 @@ class GraphRows(RowCache):
             self._states_CX[: used - 1].copy_(small_CX[: used - 1])
         for buffer in self.buffers:
             buffer.grow(size)
+        # Captured graphs hold addresses in the old buffers.
         self.graphs.clear()
 
     def _move(self, moves: list[tuple[int, int]]) -> None:

@@ -98,6 +98,7 @@ class SuffixAutomaton:
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
+        # The shorter strings got another end position of their own: split them off.
         copy = self._add(dict(self._next[found]), self._length[state] + 1, self._counts[found])
         self._link[copy], self._link[found] = self._link[found], copy
         while state >= 0 and self._next[state].get(token) == found:
@@ -189,6 +190,7 @@ class LookupSource(TextSource):
         tokens = self._take_pending().tokens
         for token in tokens:
             self._followers.extend(token)
+        # An unchanged text gives the same counts.
         if tokens or self._root is None:
             self._root = self._look([])
         return self._root

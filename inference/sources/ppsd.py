@@ -65,6 +65,7 @@ class PPSDSource(DraftSource):
 
     def keep(self, keep: KeepRows) -> None:
         path, retained = keep.rows[: keep.num_committed], keep.rows[keep.num_committed :]
+        # These are text already; observe gets their states next and must skip them.
         self._num_moved = sum(row in self._rows.known for row in path)
         names = {row: place for place, row in enumerate(retained)}
         self._rows.rename(names | dict.fromkeys(path, TEXT))
@@ -79,6 +80,7 @@ class PPSDSource(DraftSource):
     ) -> int:
         """Add nothing until the deepest rows have passed the first stage."""
         leaves, stream_H = deepest_rows(tree), features.get(self.draft.exit_layer)
+        # Rows advance in tree order: if the last leaf has passed, so have all its ancestors.
         if stream_H is None or len(stream_H) <= leaves[-1]:
             return 0
         needed = tree.visible(0, len(tree))[leaves].any(0).nonzero()[:, 0].tolist()

@@ -139,6 +139,7 @@ class RowCache:
         first, new = len(self._names), [name(row) for row in rows]
         self._names += [TEXT] * num_text + new
         text_O = torch.tensor([cached == TEXT for cached in self._names], dtype=torch.bool)
+        # tril: text row a sees cached text and the a text rows before it in this call.
         earlier_AO = text_O.expand(num_text, -1).tril(first)
         ancestors_RO = tree.ancestors(rows, [name(cached) for cached in self._names])
         others = torch.cat([earlier_AO, text_O | ancestors_RO])
@@ -153,6 +154,7 @@ class RowCache:
         names = {**names, TEXT: TEXT}
         places = [place for place, name in enumerate(self._names) if name in names]
         for layer in self.layers:
+            # Leading text never moves, so its keys and values need no copy.
             layer.keep(self._num_leading, places)
         self._names = [names[self._names[place]] for place in places]
         self._count_leading()

@@ -119,6 +119,7 @@ class SPDSource(DraftSource):
 
     def _presented(self, distance: int) -> int:
         """Return the depth used for a row at this distance from the deepest ones."""
+        # The deepest rows are the queries in training; no lead may move them from depth 0.
         return distance + self.lead if distance else 0
 
 

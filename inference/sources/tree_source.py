@@ -57,6 +57,7 @@ class _FreshTree:
         """Add draft tokens with new token paths; return the number of rows added."""
         before = len(tree)
         for row in chosen:
+            # chosen lists parents first, so the parent has a row in the tree already.
             parent = self.merged[self.tree.parents[row]]
             mine = self.tree
             q_V = mine.draft_probabilities[row]
@@ -141,6 +142,7 @@ class TreeSource(DraftSource):
 
     def _keep_rows(self, keep: KeepRows) -> None:
         """Renumber the tree's rows; the new root's output is recomputed, as text."""
+        # Place 0 is left out: the new root is read again with the target's true state.
         retained = keep.rows[keep.num_committed :]
         self._rename_rows({row: place for place, row in enumerate(retained) if place})
 
@@ -172,6 +174,7 @@ class TreeSource(DraftSource):
             mine = {row: row for row in mine if row not in twice}
         else:
             adopted = {row: name for row, name in adopted.items() if name not in twice}
+        # One renaming for both: rows named in neither map are dropped.
         self._rename_rows(mine | adopted)
 
     def leaf_logits(
@@ -234,6 +237,7 @@ class TreeSource(DraftSource):
         beams: int = 0,
         split: float | None = None,
     ) -> Iterator[Tensor]:
+        # With split an existing child continues its branch; the graph never continues one.
         graph, has_child = self._graph_rows, any(tree.children(leaf) for leaf in leaves)
         if graph is None or levels == 1 or not beams or (has_child and split is not None):
             yield self._best_rows(tree, leaves, width, sampling)
@@ -345,6 +349,7 @@ class TreeSource(DraftSource):
         fresh = self._fresh
         if fresh is None or not fresh.draft_tokens:
             return 0
+        # The width the tree was drafted with, so deeper levels match EAGLE-2's.
         top_k = len(fresh.tree.children(0))
         self._deepen(fresh, self._beams(fresh, top_k), levels - 1, top_k)
         unmerged = [row for row in fresh.best() if row not in fresh.merged][:num_tokens]
@@ -411,6 +416,7 @@ class TreeSource(DraftSource):
         rule: RecursiveVerifier,
     ) -> dict[int, list[_Child]]:
         """Sample children and score them by rank: selection must not depend on tokens."""
+        # All parents are on one level; one position keys the random numbers of all of them.
         (position,) = {fresh.tree.position(parent) + 1 for parent in parents}
         attempt = fresh.sampling.attempt
         drawn = rule.draw_children(logits_RU, self.draft_ids, position, width, attempt=attempt)
