@@ -435,6 +435,7 @@ class TargetSession:
             prompt = torch.tensor(self._opening.prompt_ids)
             self._computed_RV = self._staged.prefill(prompt)[0][None]
             return
+        # A failed attempt may have appended rows to the cache already.
         if self._stage.num_speculative > self._segment.lo:
             self._stage.keep(KeepRows(tuple(range(self._segment.lo)), 0))
         hidden_RH = self._stage.forward(self._segment).hidden

@@ -101,6 +101,7 @@ class Pipeline(ABC):
     def features_with(self, waiting: Sequence[int]) -> Mapping[int, Tensor]:
         """Return ``features`` plus embeddings for draft tokens injected after them."""
         features = self.features()
+        # Layer 0 needs no stage: the draft can have embeddings before the target has run.
         if waiting and 0 in features:
             return {**features, 0: torch.cat([features[0], self.embed(torch.tensor(waiting))])}
         return features
@@ -235,6 +236,7 @@ class _StoredRows:
         # Full: move the live rows to a new buffer; old views still reference the old one.
         if self._buffer_CH is None or self.end + num_rows > len(self._buffer_CH):
             count = self.end - self.start
+            # Doubling keeps the copies per row constant on average.
             size = max(2 * (count + num_rows), MIN_ROWS)
             buffer_CH = like_RH.new_empty(size, like_RH.shape[1])
             if count:
@@ -246,10 +248,12 @@ class _StoredRows:
     def keep(self, places: Sequence[int], index_R: Tensor | None) -> None:
         """Keep rows at ``places``; ``index_R`` begins with them, unless they are adjacent."""
         if _are_neighbors(places):
+            # Adjacent rows move no data: only the bounds change.
             self.start += places[0] if places else 0
             self.end = self.start + len(places)
             return
         assert index_R is not None
+        # Copy behind the old rows, not over them: views given out before must not change.
         room_RH, count = self.room(self.view(), len(places)), len(places)
         rows_RH = self.view()[:-count]
         torch.index_select(rows_RH, 0, index_R[:count], out=room_RH)

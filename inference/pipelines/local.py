@@ -140,6 +140,7 @@ class LocalPipeline(Pipeline):
     def leave_stage(self, index: int, output: Segment) -> None:
         start, end = self.target.boundaries[index : index + 2]
         own = [layer for layer in self._deeper if start < layer <= end]
+        # Only this stage's layers: earlier ones were appended when the rows left their stage.
         self._features.append({layer: output.taps[layer] for layer in own})
         if index == self.num_stages - 1:
             self._returned = self._judge(output)
@@ -175,10 +176,12 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
         pairs = []
         for pipeline in pipelines:
             segment, pipeline._waiting[index] = pipeline._waiting[index], None
+            # After an error the sequence's caches may be half changed, so it takes part no more.
             if segment is not None and pipeline.error is None:
                 pairs.append((pipeline, segment))
         if len(pairs) > 1:
             together = [pair for pair in pairs if can_run_together(pair[0].target.stages[index])]
+            # After a failure all run alone, so that only the faulty sequence gets the error.
             if len(together) > 1 and _run_together(index, together):
                 pairs = [pair for pair in pairs if pair not in together]
         for pipeline, segment in pairs:

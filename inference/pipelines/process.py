@@ -133,6 +133,7 @@ class ProcessPipeline(Pipeline):
         Returns:
             The target's next token and the tapped hidden states [P, H].
         """
+        # An earlier sequence may have ended with rows in flight: do not wait for them.
         self._cancel_all()
         self._forget()
         self.taps = taps
@@ -162,6 +163,7 @@ class ProcessPipeline(Pipeline):
                 chunk.first_position = index * size
                 self._send(chunk)
                 self._flights.append(_Flight(None, list(range(len(chunk.rows))), entered=index))
+            # As many steps as LocalPipeline takes; the last iteration only receives.
             if index < len(chunks) + self.num_stages - 1:
                 self._step_prompt()
             done = index - self.num_stages
@@ -190,6 +192,7 @@ class ProcessPipeline(Pipeline):
         for stage in self._answering():
             is_last_stage = stage == self.num_stages - 1
             is_last_chunk = sequence == self._sequence - 1
+            # A stage without tapped layers sends no answer, so a wait for it would never end.
             if not self._layers(stage) and not (is_last_stage and is_last_chunk):
                 continue
             result = self._receive_answer(stage, sequence)
@@ -228,6 +231,7 @@ class ProcessPipeline(Pipeline):
         if self._has_started:
             return
         self._has_started = True
+        # One segment per step, the oldest, as in the lock-step pipeline.
         flight = next((f for f in self._flights if f.segment is not None), None)
         if flight is None:
             return
@@ -237,6 +241,7 @@ class ProcessPipeline(Pipeline):
     def _send_step(self, flight: _Flight) -> None:
         assert flight.segment is not None
         flight.sequence, segment, keeps = self._sequence, flight.segment, self._keeps
+        # KeepRows travel with the next segment, so a prune costs no message of its own.
         flight.segment, self._keeps = None, []
         self._send(Step.of(keeps, segment))
 
@@ -268,10 +273,12 @@ class ProcessPipeline(Pipeline):
     def _returned(self, due: _Flight) -> Returned:
         self._fetch(self.num_stages - 1, due)
         assert due.verdicts is not None
+        # The last stage judged all rows as sent; those pruned since then do not count.
         return Returned(len(due.alive), due.verdicts[due.alive])
 
     def _start_ahead(self, ahead: Ahead) -> None:
         """Send the next step's segment early, unless another precedes it or the result is here."""
+        # With the result here, the next segment can be exact, so a guess would be wasted.
         is_late = self._due() is not None and self.verdict_waits()
         if is_late or any(flight.segment is not None for flight in self._flights):
             return
@@ -284,6 +291,7 @@ class ProcessPipeline(Pipeline):
         due = self._due()
         if self._keep_after is None or due is None or not self.verdict_waits():
             return True
+        # Asked once: the result is final, and a segment it keeps stays wanted.
         keep, self._keep_after = self._keep_after(self._returned(due)), None
         return self._keeps_ahead(keep)
 
@@ -371,6 +379,7 @@ class ProcessPipeline(Pipeline):
         stage = next((k for k in range(self.num_stages) if layer <= self._end(k)), 0)
         num_rows = 0
         for flight in self._flights:
+            # Count rows by lock-step time, not by arrival: drafts are then the same on every run.
             if layer and (flight.segment is not None or flight.entered + stage >= self._now):
                 break
             if layer:

@@ -59,6 +59,7 @@ class SharedPipeline(Pipeline):
     def open(self, config: DecodeConfig, prompt_index: int) -> None:
         super().open(config, prompt_index)
         self._num_expected = config.max_new_tokens
+        # Chunks of another size would change the prompt's rounding.
         if config.bitwise:
             self.prompt_rows = PROMPT_ROWS
 
@@ -186,6 +187,7 @@ def step_ranks(pipelines: Sequence[SharedRanks]) -> None:
 
 def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:
     """Return rows in a sequence's key-value cache, including draft tokens in flight."""
+    # Reserved at once: a cache that grows has its old and new memory at the same time.
     return max(min(num_prompt + num_new, max_positions) + MAX_ROWS, MIN_CAPACITY)
 
 

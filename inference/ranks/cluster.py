@@ -109,6 +109,7 @@ class Cluster:
             torch.cuda.set_device(self.device)  # else every rank has a context on GPU 0, too
         self.watch.start()
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        # gloo otherwise resolves the host's name, which can fail without a network.
         if loopback and os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size):
             # no rank is on another machine
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -124,6 +125,7 @@ class Cluster:
         else:
             mine = str(torch.cuda.get_device_properties(self.device).uuid)
         self.watch.store.set(f"{DEVICE_KEY}/{self.rank}", mine)
+        # Compare UUIDs, not indices: CUDA_VISIBLE_DEVICES may number one GPU differently per rank.
         keys = [f"{DEVICE_KEY}/{rank}" for rank in range(self.world_size)]
         self.watch.store.wait(keys, CONNECT_TIMEOUT)
         devices = [self.watch.store.get(key).decode() for key in keys]
@@ -139,6 +141,7 @@ class Cluster:
         back = [(rank, 0, ANSWER) for rank in range(1, self.world_size)]
         for sender, receiver, channel in forward + back:
             pair = sorted((sender, receiver))
+            # new_group is collective: every rank calls it, also one that is not in the pair.
             group = dist.new_group(pair, timeout=DAY, backend=backend)
             if self.rank in pair:
                 link = DeviceLink(group, self.device)
@@ -158,6 +161,7 @@ class Cluster:
         if error is not None:  # bad input: the caller prints its line; the others exit quietly
             self.watch.announce(f"{self.watch.name}: {BAD_INPUT}")
             return
+        # Close all sends first: the peers wait for them before they answer with their own.
         for sender in self.watch.sent:
             sender.close()
         for receiver in self.watch.received:
@@ -197,6 +201,7 @@ class Cluster:
         count = layers.get("text_config", layers)["num_hidden_layers"]
         cut = tuple(boundaries) or stage_boundaries(count, num_stages)
         job = Job(
+            # A rank may have another working directory.
             target=os.path.abspath(name) if os.path.isdir(name) else name,
             revision=revision,
             boundaries=cut,
@@ -226,6 +231,7 @@ class Cluster:
     def _connect(self, target: StagedTarget) -> ProcessPipeline:
         timeline = self._measured(self.job)
         ranks = [self._first_rank(self.job) + k for k in range(target.num_stages)]
+        # A first stage in this process answers without a link, else rank 0 would send to itself.
         links: list[Inbox] = [self._receiver(rank, ANSWER) if rank else Local() for rank in ranks]
         answers = Answers(links)
         cancels = [self._sender(rank, CANCEL, timeline) for rank in ranks if rank]
@@ -237,6 +243,7 @@ class Cluster:
         worker = self._worker(target, 0, mailbox, timeline)
         beside = Local(worker.handle)
         pipeline = ProcessPipeline(target, beside, answers, timeline, cancels=cancels)
+        # No Cancel can reach a stage in this process while it computes, so it asks between layers.
         worker.is_still_wanted = pipeline.is_wanted
         return pipeline
 
@@ -256,6 +263,7 @@ class Cluster:
         inbox, cancels = self._receiver(self.rank - 1, FORWARD), self._receiver(0, CANCEL)
         staged = StagedTarget(model, job.boundaries)
         worker = self._worker(staged, index, self._sender(0, ANSWER, timeline), timeline)
+        # Own thread: the main one computes while a cancellation of its segment arrives.
         thread = threading.Thread(target=self._listen, args=(cancels, worker), daemon=True)
         thread.start()
         while True:

@@ -130,6 +130,7 @@ class Codec(Generic[M]):
         body = msgspec.msgpack.encode(message, enc_hook=place)
         heads, raw, apart = [], [], []
         for tensor in tensors:
+            # An empty tensor's shape says everything: there is nothing to transfer.
             is_apart = tensor.device == device and tensor.numel() > 0
             heads.append(TensorHeader(NAMES[tensor.dtype], tuple(tensor.shape), is_apart))
             if is_apart:
@@ -185,10 +186,12 @@ class Codec(Generic[M]):
         header = self._judged(lambda: _headers.decode(data))
         inside = sum(_padded(head.num_bytes) for head in header.tensors if not head.is_apart)
         apart = [head.num_bytes for head in header.tensors if head.is_apart]
+        # Check the sizes against each other before the tensors' memory is allocated.
         if inside != tensor_bytes:
             raise ValueError(f"frame: claims {tensor_bytes} bytes of tensors, describes {inside}")
         if apart and fetch is None:
             raise ValueError(f"frame: {len(apart)} of its tensors are not in it")
+        # Separate tensors count, too: their shapes alone would make this side allocate.
         self._check(header_bytes, inside + sum(apart), max_tensor_bytes)
         tensors, content, at = [], take(tensor_bytes), 0
         for head in header.tensors:
@@ -202,6 +205,7 @@ class Codec(Generic[M]):
 
         def tensor_at(kind: type, place: object) -> Tensor:
             index, tensor = next(waiting, (None, None))
+            # In order and once each: a header cannot make two fields share one tensor's memory.
             if tensor is None or type(place) is not int or place != index:
                 raise ValueError(f"{place!r} is not the place of the next tensor"[:MAX_REASON])
             return tensor
@@ -209,6 +213,7 @@ class Codec(Generic[M]):
         message: M = self._judged(
             lambda: msgspec.msgpack.decode(header.message, type=self.messages, dec_hook=tensor_at)
         )
+        # Unused tensors would be a way to send data that no check has seen.
         if next(waiting, None) is not None:
             raise ValueError("frame: has more tensors than its message")
         return message
@@ -272,6 +277,7 @@ def _read(fill: FillBuffer, size: int) -> bytearray:
 def _raw(tensor: Tensor) -> Buffer:
     if tensor.dtype == torch.bool:
         return np.packbits(tensor.numpy(force=True)).tobytes()
+    # Through uint8, as NumPy has no bfloat16.
     flat = tensor.to("cpu").contiguous().flatten()
     return flat.view(torch.uint8).numpy().data if len(flat) else b""
 
@@ -279,6 +285,7 @@ def _raw(tensor: Tensor) -> Buffer:
 def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
     """Return a view that keeps ``data`` alive; bool is unpacked."""
     num_items = math.prod(head.shape)
+    # frombuffer refuses an empty buffer.
     if num_items == 0:
         return torch.empty(head.shape, dtype=DTYPES[head.dtype])
     if head.dtype == "bool":
@@ -369,10 +376,12 @@ class Step(StageMessage, tag="step"):
 
     def __post_init__(self) -> None:
         for rows, num_committed in self.kept:
+            # The committed rows come first, so the list must be in cache order.
             if num_committed > len(rows) or any(i >= j for i, j in pairwise(rows)):
                 raise ValueError(f"kept: {num_committed} of {len(rows)} rows, or not ascending")
         num_rows = check_rows("positions", self.positions, 1)
         check_tensor("visible", self.visible, (torch.bool,), num_rows, None)
+        # The last columns are the segment's own rows; earlier ones are rows already in the cache.
         if self.visible.shape[1] < num_rows:
             raise ValueError(f"visible: {self.visible.shape[1]} columns for {num_rows} rows")
         if self.rows is not None:

@@ -29,11 +29,14 @@ def run_ranks(
         command: default: this process's.
         passes_signals: pass up to two SIGTERM or Ctrl-C to the ranks, which end when done.
     """
+    # The store inherits the bound socket, so no other process can take the port in between.
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
     world = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     world |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    # Makes every rank a client of the store; else rank 0 would try to open the port again.
     world |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # By default each rank starts a thread per core, and they slow each other down.
     num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
     shared = {"OMP_NUM_THREADS": str(num_threads)} | os.environ | world
     started: list[subprocess.Popen] = []
@@ -61,6 +64,7 @@ def run_ranks(
     started.append(subprocess.Popen(store, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]))
     for rank in range(num_ranks):
         environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        # Only one reader, or ranks would take parts of the user's input from each other.
         stdin = subprocess.DEVNULL if rank else None
         words = command or [sys.executable, *sys.orig_argv[1:]]
         started.append(subprocess.Popen(words, env=environment, stdin=stdin))
@@ -74,9 +78,11 @@ def run_ranks(
         code = os.waitstatus_to_exitcode(ended)
         if code and not status:
             status = max(code, 1)
+            # The failed rank's peers report the cause themselves; kill only those that cannot.
             late = threading.Timer(LEAVE_S, kill)
             late.daemon = True
             late.start()
+    # The store ends last, as ranks exchange the reason of a failure through it.
     started[0].kill()
     os._exit(status)
 
@@ -89,4 +95,5 @@ if __name__ == "__main__":
     kept = dist.TCPStore(
         host, number, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
     )
+    # Its stdin is a pipe from the launcher, so the store ends even if that is killed.
     sys.stdin.read()

@@ -128,6 +128,7 @@ class Sender:
             encoded = CODEC.encode(message, device)
             frame = torch.frombuffer(encoded.join(), dtype=torch.uint8)
             self.num_sent += 1
+            # Two tags per channel: the rest of a frame must not land in a buffer for the next one.
             self._post(frame[:BUFFER_BYTES], 2 * self.channel)
             if len(frame) > BUFFER_BYTES:
                 self._post(frame[BUFFER_BYTES:], 2 * self.channel + 1)
@@ -147,6 +148,7 @@ class Sender:
 
     def is_sending(self) -> bool:
         """Return True while the peer has not received all hidden states from this device."""
+        # Sends complete in order, so the oldest tells enough.
         while self._apart and self._apart[0][0].is_completed():
             self._apart.popleft()
         return bool(self._apart)
@@ -172,6 +174,7 @@ class Receiver:
             self._post(torch.zeros(BUFFER_BYTES, dtype=torch.uint8))
 
     def _post(self, buffer: Tensor) -> None:
+        # Clears the last frame's magic, which has_arrived would take for a new one.
         buffer[:4] = 0
         work = dist.irecv(buffer, self.peer, tag=2 * self.channel)
         assert work is not None
@@ -201,6 +204,7 @@ class Receiver:
     def _receive(self) -> AnyMessage:
         work, buffer = self._posted.popleft()
         work.wait(DAY)
+        # A short frame leaves the end of the buffer as it was, so the length is in the frame.
         total = CODEC.frame_bytes(buffer.numpy().data)
         frame = buffer[:total]
         if total > BUFFER_BYTES:
@@ -249,6 +253,7 @@ class Answers:
         """Wait for a stage's next message and deliver its parts."""
         message = self._links[stage].receive()
         for part in message.parts if isinstance(message, Together) else [message]:
+            # A sequence may end with answers on their way; nobody waits for those.
             if part.slot in self._open:
                 self._open[part.slot].waiting[stage].append(part)
 

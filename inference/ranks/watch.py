@@ -98,6 +98,7 @@ class Watch:
 
     def start(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        # An own client: a request that hangs on it does not block the process group's.
         self.store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -105,6 +106,7 @@ class Watch:
             wait_for_workers=False,
             timeout=CONNECT_TIMEOUT,
         )
+        # Set only after connecting, which may take longer while other ranks import torch.
         self.store.set_timeout(timedelta(seconds=self.limits.silence_s))
         self._answered = time.monotonic()
         self._inward.start()
@@ -115,6 +117,7 @@ class Watch:
         self._stopping.set()
         self._wake.set()
         self._inward.join()
+        # With a limit: this thread may hang in a request to a store that is already gone.
         self._outward.join(TELL_S)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
@@ -155,6 +158,7 @@ class Watch:
         try:
             print(f"error: {line}", file=sys.stderr, flush=True)
         finally:
+            # Not sys.exit: the main thread may be in C++ and would never unwind.
             os._exit(1)
 
     def _see_through(self, loop: Callable[[], None]) -> None:
@@ -183,6 +187,7 @@ class Watch:
                 self.fail(f"ended by {signal.Signals(received.si_signo).name}")
             if self._stopping.is_set():
                 return
+            # A killed launcher sends no signal; its children get another parent.
             if os.getppid() != self._parent:
                 self.fail("its launcher is gone")
             self._check_step()
@@ -209,6 +214,7 @@ class Watch:
 
     def _exchange_causes(self) -> None:
         """Publish this rank's failure; exit if another rank failed first."""
+        # compare_set is atomic: of several failures at once, all ranks report the same first one.
         cause = self.store.compare_set(FAILED_KEY, "", self._failure).decode(errors="replace")
         if cause and not cause.startswith(f"rank {self.rank} ("):
             if cause.endswith(BAD_INPUT):
@@ -229,6 +235,7 @@ class Watch:
                 continue
             beat = msgspec.json.decode(self.store.get(key), type=Beat)
             beats, since = self._seen.get(rank, (-1, now))
+            # Counts, not times: the clocks of two machines may differ.
             if beat.beats != beats:
                 self._seen[rank] = (beat.beats, now)
             elif now - since > self.limits.silence_s:
@@ -240,8 +247,10 @@ class Watch:
             if link.peer != rank:
                 continue
             num_sent = sent.get(f"{self.rank}:{link.channel}", 0)
+            # The sender counts before it posts, so a broken link shows as a missing message.
             missing = link.num_received + 1 if link.num_received < num_sent else 0
             number, since = self._late.get(link, (0, now))
+            # A message that arrived but was not read yet is a busy rank's, not a broken link's.
             if not missing or number != missing or link.has_arrived():
                 self._late[link] = (missing, now)
             elif now - since > self.limits.undelivered_s:

@@ -75,6 +75,7 @@ class StageWorker:
 
     def begin(self, step: Step) -> bool:
         """Apply the KeepRows; return False for an unwanted segment, with room made in caches."""
+        # Even a cancelled step applies them: all stages' caches must change in the same order.
         for keep in step.keeps:
             self.stage.keep(keep)
         if step.is_cancelled or not self._is_wanted(step):
@@ -109,13 +110,17 @@ class StageWorker:
 
     def _skip(self, step: Step) -> None:
         """Make room in the caches here and further on; compute nothing."""
+        # Later KeepRows count these rows, so caches need their places.
         with self.timeline.span("skip", step.segment.num_rows):
             self.stage.skip(step.segment)
+        # The stages behind this one must make the same room, so the message goes on without rows.
         self._pass_on(replace(step, rows=None, is_cancelled=True), step)
+        # The controller counts on one answer per step, so a skipped one is answered without data.
         if self.taps or self.following is None:
             self._answer(StageResult(), step)
 
     def _prefill(self, prefill: Prefill) -> None:
+        # Only the first chunk carries a new sequence; later chunks continue with its settings.
         if prefill.first_position == 0:
             self.stage.reset()
             if prefill.reserved_rows:
@@ -123,6 +128,7 @@ class StageWorker:
             self.target.set_bitwise(prefill.is_bitwise)
             start, end = self.stage.start, self.stage.end
             self.taps = tuple(layer for layer in prefill.taps if start < layer <= end)
+            # Keyed by prompt and position: a token does not depend on the process that samples it.
             random = KeyedRandom(prefill.seed, prefill.prompt)
             self._verifier = RULES[prefill.rule](
                 prefill.temperature, random, filters=prefill.filters
@@ -141,6 +147,7 @@ class StageWorker:
             self._answer(result, prefill)
 
     def _report(self, question: MeasureRequest) -> None:
+        # Pass it on first, so the stages prepare their reports at the same time.
         self._pass_on(question, question)
         if question.action == "clear":
             self.timeline.clear()
@@ -174,6 +181,7 @@ class SharedWorker(StageWorker):
         if not isinstance(message, Together):
             super().handle(message)
             return
+        # Steps only begin in this loop: they run after it, in one forward pass.
         begun: list[tuple[StageWorker, Step]] = []
         for part in message.parts:
             with self._contained(part):
@@ -192,6 +200,7 @@ class SharedWorker(StageWorker):
                         self._of.pop(part.slot, None)
                         self._onward.send(part)
         self._run(begun)
+        # One message per step, not one per sequence: each message has its own cost.
         onward, answers = self._onward.take_parts(), self._answers.take_parts()
         if onward and self.following is not None:
             self.following.send(Together(parts=onward))
@@ -202,6 +211,7 @@ class SharedWorker(StageWorker):
         worker = self._of.get(message.slot)
         if worker is not None:
             worker.cancel(message)
+        # Slot 0 is also the pipeline for a single sequence, which this worker itself runs.
         elif message.slot == 0:
             super().cancel(message)
 
@@ -215,6 +225,7 @@ class SharedWorker(StageWorker):
         )
 
     def _run(self, begun: Sequence[tuple[StageWorker, Step]]) -> None:
+        # One sequence alone gains nothing, and its own pass can still be abandoned between layers.
         together = [pair for pair in begun if can_run_together(pair[0].stage)]
         if len(together) < 2 or not self._run_together(together):
             together = []
