@@ -379,6 +379,7 @@ def _windowed_attention(
     B, J, T, D = keys[0].shape
     step, size = len(keys) - 1, max(window, 64)
     query_BJGTD = query_BNTD.unflatten(1, (J, -1)) * D**-0.5
+    # Position 0 starts a document, so a running count numbers them.
     document_T = (positions_of(T, lengths, query_BNTD.device) == 0).cumsum(0)
     place_T = torch.arange(T, device=query_BNTD.device)
     drafted, outs = range(max(step - window, 0) + 1, step + 1), []
@@ -390,6 +391,7 @@ def _windowed_attention(
         key_BJ1SD, value_BJ1SD = keys[0][:, :, None, seen], values[0][:, :, None, seen]
         scores = (query_BJGRD @ key_BJ1SD.mT).masked_fill(hidden_RS, -torch.inf)
         own = [(query_BJGRD * keys[j][:, :, None, rows]).sum(-1, keepdim=True) for j in drafted]
+        # Sums over many keys lose probability mass in 16 bits.
         exact = torch.promote_types(scores.dtype, torch.float32)
         probs = torch.cat([scores, *own], -1).softmax(-1, dtype=exact).to(scores.dtype)
         probs_BJGRS, *own = probs.split([scores.shape[-1], *[1] * len(own)], -1)

@@ -247,6 +247,7 @@ class DFlash(Draft):
                 blocks = slice(first + start, first + stop)
                 context = slice(document.start, int(places[stop - 1]))
                 rows_K = torch.arange(context.start, context.stop, device=device)
+                # In decoding, the target's state at the anchor is not known yet.
                 before_AK = rows_K < anchors_A[blocks, None]
                 own_AA = torch.eye(stop - start, dtype=torch.bool, device=device)
                 visible_AK = torch.cat([before_AK, own_AA.repeat_interleave(R, 1)], 1)
@@ -281,6 +282,7 @@ class DFlash(Draft):
             anchor, num_rows, feature_CH, positions=positions, caches=caches, visible_RC=visible_RC
         )
         for cache in caches:
+            # A block's rows hold masks, not tokens: later blocks must not read them.
             cache.keep(position, [])
         return out_SH
 

@@ -260,6 +260,7 @@ class TiedHead(EagleHead):
         """Initialize fc to pass the state through, plus a little of the embedding."""
         hidden = self.layer_config.hidden_size
         self.fc.weight.normal_(std=0.1 * hidden**-0.5)
+        # Columns from H on read the state: the embedding comes first in the joined input.
         self.fc.weight[:, hidden:] += torch.eye(hidden)
 
 

@@ -175,6 +175,7 @@ class Eagle3(EagleHead):
         initialize_head(self, target, draft_ids)
         hidden = self.layer_config.hidden_size
         self.fc.weight.zero_()
+        # The last H columns read the deepest layer if feature_layers ascends.
         self.fc.weight[:, -hidden:] = torch.eye(hidden)
         initialize_matrices(self.midlayer, 1)
 

@@ -175,8 +175,10 @@ class FlexSpec(Draft):
             self.norm.load_state_dict(decoder.norm.state_dict())
             linear = cast(nn.Linear, cast(nn.Sequential, self.stem)[0])
             linear.weight.zero_()
+            # With two readings, the previous one's half starts without effect.
             linear.weight[:, :hidden].fill_diagonal_(1)
         if self.config.residual:
+            # With a residual the MLP starts as the identity.
             cast(nn.Linear, self.mlp[-1]).weight.zero_()
         if draft_ids is not None:
             self.draft_ids.copy_(draft_ids)
@@ -271,6 +273,7 @@ class FlexSpec(Draft):
     ) -> Tensor:
         """Run ``rows`` with a CUDA graph's signature: predecessors are known, or in order."""
         index_R = torch.arange(len(tokens_R), device=tokens_R.device)
+        # In order, row i follows new row i - 1, which stands after the known rows.
         before_R = torch.where(index_R > 0, index_R + len(tokens_R) - 1, 0)
         return self.rows(
             tokens_R,

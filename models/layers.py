@@ -121,6 +121,7 @@ class RotaryEmbedding(nn.Module):
                 },
             )
         )
+        # YaRN scales cos and sin, and so the scores by the square of this factor.
         self.scale = float(source.attention_scaling)
         self.register_buffer("frequencies", source.inv_freq.clone(), persistent=False)
 
@@ -137,6 +138,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Map positions [...] to cos, sin [..., D] in ``dtype``, computed in float32."""
         angles = positions[..., None].float() * self.frequencies
+        # Halves, not neighbors, are rotated together: entry i goes with entry i + D / 2.
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
@@ -185,6 +187,7 @@ class Attention(nn.Module):
     def query(self, x_H: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
         """Return rotated queries [..., N, D] from normed rows [..., H]; cos, sin [..., 1, D]."""
         heads = self.q_proj(x_H).unflatten(-1, (self.num_heads, self.head_size))
+        # Norm before the rotation: Qwen3's order. The norm's weights would not commute with it.
         return rotate(self.q_norm(heads), cos_D, sin_D)
 
     def key_value(self, x_H: Tensor, cos_D: Tensor, sin_D: Tensor) -> tuple[Tensor, Tensor]:

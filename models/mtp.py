@@ -111,6 +111,7 @@ class MTP(TiedHead):
         self.pass_state_on()
         initialize_matrices(self.layer, 1)
         factor_H = norm_factor(target.config, target.get_decoder().norm.weight)
+        # A native norm adds one to its weight.
         self.norm.weight.copy_(factor_H - 1 if self.config.native else factor_H)
 
     def project(
@@ -121,6 +122,7 @@ class MTP(TiedHead):
         x_H, attention = self.layer.input_layernorm(residual_H), self.layer.self_attn
         if isinstance(attention, GatedAttention):
             query_ND, gate = attention.query_and_gate(x_H, cos_D, sin_D)
+            # finish gets nothing else from the query's projection, so the gate travels here.
             residual_H = torch.cat([residual_H, gate], -1)
         else:
             query_ND = attention.query(x_H, cos_D, sin_D)

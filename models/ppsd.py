@@ -60,6 +60,7 @@ class PPSD(StagedDraft):
 
     def __init__(self, config: PPSDConfig, layer: LayerConfig, reference: TargetReference) -> None:
         super().__init__(config, layer, reference)
+        # Layer index i is the output of layer i - 1, so the first boundary is the stage's output.
         self.exit_layer = config.cut[1]
         self.make_layers(config.num_layers)
 

@@ -196,6 +196,7 @@ class SPD(StagedDraft):
         hidden = self.layer_config.hidden_size
         for projection in self.projections:
             projection.weight.zero_()
+            # Layer indices ascend, so the last H columns read the deepest one.
             projection.weight[:, -hidden:] = torch.eye(hidden)
         for of_depths in self.layer_projections:
             for projection in cast(list[nn.Linear], of_depths):

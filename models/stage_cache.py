@@ -150,10 +150,12 @@ def additive_mask(
     hidden_lC = torch.zeros(
         num_rows, positions_C.shape[0], dtype=torch.bool, device=positions_C.device
     )
+    # Committed rows precede the mask's columns and are visible to every row.
     hidden_lC[:, positions_C.shape[0] - num_columns :] = ~visible_lS
     if window is not None:
         hidden_lC |= positions_C <= positions_C[-num_rows:, None] - window
     mask_lC = torch.zeros(hidden_lC.shape, dtype=dtype, device=positions_C.device)
+    # The minimum instead of -inf: a fully hidden row would become NaN in softmax.
     mask_lC.masked_fill_(hidden_lC, torch.finfo(dtype).min)
     return (mask_lC if groups == 1 else mask_lC.repeat(groups, 1))[None, None]
 
@@ -293,11 +295,13 @@ class StageCache:
         """
         keep.check_committed(self.num_speculative)
         rows = keep.cached(self.num_speculative)
+        # Rows ascend, so every row before the first gap is in place already.
         first_moved = next((j for j, i in enumerate(rows) if i != j), len(rows))
         if first_moved < len(rows):
             source = [self.num_committed + row for row in rows[first_moved:]]
             (move or self.move)(source, self.num_committed + first_moved)
         if self.recurrent_layers:
+            # Entry 0 is the committed state; the last committed row's state takes its place.
             self._states = [self._states[row + 1] for row in (-1, *rows)][keep.num_committed :]
         self.num_committed += keep.num_committed
         self.num_speculative = len(rows) - keep.num_committed

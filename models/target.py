@@ -139,6 +139,7 @@ class Stage:
         kinds = layer_kinds(decoder.config)
         self.kinds = kinds[start:end]
         recurrent = [start + i for i, kind in enumerate(self.kinds) if kind == "linear_attention"]
+        # Some configurations name a window that none of their layers uses.
         self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
@@ -286,6 +287,7 @@ class Stage:
                 return call(hidden_1lH)
             parts.append(call(hidden_1lH[0, rows, None])[:, 0])
             order += rows
+        # Rows were run by tree depth; put them back in segment order.
         in_order = torch.tensor(order, device=hidden_1lH.device).argsort()
         return torch.cat(parts)[in_order][None]
 

@@ -64,6 +64,7 @@ def relative_cost(head: Draft) -> float:
     block = layer.hidden_size * (num_heads * layer.head_size + 3 * layer.intermediate_size)
     vocabulary = head.target_vocab_size * layer.hidden_size
     own = sum(value.numel() for name, value in head.state_dict().items() if name != "draft_ids")
+    # A head that uses the target's LM head reads it for every draft token all the same.
     if "lm_head.weight" not in head.state_dict():
         own += vocabulary
     return own / (int(head.reference.fingerprint["num_layers"]) * block + vocabulary)
@@ -71,6 +72,7 @@ def relative_cost(head: Draft) -> float:
 
 def best_chain(acceptance: Sequence[float], cost: float) -> int:
     """Return the length k with the most tokens per round cost, 1 + k ``cost``."""
+    # Token j counts only if all before it are accepted; 1.0 is the target's own token.
     tokens = list(accumulate(accumulate(acceptance, mul), initial=1.0))
     lengths = range(1, len(acceptance) + 1)
     return max(lengths, key=lambda k: tokens[k] / (1 + k * cost), default=CHAIN_LENGTH)
@@ -88,6 +90,7 @@ def simulated(chains: dict[str, list[MeasuredRun]]) -> Values:
         parts = {name: [run for run in runs if run.benchmark == name] for name in names}
         for name, part in ({"all": runs} | parts).items():
             rates = [round(rate, 6) for rate in accumulate(sum_counts(part), mul)]
+            # The expected accepted count is the sum over j of P(at least j accepted).
             length = 1 + sum(rates)
             vllm = {
                 "num_speculative_tokens": len(rates),

@@ -43,6 +43,7 @@ def sort_layers(head: Eagle3 | DFlash) -> None:
         )
     order = sorted(range(len(layers)), key=layers.__getitem__)
     head.config = replace(head.config, feature_layers=tuple(layers[i] for i in order))  # type: ignore[arg-type]
+    # fc's columns follow the order of the fused layers; move both together.
     parts = head.fc.weight.chunk(len(layers), 1)  # k of [H, H]
     head.fc.weight.copy_(torch.cat([parts[i] for i in order], 1))
     if not isinstance(head, Eagle3):

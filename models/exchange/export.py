@@ -123,6 +123,7 @@ def export(
     num_tokens = best_chain(acceptance, relative_cost(head))
     if isinstance(head, DFlash):
         num_tokens = head.config.num_tokens
+    # After the conversion: the configuration lists the layers in the order of fc's columns.
     config, weights = _parts(head, layout, name, revision, num_tokens)
 
     if target is not None:

@@ -143,6 +143,7 @@ def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
             continue
         inner = BLOCK[match[2]]
         if isinstance(head, Eagle3) and inner in heads:
+            # Interleave the halves: rows i and i + D / 2 become neighbors 2 i and 2 i + 1.
             halves = value.unflatten(0, (heads[inner], 2, -1))
             value = halves.transpose(1, 2).flatten(0, 2)
         tensors[f"blk.{match[1] or 0}.{inner}.weight"] = value
@@ -207,6 +208,7 @@ def write_file(
         writer.add_bool(f"{kind}.norm_before_fc", head.config.norm_before_fc)
     else:
         writer.add_uint32(f"{kind}.block_size", head.config.block_size)
+        # The head's own mask token replaces the one in the target's file.
         tokenizer = {name: x for name, x in tokenizer.items() if "mask_token_id" not in name}
         writer.add_uint32("tokenizer.ggml.mask_token_id", head.config.mask_token_id)
     for name, field in tokenizer.items():
@@ -214,6 +216,7 @@ def write_file(
         inner = field.types[-1] if is_array else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
     for name, value in tensors.items():
+        # Token ids must stay integers.
         whole = torch.int64 if name == "d2t" else torch.float32
         writer.add_tensor(name, value.detach().to(whole).contiguous().numpy())
     writer.write_header_to_file()

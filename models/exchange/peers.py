@@ -302,6 +302,7 @@ def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
     if given.draft_token_ids is not None:
         ids = torch.tensor(given.draft_token_ids, dtype=torch.long)
         check_ids(peer, "draft_token_ids", ids, size_of(reference))
+    # SPD never trains its final norm: it is the target's.
     weights["norm.weight"] = norm_factor(settings, found.norm_H)
     return fill(peer, SPD(config, layer, reference), weights | {"draft_ids": ids}, found)
 
