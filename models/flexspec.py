@@ -52,8 +52,8 @@ class FlexSpecConfig:
     stem_layers: int = 0
     """Trainable decoder layers between the stem and the anchor; practical only."""
     feature_source: Literal["none", "self"] = "none"
-    """self: read the sequence twice. The second reading's stem gets the first one's output at the
-    previous position next to the embedding. Practical only."""
+    """self: read the sequence twice. The second reading's stem gets the embedding and the first
+    reading's output at the previous position. Practical only."""
     draft_vocab_size: int | None = None
     """U: most frequent tokens in the training data; None: the target's vocabulary."""
 

@@ -378,7 +378,7 @@ def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
     """Run the passes together; after a failure run the remaining ones one by one.
 
     Returns:
-        Sessions whose own pass failed, with the reason; all others have their rows.
+        Sessions whose own pass failed, with the reason. All other sessions have their rows.
 
     Raises:
         Exception: the target cannot compute its own row either, so no session is at fault.
