@@ -379,7 +379,7 @@ class ProcessPipeline(Pipeline):
         stage = next((k for k in range(self.num_stages) if layer <= self._end(k)), 0)
         num_rows = 0
         for flight in self._flights:
-            # Count rows by lock-step time, not by arrival: drafts are then the same on every run.
+            # Count rows by lock-step time, not by arrival, as `LocalPipeline` does.
             if layer and (flight.segment is not None or flight.entered + stage >= self._now):
                 break
             if layer:
