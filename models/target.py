@@ -139,7 +139,6 @@ class Stage:
         kinds = layer_kinds(decoder.config)
         self.kinds = kinds[start:end]
         recurrent = [start + i for i, kind in enumerate(self.kinds) if kind == "linear_attention"]
-        # Some configurations name a window that none of their layers uses.
         self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
