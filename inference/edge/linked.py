@@ -491,7 +491,7 @@ class LinkedPipeline(Pipeline):
             if token is not None:
                 return token
             assert isinstance(verifier, RejectionVerifier), "others need no more"
-            # Rare: the first payload nearly always suffices, and this costs a round trip.
+            # Only if the samples so far settle nothing: each request costs a round trip.
             self._post(self._next(More, count=verifier.next_samples(len(payloads))))
             payloads.append(self._next_reply(Samples).payload)
 

@@ -29,6 +29,7 @@ class Metrics:
 
     def __init__(self, model: str, *, has_vllm_names: bool = False) -> None:
         self._has_vllm_names = has_vllm_names
+        # Its own: the global registry would refuse a second server in this process.
         self._registry = CollectorRegistry()
         self._model = model
         self._waiting = self._make(Gauge, "num_requests_waiting", "Sequences in the queue.")
@@ -118,6 +119,7 @@ class Metrics:
 
     def page(self, decoder: "SequenceDecoder") -> bytes:
         """Return all metrics in Prometheus' text format."""
+        # Gauges are read now: the queue changes between two requests for this page.
         self._waiting.set(decoder.num_waiting)
         self._running.set(decoder.num_running)
         page = generate_latest(self._registry)
