@@ -304,6 +304,7 @@ def decode_remotely(options: DecodeOptions) -> None:
 
 def print_figures(name: str, result: DecodeResult, pipeline: RemotePipeline) -> None:
     sent = pipeline.connection.bytes
+    # Without the prefill, which no draft shortens.
     elapsed_s = result.token_times_s[-1] - result.token_times_s[0]
     round_trip_s = pipeline.estimates.link.state.round_trip_s
     print(

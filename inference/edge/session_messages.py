@@ -110,6 +110,7 @@ class Open(Message, kw_only=True, tag="open"):
 
     @property
     def seq(self) -> int:
+        # Not sent: an Open is always the first message.
         return 0
 
     @property

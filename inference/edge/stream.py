@@ -28,6 +28,7 @@ from pipedraft.inference.edge.session_messages import (
 )
 
 NUMBER = re.compile(r"[0-9]{1,9}")
+# An IPv6 address needs brackets: its colons would hide the one before the port.
 HOST = re.compile(r"[\w.-]+|\[[\w.:%]+\]")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
 """Seconds between attempts to reach a server, doubled each time."""
@@ -274,9 +275,11 @@ class SessionStream:
         if isinstance(data, Break):
             raise self._access.lost(data)
         reply = REPLIES.decode(data)
+        # gRPC keeps the order, so a gap is the server's fault.
         if reply.number != self._next_number:
             raise ValueError(f"server: reply {reply.number} where {self._next_number} is due")
         self._next_number += 1
+        # Any valid reply shows that the server works: the time limit starts again.
         self._patience.progressed()
         return reply, arrived_s
 

@@ -106,6 +106,7 @@ class Metrics:
     def ended(self, choice: "Choice") -> None:
         self._success.labels(self._model, choice.finish_reason).inc()
         result = choice.result
+        # A cancelled or failed sequence has no counts.
         if result is None:
             return
         self._rounds.inc(len(result.round_lengths))
