@@ -59,6 +59,7 @@ def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
+        # Out of range: both faults share one message.
         value = 0.0
     if not 0 < value <= MAX_SECONDS:
         raise ValueError(f"{text!r} is no time; give seconds above 0, at most {MAX_SECONDS}")
@@ -158,9 +159,11 @@ def _add_setting(
                 else f"do not {off[0].lower()}{off[1:]}"
             )
             text = f"{start}: {off}"
+        # argparse formats its help texts with %.
         text = text.replace("%", "%%").replace("None: ", "default: ")
     if hint is bool:
         flag = f"--no-{flag_name(name)[2:]}" if default else flag_name(name)
+        # Not store_true: its default False would look like a given value.
         group.add_argument(flag, dest=name, action="store_const", const=not default, help=text)
         return
     types = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
@@ -246,6 +249,7 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
                 f"--processes: {options.processes}, but the launcher started "
                 f"{os.environ['WORLD_SIZE']}; leave --processes out"
             )
+    # Imported here, because torch comes with it, and --help must stay fast.
     from pipedraft.inference.ranks.cluster import Cluster
     from pipedraft.inference.ranks.watch import WatchLimits
 
@@ -339,6 +343,7 @@ class RemoteOptions(Options):
         names = ELSEWHERE if self.server else [part.name for part in fields(RemoteOptions)]
         defaults = {part.name: part.default for part in fields(self)}
         for name in names:
+            # A value equal to its default cannot be told from none.
             if name != "server" and getattr(self, name) != defaults[name]:
                 if self.server is None:
                     raise ValueError(f"{flag_name(name)}: it needs --server HOST:PORT")

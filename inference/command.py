@@ -110,6 +110,7 @@ def describe(options: EngineOptions) -> EngineChoice:
     reference, architecture = description["target"], description["architecture"]
     return EngineChoice(
         options.target or reference["name"],
+        # The recorded revision is of the draft's own target, not of another one.
         reference.get("revision") if options.target is None else None,
         options.schedule or default_schedule(description["draft_type"]),
         architecture.get("num_stages") if stages is None else stages,
@@ -131,6 +132,7 @@ def resolve_cut(
         raise UsageError("--boundaries: auto stands alone; leave the layer numbers out")
     config = read_config(target, revision)
     try:
+        # Multimodal configurations nest the language model's.
         num_layers = config.get("text_config", config)["num_hidden_layers"]
         return cut_layers(cost, num_layers, num_stages)
     except ValueError as error:
@@ -237,6 +239,7 @@ def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedToke
         dtype = resolve_dtype(options.dtype, device, name)
         model = load_target(name, dtype=dtype, device=device)
         tokenizer = load_tokenizer(options.tokenizer or name)
+        # The target is elsewhere, so the draft stands in; connecting compares tokenizers.
         return LocalDraft(network=LanguageModelDraft(model, model)), tokenizer
     if options.checkpoint is None:
         if options.tokenizer is None:
@@ -253,6 +256,7 @@ def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedToke
     draft = FlexSpec.load(folder, description)
     reference = draft.reference
     draft.to(resolve_device(options.device))
+    # The recorded revision is of the target's own repository.
     revision = reference.revision if options.tokenizer is None else None
     tokenizer = load_tokenizer(options.tokenizer or reference.name, revision=revision)
     own = reference.fingerprint
@@ -264,6 +268,7 @@ def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedToke
 
 def decode_remotely(options: DecodeOptions) -> None:
     access = read_access(options)
+    # Before the prompt is read: the status needs none.
     if options.status:
         print_status(access)
         return
@@ -271,6 +276,7 @@ def decode_remotely(options: DecodeOptions) -> None:
     text, settings = options.read_prompt(), options.decode_settings()
     has_draft = options.checkpoint is not None or options.draft_model is not None
     name = options.schedule or ("flexspec" if has_draft else "autoregressive")
+    # However the server runs its target, from here it is one stage.
     config = DecodeConfig.of(name, num_stages=1, **settings)
     if config.schedule.grows is not None and not has_draft:
         raise ValueError(f"--schedule: {name} drafts; give --checkpoint or --draft-model")
@@ -298,6 +304,7 @@ def decode_remotely(options: DecodeOptions) -> None:
 
 def print_figures(name: str, result: DecodeResult, pipeline: RemotePipeline) -> None:
     sent = pipeline.connection.bytes
+    # Without the prefill, which no draft shortens.
     elapsed_s = result.token_times_s[-1] - result.token_times_s[0]
     round_trip_s = pipeline.estimates.link.state.round_trip_s
     print(

@@ -142,6 +142,7 @@ class DecodeConfig(TokenFilters):
     @property
     def rule(self) -> RuleName:
         """The acceptance rule that decides."""
+        # Greedy decoding allows one token: ``match`` compares with it, whatever the rule.
         if self.temperature == 0:
             return "match"
         return self.schedule.auto_rule if self.verifier == "auto" else self.verifier
@@ -166,6 +167,7 @@ class DecodeConfig(TokenFilters):
         """JSON and YAML: a mapping of plain values, read back by ``from_dict``."""
         plain = dataclasses.asdict(self)
         plain["schedule"] = {"name": self.schedule.name} | plain["schedule"]
+        # JSON and YAML have no tuples.
         return plain | {"boundaries": list(self.boundaries)}
 
     @classmethod
@@ -281,6 +283,7 @@ def convert(values: object, kind: type[Value], where: str) -> Value:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
+        # msgspec writes the field last; a user looks for it first.
         text, _, place = str(error).partition(" - at `$.")
         field_name = place.removesuffix("`") or where
         raise ValueError(f"{field_name}: {text[:1].lower()}{text[1:]}") from error
@@ -361,6 +364,7 @@ def read_cost(text: str) -> CostModel:
     try:
         values = json.loads(read_text(Path(text), "--cost"))
         if isinstance(values, dict):
+            # msgspec ignores unknown fields of dataclasses: a misspelled cost would be 0.
             check_names(values, [part.name for part in fields(CostModel)], "cost")
             for stage in (s for s in values.get("stages", []) if isinstance(s, dict)):
                 check_names(stage, [part.name for part in fields(StageCost)], "cost.stages")

@@ -107,6 +107,7 @@ def wrapped(pieces: list[str], width: int) -> list[list[Cell]]:
                 lines, is_broken = [*lines, []], True
             else:  # a word longer than a line
                 lines[-1], word = word[:width], word[width:]
+        # A space at a soft break is dropped; after a real newline it is indentation.
         if not (is_broken and not lines[-1] and word[0][0] == " "):
             lines[-1] += word
     return lines
@@ -119,6 +120,7 @@ def painted(cells: list[Cell], answer: DemoRun, shown: int, width: int) -> str:
     for is_accepted, group in groupby(seen, key=lambda cell: answer.accepted[cell[1]]):
         text = "".join(character for character, _ in group)
         parts.append(f"{GREEN}{text}{PLAIN}" if is_accepted else text)
+    # Padded by characters: color codes take no width.
     return "".join(parts) + " " * (width - len(seen))
 
 
@@ -129,10 +131,12 @@ def play(answers: list[DemoRun]) -> None:
     columns = [wrapped(answer.pieces, width) for answer in answers]
     height = max(map(len, columns))
     print(" | ".join(f"{answer.title[:width]:<{width}}" for answer in answers))
+    # The cursor cannot go back above the top of the screen.
     moves = height < size.lines - 4
     began, end = time.monotonic(), max(answer.times_s[-1] for answer in answers)
     while True:
         elapsed = time.monotonic() - began if moves else end
+        # Times count from each answer's own start, so both begin together.
         counts = [sum(at <= elapsed for at in answer.times_s) for answer in answers]
         for row in range(height):
             found = [column[row] if row < len(column) else [] for column in columns]
@@ -172,6 +176,7 @@ def run(options: DemoOptions) -> None:
     label = config.schedule.name + (f", {shape}" if shape else "")
     answers = [DemoRun("without a draft"), DemoRun(f"with {name} ({label})")]
     ids = encode(engine.tokenizer, options.prompt, raw=False)
+    # In turn, so that a machine that slows down slows both. Turn 0 warms up.
     for turn in range(options.repeats + 1):
         for decoder, answer in zip((baseline, engine), answers, strict=True):
             pieces = TextPieces(engine.tokenizer, None)
@@ -192,12 +197,14 @@ def run(options: DemoOptions) -> None:
     else:
         for answer in answers:
             print(f"{answer.title}\n{answer.text}\n")
+    # ``result`` is the last one decoded, which used the draft.
     print(verdict(answers, num_rounds=len(result.round_lengths), num_stages=config.num_stages))
 
 
 def verdict(answers: list[DemoRun], *, num_rounds: int, num_stages: int) -> str:
     """Describe the draft's measured gain or cost."""
     plain, drafted = answers
+    # Of neighboring runs: a drift of the machine cancels.
     ratios = [b / a for a, b in zip(plain.rates, drafted.rates, strict=True)]
     ratio, count = median(ratios), len(drafted.pieces)
     lines = [

@@ -80,12 +80,14 @@ class Timeline:
     @contextmanager
     def span(self, kind: str, num_rows: int = 0) -> Iterator[None]:
         start = time.monotonic()
+        # Waiting for a peer must not look like a hang of this process.
         self.working_since = 0.0 if kind == WAIT else start
         self._open.inside_s.append(0.0)
         launched = self._launch(kind, start, num_rows)
         try:
             yield
         except BaseException:
+            # An interrupted span would distort the mean of its kind.
             kind = UNFINISHED
             raise
         finally:
@@ -116,15 +118,18 @@ class Timeline:
         self._pending.append(launched)
         if len(self._open.launched) == 1:
             self._open.launched[0].clear()
+            # Read in bulk: waiting for the GPU at every span would stall the host.
             if len(self._pending) > MAX_PENDING:
                 self._settle()
 
     def _settle(self) -> None:
         """Wait for the GPU and read its times."""
         if self._pending:
+            # Events complete in order on a stream, so the last one covers all.
             self._pending[-1].ended.synchronize()
         for launched in self._pending:
             inside = sum(other.elapsed_s() for other in launched.inside)
+            # GPU events give differences alone, so the start is the host's.
             end = launched.start + launched.elapsed_s()
             self._add(launched.kind, launched.start, end, inside, launched.num_rows)
         self._pending = []
@@ -146,6 +151,7 @@ class Timeline:
             "counts": dict(self.counts),
             "rows": dict(self.rows),
             "longest_s": dict(self.longest),
+            # Linux reports KiB.
             "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "events": self.events,
         }
@@ -165,6 +171,7 @@ def chrome_trace(reports: list[TimelineReport]) -> TimelineReport:
                 "name": kind,
                 "pid": track,
                 "tid": 0,
+                # Chrome traces are in microseconds.
                 "ts": (start - origin) * 1e6,
                 "dur": (end - start) * 1e6,
                 "args": {"rows": num_rows},

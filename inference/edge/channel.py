@@ -54,19 +54,24 @@ class Steps:
 
         Whole periods are divided off and the rest looked up: no time stepping for any length.
         """
+        # Nothing to send: arrived at once, even in an outage.
         if not amount:
             return start_s
+        # A constant's period is infinite: its phase is the time, and no period is divided off.
         phase_s = start_s % self.period_s
         piece = self._piece(phase_s)
         before = self._sums[piece] + self.values[piece] * (phase_s - self.starts_s[piece])
         repeats, target = divmod(before + amount, self._sums[-1])
         if not target:  # reached at a period's end, even if the next one begins with zeros
             repeats, target = repeats - 1, self._sums[-1]
+        # An outage adds nothing to the sums, so bisect_left skips it: no division by 0.
         last = bisect_left(self._sums, target) - 1  # the sum reaches the target in this piece
         end_s = self.starts_s[last] + (target - self._sums[last]) / self.values[last]
+        # 0 times an infinite period would be NaN.
         return start_s + (end_s - phase_s) + (repeats * self.period_s if repeats else 0.0)
 
     def _piece(self, phase_s: float) -> int:
+        # A start belongs to its own piece, hence the right side.
         return bisect_right(self.starts_s, phase_s) - 1
 
     @cached_property
@@ -106,6 +111,7 @@ class Link:
     """Added to every message: IPv4 20, TCP 20, a TLS 1.3 record 22."""
 
     def __post_init__(self) -> None:
+        # Outages may last long, but not forever: ``reach`` divides by a period's sum.
         bandwidths = {"up": self.up_bytes_per_s, "down": self.down_bytes_per_s}
         for name, steps in bandwidths.items():
             if min(steps.values) < 0 or not 0 < max(steps.values) < math.inf:
@@ -121,6 +127,7 @@ class Link:
         ranges = {"loss": "[0, 1)"}
         ranges |= dict.fromkeys(("retransmit_round_trips", "header_bytes"), "[0, inf)")
         check_ranges(self, ranges, "link.")
+        # More jitter than delay would be clamped at 0 in ``transmit``, and raise the mean.
         longest_s = max(self.delay_s.values)
         if not 0 <= self.jitter_s <= longest_s:
             raise ValueError(
@@ -149,6 +156,7 @@ class Link:
         return cls(
             up_bytes_per_s=Steps.constant(up_mbps * BYTES_PER_MEGABIT),
             down_bytes_per_s=Steps.constant(down_mbps * BYTES_PER_MEGABIT),
+            # 2e3: half a round trip each way, in milliseconds.
             delay_s=Steps.constant(rtt_ms / 2e3),
             jitter_s=jitter_ms / 2e3,
             loss=loss,
@@ -205,6 +213,7 @@ class Channel:
 
     def __init__(self, link: Link, *, seed: int = 0) -> None:
         self.link = link
+        # Separate generators: another message up must not change the losses down.
         up, down = np.random.SeedSequence(seed).spawn(2)
         self._lanes: dict[Direction, _Lane] = {
             "up": _Lane(link.up_bytes_per_s, up),
@@ -235,6 +244,7 @@ class Channel:
             end_s = lane.bytes_per_s.reach(start_s, sum(sizes))
             lane.traffic.wire_bytes += sum(sizes)
             lane.traffic.airtime_s += end_s - start_s
+            # The delay begins with the last bit, so read it at that moment.
             delay_s = link.delay_s.at(end_s)
             if link.loss:
                 is_lost = lane.random.random(len(sizes)) < link.loss
@@ -244,10 +254,12 @@ class Channel:
             if not sizes:
                 break
             lane.traffic.lost_packets += len(sizes)
+            # Only a timeout reveals the loss. The delay is one way, hence 2.
             start_s = end_s + link.retransmit_round_trips * 2 * delay_s
         if link.jitter_s:
             delay_s = max(0.0, delay_s + link.jitter_s * lane.random.uniform(-1, 1))
         lane.free_s = end_s
+        # Jitter must not let a message overtake the one before.
         lane.last_arrival_s = max(lane.last_arrival_s, end_s + delay_s)
         return lane.last_arrival_s
 
@@ -284,7 +296,9 @@ class LinkEstimate:
             up_bytes, down_bytes: on the wire, headers included.
         """
         state = self.state
+        # Sending time depends on the draft length: only the rest is a property of the link.
         sending_s = up_bytes / state.up_bytes_per_s + down_bytes / state.down_bytes_per_s
+        # A bandwidth estimate that is too low would make the rest negative.
         seen_s = max(0.0, network_s - sending_s)
         smoothed_s = state.round_trip_s + self.weight * (seen_s - state.round_trip_s)
         self.state = replace(state, round_trip_s=smoothed_s)
@@ -309,6 +323,7 @@ class EnergyModel:
         """Return energy by cause: draft, up, down, idle, tail."""
         return {
             "draft": self.joules_per_draft_token * num_drafted,
+            # Headers and resent packets cost energy as well.
             "up": self.joules_per_byte_up * channel.traffic("up").wire_bytes,
             "down": self.joules_per_byte_down * channel.traffic("down").wire_bytes,
             "idle": self.idle_w * elapsed_s,
@@ -392,13 +407,16 @@ def _trace_rows(path: Path) -> list[dict[str, float]]:
     try:
         wanted = {"t_ms", *TRACE_COLUMNS} & {*(reader.fieldnames or ())}
         for row in reader:
+            # A short row has None here; float("") raises the ValueError handled below.
             rows.append({name: float(row[name] or "") for name in wanted})
             if not all(0 <= value < math.inf for value in rows[-1].values()):
                 raise ValueError(f"{rows[-1]}")
     except (csv.Error, ValueError) as error:
         where = f"{path}, line {reader.line_num}"
         raise ValueError(f"{where}: {error}; give finite numbers of 0 or more") from error
+    # NaN for a missing column is true, so it is refused below.
     times_ms = [row.get("t_ms", math.nan) for row in rows]
+    # One row alone would leave its own duration unknown.
     if len(rows) < 2 or times_ms[0] or any(a >= b for a, b in pairwise(times_ms)):
         raise ValueError(f"{path}: t_ms must rise from 0 over two rows or more")
     return rows

@@ -76,6 +76,7 @@ class RoundCost:
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         hit_s_K = np.maximum(drafted_K, away_K)
+        # After a rejection the next round was drafted in vain, so both times add up.
         return cls(hit_s_K, drafted_K + away_K + reject_s, has_bonus=False)
 
     @classmethod
@@ -144,6 +145,7 @@ class Estimates:
         self.draft_s += (seconds - self.draft_s) / 8
 
     def observe_forward(self, seconds: float, num_rows: int) -> None:
+        # One time cannot settle two unknowns: further rows keep their measured price.
         fixed_s = max(0.0, seconds - self.verify_row_s * max(num_rows - 1, 0))
         self.verify_s += (fixed_s - self.verify_s) / 8
 
@@ -155,6 +157,7 @@ class Estimates:
     def window(self, batch_size: int) -> int:
         """Batches in flight to keep the target busy: ceil((RTT + T_v) / T_d)."""
         drafting_s = batch_size * self.draft_s
+        # Free drafting can never hide the link, whatever the number in flight.
         # An exact multiple must not round up to one more.
         needed = math.ceil(self.away_s / drafting_s - 1e-9) if drafting_s else MAX_AWAY
         return min(max(needed, 1), MAX_AWAY)
@@ -190,10 +193,10 @@ class Estimates:
         cost = kind(shape, self.link.state, max_length)
         if not early:
             return cost
-        # Time for a pass over the row testing a round's first draft token. Without q the target
-        # knows
-        # the correction itself, and starts while its result travels.
+        # Time for a pass over the row testing a round's first draft token. Without q the
+        # target knows the correction itself, and starts while its result travels.
         spare_s = 0.0 if needs_q else self.link.state.round_trip_s
+        # A pass that would end after the batch's arrival is not started (TargetSession._num_due).
         time_s_K = spare_s + self.draft_s * np.arange(1, max_length + 1)
         return replace(cost, early_s_K=np.where(time_s_K >= self.verify_s, self.verify_s, 0.0))
 
@@ -249,6 +252,7 @@ class _Published(DraftLengthPolicy):
         self.acceptance += self.rate * (num_accepted / num_drafted - self.acceptance)
 
     def _best_of(self, tokens_K: np.ndarray, cost: RoundCost) -> int:
+        # The published rules know no extra cost of a rejection.
         return int((tokens_K / cost.hit_s_K).argmax()) + 1
 
 
@@ -303,11 +307,13 @@ class Geometric(DraftLengthPolicy):
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self.accepted = self.accepted * self.keep + num_accepted
+        # After a full acceptance the next test is unseen: it counts neither way.
         is_rejected = num_accepted < num_drafted
         self.tested = self.tested * self.keep + num_accepted + is_rejected
 
     @property
     def acceptance(self) -> float:
+        # The prior's tests keep a few lucky rounds from moving the rate to 0 or 1.
         return (self.accepted + self.weight * self.prior) / (self.tested + self.weight)
 
     def survival(self) -> np.ndarray:

@@ -83,6 +83,7 @@ class LinkPipeline(LinkedPipeline):
         self._now_s = 0.0
 
     def _begin(self) -> Estimates:
+        # A prompt's losses must not depend on the prompts before it.
         seed = self.settings.seed * 1_000_003 + self.settings.prompt
         self.channel = Channel(self.link, seed=seed)
         """This prompt's channel, with its traffic."""
@@ -90,6 +91,7 @@ class LinkPipeline(LinkedPipeline):
         """Target passes after the prompt's."""
         self._session = TargetSession(self.shared)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
+        # Ties in the heap keep their order; callables cannot be compared.
         self._order = itertools.count()
         self._is_computing = False
         state, header_bytes = self.link.state(0.0), self.link.header_bytes
@@ -130,6 +132,7 @@ class LinkPipeline(LinkedPipeline):
     def _pass_time(self, until_s: float) -> None:
         """Advance time to a moment, or to the next event if it is infinite."""
         while True:
+            # Before time moves: a free target starts with what has arrived.
             self._compute()
             next_s = min(self._events[0][0], until_s) if self._events else until_s
             assert next_s < math.inf, "draft and target wait for each other"
@@ -160,6 +163,7 @@ class LinkPipeline(LinkedPipeline):
         num_rows = self._session.start(self._now_s)
         if num_rows:
             self._is_computing = True
+            # Compute now, deliver at the virtual end. The session stores requests in between.
             self._session.run()
             self.num_passes += not is_prompt
             alone = self._session.is_streaming and not is_prompt
@@ -183,8 +187,10 @@ class LinkPipeline(LinkedPipeline):
         return super()._size(request) + self.token_bytes * len(ids)
 
     def _send(self, request: Request) -> None:
+        # Encoded although both sides share a process: sizes are real, and no object is shared.
         data = REQUESTS.to_bytes(request)
         if self.is_colocated and isinstance(request, Open):
+            # The user is on the edge, wherever the draft runs: the prompt crosses the link.
             self._now_s = self.channel.transmit(0.0, len(data), "up")
 
         def arrive() -> None:

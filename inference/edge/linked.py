@@ -168,6 +168,7 @@ class LinkedPipeline(Pipeline):
             filters=config.filters,
             payload_tokens=config.payload_tokens,
             tail_samples=config.tail_samples,
+            # The next batch is drafted already: a bonus token would make it stale.
             has_bonus=not isinstance(schedule, LinkSchedule) or not schedule.drafts_on,
             pre_verifies=isinstance(schedule, LinkSchedule) and schedule.early,
             max_new_tokens=config.max_new_tokens,
@@ -219,6 +220,7 @@ class LinkedPipeline(Pipeline):
         self.target.eos_token_ids = tuple(reply.eos_token_ids)
         self.target.max_positions, self.target.vocab_size = reply.max_positions, reply.vocab_size
         self._tokens.append(reply.token)
+        # The draft contains that block: with another target's it would guess badly.
         if opening.anchor not in ("", reply.anchor):
             self.fallback = (
                 f"the draft's anchor is {opening.anchor[:12]}, the target's last block "
@@ -250,6 +252,7 @@ class LinkedPipeline(Pipeline):
         """
         batch = self.batch
         assert batch is not None
+        # Built first: the prefix hash covers the tokens before these ones.
         message = self._batch_message(Preverify if is_early else Verify, batch, certain, ids, q)
         self._know(certain)
         self._sent += ids
@@ -272,6 +275,7 @@ class LinkedPipeline(Pipeline):
     ) -> Preverify | Verify:
         next_s = (batch.size - batch.num_drafted) * self.estimates.draft_s
         if kind is Verify:
+            # Counted from the result: a way down, drafting, a way up.
             next_s = self.estimates.link.state.round_trip_s + batch.size * self.estimates.draft_s
         prefix = self._prefix(self._tokens + self._sent, certain)
         return self._next(kind, **prefix, ids=ids, q=q, next_s=next_s)
@@ -299,6 +303,7 @@ class LinkedPipeline(Pipeline):
             certain: as in ``send``.
         """
         self._streams, self.batch = True, None
+        # Without the draft tokens in flight: the stream replaces them.
         request = self._next(Stream, **self._prefix(self._tokens, certain))
         self._know(certain)
         self._stream_request = request
@@ -322,6 +327,7 @@ class LinkedPipeline(Pipeline):
             verifier, last = self.settings.verifier, self.target.vocab_size - 1
             certain = [] if self.knows_root else [0]
             empty = self._batch_message(Verify, Batch(0, 0, 0.0), certain, [], [])
+            # Larger integers take more bytes: the largest id gives the upper bound.
             longer = msgspec.structs.replace(empty, ids=[last] * 8, q=[0.5] * 8 * verifier.needs_q)
             num_bytes, num_longer = map(self._size, (empty, longer))
             self._message_bytes = {
@@ -359,6 +365,7 @@ class LinkedPipeline(Pipeline):
         if not isinstance(reply, expected):
             wanted = " or ".join(kind.__name__ for kind in expected)
             raise ValueError(f"server: {type(reply).__name__} where {wanted} is due")
+        # Replies end epochs and arrive in order, so another epoch is the server's fault.
         if reply.epoch != self._epoch:
             raise ValueError(f"server: a reply of epoch {reply.epoch} in epoch {self._epoch}")
         if isinstance(reply, Result | Reject):
@@ -368,6 +375,7 @@ class LinkedPipeline(Pipeline):
 
     def _check_tokens(self, reply: Reply) -> None:
         """Raise ValueError for a token outside the target's vocabulary."""
+        # A bad id would fail in an embedding, far from its cause.
         size, found = self.target.vocab_size, -1
         payload = reply.payload if isinstance(reply, Reject | Samples) else None
         if isinstance(reply, Opened):
@@ -380,6 +388,7 @@ class LinkedPipeline(Pipeline):
             found = int(payload.ids.max())
         elif isinstance(payload, Logits) and len(payload.values) != size:
             raise ValueError(f"server: logits of {len(payload.values)} tokens, it has {size}")
+        # The draft's embedding may be smaller than the target's.
         if found >= min(size, self.draft_vocab_size):
             size = min(size, self.draft_vocab_size)
             raise ValueError(f"server: token {found} is outside the vocabulary of {size}")
@@ -391,6 +400,7 @@ class LinkedPipeline(Pipeline):
             return
         self.estimates.observe_forward(verdict.forward_s, batch.size)
         self.estimates.link.observe(
+            # The server measures its own share, so both clocks need not agree.
             arrived_s - batch.sent_s - verdict.held_s,
             up_bytes=batch.num_bytes,
             down_bytes=len(REPLIES.to_bytes(verdict)) + self.estimates.header_bytes,
@@ -398,6 +408,7 @@ class LinkedPipeline(Pipeline):
 
     def _take_result(self, reply: Result) -> LinkVerdict:
         num_accepted = self._accept(reply.length)
+        # Without progress, such replies could go on forever.
         if not num_accepted and reply.token is None:
             raise ValueError(f"server: a verdict on {reply.length} tokens that says nothing new")
         outcomes: tuple[tuple[int, int], ...] = ()
@@ -416,7 +427,9 @@ class LinkedPipeline(Pipeline):
         if length - len(self._tokens) == len(self._sent):
             raise ValueError(f"server: rejects a token at {length} that was never drafted")
         num_accepted = self._accept(length)
+        # An early row may be rejected before its batch is complete.
         batches = [*self.flights, *([] if self.batch is None else [self.batch])]
+        # Later batches were never tested: the policy learns nothing from them.
         outcomes = tuple(
             (batch.size, length - batch.start)
             for batch in batches
@@ -452,6 +465,7 @@ class LinkedPipeline(Pipeline):
         self._sent.clear()
         self.flights.clear()
         self.batch, self.num_batches = None, 0
+        # The target does not know a correction sampled here; the next message has it (``certain``).
         self.knows_root = token is not None
         if token is not None:
             self._tokens.append(token)
@@ -465,6 +479,7 @@ class LinkedPipeline(Pipeline):
             return Verdict(path, token, [*tests, False], restarts=True)
         if returned.token is not None:
             return Verdict(path, returned.token, tests, restarts=True)
+        # No token of the target's own: the last accepted one becomes the root.
         return Verdict(path[:-1], tree.tokens[last], tests)
 
     def _corrected(self, verifier: Verifier, tree: TokenTree, row: int, payload: Payload) -> int:
@@ -476,6 +491,7 @@ class LinkedPipeline(Pipeline):
             if token is not None:
                 return token
             assert isinstance(verifier, RejectionVerifier), "others need no more"
+            # Only if the samples so far settle nothing: each request costs a round trip.
             self._post(self._next(More, count=verifier.next_samples(len(payloads))))
             payloads.append(self._next_reply(Samples).payload)
 

@@ -68,6 +68,7 @@ class LocalDraft:
     def measure(self, tokens: list[int]) -> float:
         """Return seconds per draft token, without the first one, which loads kernels."""
         source, times_s = make_source(self.network), list[float]()
+        # A short text is enough: this runs before every session.
         source.begin({}, tokens[-8:])
         tree = TokenTree(tokens[-1], min(len(tokens), 8) - 1)
         for row in range(4):
@@ -75,6 +76,7 @@ class LocalDraft:
             (logits_U,) = source.leaf_logits(tree, [row], {})
             tree.add(row, int(source.draft_ids[logits_U.argmax()]), 0.0)
             times_s.append(time.perf_counter() - started_s)
+        # Other work on this machine only adds time, so the minimum is the best estimate.
         return min(times_s[1:])
 
 
@@ -122,6 +124,7 @@ class RemotePipeline(LinkedPipeline):
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
+        # A new output: trouble in the last one must not shorten its patience.
         self.connection.patience.progressed()
         return super().prefill(input_ids, taps, verifier)
 
@@ -133,6 +136,7 @@ class RemotePipeline(LinkedPipeline):
                 f"server: its target {about.target} has another tokenizer than this side; give "
                 "the draft, or --tokenizer, of that target"
             )
+        # The output so far is the first target's; another one must not continue it.
         if about.weights != first.weights:
             raise ValueError(
                 f"server: it came back with another target than {first.target} as it was; begin "
@@ -155,6 +159,7 @@ class RemotePipeline(LinkedPipeline):
         )
 
     def _open_session(self, tokens: list[int]) -> int:
+        # Reopened sessions have longer prompts: only the first length is the user's.
         self._num_prompt = self._num_prompt or len(tokens)
         while True:
             if self.draft is not None and not self._streams:
@@ -176,6 +181,7 @@ class RemotePipeline(LinkedPipeline):
         self._times_s, self._drafting_s = [], 0.0  # the draft did not cause the outage
         self._restart()
         self.estimates = self._begin()
+        # The server counts from its prompt, and the next one includes the output so far.
         left = self._max_new_tokens - (len(tokens) - self._num_prompt)
         self.settings = msgspec.structs.replace(self.settings, max_new_tokens=left)
 
@@ -194,6 +200,7 @@ class RemotePipeline(LinkedPipeline):
         try:
             verdict = super().tick(ahead)
         except SessionLost as lost:
+            # Draft tokens in flight are lost; the new session's first token is like a bonus.
             verdict = LinkVerdict(num_accepted=0, token=self._reopen(lost))
         num_new = verdict.num_accepted + (verdict.token is not None or verdict.payload is not None)
         self._times_s += [self.now()] * num_new
@@ -264,6 +271,7 @@ class RemotePipeline(LinkedPipeline):
         self._stream.send(request)
 
     def _wait(self) -> None:
+        # Found while drafting; raised here, where ``tick`` can reopen the session.
         if self._lost is not None:
             raise self._lost
         self._take(waits=True)
@@ -282,6 +290,7 @@ class RemotePipeline(LinkedPipeline):
         except SessionLost as lost:
             if waits:
                 raise
+            # Not raised: the caller may be in the middle of a batch.
             self._lost = lost
             return False
         if found is not None:

@@ -62,6 +62,7 @@ def run(argv: Sequence[str]) -> None:
     from pipedraft.inference.edge import wire
     from pipedraft.inference.edge.server import Security, Server
 
+    # Refuse a missing library or a bad file before the target, which takes longest to load.
     wire.import_grpc()
     security = Security(
         certificate=read_optional(options.tls_cert, "--tls-cert"),
@@ -92,7 +93,9 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     listening = await server.start(host, wanted_port)
+    # Flushed, because scripts wait for this line to learn the port.
     print(describe(server, host, listening), flush=True)
+    # A token without TLS can be read on the way; TLS without a token admits everyone.
     is_open = server.security.certificate is None or not server.security.tokens
     if is_open and not is_loopback(host):
         print(
@@ -103,6 +106,7 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
     try:
         await server.wait(ended)
     finally:
+        # After a failed pass, too: open sessions must learn that they have to begin again.
         num_cut = await server.stop(server.limits.grace_s, hurry)
     table = server.table
     share = server.num_session_passes / max(server.num_passes, 1)

@@ -80,6 +80,7 @@ class Server:
             target=name,
             fingerprint=self.target.fingerprint,
             anchor=self.target.anchor,
+            # A part of each weight shows any fine-tuning; hashing all would delay the start.
             weights=weights_hash([weight.reshape(-1)[:4096] for weight in model.parameters()]),
             tokenizer=vocabulary_hash(tokenizer),
             vocab_size=model.config.get_text_config().vocab_size,
@@ -142,6 +143,7 @@ class Server:
         done, _ = await asyncio.wait([waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         for task in done - {waiting}:
+            # These tasks never end by themselves: this raises what ended them.
             task.result()
 
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> int:
@@ -152,18 +154,21 @@ class Server:
         """
         self.table.is_draining = True
         until_s = time.monotonic() + grace_s
+        # Without forward passes no session can finish: do not wait for one.
         while self.table.held and not (hurry.is_set() or self._has_failed):
             if time.monotonic() > until_s:
                 break
             await asyncio.sleep(0.02)
         num_cut = len(self.table.held)
         for stream in list(self._streams):
+            # UNAVAILABLE makes an edge try again, here or at a successor.
             text = "server: shut down; open a new session with the output so far"
             stream.finish(SessionRefused("UNAVAILABLE", text))
         await self._server.stop(1.0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A pass under way cannot be cancelled.
         self._thread.shutdown(wait=True)
         return num_cut
 
@@ -184,6 +189,7 @@ class Server:
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            # Before looking for work: a request that arrives later sets it again.
             self._due.clear()
             batch = self._next_batch()
             if not batch:
@@ -194,7 +200,9 @@ class Server:
             self.num_passes += 1
             self.num_session_passes += len(batch)
             for session in batch:
+                # A long pass is not the edge's silence, and ``_next_batch`` takes the oldest first.
                 session.seen_s = time.monotonic()
+                # Before ``finish``, which ends the prefill.
                 session.num_passes += not session.core.wants_prefill
                 if session.core in failures:
                     self._end_failed(session, failures[session.core])
@@ -211,6 +219,7 @@ class Server:
             self._end_failed(session, describe_failure(error))
 
     def _end_failed(self, session: HeldSession, what: str) -> None:
+        # Details go to the log alone: they may show paths or other clients' data.
         log.error("session ended: %s", what)
         self.table.drop(session)
         text = "session: the server failed to compute it; its log says why"
@@ -271,6 +280,7 @@ class Server:
             async for reply in stream:
                 yield reply
         finally:
+            # Also if the edge vanished: its memory must be free at once.
             reading.cancel()
             self._streams.discard(stream)
             session = stream.session
@@ -289,7 +299,9 @@ class Server:
             pace = MessageRate(self.limits.max_messages_s)
             async for data in requests:
                 self._receive(session, REQUESTS.decode(data))
+                # Bounds memory: an edge that reads no replies may not send either.
                 await stream.drained()
+                # Delayed, not refused: gRPC's flow control slows the edge down.
                 await asyncio.sleep(pace.wait_s(time.monotonic()))
         except SessionRefused as refusal:
             stream.finish(refusal)
@@ -304,6 +316,7 @@ class Server:
 
     async def _enter(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> HeldSession:
         try:
+            # A silent stream would occupy one of the server's streams.
             async with asyncio.timeout(self.limits.idle_s):
                 opening = REQUESTS.decode(await anext(requests))
         except (TimeoutError, StopAsyncIteration) as error:
@@ -362,8 +375,10 @@ def measure(target: SharedTarget) -> tuple[float, float, int]:
         stage.keep(KeepRows((), 0))
         return time.perf_counter() - started_s
 
+    # Warm up; then take minima, since other processes only add time.
     pass_s(1)
     one_s, nine_s = (min(pass_s(num_rows) for _ in range(3)) for num_rows in (1, 9))
+    # Noise can make nine rows faster than one.
     return one_s, max(0.0, nine_s - one_s) / 8, stage.cache.num_bytes // stage.cache.capacity
 
 
@@ -384,6 +399,7 @@ def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
         Exception: the target cannot compute its own row either, so no session is at fault.
     """
     try:
+        # One bad row must not end all sessions that share its pass.
         run_together(sessions)
         return {}
     except Exception:

@@ -40,6 +40,7 @@ from pipedraft.inference.rules.sampled import (
     make_verifier,
 )
 
+# Raise it with every change to a message: the edge refuses a server with another number.
 PROTOCOL = 4
 MAX_BYTES = 16 * 2**20
 """Maximum bytes per message: logits for four million vocabulary entries."""
@@ -50,6 +51,7 @@ WINDOW = 64
 
 Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
+# Bounded: an infinite time would spoil a running mean for good.
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 PrefixHash = Annotated[bytes, Meta(min_length=8, max_length=8)]
 
@@ -108,6 +110,7 @@ class Open(Message, kw_only=True, tag="open"):
 
     @property
     def seq(self) -> int:
+        # Not sent: an Open is always the first message.
         return 0
 
     @property
@@ -218,6 +221,7 @@ class Error(_Numbered, tag="error"):
 
 Reply: TypeAlias = Opened | Result | Reject | Samples | Error
 
+# An edge sends no tensors, and a server accepts none.
 REQUESTS: Codec[Request] = Codec(Request, max_header_bytes=MAX_BYTES, max_tensor_bytes=0)
 REPLIES: Codec[Reply] = Codec(Reply, max_header_bytes=2**16, max_tensor_bytes=MAX_BYTES)
 
@@ -252,4 +256,5 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prefix_hash(ids: Sequence[int]) -> bytes:
+    # In native byte order: both sides must agree on it.
     return hashlib.blake2b(array("i", ids).tobytes(), digest_size=8).digest()

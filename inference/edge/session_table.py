@@ -39,6 +39,7 @@ class MessageRate:
 
     def wait_s(self, now_s: float) -> float:
         """Return the seconds to wait before reading the next message."""
+        # now - 1: a long silence earns no more than one second of burst.
         self._free_s = max(self._free_s, now_s - 1) + 1 / self.rate
         return max(0.0, self._free_s - now_s)
 
@@ -58,6 +59,7 @@ class ReplyStream:
     def put(self, replies: list[Reply]) -> None:
         for reply in replies:
             data = REPLIES.to_bytes(reply)
+            # Never waits: one slow edge must not delay the others' replies.
             self._replies.put_nowait(data)
             self._num_unread += len(data)
         if self._num_unread > UNSENT_BYTES:
@@ -76,6 +78,7 @@ class ReplyStream:
         while (reply := await self._replies.get()) is not None:
             yield reply
             self._num_unread -= len(reply)
+            # Only once empty: else a slow edge would flip it with every reply.
             if not self._num_unread:
                 self._drained.set()
 
@@ -154,6 +157,7 @@ class SessionTable:
                 f"max_new_tokens: {wanted}, this server gives {limits.max_new_tokens}; ask for "
                 "fewer",
             )
+        # Reserve the full length: a session, once admitted, must not run out of memory.
         reserved = self.row_bytes * self._max_rows(len(opening.prompt_ids) + wanted)
         if reserved > cache_bytes:
             raise SessionRefused(
@@ -161,6 +165,7 @@ class SessionTable:
                 f"session: its keys and values may take {reserved} bytes, this server has "
                 f"{cache_bytes}; ask for a shorter output",
             )
+        # Temporary reasons come last, because UNAVAILABLE makes the edge try again.
         for found, limit, what in (
             (len(self.held) + 1, limits.max_sequences, "sessions are open"),
             (self.reserved_bytes + reserved, cache_bytes, "bytes of keys and values are reserved"),

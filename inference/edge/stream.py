@@ -28,6 +28,7 @@ from pipedraft.inference.edge.session_messages import (
 )
 
 NUMBER = re.compile(r"[0-9]{1,9}")
+# An IPv6 address needs brackets: its colons would hide the one before the port.
 HOST = re.compile(r"[\w.-]+|\[[\w.:%]+\]")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
 """Seconds between attempts to reach a server, doubled each time."""
@@ -87,6 +88,7 @@ class Break:
     @classmethod
     def of(cls, call: wire.Untyped) -> "Break":
         """Read a call's end; ``call``: a finished one, or the error it raised."""
+        # From another machine: trust no format.
         passes = str(dict(call.trailing_metadata() or ()).get(wire.NUM_PASSES))
         num_passes = int(passes) if NUMBER.fullmatch(passes) else None
         return cls(call.code().name, " ".join(str(call.details()).split()), num_passes)
@@ -159,6 +161,7 @@ class Connection:
     def call(self) -> "SessionCall":
         """Start a session's stream."""
         requests: SimpleQueue[bytes | None] = SimpleQueue()
+        # gRPC's own thread waits in this iterator; None ends it.
         answers = self._session(iter(requests.get, None), metadata=self._metadata)
         return SessionCall(answers, requests, self.bytes, self.grpc.RpcError)
 
@@ -168,6 +171,7 @@ class Connection:
         while True:
             try:
                 self._describe(b"", **options)
+                # Only the second call measures: the first one also connects.
                 started_s = time.monotonic()
                 data = self._describe(b"", **options)
                 return read_description(data), time.monotonic() - started_s
@@ -207,6 +211,7 @@ class SessionCall:
     ) -> None:
         self._answers, self._requests, self._count, self._error = answers, requests, count, error
         self.arrived: SimpleQueue[tuple[bytes | Break, float]] = SimpleQueue()
+        # A daemon: a stream that never ends must not keep the process alive.
         threading.Thread(target=self._read, name="replies", daemon=True).start()
 
     def _read(self) -> None:
@@ -270,9 +275,11 @@ class SessionStream:
         if isinstance(data, Break):
             raise self._access.lost(data)
         reply = REPLIES.decode(data)
+        # gRPC keeps the order, so a gap is the server's fault.
         if reply.number != self._next_number:
             raise ValueError(f"server: reply {reply.number} where {self._next_number} is due")
         self._next_number += 1
+        # Any valid reply shows that the server works: the time limit starts again.
         self._patience.progressed()
         return reply, arrived_s
 
@@ -285,6 +292,7 @@ class SessionStream:
         self.send(closing)
         until_s = time.monotonic() + CLOSING_S
         end: Break | None = None
+        # Replies still in flight are useless now: only the end counts.
         while end is None and (found := self._call.take(until_s - time.monotonic())) is not None:
             if isinstance(found[0], Break):
                 end = found[0]

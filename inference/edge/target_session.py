@@ -134,6 +134,7 @@ class TargetSession:
         """
         if self.is_closed:
             return []
+        # The window bounds what an edge can make this side store.
         if self.next_seq <= request.seq < self.next_seq + WINDOW:
             self._waiting.setdefault(request.seq, (request, now_s))
         return [] if self.is_running else self._proceed(now_s)
@@ -145,6 +146,7 @@ class TargetSession:
                 request, arrived_s = self._waiting.pop(self.next_seq)
                 self.next_seq += 1
                 replies += self._take(request, arrived_s)
+            # Nothing can be tested before the prompt is computed.
             if not self.wants_prefill:
                 replies += self._test_draft_tokens(now_s)
         except RequestRefused as error:
@@ -167,6 +169,7 @@ class TargetSession:
         elif not self._stop_reason:
             return self._take_current(request, now_s)
         elif isinstance(request, Verify):
+            # After the end of the sequence the edge still expects one result per batch.
             batch = _Batch(request.seq, len(self._tokens), now_s, 0.0)
             return [self._verdict(Result, batch, now_s, token=None)]
         return []
@@ -186,6 +189,7 @@ class TargetSession:
         if isinstance(request, Stream):
             self._draft_tokens, self._q = [], []
             self._batches.clear()
+            # The root's row stays valid, the draft tokens' rows do not.
             if self._logits:
                 self._retain(1)
             self._streams_for = request.seq
@@ -194,6 +198,7 @@ class TargetSession:
             given, wanted = len(request.q), len(request.ids)
             raise RequestRefused(f"q: {given} of {wanted} draft tokens by rule {self._rule.name!r}")
         self._draft_tokens += request.ids
+        # Rules without q ignore it, but both lists must stay equally long.
         self._q += request.q or [1.0] * len(request.ids)
         self._expected_s = now_s + request.next_s
         if isinstance(request, Verify):
@@ -254,6 +259,7 @@ class TargetSession:
             )
         except ValueError as error:
             raise RequestRefused(str(error)) from error
+        # The next samples go on from here: their random numbers are keyed by index.
         self._num_samples += request.count
         return self._numbered(Samples, request.seq, payload=payload)
 
@@ -278,6 +284,7 @@ class TargetSession:
     def _retain(self, num_rows: int, num_committed: int = 0) -> None:
         """Keep the first computed rows, some permanently; drop the others."""
         self._stage.keep(KeepRows(tuple(range(num_rows)), num_committed))
+        # Logits mirror the speculative rows of the cache: drop the same ones.
         for _ in range(len(self._logits) - num_rows):
             self._logits.pop()
         for _ in range(num_committed):
@@ -292,6 +299,7 @@ class TargetSession:
 
     def _test_draft_tokens(self, now_s: float) -> list[Reply]:
         replies: list[Reply] = []
+        # One row of logits decides one token; without one, a pass must come first.
         while self._logits and not self._stop_reason:
             if self._streams_for is not None:
                 replies.append(self._add_own(_Batch(self._streams_for, 0, now_s, 0.0), now_s))
@@ -303,6 +311,7 @@ class TargetSession:
                 replies.append(self._answer_hit(now_s))
             else:
                 break
+        # Without a bonus token a fully accepted batch needs no further row.
         has_bonus = self._opening is not None and self._opening.settings.has_bonus
         if self._batches and (self._stop_reason or (self._hits_end and not has_bonus)):
             replies.append(self._answer_hit(now_s))
@@ -322,11 +331,13 @@ class TargetSession:
             self._retain(len(self._logits), 1)
             return None
         batch = self._batches[0] if self._batches else None
+        # Built before the epoch ends: the reply carries the number of the old one.
         reject = self._verdict(Reject, batch, now_s, payload=payload)
         if isinstance(payload, Token):
             self._end_epoch()
             self._append(payload.id)
         else:
+            # Retained for ``More``: ending the epoch drops this row.
             self._rejected, self._num_more = self._logits[0], 0
             self._num_samples = payload.num_samples if isinstance(payload, Top) else 0
             self._end_epoch()
@@ -405,6 +416,7 @@ class TargetSession:
         if not num_rows:
             return 0
         if not self.wants_prefill:
+            # Rows with logits are in the cache already.
             rows = [self._tokens[-1], *self._draft_tokens][len(self._logits) :]
             first = self._stage.num_speculative
             positions = torch.arange(len(rows)) + len(self._tokens) - 1 + first
@@ -453,6 +465,7 @@ class TargetSession:
             replies.append(self._opened())
         else:
             self._segment = None
+            # Never a prefill's time: this one estimates passes over a few rows.
             self._forward_s = now_s - self._started_s
             self._logits.extend(computed_RV)
         return replies + self._proceed(now_s)

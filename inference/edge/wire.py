@@ -41,6 +41,7 @@ def channel_options(message_bytes: int) -> list[tuple[str, int]]:
     """Return an edge's channel options; ``message_bytes`` bounds one message from the cloud."""
     return [
         *_shared_options(message_bytes),
+        # Between outputs nobody waits for a sign of life.
         ("grpc.keepalive_permit_without_calls", 0),
         # gRPC's own backoff grows to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -65,6 +66,7 @@ def server_options(message_bytes: int, max_streams: int) -> list[tuple[str, int]
 def _shared_options(message_bytes: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", message_bytes + FRAME_BYTES),
+        # Bounds a stranger's headers, which arrive before the token is checked.
         ("grpc.max_metadata_size", 8_192),
         # An unplugged peer sends no FIN: an unanswered ping reveals it.
         ("grpc.keepalive_time_ms", 10_000),

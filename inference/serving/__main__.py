@@ -13,6 +13,7 @@ from pipedraft.cli import (
 )
 
 if __name__ == "__main__":
+    # Before the slow imports, in which Ctrl-C would end in a traceback.
     leave_at_interrupts()
 
 from pipedraft.inference.arguments import EngineOptions, backend_of
@@ -76,6 +77,7 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
         if self.served_model_name:
             return tuple(name.strip() for name in self.served_model_name.split(","))
         parts = (self.checkpoint, self.draft_model, self.target)
+        # Resolved: a checkpoint given as "." has a name, too.
         return (self.model_name or Path(next(filter(None, parts), "")).resolve().name,)
 
     @property
@@ -93,6 +95,7 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         from pipedraft.inference.serving import listen
     except ImportError as error:
+        # A broken import of our own is a bug, not a missing package.
         if (error.name or "").startswith("pipedraft"):
             raise
         raise ValueError(
@@ -103,6 +106,7 @@ def main(words: Sequence[str] | None = None) -> None:
             cluster.watch.on_signal = lambda: None  # the ranks exit after the controller
             cluster.serve()
             return
+        # A port in use must fail before the target is loaded, which takes long.
         with listen.open_socket(options) as socket:
             from pipedraft.inference.command import load_engine
 

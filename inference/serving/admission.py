@@ -65,6 +65,7 @@ class Admissions:
                 param="min_tokens" if demands.min_tokens else "logprobs",
                 code="unsupported_parameter",
             )
+        # The answer reports the seed, so that a client can repeat it.
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         choices = [
             Choice(
@@ -128,6 +129,7 @@ class Admissions:
         decoder = self.decoder
         if decoder.failure is not None:
             raise pipeline_failed()
+        # A free place counts, too: some of the outputs may start at once.
         waiting = decoder.num_waiting + decoder.num_running + count - decoder.capacity
         if waiting > self.limits.max_waiting:
             raise self._busy(f"{decoder.num_waiting} sequences wait")
@@ -135,6 +137,7 @@ class Admissions:
             raise self._busy(f"{self.of_client[client]} sequences of this client are open")
 
     def _busy(self, said: str) -> RequestError:
+        # At least 1, or the client would return at once. At most a limit: this is only an estimate.
         retry_s = min(max(math.ceil(self.decoder.wait_s), 1), MAX_RETRY_S)
         return RequestError(
             f"{said}; come again in {retry_s} s",
@@ -172,6 +175,7 @@ class Admissions:
             param, given = "prompt", asked.prompts()
             special = asked.add_special_tokens
             prompts = [self.encode(p, special) if isinstance(p, str) else p for p in given]
+        # One position stays free for the first new token.
         most = min(self.limits.max_prompt_tokens, self.target.max_positions - 1)
         size = self.target.vocab_size
         for prompt in prompts:
@@ -203,6 +207,7 @@ class Admission:
             for choice in self.choices:
                 self.desk.decoder.submit(choice)
         except (ValueError, RuntimeError) as error:
+            # Python calls no ``__exit__`` after a failed ``__enter__``.
             self.__exit__()
             refused = RequestError(str(error))
             raise (refused if isinstance(error, ValueError) else pipeline_failed()) from error
@@ -211,6 +216,7 @@ class Admission:
     def __exit__(self, *error: object) -> None:
         desk = self.desk
         for choice in self.choices:
+            # The client left or an error ended the answer: free its places in the batch.
             if not choice.has_ended:
                 desk.decoder.cancel(choice)
         desk.num_open -= 1

@@ -107,6 +107,7 @@ class Choice(Observer):
     def token(self, token: int, is_drafted: bool) -> bool:
         now_s = time.monotonic()
         if math.isnan(self.first_s):
+            # Time steps from the first token on: the prefill is none.
             self.first_s = self.step_s = now_s
             self.metrics.first_token(now_s - self.submitted_s)
         else:
@@ -116,7 +117,9 @@ class Choice(Observer):
         if not self._is_silent_end(token):
             self._rest += self.stream.add(token)
         self._cut()
+        # Text that may begin a stop string must wait: sent text cannot be taken back.
         size = len(self._rest) - (0 if self.is_stopped else self._held())
+        # A rejection belongs to the target's token that replaced it, not to accepted ones before.
         rejected = [] if is_drafted else self._rejected
         self._rejected = self._rejected if is_drafted else []
         self._tell(size, is_drafted=is_drafted, rejected=rejected)
@@ -138,9 +141,11 @@ class Choice(Observer):
     def end(self, result: DecodeResult | None, error: BaseException | None = None) -> None:
         """End the choice; without a result it was cancelled or has failed."""
         self.result, self.error = result, error
+        # Nothing may follow a stop string.
         if result is not None and not self.is_stopped:
             self._rest += self.stream.rest()
             self._cut()
+        # Before the last piece: with that one read, ``Admission.__exit__`` looks here.
         self.has_ended = True
         self.metrics.ended(self)
         self._tell(len(self._rest), is_last=True)
@@ -164,6 +169,7 @@ class Choice(Observer):
 
     def _held(self) -> int:
         """Return the number of final characters that may start a stop string."""
+        # A whole stop string has been cut already, hence the 1.
         longest = max(map(len, self.stop_strings), default=1) - 1
         for size in range(min(longest, len(self._rest)), 0, -1):
             if any(stop.startswith(self._rest[-size:]) for stop in self.stop_strings):
@@ -202,6 +208,7 @@ class Choice(Observer):
 def acceptance(result: DecodeResult) -> dict[str, object]:
     """Return one output's acceptance counts; a round is vLLM's speculative step."""
     accepted = [
+        # Only a round that ends with "a" has no token of the target's own.
         length - (end != "a")
         for length, end in zip(result.round_lengths, result.round_ends, strict=True)
     ]
@@ -293,6 +300,7 @@ class HttpAnswer:
         return as_chat(found) if self._is_chat else as_completion(found, first)
 
     def _usage(self, new: int | None = None) -> Json:
+        # A prompt counts once, however many outputs it has, as in OpenAI's usage.
         first = {choice.index // self.asked.n: choice for choice in self.choices}
         prompt = sum(len(choice.prompt_ids) for choice in first.values())
         if new is None:
@@ -312,6 +320,7 @@ class HttpAnswer:
             if is_told:
                 rest = {"usage": self._usage(0)}
             for choice in self.choices:
+                # OpenAI's first chunk per choice has the role alone.
                 yield self._chunk(choice.index, {"role": "assistant", "content": ""}) | rest
         left = len(self.choices)
         counts, sizes = dict[int, int](), dict[int, int]()
@@ -321,6 +330,7 @@ class HttpAnswer:
             counts[index] = piece.num_tokens
             if is_told:
                 rest = {"usage": self._usage(sum(counts.values()))}
+            # Log-probabilities wait for their tokens' text: clients pair them within a chunk.
             found = waiting.setdefault(index, [])
             found += piece.logprobs
             logprobs: Json = {}
@@ -336,6 +346,7 @@ class HttpAnswer:
                 logprobs = {}
             if piece.is_last:
                 left -= 1
+                # With usage requested one more chunk follows, and has these figures.
                 is_end = not left and not options.include_usage
                 end = {"seed": self._seed, "metrics": self._end()["metrics"]} if is_end else {}
                 reason = piece.choice.finish_reason

@@ -117,6 +117,7 @@ class Service:
         address = request.client.host if request.client else ""
         if not self.keys:
             return address
+        # Starlette decodes headers as latin-1: this gives the bytes back unchanged.
         given = request.headers.get("authorization", "").encode("latin-1")
         number = find_token(given, self.keys)
         if number is None:
@@ -138,6 +139,7 @@ class Service:
             )
         body = bytearray()
         try:
+            # A client that sends slowly must not occupy a connection for long.
             async with asyncio.timeout(BODY_S):
                 is_more = True
                 while is_more:
@@ -146,10 +148,12 @@ class Service:
                         raise RequestError("the client left", status=499)
                     body += message.get("body", b"")
                     is_more = message.get("more_body", False)
+                    # Checked while reading: content-length may be missing or wrong.
                     if len(body) > self.limits.max_message_kb * 2**10:
                         raise RequestError(
                             f"the body has more than {self.limits.max_message_kb * 2**10} bytes",
                             status=413,
+                            # The rest is still on its way: close instead of reading it.
                             headers={"connection": "close"},
                         )
         except TimeoutError as error:
@@ -161,6 +165,7 @@ class Service:
 
     async def answer(self, request: HttpRequest, kind: type[ApiRequest]) -> Response:
         client = self.client_of(request)
+        # The key first: a stranger's body is not even read.
         asked, ignored = parse_with_ignored(await self.read_body(request), kind)
         headers = ignored_header(ignored)
         loop = asyncio.get_running_loop()
@@ -173,6 +178,7 @@ class Service:
         admission = self.admissions.admit(client, asked, tell)
         answer = HttpAnswer(asked, self.name, admission.choices, pieces)
         if asked.stream:
+            # Entered here, while a refusal can still have its own status.
             admission.__enter__()
             return EventStream(self, request, answer, admission, headers)
         with admission:
@@ -235,6 +241,7 @@ class Service:
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """Return a header naming ignored request fields; {}: none."""
+    # Clients choose these names: a line break would inject a header.
     plain = sorted({re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in names})
     return {IGNORED: ", ".join(plain[:MAX_IGNORED])} if plain else {}
 
@@ -260,14 +267,17 @@ class EventStream(Response):
         admission: Admission,
         headers: Mapping[str, str],
     ):
+        # nginx would otherwise buffer the events.
         own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers={**own, **headers})
+        # Starlette sets it for an empty body.
         del self.headers["content-length"]
         self.service, self.request = service, request
         self.answer, self.admission = answer, admission
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         with contextlib.ExitStack() as stack:
+            # ``push`` only registers the exit: ``answer`` has entered it.
             stack.push(self.admission)
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
@@ -275,6 +285,7 @@ class EventStream(Response):
                 await self.service.until_gone(receive, self._send_all(send))
             except RequestError as error:
                 if not self.answer.is_blocked:  # the reader does not read
+                    # The status is sent already, so the error can only be an event.
                     await self._send(send, error.to_dict())
                     await send({"type": "http.response.body", "body": b""})
 
@@ -311,6 +322,7 @@ def engine_facts(engine: Engine) -> Json:
 
 
 def make_app(service: Service) -> FastAPI:
+    # FastAPI's pages load scripts from elsewhere, and its schema knows no msgspec types.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(RequestError)
@@ -359,6 +371,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
+        # Needs no key: load balancers have none. The last state wins: "failed" says more.
         states = {
             "draining": service.admissions.is_draining,
             "failed": service.decoder.failure is not None,

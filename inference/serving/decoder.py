@@ -74,11 +74,13 @@ class SequenceDecoder:
             self._fail(error)
             raise
         choice.handle = handle
+        # After the handle is set: the callback may run at once, and clears it.
         handle.future.add_done_callback(partial(self._end, choice))
 
     def cancel(self, choice: Choice) -> None:
         """End a choice while running or waiting."""
         choice.is_cancelled = True
+        # Read once: the decoding thread may clear it at any moment.
         if (handle := choice.handle) is not None:
             self.batch.cancel(handle)
 
@@ -91,6 +93,7 @@ class SequenceDecoder:
         error = CancelledError() if future.cancelled() else future.exception()
         if error is None:
             result = future.result()
+            # A running mean: loads and lengths of outputs change.
             self._usual_s += 0.2 * (choice.last_s - choice.started_s - self._usual_s)
             choice.end(result)
         elif isinstance(error, CancelledError):

@@ -42,6 +42,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "mirostat": (0,),
     **dict.fromkeys(("structural_tag", "grammar", "negative_prompt"), ()),
     **dict.fromkeys(("enable_thinking", "thinking", "thinking_budget", "extra_body"), ()),
+    # Known fields are looked up first, so chats still accept max_completion_tokens.
     **dict.fromkeys(("max_completion_tokens", "num_predict", "n_predict"), ()),
     **dict.fromkeys(("no_repeat_ngram_size", "dry_multiplier", "xtc_probability"), (0,)),
     **dict.fromkeys(("dynatemp_range", "top_a", "top_logprobs"), (0,)),
@@ -84,14 +85,17 @@ def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]
     """
     kept, ignored = dict[str, object](), list[str]()
     for name, value in content.items():
+        # Clients send null for what they leave unset.
         if value is None or name in HARMLESS:
             continue
         if name in known:
             kept[name] = value
         elif name in WITHOUT_EFFECT:
+            # In Python True equals 1 and False 0, so compare the types as well.
             given = value, isinstance(value, bool)
             if given not in [(one, isinstance(one, bool)) for one in WITHOUT_EFFECT[name]]:
                 raise _unsupported(name)
+        # A misspelled field would have no effect, unnoticed. Cut: long names compare slowly.
         elif near := difflib.get_close_matches(name[:64], known, 1, TYPO):
             said = f"{name[:64]}: unknown field; did you mean {near[0]}?"
             raise RequestError(said, param=name[:64], code="unknown_parameter")

@@ -38,6 +38,7 @@ def open_socket(options: "HttpOptions") -> socket.socket:
     if options.tls_cert is not None and options.tls_key is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
+            # An encrypted key must fail: OpenSSL would ask for a password on the terminal.
             context.load_cert_chain(options.tls_cert, options.tls_key, password=lambda: "")
         except OSError as error:
             raise ValueError(
@@ -74,6 +75,7 @@ def http_server(service: Service, **options: object) -> HttpServer:
         log_level="error",  # client errors are not this program's
         access_log=False,
         server_header=False,
+        # Anyone can send X-Forwarded-For, and so pass for another client.
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=LEAVE_S,
@@ -100,6 +102,7 @@ def run(
         vllm_metrics=options.vllm_metrics,
     )
     if cluster is not None:
+        # A lambda, since ``serve`` replaces ``service.end`` later.
         cluster.watch.on_signal = lambda: service.end()
     files = {}
     if options.tls_cert is not None:
@@ -141,7 +144,9 @@ async def serve(server: HttpServer, service: Service, listener: socket.socket) -
     waiting = asyncio.create_task(ended.wait())
     await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
+    # Before uvicorn ends: that one waits only LEAVE_S for open answers.
     await service.drain(hurry)
     server.should_exit = True
     await running
+    # Last: answers need the decoder until they have ended.
     service.decoder.close()

@@ -25,6 +25,7 @@ def measure(
     tokenizer: "PreTrainedTokenizerBase", token: int, logits_V: "Tensor", num_top: int
 ) -> TokenLogprob:
     """Return the log-probability for a token and for the most likely ones."""
+    # Sums over a vocabulary lose probability mass in 16 bits.
     logp_V = logits_V.float().log_softmax(-1)
     best = logp_V.topk(min(num_top, len(logp_V)))
     top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -38,6 +39,7 @@ def measure(
 def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     """Return one token's text, with SentencePiece's leading space."""
     text = str(tokenizer.decode([token]))
+    # Decoding a single token drops the space, which SentencePiece writes as U+2581.
     piece = tokenizer.convert_ids_to_tokens(token)
     return f" {text}" if str(piece).startswith("\u2581") and text[:1] != " " else text
 

@@ -29,6 +29,7 @@ class Metrics:
 
     def __init__(self, model: str, *, has_vllm_names: bool = False) -> None:
         self._has_vllm_names = has_vllm_names
+        # Its own: the global registry would refuse a second server in this process.
         self._registry = CollectorRegistry()
         self._model = model
         self._waiting = self._make(Gauge, "num_requests_waiting", "Sequences in the queue.")
@@ -105,6 +106,7 @@ class Metrics:
     def ended(self, choice: "Choice") -> None:
         self._success.labels(self._model, choice.finish_reason).inc()
         result = choice.result
+        # A cancelled or failed sequence has no counts.
         if result is None:
             return
         self._rounds.inc(len(result.round_lengths))
@@ -118,6 +120,7 @@ class Metrics:
 
     def page(self, decoder: "SequenceDecoder") -> bytes:
         """Return all metrics in Prometheus' text format."""
+        # Gauges are read now: the queue changes between two requests for this page.
         self._waiting.set(decoder.num_waiting)
         self._running.set(decoder.num_running)
         page = generate_latest(self._registry)

@@ -47,6 +47,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.content is None:
+            # A reasoning model's turn may have been cut before its content.
             if self.role != "assistant" or not (self.reasoning_content or self.reasoning):
                 raise ValueError("Object missing required field `content`")
             self.content = ""
@@ -55,6 +56,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
         """Return the message as chat templates read it."""
         content = self.content or ""
         parts = [content] if isinstance(content, str) else [part.text for part in content]
+        # Few chat templates know a developer role.
         role = "system" if self.role == "developer" else self.role
         turn = {"role": role, "content": "".join(parts)}
         thought = self.reasoning_content or self.reasoning
@@ -133,6 +135,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             return replace(
                 base,
                 temperature=self.temperature if is_sampled else 0.0,
+                # A rule for sampled chains is refused at temperature 0.
                 verifier=base.verifier if is_sampled else "auto",
                 seed=seed,
                 max_new_tokens=new_tokens,
@@ -168,6 +171,7 @@ class ChatRequest(ApiRequest, kw_only=True):
             raise ValueError("top_logprobs without logprobs: true")
 
     def longest(self) -> int | None:
+        # If both are given, the stricter one holds.
         asked = [x for x in (self.max_completion_tokens, self.max_tokens) if x is not None]
         return min(asked, default=None)
 
@@ -234,11 +238,13 @@ def parse_with_ignored(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
         RequestError: not JSON, or not this request; names the field.
     """
     try:
+        # Without a type: unknown fields are sorted first, where msgspec would refuse them all.
         content = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(content, dict):
         raise RequestError("the body is not a JSON object", code="invalid_json")
+    # Templates and conversions recurse, so a deep value could exhaust the stack.
     if is_deeper(content, MAX_DEPTH):
         raise RequestError(f"the body has more than {MAX_DEPTH} levels", code="invalid_json")
     fields, ignored = split_fields(content, kind.__struct_fields__)

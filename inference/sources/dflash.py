@@ -68,6 +68,7 @@ class DFlashSource(TreeSource):
         known = 0 if self._block_SH is None else len(self._block_SH)
         if depth >= known:
             size = self.draft.config.num_tokens
+            # In multiples of the trained size: on a GPU each number of rows has its own graph.
             more_SH = self._propose(tree, size * (depth // size + 1))
             # Keep the outputs from a block of the trained size.
             old = [] if self._block_SH is None else [self._block_SH]
@@ -140,12 +141,14 @@ class GraphBlocks(GraphText):
     def propose(self, text: NewText, token: int, num_rows: int) -> Tensor:
         """Return a block's hidden states, as in ``DFlash.propose``: a reused buffer [S, H]."""
         while len(text.tokens) > MAX_ROWS:
+            # Only fills the cache: one block row is the least, and nothing reads its output.
             self._call(text.split(CHUNK_ROWS), token, 1)
         return self._call(text, token, num_rows)
 
     def _call(self, text: NewText, token: int, num_rows: int) -> Tensor:
         first, count = self._num_text, len(text.tokens)
         A, end = padded_rows(count), first + count
+        # Before packing: growing moves the spare places.
         self._reserve(end + num_rows, 1)
         self._num_text = end
         places, sources = text.gathered(self.draft.taps)
@@ -153,7 +156,9 @@ class GraphBlocks(GraphText):
         packed = packing.pack(
             counts=[first, end],
             token=[token],
+            # Padding gathers row 0: any valid index will do, as nothing reads the result.
             features=[x for part in places.values() for x in part + [0] * (A - count)],
+            # Padding rows write behind all places, where no row looks.
             slots=[*range(first, end)] + [self._num_places] * (A - count),
         )
         compute = partial(self._compute, packing, A, num_rows)
@@ -180,6 +185,7 @@ class GraphBlocks(GraphText):
             feature_AH,
             positions=torch.cat([first + columns_C[:A], block_R]),
             caches=self._caches,
+            # Not causal: a block's rows see each other in both directions.
             visible_RC=(columns_C < end + R).expand(R, -1),
         )
 
@@ -200,6 +206,7 @@ class GraphBlocks(GraphText):
         noise_DU = sampling.rule.noise_rows(self.ids_U, range(position, position + D))
         packed = torch.zeros(1, dtype=torch.int64)
         if noise_DU is not None:
+            # The packed buffer has integers, so noise travels as its bits.
             packed = noise_DU.view(torch.int64).flatten()
         key = sampling.graph_key
         compute = partial(self._ranked, D, W, sampling, noise_DU is not None)
@@ -221,4 +228,5 @@ class GraphBlocks(GraphText):
         noise_DU = packed.view(torch.float64).view(D, -1) if has_noise else None
         scores_DU = sampling.child_scores(self.draft.logits(states_PH[:D]), noise_DU)
         best_DW, index_DW = scores_DU.topk(W, -1)
+        # Ids stay exact in float64, and one transfer to the host carries both.
         return torch.stack([self.draft.draft_ids[index_DW].double(), best_DW.double()])

@@ -16,6 +16,7 @@ class DSparkSource(DFlashSource):
     """
 
     def _output(self, tree: TokenTree, row: int) -> Tensor:
+        # The block's output is shared by a depth; the row's own token tells its rows apart.
         state_H = super()._output(tree, row)
         token = torch.tensor(tree.tokens[row], device=state_H.device)
         return self.draft.behind(state_H, token)

@@ -19,10 +19,12 @@ class FlexSpecSource(RowsSource):
     def _restart(self) -> None:
         super()._restart()
         config, weight = self.draft.config, self.draft.lm_head.weight
+        # The first text row has no predecessor; it reads zeros in its place.
         self._text_state = weight.new_zeros(config.num_readings, weight.shape[1])
         """State [E, H] of the last text row."""
 
     def _keep_rows(self, keep: KeepRows) -> None:
+        # Before ``super``, which forgets the outputs of rows that become text.
         computed = [row for row in keep.rows[1 : keep.num_committed + 1] if row in self._known]
         if computed and self._graph_rows is None:
             self._text_state = self._outputs[computed[-1]]
@@ -38,6 +40,7 @@ class FlexSpecSource(RowsSource):
         tokens, first = self._take_pending().tokens, self._rows.num_text
         num_text = len(tokens)
         parents = [self._name(tree, tree.parents[row]) for row in rows if tree.parents[row]]
+        # Children of the root follow the text, so they read its last state.
         known_QEH = torch.stack([self._text_state, *(self._outputs[name] for name in parents)])
         # Index of each row's predecessor among these Q known states, then the call's rows.
         num_known, after_root = len(known_QEH), iter(range(1, len(known_QEH)))

@@ -79,6 +79,7 @@ class ChildQuery:
         rule = () if self.sampling is None else self.sampling.graph_key
         if rule is None:
             return None
+        # The value of ``split`` is data in the call, so all values share one graph.
         return self.width, self.levels, self.beams, self.then, self.split is None, *rule
 
 
@@ -112,6 +113,7 @@ class CallShape:
             leaf_positions_Q=self.num_leaves,
             leaf_scores_Q=self.num_leaves,
             leaf_visible_QS=self.num_parents * S,
+            # Children in the tree already are returned, but not continued again.
             taken_QT=self.num_parents * self.num_taken,
             noise_places_Q=self.num_leaves,
             noise=self.num_noise * vocab_size,
@@ -137,6 +139,7 @@ class Places:
 
     def of(self, row: int) -> int:
         """Return a tree row's place; a row without its own is the end of the text."""
+        # The root is text, and has no place as a tree row.
         end_of_text = self.slot_of.get(TEXT, self.leading - 1)
         return self.slot_of.get(self.name(row), end_of_text)
 

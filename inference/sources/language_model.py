@@ -48,11 +48,13 @@ class LanguageModelSource(TextSource):
             for part in zip(ids.split(CHUNK_ROWS), positions.split(CHUNK_ROWS), strict=True):
                 hidden_RH, _ = self._stage.prefill(*part)
             self._root_hidden = hidden_RH[-1]
+            # One forward, however many chunks: only memory splits it.
             self.num_forwards += 1
         assert self._root_hidden is not None
         return self._root_hidden
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
+        # Text first: it must precede the rows that attend to it in the cache.
         self._root_output(tree)
         first = len(self._places)
         new = [self._name(tree, row) for row in rows]
@@ -74,6 +76,7 @@ class LanguageModelSource(TextSource):
         Args:
             num_committed: first computed rows, which become text and need no name.
         """
+        # KeepRows wants ascending places.
         retained = sorted(self._places.keys() & names.keys(), key=self._places.__getitem__)
         self._stage.keep(KeepRows(tuple(self._places[name] for name in retained), num_committed))
         retained = retained[num_committed:]
@@ -93,5 +96,6 @@ class LanguageModelSource(TextSource):
 
 
 def language_model_source(draft: LanguageModelDraft) -> TextSource:
+    # Not every draft can be captured: graphs need full attention in each layer.
     is_captured = draft.model.device.type == "cuda" and draft.can_capture
     return GraphLanguageModelSource(draft) if is_captured else LanguageModelSource(draft)
