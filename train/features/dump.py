@@ -143,10 +143,9 @@ class States:
     @torch.no_grad()
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
         """Return hidden states {layer: [M, H]}, row after row."""
+        # The mask is there for collate alone: hidden states do not depend on it.
         batch = collate(
-            # collate needs a mask; hidden states do not depend on it.
-            [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids],
-            self.pad_id,
+            [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], self.pad_id
         )
         ids_BT, device = batch["input_ids"], self.accelerator.device
         is_token_BT = torch.arange(ids_BT.shape[1]) < batch["lengths"][:, None]
@@ -238,7 +237,6 @@ class Dump:
             unit="token",
             unit_scale=True,
             disable=not accelerator.is_main_process or not mine,
-            # A log file keeps every update, so it gets few.
             mininterval=1.0 if sys.stderr.isatty() else 30.0,
         )
         if mine:

@@ -97,11 +97,9 @@ class ServedStates:
         self.addresses.rotate(-first)
         self._models: dict[str, str] = {}
         limits = httpx2.Limits(max_connections=CONCURRENCY)
+        # Uncompressed: a small chunk could otherwise unpack far past MAX_REPLY_BYTES.
         self._client = httpx2.Client(
-            # Uncompressed: a small chunk could otherwise unpack far past MAX_REPLY_BYTES.
-            timeout=ANSWER_S,
-            limits=limits,
-            headers={"Accept-Encoding": "identity"},
+            timeout=ANSWER_S, limits=limits, headers={"Accept-Encoding": "identity"}
         )
         self._pool = ThreadPoolExecutor(CONCURRENCY)
 
