@@ -74,6 +74,7 @@ def _pass(
     """Return layer index -> hidden states [l, H]; for the first stage also after the embedding."""
     cache, num_rows = stage.cache, len(entering_lH)
     positions_C = cache.begin(positions_l.to(stage.device))
+    # Every row sees all committed rows; the mask covers only the segment's.
     committed_lC = visible_lS.new_ones(num_rows, cache.num_committed)
     hidden_1PH = pad(entering_lH)[None]
     places = stage.places(hidden_1PH, pad(positions_C[-num_rows:]), stage.kinds)
@@ -107,6 +108,7 @@ class _RowByRow:
         """
         self.cache = cache
         self._seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]
+        # The last positions seen, by ancestry, as autoregressive decoding would have them.
         self._near = self._seen if window is None else [seen[-window:] for seen in self._seen]
         self._known: tuple[Tensor, Tensor] | None = None
         self.is_windowed = False
@@ -123,6 +125,7 @@ class _RowByRow:
     def attend(self, query_1NPD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
         assert self._known is not None, "the layer's keys come first"
         keys_1JCD, values_1JCD = self._known
+        # Padding rows attend to nothing; zeros keep them finite.
         out_1NPD = torch.zeros_like(query_1NPD)
         for row, seen_C in enumerate(self._near if self.is_windowed else self._seen):
             one = slice(row, row + 1)

@@ -84,6 +84,7 @@ class Graphs:
         """
         num_rows = sum(map(len, rows))
         if self.device.type == "cuda":
+            # Only copies from page-locked memory leave the host free to go on.
             packed = packed.pin_memory()
         if not can_capture:
             return compute(packed.to(self.device), torch.cat([*rows]) if rows else None)
@@ -153,6 +154,7 @@ class Packing:
 
     def pack(self, **values: Sequence[int] | Tensor) -> Tensor:
         """Pack lists up to their room; float64 tensors are packed bit by bit."""
+        # Zeroed: shorter lists must not leave an earlier step's numbers in their room.
         packed = torch.zeros(sum(self.sizes.values()), dtype=torch.int64)
         for name, room in zip(self.sizes, packed.split([*self.sizes.values()]), strict=True):
             given = torch.as_tensor(values[name])
@@ -174,6 +176,7 @@ def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) 
     """
     S = visible_PS.shape[1]
     column_C = torch.arange(num_columns, device=visible_PS.device) - num_visible_1
+    # The clamp keeps the lookup legal; the lines below decide about columns outside.
     known_PC = visible_PS.index_select(1, column_C.clamp(0, S - 1)).bool()
     hidden_PC = torch.where(column_C < S, ~known_PC, True)
     return torch.where(column_C < 0, False, hidden_PC)

@@ -124,6 +124,7 @@ class DSpark(DFlash):
         steps_S = torch.arange(self.config.num_tokens, device=ids_BT.device)
         before_AS = torch.cat(list(anchors)).to(ids_BT.device)[:, None] + steps_S
         ids_P = ids_BT.flatten()
+        # Clamped: a block at the end reaches past the sequence, where no row is supervised.
         return self.behind(states_ASH, ids_P[before_AS.clamp(max=len(ids_P) - 1)])
 
     def behind(self, state_H: Tensor, token: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ def weights_hash(weights: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     for weight in weights:
         for rows in weight.detach().split(HASH_ROWS):
+            # float32 holds every 16-bit value, so narrow and wide copies hash alike.
             digest.update(rows.float().cpu().contiguous().view(-1).numpy())
     return digest.hexdigest()
 
@@ -151,6 +152,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.is_fast:
         text = tokenizer.backend_tokenizer.to_str()
     else:
+        # Sorted, because the order of a vocabulary is no part of its meaning.
         text = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -103,6 +103,7 @@ class LanguageModelDraft(nn.Module):
         hidden_1RH = decoder.embed_tokens(tokens_R)[None]
         turn = decoder.rotary_emb(hidden_1RH, positions_R[None])
         zeros_RC = torch.zeros_like(visible_RC, dtype=hidden_1RH.dtype)
+        # The minimum instead of -inf: a fully hidden row would become NaN in softmax.
         mask_RC = zeros_RC.masked_fill_(~visible_RC, torch.finfo(hidden_1RH.dtype).min)
         groups = shared_heads(decoder.config, hidden_1RH.device)
         with folding_heads(groups):
@@ -182,6 +183,7 @@ def _check_tokenizers(
     ids, expected = own.get_vocab(), targets.get_vocab()
     if ids == expected:
         return
+    # The smallest one, so that the message is the same in every run.
     token = min(t for t in ids.keys() | expected.keys() if ids.get(t) != expected.get(t))
     raise ValueError(
         f"draft_model: {name!r} has another tokenizer than the target: {token!r} is token "

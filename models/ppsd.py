@@ -94,6 +94,7 @@ class PPSD(StagedDraft):
         """
         initialize_head(self, target, draft_ids)
         initialize_matrices(self.layers, len(self.layers))
+        # Not strict: the head may have more layers than the target has after its first stage.
         for layer, index in zip(self.layers, self.initial_layers, strict=False):
             source = target.get_decoder().layers[index]
             if _shapes(layer) == _shapes(source):

@@ -96,6 +96,7 @@ def structural_attention(
     else:
         bands, first = [], 0
         for d in depth:
+            # A block may hold only the first examples; the depth has rows for no others.
             size = sizes[blocks[d]]
             bands += _bands(occupancy[: examples.ends.index(size)], d, blocks, examples, first)
             first += size

@@ -123,6 +123,7 @@ def _read(
     state = model.state_dict()
     own = set(state)
     if model.config.get_text_config().tie_word_embeddings:
+        # A tied LM head has no tensor of its own in many files.
         own.discard("lm_head.weight")
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     further = {x for x in sources.keys() - own if not any(re.search(y, x) for y in ignored)}

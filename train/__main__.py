@@ -111,8 +111,10 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
 
     started = time.monotonic()
     accelerator = make_accelerator(run)
+    # Before any network exists, so that all processes draw equal initial weights.
     set_seed(run.seed)
     make_folder("output_dir", run.output_dir)
+    # Before the target, which may take minutes to load.
     check_one_disk(run.output_dir, accelerator)
     objective_class = registry()[run.method][1]
     # Once per node: nodes may have separate caches.
@@ -134,6 +136,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     if run.features is not None:
         objective.features = open_features(run, objective, tokenizer, data, accelerator)
     if is_sharded(run, accelerator):
+        # After the objective is made: it copies whole weights of the target into the draft.
         shard_target(target, accelerator)
     if run.packing and run.features is None:
         check_packable(target.get_decoder().config)
@@ -141,6 +144,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         objective.use_checkpointing()
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     trainer = Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator, started=started)
+    # After Trainer, which hands the draft to DeepSpeed.
     gather_together(objective, accelerator)
     return trainer
 
@@ -185,6 +189,7 @@ def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) ->
     """
     make_place("output_dir", run.output_dir / "config.yaml", RESOLVED.encode())
     is_first = os.environ.get("RANK", "0") == "0"
+    # One lock per run, because all its processes share the folder.
     with locked(run.output_dir, "output_dir") if is_first else nullcontext():
         trainer = build_trainer(run, model)
         train(trainer, resolved)
@@ -197,6 +202,7 @@ def train(trainer: "Trainer", resolved: str) -> None:
     Args:
         resolved: the configuration as YAML.
     """
+    # First: if the checkpoint is refused, the run's config.yaml stays as it was.
     trainer.restore()
     if trainer.accelerator.is_main_process:
         write_atomically(trainer.config.output_dir / "config.yaml", (RESOLVED + resolved).encode())
@@ -207,5 +213,6 @@ def train(trainer: "Trainer", resolved: str) -> None:
 
 
 if __name__ == "__main__":
+    # Unset, tokenizers warns and turns its threads off after a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     run_command(main)

@@ -45,6 +45,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 def publish_folder(temporary: Path, folder: Path) -> None:
     """Write a manifest into a filled temporary folder, flush everything, rename to ``folder``."""
     write_manifest(temporary)
+    # All of it before the rename: after a power cut, a name must not point to lost data.
     for file in temporary.rglob("*"):
         if file.is_file():
             flush(file)
@@ -52,8 +53,10 @@ def publish_folder(temporary: Path, folder: Path) -> None:
     replaced = _replaced(folder)
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
+        # A rename cannot replace a folder that is not empty, so the old one moves first.
         folder.rename(replaced)
     temporary.rename(folder)
+    # The new name must be on disk before the old files go.
     flush(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -86,9 +89,11 @@ def damage(folder: Path) -> str | None:
         if not lines:
             return f"{COMPLETE}, its manifest, is empty"
         for line in lines:
+            # The size comes first, because a name may contain spaces.
             size, name = line.split("  ", 1)
             if not (folder / name).is_file():
                 return f"{name} is missing"
+            # Sizes, not hashes, which would read every byte at each start.
             if (found := (folder / name).stat().st_size) != int(size):
                 return f"{name} has {found} bytes instead of {size}"
     except (OSError, ValueError) as error:
@@ -121,6 +126,7 @@ def newest_sound(output_dir: Path) -> tuple[Path | None, list[str]]:
     for folder in reversed(step_folders(output_dir)):
         reason = damage(folder)
         if reason is None:
+            # Only now: without a sound checkpoint, the damaged ones stay for the user to repair.
             for bad, _ in reasons:
                 shutil.rmtree(bad)
             ending = f"removed, {folder.name} is used instead"
@@ -213,10 +219,13 @@ class TrainingState:
         """Save this process's state into an existing folder; every process must call this."""
         rank = self.accelerator.process_index
         if self.sharding == DistributedType.DEEPSPEED:
+            # A collective call: every process writes its own files.
             self.module.save_checkpoint(str(folder), DEEPSPEED_TAG)
         elif rank == 0 or self.sharding != "NO":
+            # Replicas have equal states, so one file serves them all.
             _write(self._weights(), folder / self._file("model"))
             _write(self._moments(), folder / self._file("optimizer"))
+        # Every process draws its own numbers, replicas too.
         _write(self._random_states(), folder / f"random-{rank}.safetensors")
         if rank == 0:
             saved = Saved(
@@ -251,12 +260,14 @@ class TrainingState:
         names = ("sharding", "number of processes", "optimizers")
         found = (saved.sharding, saved.num_processes, saved.optimizers)
         for name, now, then in zip(names, own, found, strict=True):
+            # Whole tensors suit any number of processes, shards only the number that wrote them.
             is_fixed = name != "number of processes" or self.sharding != "NO"
             if is_fixed and now != then:
                 raise ValueError(f"the {name}: {then} then, {now} now")
         return saved
 
     def _optimizer_names(self) -> list[str]:
+        # accelerate wraps an optimizer; the name inside is the same under every launcher.
         return [type(getattr(o, "optimizer", o)).__name__ for o in self.optimizers]
 
     def _file(self, name: str) -> str:
@@ -266,6 +277,7 @@ class TrainingState:
     # -- weights and optimizers: every process its own part, tensors under the weights' names ---
 
     def _parameters(self) -> dict[str, nn.Parameter]:
+        # DDP adds the prefix, but a run may resume with or without DDP.
         return {name.removeprefix("module."): p for name, p in self.module.named_parameters()}
 
     def _weights(self) -> dict[str, Tensor]:
@@ -279,6 +291,7 @@ class TrainingState:
             raise ValueError(f"{name} is {'not in it' if name in weights else 'no weight now'}")
         for name, value in weights.items():
             _check_shape(name, saved[name], value)
+            # In place, because the optimizers hold these tensors.
             value.copy_(saved[name])
 
     def _moments(self) -> dict[str, Tensor]:
@@ -357,6 +370,7 @@ class TrainingState:
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    # safetensors refuses views that are not contiguous.
     save_file({name: value.contiguous() for name, value in tensors.items()}, path)
 
 
@@ -391,6 +405,7 @@ def _as_parts_of(
         _check_shape(f"{name}:{key}", value, _part(parameter))
         state[key] = value
         if isinstance(parameter, DTensor):
+            # Every process has read its own part, so no check needs an exchange.
             state[key] = DTensor.from_local(
                 value.to(parameter.device),
                 parameter.device_mesh,

@@ -187,6 +187,7 @@ def _refuse_nulls(kind: Any, values: Any, prefix: str = "") -> None:
 
 def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str | None) -> str:
     """Return the method in ``--method``, or in the last ``--config`` file with one."""
+    # The method decides which options exist, so it is read before there is a parser.
     method, given = default, None
     words = [part for word in arguments for part in word.split("=", 1)]
     for flag, value in zip(words, words[1:], strict=False):
@@ -260,9 +261,11 @@ def parse_run(
     wants_help = any(word in HELP_FLAGS for word in arguments)
     if wants_help:  # reading every field's docstring takes a second
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # --help must work without a configuration.
     default = next(iter(methods)) if wants_help else None
     method = _peek_method(arguments, list(methods), default)
     if wants_help:
+        # Not from the cache: parsers made before the setting lack the docstrings.
         parser = make_parser(method, methods, example)
     else:
         parser = parser_of(method, tuple(methods.items()), example)

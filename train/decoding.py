@@ -30,6 +30,7 @@ def first_turns(rows: Dataset, count: int, *, max_positions: int) -> list[list[i
         if len(prompts) == count:
             break
         length = next((at for at, counted in enumerate(row["loss_mask"]) if counted), 0)
+        # The prompt and its answer must fit into the target's context together.
         if 0 < length <= max_positions - NEW_TOKENS:
             prompts.append(list(row["input_ids"][:length]))
     return prompts
@@ -45,6 +46,7 @@ def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
     settings: Values = {"tree": TreeShape(kind="chain", depth=num_steps)}
     if schedule != "eagle":
         trained = vars(draft.config)
+        # Decode with the timing that the head was trained for.
         settings = {x: trained[x] for x in ("timing", "tokens_per_step") if x in trained}
     stages = {"num_stages": draft.num_stages or 1, "boundaries": draft.boundaries}
     return DecodeConfig.of(schedule, **stages, max_new_tokens=NEW_TOKENS, **settings)
@@ -69,5 +71,6 @@ def decode(
     num_tokens = sum(result.num_tokens for result in results)
     return {
         DECODED_TAU: sum(rounds) / len(rounds),
+        # L': in the baseline every token takes one step per stage.
         DECODED_LENGTH: config.num_stages * num_tokens / num_steps,
     }

@@ -68,6 +68,7 @@ def draw_anchors(
         found = rows.start + counts_P[rows].nonzero()[:, 0]
         if len(found) > most:
             drawn = torch.randperm(len(found), generator=generator)[:most]
+            # Sorted again: a group of blocks reads the context up to its last anchor.
             found = found[drawn].sort().values
         anchors.append(found)
     return anchors
@@ -79,6 +80,7 @@ def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tenso
     q_k is the draft's probability for the label of row k; unsupervised rows are left out.
     """
     smooth_AS = ((1 - alpha) * correct_AS + alpha).where(counted_AS, 1.0)
+    # Uncounted rows come last in a block, so they change no counted row's product.
     prefix_AS = smooth_AS.cumprod(-1) * counted_AS
     return prefix_AS.flip(-1).cumsum(-1).flip(-1)
 
@@ -111,6 +113,7 @@ class DFlashObjective(ChainObjective):
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         counts_P, documents = block_lengths(batch, self.num_steps)
+        # Sampled anchors or not, their number is known without a draw.
         return sum(
             min(self.config.num_anchors, int((counts_P[rows] > 0).sum())) for rows in documents
         )

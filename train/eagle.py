@@ -48,6 +48,7 @@ def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
 
     Row t reads token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` draft tokens.
     """
+    # The last position has no next token to read.
     return chain_lengths(loss_mask_BT, depth)[:, :-1] >= depth
 
 
@@ -69,6 +70,7 @@ def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Genera
     if device.type != "cpu":  # millions of numbers: sampled on the device, from a seed sampled here
         seed = int(torch.randint(2**62, (), generator=generator))
         generator = torch.Generator(device).manual_seed(seed)
+    # Drawn in float32 and then rounded, so that every precision sees the same noise.
     uniform_BTH = torch.rand(features_BTH.shape, generator=generator, device=device)
     uniform_BTH = uniform_BTH.to(features_BTH.dtype)
     # A packed row has several lengths: every position uses its own document's.
@@ -118,6 +120,7 @@ class EagleObjective(DraftObjective):
         """
         draft, ids_BT = self.draft, batch["input_ids"]
         features_BTH = states_BTH = draft.feature(self.hidden(batch))
+        # No noise in evaluations: decoding reads clean states, too.
         if depth is None and self.config.noise > 0:
             noise_BTH = feature_noise(features_BTH, batch["lengths"], generator)
             states_BTH = features_BTH + self.config.noise * noise_BTH
@@ -130,6 +133,7 @@ class EagleObjective(DraftObjective):
         wanted_MH = features_BTH[:, 1:][counted_BR]
         regression = F.smooth_l1_loss(predicted_MH, wanted_MH, reduction="sum")
         regression = regression / features_BTH.shape[-1]
+        # EAGLE-1 has no LM head of its own: both sides use the target's.
         head_VH = draft.head_weight
         result = chunked_distillation(predicted_MH, head_VH, wanted_MH, head_VH)
         sums = {"regression": regression.detach(), "kl": result.loss.detach(), **result.sums()}
@@ -148,6 +152,7 @@ class EagleObjective(DraftObjective):
         autocast = torch.autocast("cuda", torch.bfloat16) if ids_BT.is_cuda else nullcontext()
         with torch.no_grad(), autocast:
             unrolled = self.draft.unroll(features_BTH[:, :-1], ids_BT, [every_M] * depth, lengths)
+        # A row whose chain would reach into this padding is no chain row, so it never counts.
         padded = F.pad(features_BTH, (0, 0, 0, depth))
         num_rows, head_VH = features_BTH.shape[1] - 1, self.draft.head_weight
         sums: dict[str, Tensor] = {}

@@ -59,8 +59,10 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
     positions_T = torch.arange(T, device=loss_mask_BT.device)
     # T, or the position of a token outside any turn
     ends_BT = torch.where(loss_mask_BT.bool(), T, positions_T)
+    # A running minimum from the right finds the nearest turn end at or after each position.
     turn_end_BT = ends_BT.flip(1).cummin(1).values.flip(1)
     next_end_BT = F.pad(turn_end_BT[:, 1:], (0, 1), value=T)
+    # Step i counts if its label t + 2 + i comes before the end of the turn of t + 1.
     return (next_end_BT - positions_T - 2).clamp(0, num_steps)
 
 
@@ -116,6 +118,7 @@ class UnrolledObjective(ChainObjective):
         picked = flags_SM.nonzero()[:, 1].split(sizes[1])
         # Later steps run on fewer rows, but never fewer than a product handles as fast.
         rows = [order[: cpu.whole_rows(count)] for count in counts]
+        # Only now: the transfer above would have waited for the target's forward, too.
         taps = self.hidden(batch)
         states = draft.unroll(
             draft.feature(taps), batch["input_ids"], rows, document_lengths(batch)

@@ -66,6 +66,7 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
         Sums [depth] over products of 1 .. depth consecutive rates, and counts [depth]: rows
             that start as many supervised rows.
     """
+    # Other rows have rate 0: no chain survives the end of its turn.
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
     alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(labeled_BS)
     num_rows, sums, counts = labeled_BS.shape[1], [], []
@@ -134,6 +135,7 @@ class FlexSpecObjective(DraftObjective):
         hidden_MH = readings_BTEH[:, :-1, -1][labeled_BS]
         # Heads are linear: dividing their inputs divides the logits.
         result = self.distil(hidden_MH / temperature, wanted_MH / temperature)
+        # Gradients shrink with 1 / T^2; the factor keeps the balance between the terms.
         loss = config.distillation_weight * temperature**2 * result.loss
         sums = {"kl": result.loss.detach(), **result.sums()}
         if config.feature_weight > 0:
@@ -149,6 +151,7 @@ class FlexSpecObjective(DraftObjective):
         return LossOutput(loss, labeled_BS.sum(), sums)
 
     def _regression(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
+        # Squares of small errors would underflow in 16 bits.
         dtype = torch.promote_types(wanted_MH.dtype, torch.float32)
         mapped_MH = self.regressor(hidden_MH).to(dtype)
         error = F.mse_loss(mapped_MH, wanted_MH.to(dtype), reduction="sum")

@@ -113,6 +113,7 @@ def needs_others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # gloo raises plain RuntimeErrors; only their text tells a lost process from a bug.
         if not isinstance(error, dist.DistError) and not LOST.search(str(error)):
             raise
         reason = str(error).partition(". ")[0]
@@ -179,8 +180,10 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
     # Else transformers would give each process a part of the frozen target (ZeRO-3), all at once.
     unset_hf_deepspeed_config()
     plugin = accelerator.state.deepspeed_plugin
+    # A placeholder that DeepSpeed requires: the loop divides by the window's tokens itself.
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
     plugin.deepspeed_config["gradient_clipping"] = config.optim.clip_norm
+    # Sums over processes in bfloat16 would round small gradients away.
     plugin.deepspeed_config["communication_data_type"] = "fp32"
     if _is_zero3(accelerator):  # small parameters that stay whole would be lost on resuming
         zero = plugin.deepspeed_config["zero_optimization"]
@@ -200,8 +203,10 @@ def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     sees = _appears(mark)
     count = torch.tensor(float(not sees), device=accelerator.device)
+    # Everyone learns the sum, so all raise together instead of waiting for each other.
     num_blind = int(accelerator.reduce(count, "sum"))
     if accelerator.is_main_process:
+        # The sum has waited for every process, so nobody looks for the mark anymore.
         mark.unlink()
     if num_blind:
         raise ValueError(
@@ -227,6 +232,7 @@ def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
         try:
             found = [look(), None]
         except ValueError as error:
+            # Sent on, not raised here: the others would wait for a broadcast that never comes.
             found = [None, str(error)]
     value, refusal = broadcast_object_list(found)
     if refusal is not None:
@@ -242,12 +248,14 @@ def make_optimizers(
 ) -> list[Optimizer]:
     """AdamW; or Muon for the matrices inside decoder layers and AdamW for the rest."""
     parameters = [(name, p) for name, p in parameters if p.requires_grad]
+    # Embeddings and LM heads are matrices, too, but Muon suits maps between hidden states.
     is_hidden = {n: optim.name == "muon" and p.ndim == 2 and "layer" in n for n, p in parameters}
     hidden = [p for n, p in parameters if is_hidden[n]]
     matrices = [p for n, p in parameters if p.ndim >= 2 and not is_hidden[n]]
     vectors = [p for n, p in parameters if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": optim.weight_decay},
+        # Decay would pull a norm's scales to 0, but 1 is their neutral value.
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
@@ -255,6 +263,7 @@ def make_optimizers(
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True))
     if hidden:
+        # Updates scaled to AdamW's size, so that one learning rate serves both optimizers.
         muon = torch.optim.Muon(
             hidden, lr=optim.lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
@@ -266,6 +275,7 @@ def rate_factor(step: int, num_steps: int, optim: OptimConfig) -> float:
     """Learning rate of optimizer step ``step`` (0-based) as a share of the peak."""
     warmup = round(optim.warmup_fraction * num_steps)
     if step < warmup:
+        # Never 0, with which the first step would change nothing; the step after it has the peak.
         return (step + 1) / (warmup + 1)
     if optim.schedule == "constant":
         return 1.0
@@ -323,6 +333,7 @@ class Stopping:
 
     def _note(self, number: int, frame: object) -> None:
         now = time.monotonic()
+        # A handler runs between any two instructions, so it notes and the loop acts.
         if self.received is None:
             self.received, self.received_at = number, now
         elif now - self.received_at > REPEAT_S:

@@ -83,6 +83,7 @@ class MetricsLog:
             return
         progress = self.trainer.progress
         record = {"step": progress.step, "tokens": progress.tokens, **values}
+        # Opened for each record, so that a kill loses none that is complete.
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if self.trainer.config.trackers:
@@ -97,6 +98,7 @@ class MetricsLog:
             kind = {"type": "model", "name": f"{config.output_dir.name}-{config.method}"}
             run.log_artifact(str(config.output_dir / "best"), **kind)
         if torch.distributed.is_initialized():
+            # Before end_training, after which the group cannot be found.
             HELD_PROCESS_GROUPS.append(torch.distributed.group.WORLD)
         self.accelerator.end_training()
 
@@ -213,6 +215,7 @@ def save_bad_batches(
         for index, batch in batches.items()
         for name, value in batch.items()
     }
+    # As text, because JSON has no NaN or infinity.
     told = json.dumps({str(index): str(loss) for index, loss in losses.items()})
     metadata = {"step": str(step), "rank": str(rank), "losses": told}
     publish(path, lambda place: save_file(tensors, place, metadata=metadata))

@@ -85,8 +85,10 @@ class Trainer:
                 f"batch_group: {config.batch_group} with {self.world} processes; give a multiple "
                 "of their number"
             )
+        # Counted before prepare: ZeRO-3 leaves every process empty parameters.
         self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
         objective.start_on(self._first_batches())
+        # After start_on and before prepare, which may copy or shard the weights as they are then.
         optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
         self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
         self.state = TrainingState(accelerator, self.module, self.optimizers)
@@ -109,6 +111,7 @@ class Trainer:
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
         """Batches of one epoch for all processes; batch i goes to process i mod world."""
+        # The seed and the epoch decide the order, so a checkpoint needs only a place in it.
         batches = packed_batches if self.config.packing else length_bucketed_batches
         return batches(
             self.lengths,
@@ -124,6 +127,7 @@ class Trainer:
             yield self.load(self.data.train, rows)
 
     def _count_steps(self) -> int:
+        # The last window of an epoch may be short; it is a step, too.
         per_epoch = math.ceil(len(self.epoch_batches(0)) / (self.config.accumulation * self.world))
         if self.config.max_steps is not None:
             return self.config.max_steps
@@ -136,6 +140,7 @@ class Trainer:
             batches = self.epoch_batches(progress.epoch)
             while progress.batch < len(batches):
                 chosen = batches[progress.batch : progress.batch + per_step]
+                # Before the yield: a checkpoint of this step must point to the next window.
                 progress.batch += len(chosen)
                 self._prefetch(batches[progress.batch : progress.batch + per_step])
                 yield [self.load(self.data.train, rows) for rows in chosen[self.rank :: self.world]]
@@ -156,6 +161,7 @@ class Trainer:
         ]
         batch = pack(examples) if self.config.packing else collate(examples, self.pad_id)
         if self.config.features is not None:
+            # A dump numbers validation rows after the training rows.
             first = 0 if dataset is self.data.train else len(self.data.train)
             batch["rows"] = torch.tensor(rows) + first
         device = self.accelerator.device
@@ -168,6 +174,7 @@ class Trainer:
         """
         mixed = 0
         for part in (self.config.seed, 0, *key):
+            # The + 1 makes zeros count: keys that differ only by a zero stay distinct.
             mixed = (mixed * 1_000_003 + part + 1) % (2**63 - 1)
         return torch.Generator().manual_seed(mixed)
 
@@ -215,6 +222,7 @@ class Trainer:
         if features is None or not features.may_be_lost:
             return
         lost = features.wait_for(batch)
+        # All raise together: the others would wait for this process in their next collective call.
         count = torch.tensor(float(lost is not None), device=self.accelerator.device)
         if float(self.accelerator.reduce(count, "sum")):
             raise lost or FeaturesLost("features: another process has lost its server")
@@ -261,6 +269,7 @@ class Trainer:
         own = {index * self.world + self.rank: float(x) for index, x in enumerate(losses)}
         bad = {index: value for index, value in own.items() if not math.isfinite(value)}
         count = torch.tensor(len(bad), device=self.accelerator.device)
+        # If only the gradient norm is bad, any batch may be the cause.
         kept = bad if int(self.accelerator.reduce(count, "sum")) else own
         step = self.progress.step
         where = "the batch is that of another process"
@@ -338,6 +347,7 @@ class Trainer:
                 batch = self.load(self.data.valid, mine or rows[:1])
                 self._wait_for_features(batch)
                 with self.accelerator.autocast():
+                    # The same draws in every evaluation: scores differ by the weights alone.
                     output = self.module(batch, self.generator(0, start), **options)
                 add_sums(sums, output, prefix=options.get("name", ""), weight=bool(mine))
         self.module.train()
@@ -350,11 +360,14 @@ class Trainer:
         if self.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / STATE).mkdir(parents=True)
+        # Every process must call this: it gathers a sharded network.
         weights = self.accelerator.get_state_dict(self.module)
         if self.accelerator.is_main_process:
             self.objective.save(temporary, metrics, weights)
+        # Nobody may write before the main process has made the folder.
         self.accelerator.wait_for_everyone()
         self.state.save(temporary / STATE, self.progress)
+        # Nothing is published before every process has written its part.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             checkpoint.publish_folder(temporary, folder)
@@ -405,6 +418,7 @@ class Trainer:
                 f"resume: false, but {folders[-1]} is there; remove {output_dir}, or "
                 "give --resume true or another --output_dir"
             )
+        # This launch's own group, before loading replaces the progress.
         folder, group = self._choose_checkpoint(), self.progress.batch_group
         if folder is not None:
             try:
@@ -422,6 +436,7 @@ class Trainer:
                 )
             self.screen.say(f"resumed at step {self.progress.step} of {self.num_steps}")
         if self.accelerator.is_main_process:
+            # Also without a checkpoint: a killed run may have logged steps that it never saved.
             log, is_evaluated = output_dir / "metrics.jsonl", not self.progress.evaluation_pending
             truncate_log(log, step=self.progress.step, is_evaluated=is_evaluated)
 
@@ -438,7 +453,9 @@ class Trainer:
                 f"batches come in groups of {group} instead of {saved}: this epoch goes on in "
                 "another order, and some of its rows come twice or not at all"
             )
+        # Otherwise the last window of the epoch would give some processes fewer batches.
         progress.batch -= progress.batch % self.world
+        # Other groups may cut the epoch into another number of batches.
         self.num_steps = self._count_steps()
 
     def _choose_checkpoint(self) -> Path | None:
@@ -476,6 +493,7 @@ class Trainer:
                 try:
                     values = self.optimize(window)
                 except FeaturesLost as lost:
+                    # The window was taken but not trained on: the resumed run begins with it.
                     progress.epoch, progress.batch = place
                     self.save(progress.metrics)
                     self.stop = Stop(f"{lost}; {GO_ON}", 1)
@@ -492,6 +510,7 @@ class Trainer:
         """Evaluate, save or stop, whatever this step ends with."""
         config, progress = self.config, self.progress
         done = progress.step == self.num_steps
+        # A signal during the last step changes nothing: the run is complete, with status 0.
         self.stop = None if done else self.stopping.agreed
         every = config.evaluation.every_steps
         if done or (every and progress.step % every == 0):
@@ -500,6 +519,7 @@ class Trainer:
                 self.stop = self.stop or (None if done else self._out_of_patience())
             else:  # whoever sent a signal may not wait long enough for an evaluation
                 progress.evaluation_pending = True
+        # After the evaluation, so that the checkpoint has its metrics and best score.
         if done or self.stop is not None or progress.step % config.save_every_steps == 0:
             self.save(progress.metrics)
 
@@ -511,6 +531,7 @@ class Trainer:
         except FeaturesLost as lost:
             progress.evaluation_pending, self.stop = True, Stop(f"{lost}; {GO_ON}", 1)
             return
+        # Gathered once, for decoding and for best/.
         weights = self.accelerator.get_state_dict(self.module)
         self._add_decoded(metrics, weights)
         progress.evaluation_pending = False
@@ -536,4 +557,5 @@ def add_sums(
     entries = {"loss": output.loss.detach(), "count": output.counted, **output.sums}
     for key, value in entries.items():
         name = prefix + key
+        # In float64, float32 losses add up without drift, and counts stay exact.
         sums[name] = sums.get(name, 0.0) + weight * value.double()

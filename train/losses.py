@@ -179,6 +179,7 @@ class _Distillation(torch.autograd.Function):
             chunk_rows = min(max(1, fitting), MAX_ROWS)
         if weights_M is None:
             weights_M = hidden_MH.new_ones(M, dtype=exact)
+        # A copy, because the loop sets the weights of dropped rows to zero.
         weights_M = weights_M.to(exact, copy=True)
         target_3L = hidden_MH.new_zeros(3, L, dtype=exact)
         draft_3M = hidden_MH.new_zeros(3, M, dtype=exact)
@@ -207,6 +208,7 @@ class _Distillation(torch.autograd.Function):
                     dhidden_MH[rows] = dx_CH * weights_M[rows, None]
                 for x, dhead_UH in zip(parts, dheads, strict=True):
                     if dhead_UH is not None:
+                        # Weight the [C, H] factor, not the gradient [C, U]: it is smaller.
                         x = (x * weights_M[rows, None]).to(x.dtype)
                         _add_product(dhead_UH, dlogits_CU.t(), x)
         ctx.gradients = dhidden_MH, *dheads
@@ -255,6 +257,7 @@ def _chunks(
     stops = list(range(size, L, size)) + [L]
     ends = stops
     if index_M is not None:
+        # One transfer for all chunks: each makes the host wait for the device.
         ends = torch.searchsorted(index_M, torch.tensor(stops, device=index_M.device)).tolist()
     # Draft rows ascend by teacher row, so each chunk has one run of them.
     first = start = 0
@@ -284,7 +287,9 @@ def _restrict(logits_CV: Tensor, rows_U: Tensor | None) -> tuple[Tensor, Tensor]
     if rows_U is not None:
         whole_log_z_C, logits_CU = log_z_C, logits_CV.index_select(-1, rows_U)
         p_CU, log_z_C, _ = _softmax(logits_CU)
+        # A ratio of two normalizers; rounding may leave it above 1.
         inside_C = (log_z_C - whole_log_z_C).exp_().clamp_max_(1)
+    # log p = logit - log Z, so log p itself is never stored.
     negentropy_C = logits_CU.mul_(p_CU).sum(-1) - log_z_C
     return p_CU, torch.stack([negentropy_C, inside_C, top_C.to(log_z_C.dtype)])
 
@@ -352,6 +357,7 @@ def _compare(
     elif kind in SOFT_LABELS:
         gradient_CU, loss_C = torch.empty_like(q_CU, dtype=dtype), divergence_C
         torch.sub(q_CU, labels_CU, out=gradient_CU)
+    # Agreement compares ids in the target's vocabulary.
     top_C = top_C if rows_U is None else rows_U[top_C]
     return gradient_CU.to(dtype), torch.stack([loss_C, overlap_C, top_C.to(log_z_C.dtype)])
 
@@ -360,6 +366,7 @@ def _most_likely(p_CU: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return renormalized p over the most likely tokens, and its sum_u p log p."""
     best_CK, index_CK = p_CU.topk(min(count, p_CU.shape[-1]))
     best_CK /= best_CK.sum(-1, keepdim=True)
+    # xlogy takes 0 log 0 as 0, where a probability has underflowed.
     negentropy_C = torch.xlogy(best_CK, best_CK).sum(-1)
     return torch.zeros_like(p_CU).scatter_(-1, index_CK, best_CK), negentropy_C
 
@@ -381,5 +388,6 @@ def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return probabilities, log normalizer (from the largest entry, no second exp), argmax."""
     top_C = cpu.argmax(logits_CV)
     probs_CV, top_C1 = logits_CV.softmax(-1), top_C[:, None]
+    # The largest probability is at least 1 / V, so its log is finite.
     log_normalizer_C1 = logits_CV.gather(-1, top_C1) - probs_CV.gather(-1, top_C1).log_()
     return probs_CV, log_normalizer_C1[:, 0], top_C

@@ -207,6 +207,7 @@ class DraftObjective(Objective):
             fingerprint: the target's; None: compute it from the weights.
         """
         super().__init__()
+        # In a list: as an attribute the target would become a submodule, trained and saved.
         self.config, self._target, self._data = config, [target], data
         self.measure = config.measure if isinstance(config, DivergenceConfig) else LossKind()
         self.layer_config = LayerConfig.from_target(target.get_decoder().config)
@@ -223,6 +224,7 @@ class DraftObjective(Objective):
             draft_ids = draft_vocabulary(counts, size)
         self.draft = self.make_draft(config, self.layer_config, self.reference)
         self.draft.initialize(target, draft_ids)
+        # On the meta device (--plan) there is nothing to load into.
         if config.init_from is not None and not next(self.draft.parameters()).is_meta:
             self._start_from(config.init_from)
 
@@ -243,6 +245,7 @@ class DraftObjective(Objective):
                 f"model.init_from: {place!r} has {'; '.join(differing)}; configure this run as it "
                 "is, or leave it out"
             )
+        # A head shared with the target is not in the file; the state loaded next must have it.
         start.attach(self.target)
         self.draft.load_state_dict(start.state_dict())
 
@@ -261,6 +264,7 @@ class DraftObjective(Objective):
         """Build a configuration's draft from shapes alone."""
         kind = cls.draft_class.config_class
         known: Values = {f.name: getattr(config, f.name) for f in fields(kind)}
+        # The target decides this field; no option sets it.
         if "num_target_layers" in known:
             known["num_target_layers"] = reference.fingerprint["num_layers"]
         return cls.draft_class(kind(**known), layer, reference)
@@ -298,6 +302,7 @@ class DraftObjective(Objective):
         if self.features is None:
             return capture_hidden(self.target, ids_BT, layers, document_lengths(batch))
         decoder = self.target.get_decoder()
+        # Layer 0, the embedding, follows from the ids and is not stored.
         hidden = self.features.read(batch, layers - {0}, decoder.norm.weight.dtype)
         if 0 in layers:
             hidden[0] = embed(decoder.embed_tokens, decoder.config, ids_BT)
@@ -311,6 +316,7 @@ class DraftObjective(Objective):
     def _normed(self, last_LH: Tensor) -> Tensor:
         """States after the final norm, of which the LM head makes the target's logits."""
         decoder = self.target.get_decoder()
+        # The loss only multiplies by the LM head: dividing its input divides the logits.
         return decoder.norm(last_LH) / logits_divisor(decoder.config)
 
     def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
@@ -322,6 +328,7 @@ class DraftObjective(Objective):
         draft: Any = self.draft  # any class with an LM head
         head_VH: Any = self.target.get_output_embeddings().weight
         rows_U = None if self.draft_vocab_size is None else draft.draft_ids
+        # Not in evaluations, whose metrics must count the target tokens that the draft lacks.
         if rows_U is not None and self.skips_outside and torch.is_grad_enabled():
             head_VH, rows_U = head_VH[rows_U], None
         return chunked_distillation(
@@ -342,6 +349,7 @@ class DraftObjective(Objective):
         """Return a copy of the draft to decode with; the one in training stays as it is."""
         place = self.target.get_input_embeddings().weight.device
         devices = [] if place.type == "cpu" else [place]
+        # A new network draws initial weights; the run's own random numbers must not move.
         with torch.random.fork_rng(devices=devices, device_type=place.type), place:
             copy = self.draft_class(self.draft.config, self.layer_config, self.reference)
         copy.load_state_dict(own_weights(weights))
@@ -385,6 +393,7 @@ class ChainObjective(DraftObjective):
         weights_M = options.pop("weights_M", None)
         with torch.no_grad():
             last_PH = taps[self.num_target_layers].flatten(0, 1)
+            # The target predicts a token from the position before it.
             teacher_LH = self._normed(last_PH[label_L - 1])
         result = self.distil(
             hidden_MH.index_select(0, order_M),
@@ -393,6 +402,7 @@ class ChainObjective(DraftObjective):
             weights_M=None if weights_M is None else weights_M[order_M],
             **options,
         )
+        # The inverse permutation: callers get their own row order back.
         place_M = torch.empty_like(order_M).index_copy_(
             0, order_M, torch.arange(len(order_M), device=order_M.device)
         )
@@ -458,6 +468,7 @@ class StagedObjective(DraftObjective):
             rates: agreement and acceptance with 1, 2 .. tokens in the pipeline, or one for all.
         """
         for key, temperature in (("agreement", 0), ("acceptance", 1)):
+            # The last rate is that of a full pipeline, the usual state in decoding.
             metrics[key] = rates[key][-1]
             simulated = continuous_acceptance_length(
                 rates[key], self.config.num_stages, tokens_per_step
@@ -470,6 +481,7 @@ def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
     """Count each token's uses as an assistant token in the training rows: int64 [V]."""
     real = torch.device("cpu")  # also inside a meta-device context
     counts = torch.zeros(vocab_size, dtype=torch.int64, device=real)
+    # In pieces: the whole columns as Python lists would need many times their memory.
     for start in range(0, len(data.train), 1000):
         rows = data.train[start : start + 1000]
         for ids, mask in zip(rows["input_ids"], rows["loss_mask"], strict=True):

@@ -46,6 +46,7 @@ class LiveBytes(TorchDispatchMode):
         """Bytes of the storages that exist now."""
         self.peak = 0
         """Most of them at a time."""
+        # Real ids and masks meet tensors without numbers in one operation.
         self._shapes_alone = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: set[int] = set()
 
@@ -94,9 +95,11 @@ class LiveBytes(TorchDispatchMode):
             self._known.add(storage._cdata)
             self.live += size
             self.peak = max(self.peak, self.live)
+            # Weak, because a storage must be freed when a run would free it.
             weakref.finalize(storage, self._free, storage._cdata, size)
 
     def _free(self, key: int, size: int) -> None:
+        # A later storage may get the same address.
         self._known.discard(key)
         self.live -= size
 
@@ -179,6 +182,7 @@ class Plan:
     def make_objective(self, target: PreTrainedModel, memory: LiveBytes) -> DraftObjective:
         """The run's, without numbers; hidden states come from nowhere."""
         config, vocab_size = self.config, self.config.vocab_size
+        # Every token once, so that a draft vocabulary of any size can be chosen.
         rows = {"input_ids": [list(range(vocab_size))], "loss_mask": [[1] * vocab_size]}
         report = SimpleNamespace(to_dict=dict)
         data: Any = SimpleNamespace(train=Dataset.from_dict(rows), report=report)
@@ -195,6 +199,7 @@ class Plan:
             objective.use_checkpointing()
         memory.without_numbers(objective)
         memory.without_numbers(target)
+        # Making the weights anew may have untied them.
         target.tie_weights()
         layers = {*objective.draft.taps, config.num_hidden_layers}
 
@@ -247,9 +252,11 @@ class Plan:
         for name, parameter in layers.named_parameters():
             is_experts = ".experts." in name
             share = self.config.num_experts_per_tok / len(parameter) if is_experts else 1.0
+            # Vectors, such as norms and biases, take no matrix product.
             weights += share * parameter.numel() * (parameter.ndim >= 2)
         num_attentions = sum("linear" not in kind for kind in layer_kinds(self.config))
         width = self.layer.num_heads * self.layer.head_size
+        # Scores and weighted values: two products with every key, hidden ones too, as torch counts.
         return 2 * weights + 4 * num_attentions * width * self.tokens
 
     # -- the report -------------------------------------------------------------------------
@@ -273,6 +280,7 @@ class Plan:
             "draft": 4.0 * sizes.draft / whole_apart,
             "gradients": gradients * (1 + buckets),
             "optimizer": 8.0 * sizes.trained / apart,
+            # A step's bytes include the gradients, which have their own part above.
             "batch": max(sizes.step_bytes + kept, sizes.evaluation_bytes) - gradients,
         }
 

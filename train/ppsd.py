@@ -46,5 +46,6 @@ class PPSDObjective(StagedObjective):
         metrics = {"loss": sums["loss"] / count}
         if self.config.draft_vocab_size:
             metrics["mass_outside"] = sums["mass_outside"] / count
+        # One rate for all: the head's input is the same however full the pipeline is.
         rates = {name: [sums[name] / count] for name in ("agreement", "acceptance")}
         return self.add_rates(metrics, rates)

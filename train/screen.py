@@ -47,6 +47,7 @@ class Screen:
     def say(self, text: str) -> None:
         """Write a line above the bar."""
         if self.is_shown:
+            # A plain print would break the bar apart.
             tqdm.write(text, file=sys.stderr)
 
     def begin(self) -> None:
@@ -140,6 +141,7 @@ class Screen:
         if progress.best_step:
             found = figures(progress.best_metrics) or "no held-out rows to choose by"
             self.say(f"best: step {progress.best_step}, {found}: {folder / 'best'}")
+        # An interrupted run is not ready for the next commands.
         if stop is not None and GO_ON in stop.reason:
             return
         if isinstance(trainer.objective, DraftObjective):

@@ -62,6 +62,7 @@ def sample_occupancy(
     forwards. Samples per example, as in the paper. Deviation: the authors' code samples once per
     micro-batch.
     """
+    # The range of the partial counts below would be empty.
     if most == 1:
         return [1] * num_examples
     is_full = torch.rand(num_examples, generator=generator) < full_probability
@@ -95,10 +96,12 @@ class SPDObjective(StagedObjective):
         hidden, last = weight_HH.shape[0], self.num_target_layers
         decoder = self.target.get_decoder()
         place = next(self.target.parameters()).device  # the head follows in Trainer
+        # In float64: normal equations square the condition number.
         gram_HH = torch.zeros(hidden, hidden, dtype=torch.float64, device=place)
         cross_HH, num_rows = torch.zeros_like(gram_HH), 0
         for batch in batches:
             real_BT = torch.ones_like(batch["input_ids"], dtype=torch.bool)
+            # Padding would enter the fit as a frequent token; packed rows have none.
             if document_lengths(batch) is None:
                 place_T = torch.arange(real_BT.shape[1])
                 real_BT = (place_T < batch["lengths"][:, None]).to(real_BT.device)
@@ -111,8 +114,10 @@ class SPDObjective(StagedObjective):
             num_rows += len(embedded_PH)
             if num_rows >= RIDGE_ROWS:
                 break
+        # Relative to the mean square, so that RIDGE fits any embedding scale and number of rows.
         penalty = RIDGE * gram_HH.diagonal().mean()
         gram_HH.diagonal().add_(penalty)
+        # The solution maps rows, [in, out]; nn.Linear stores [out, in].
         weight_HH.copy_(torch.linalg.solve(gram_HH, cross_HH).T)
 
     def forward(
@@ -150,9 +155,11 @@ class SPDObjective(StagedObjective):
             sums["mass_outside"] = found.pop("mass_outside")
             for name, value in found.items():
                 if occupancies is not None:
+                    # All examples of an evaluation's run have one fill.
                     sums[f"fill{fill[0]}_{name}"] = value
                 else:  # mean over the fills, since every token counts once
                     sums[name] = sums.get(name, torch.zeros_like(value)) + value / len(runs)
+        # Training takes the mean, as each row counts once; evaluation the fullest pipeline's loss.
         loss = losses[-1]
         if occupancies is None and len(losses) > 1:
             loss = torch.stack(losses).mean()

@@ -146,6 +146,7 @@ def _with_target(description: Description, name: str, *, is_export: bool) -> Des
             "pipedraft models export"
         )
     reference = TargetReference(**description["target"])
+    # A new name may only be another address of the very same weights.
     reference.check_fingerprint(read_target(name, None).fingerprint)
     return description | {"target": description["target"] | {"name": name, "revision": None}}
 

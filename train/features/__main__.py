@@ -104,6 +104,7 @@ def main() -> None:
         raise ValueError(f"shard_mb: {own.shard_mb} is not positive; give for example 512")
     config = decoder_config(heads[0].run)
     layers = layers_of(heads, config)
+    # The last entry is the union, or the only head's layers.
     *_, together = layers.values()
     if is_server:
         if own.port is None:

@@ -143,6 +143,7 @@ class States:
     @torch.no_grad()
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
         """Return hidden states {layer: [M, H]}, row after row."""
+        # The mask is there for collate alone: hidden states do not depend on it.
         batch = collate(
             [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], self.pad_id
         )
@@ -198,6 +199,7 @@ class Dump:
                     self.damages.append(f"{shard.name} is damaged and made again")
         self._check_room(sum(self.index.shard_tokens[number] for number in missing))
         if not path.exists():
+            # After the check for room: a refused dump leaves no index behind.
             text = json.dumps(msgspec.to_builtins(self.index), indent=1) + "\n"
             write_atomically(path, text.encode())
         return missing
@@ -253,10 +255,12 @@ class Dump:
             hidden = states.of(self._ids(rows), settings.layers)
             for layer, hidden_MH in hidden.items():
                 for name, tensor in encode(hidden_MH, settings.dtype, layer).items():
+                    # Off the device at once: a whole shard may not fit into its memory.
                     parts[name].append(tensor.cpu())
             bar.update(len(hidden[settings.layers[-1]]))
         tensors = {name: torch.cat(pieces) for name, pieces in parts.items()}
         tensors["rows"] = torch.tensor([row for rows in batches for row in rows])
+        # By a rename: a killed dump leaves no partial shard under this name.
         publish(self.folder / shard_name(number), lambda place: save_file(tensors, place))
 
     def _ids(self, rows: Sequence[int]) -> list[list[int]]:
@@ -278,6 +282,7 @@ def dump_features(
     run = heads[0].run
     accelerator = make_accelerator(run)
     say = print if accelerator.is_main_process else lambda *_: None
+    # Once per node: the other processes read what the first one cached.
     with accelerator.local_main_process_first():
         tokenizer = load_tokenizer_of(run)
         data = load_fitting(run.data, tokenizer, decoder_config(run))

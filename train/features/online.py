@@ -97,6 +97,7 @@ class ServedStates:
         self.addresses.rotate(-first)
         self._models: dict[str, str] = {}
         limits = httpx2.Limits(max_connections=CONCURRENCY)
+        # Uncompressed: a small chunk could otherwise unpack far past MAX_REPLY_BYTES.
         self._client = httpx2.Client(
             timeout=ANSWER_S, limits=limits, headers={"Accept-Encoding": "identity"}
         )
@@ -145,6 +146,7 @@ class ServedStates:
         question = {
             "model": self._models[address],
             "prompt": list(ids),
+            # The least that a completion may have.
             "max_tokens": 1,
             "temperature": 0.0,
             "return_token_ids": True,
@@ -170,6 +172,7 @@ class ServedStates:
                 if len(body) > MAX_REPLY_BYTES:
                     raise FeaturesLost(f"features: {url} answers with more than a megabyte")
         said = " ".join(body[:300].decode("utf-8", "replace").split())
+        # These faults may pass, or spare another server; every other refusal is final.
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise _Unavailable(f"HTTP {response.status_code}: {said}")
         if response.status_code != 200:
@@ -187,12 +190,14 @@ class ServedStates:
             with lock.open() as held:
                 while True:
                     try:
+                        # Polled, because a blocking flock has no timeout.
                         fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
                         break
                     except BlockingIOError as error:
                         if time.monotonic() > until_s:
                             raise _Unavailable(f"{path}: not complete in time") from error
                         time.sleep(0.002)
+            # Twice the size in float32 at most: a wrong file must not fill the memory.
             if path.stat().st_size > 2 * 4 * (len(ids) + 1) * len(self.layers) * self.hidden_size:
                 raise FeaturesLost(f"features: {path} is larger than this row's states")
             found = load_file(path)
@@ -203,6 +208,7 @@ class ServedStates:
                 "folder under the same path"
             ) from error
         shape = (len(self.layers), self.hidden_size)
+        # The file may go on with the token that the server generated.
         if tokens[: len(ids)] != list(ids) or states.shape[1:] != shape:
             raise FeaturesLost(
                 f"features: {path} has states {list(states.shape)}; want {shape[0]} layers of "

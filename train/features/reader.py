@@ -106,11 +106,13 @@ class Features:
         """Return a batch's rows in any order, and their hidden states in the same order."""
         wanted, under_way = batch["rows"].tolist(), self._under_way
         ready, self._ready = self._ready, None
+        # Compared without order: an objective may reorder a batch, as SPD does by fill.
         if ready is not None and sorted(ready[0]) == sorted(wanted):
             return ready
         if under_way is not None and sorted(under_way[0]) == sorted(wanted):
             found, self._under_way = (under_way[0], under_way[1].result()), None
         else:
+            # Not announced: evaluations, and the first step of an epoch.
             ids_P = batch["input_ids"].flatten().tolist()
             ids = [ids_P[start:end] for start, end in _spans(batch)]
             found = wanted, self._fetch(wanted, ids)
@@ -171,6 +173,7 @@ class ShardFolder:
         self.start_of_row = np.zeros(len(lengths), dtype=np.int64)
         self._open: dict[int, safe_open] = {}
         for number in range(len(self.index.shard_tokens)):
+            # Opened at the start, so that a missing shard does not end the run hours later.
             rows = open_shard(folder / shard_name(number)).get_tensor("rows").numpy()
             sizes = np.asarray(lengths)[rows]
             self.shard_of_row[rows] = number
@@ -264,6 +267,7 @@ def load_embedding_and_head(
             )
     assert run.target is not None
     if run.features is not None:
+        # For its checks: a bad address must not be found after a long load.
         addresses_of(run.features)
     draft = weightless_draft(objective_class, config, decoder_config(run))
     return load_target_part(

@@ -56,8 +56,10 @@ def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
     name = f"layer.{layer}"
     if dtype == "int8":
         scale_M = hidden_MH.float().abs().amax(-1) / 127
+        # A state of zeros has scale 0 and must not become NaN.
         divisor_M1 = scale_M.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         return {name: (hidden_MH / divisor_M1).round().to(torch.int8), f"{name}.scale": scale_M}
+    # Casting would turn larger values into infinity without a word.
     if dtype == "fp16" and (largest := float(hidden_MH.abs().max())) > torch.finfo(torch.half).max:
         raise ValueError(
             f"dtype: fp16 ends at 65504, a state after layer {layer} has {largest:.3g}; give bf16"
@@ -69,6 +71,7 @@ def decode(stored_MH: Tensor, scale_M: Tensor | None, dtype: torch.dtype) -> Ten
     """Return hidden states stored by ``encode``."""
     if scale_M is None:
         return stored_MH.to(dtype)
+    # Multiplied in float32 and rounded once.
     return (stored_MH * scale_M[..., None]).to(dtype)
 
 
@@ -81,6 +84,7 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
 
 def _ids(dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield row lengths and ids, piece by piece."""
+    # As Arrow: Python lists of all ids would need many times the memory.
     columns = dataset.select_columns(["input_ids"]).with_format("arrow")
     for start in range(0, len(dataset), 10_000):
         ids = columns[start : start + 10_000]["input_ids"].combine_chunks()
@@ -95,6 +99,7 @@ def data_identity(split: str, dataset: Dataset) -> dict[str, int | str]:
     """Return rows, tokens and an id hash for one side of the data, ignoring its masks."""
     digest, num_tokens = hashlib.sha256(), 0
     for lengths, flat in _ids(dataset):
+        # Lengths count, too: the same ids may be cut into other rows.
         digest.update(lengths.astype(np.int32).tobytes())
         digest.update(flat.astype(np.int32).tobytes())
         num_tokens += len(flat)

@@ -81,6 +81,7 @@ class VllmStates:
         folder = Path(self._place.name)
         place = folder / "request.json"
         place.write_bytes(to_json(request))
+        # A file, because nobody reads while vLLM works: a full pipe would stop it.
         self._said = (folder / "said.txt").open("w+")
         self._process = subprocess.Popen(
             [python, SCRIPT, "states", place, folder / "rows"],
@@ -118,6 +119,7 @@ class VllmStates:
             if held["token_ids"].tolist() != list(row):
                 raise Failure(f"vllm: {path} holds the states of other tokens")
             found.append(held["hidden_states"][: len(row)])
+            # Kept, a data set's files would need room for all states at once.
             for file in (Path(path), Path(f"{path}.lock")):
                 file.unlink(missing_ok=True)
         states = torch.cat(found)
