@@ -75,7 +75,7 @@ class PushOptions(Command):
     checkpoint: str
     """checkpoint folder, a run's folder, or an export"""
     repo: str
-    """Hub repository, as user/name"""
+    """user/name on the Hub"""
     results: Path | None = None
     """results.json from pipedraft eval, for the table in the model card"""
     target: str | None = None

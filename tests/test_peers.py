@@ -350,6 +350,6 @@ def test_the_command_prints_how_to_decode_and_the_refusal_of_a_peers_folder_name
     status = call("inference", arguments, monkeypatch)
     assert_one_line(status, *capfd.readouterr(), ["checkpoint", "pipedraft models import --from"])
     assert call("models", command(source, target, tmp_path / "out"), monkeypatch) == 0
-    assert "pipedraft.inference --checkpoint" in capfd.readouterr().out.splitlines()[-1]
+    assert "pipedraft inference --checkpoint" in capfd.readouterr().out.splitlines()[-1]
     assert "Imported from" in (tmp_path / "out" / "README.md").read_text()
     shutil.rmtree(tmp_path / "out")
