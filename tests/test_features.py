@@ -254,15 +254,11 @@ def test_a_damaged_shard_is_named_and_made_again(world, dumps, tmp_path, monkeyp
     shutil.copytree(dumps["bf16"], out)
     arguments = world.arguments("spd", tmp_path / "run", **METHODS["spd"], features=out)
     (out / "shard-00002.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match="shard-00002.safetensors is missing; run pipedraft"
-    ):
+    with pytest.raises(ValueError, match="shard-00002.safetensors is missing; run pipedraft"):
         train(arguments, monkeypatch)
     with (out / "shard-00000.safetensors").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(
-        ValueError, match="shard-00000.safetensors is damaged .*; run pipedraft"
-    ):
+    with pytest.raises(ValueError, match="shard-00000.safetensors is damaged .*; run pipedraft"):
         train(arguments, monkeypatch)
     capsys.readouterr()
     dump(world, out, monkeypatch, "--dtype", "bf16")
