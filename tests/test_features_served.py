@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from pipedraft.train.checkpoint import step_folders
 from pipedraft.train.features import __main__ as command
 from pipedraft.train.features import online
 from pipedraft.train.features.online import FeaturesLost, ServedStates
-from pipedraft.train.features.reader import Features, open_features
+from pipedraft.train.features.reader import TIE, Features, check_served, open_features
 from pipedraft.train.features.shards import INDEX
 from pipedraft.train.loop import OF_THE_HOST
 
@@ -234,6 +234,29 @@ def test_training_from_a_server_is_online_training(world, tmp_path, method, monk
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
+ROWS = [[5, 6, 7], [8, 9]]
+
+
+def per_layer(world, source: ServedStates) -> dict[str, bool]:
+    """Whether each layer's states are those of the target's own forward, row after row."""
+    target, found = load_target(str(world.target)), source.fetch([0, 1], ROWS)
+    with torch.no_grad():
+        own = [capture_hidden(target, torch.tensor([ids]), source.layers) for ids in ROWS]
+    return {
+        f"layer.{i}": torch.equal(found[f"layer.{i}"], torch.cat([row[i][0] for row in own]))
+        for i in source.layers
+    }
+
+
+def test_each_layer_has_its_own_states_and_a_swap_is_noticed(world, serve):
+    with serve([1, 2, LAYERS]) as server:
+        source = ServedStates([server.address], [LAYERS, 2, 1], HIDDEN)
+        assert all(per_layer(world, source).values())
+    with serve([2, 1, LAYERS]) as server:
+        source = ServedStates([server.address], [1, 2, LAYERS], HIDDEN)
+        assert [*per_layer(world, source).values()] == [False, False, True]
+
+
 def test_a_server_that_ends_and_comes_back_is_asked_again(world, tmp_path, monkeypatch, serve):
     with serve([LAYERS]) as server:
         port = server.http.server_port
@@ -304,6 +327,22 @@ def test_a_server_of_another_target_or_other_layers_is_refused(world, tmp_path, 
             message = "states of http.* are not this target" if is_alone else "want 1 layer|larger"
             with pytest.raises(ValueError, match=f"features: .*{message}"):
                 world.trainer("eagle", tmp_path, **changes)
+
+
+def test_a_tie_is_judged_by_the_familys_own_logits(world):
+    """Granite divides its LM head's output: a gap there is smaller in the logits."""
+    target, ids = load_target(str(world.target)), [5, 6, 7]
+    with torch.no_grad():
+        (last_LH,) = capture_hidden(target, torch.tensor([ids]), [LAYERS])[LAYERS]
+        best, second = target.lm_head(target.get_decoder().norm(last_LH[-1])).topk(2)
+    gap = float(best[0] - best[1])
+    source = SimpleNamespace(
+        addresses=["http://a"], ask=lambda _: [(last_LH[:, None], int(second[1]))]
+    )
+    for scale, is_refused in ((0.9 * gap / TIE, True), (1.1 * gap / TIE, False)):
+        target.config.logits_scaling = scale
+        with pytest.raises(ValueError, match="not this target's") if is_refused else nullcontext():
+            check_served(source, target, ids)
 
 
 ROW = torch.zeros(2, 1, HIDDEN)

@@ -56,7 +56,7 @@ class ServedChoice(Struct):
 
 
 class ServedCompletion(Struct):
-    kv_transfer_params: StatesPath | None
+    kv_transfer_params: StatesPath
     choices: list[ServedChoice]
 
 
@@ -154,15 +154,13 @@ class ServedStates:
         reply = self._send("POST", f"{address}/v1/completions", question)
         try:
             done = convert(reply, ServedCompletion)
-            assert done.kv_transfer_params is not None
-            return self._read(Path(done.kv_transfer_params.hidden_states_path), ids), (
-                done.choices[0].token_ids[0]
-            )
-        except (ValidationError, AssertionError, LookupError) as error:
+            path, token = done.kv_transfer_params.hidden_states_path, done.choices[0].token_ids[0]
+        except (ValidationError, LookupError) as error:
             raise FeaturesLost(
                 f"features: {address} answers without hidden states; start it with "
                 "pipedraft train features serve"
             ) from error
+        return self._read(Path(path), ids), token
 
     def _send(self, method: str, url: str, question: dict[str, object] | None = None) -> object:
         with self._client.stream(method, url, json=question) as response:

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.families import check_target
+from pipedraft.models.families import check_target, finish_logits
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target_part import load_target_part
 from pipedraft.pretrained import load_config
@@ -293,9 +293,11 @@ def check_served(source: ServedStates, target: PreTrainedModel, ids: Sequence[in
         ValueError: another target, or other layers.
     """
     ((states, token),) = source.ask([ids])
-    norm = target.get_decoder().norm
-    last_H = states[-1, -1].to(norm.weight.device, norm.weight.dtype)
-    logits_V = target.lm_head(norm(last_H)).float()
+    decoder = target.get_decoder()
+    norm = decoder.norm
+    last_1H = states[-1:, -1].to(norm.weight.device, norm.weight.dtype)
+    head_1V = target.get_output_embeddings()(norm(last_1H)).float()
+    (logits_V,) = finish_logits(decoder.config, head_1V)
     gap = float(logits_V.max() - logits_V[token])
     if not gap <= TIE:  # NaN is refused, too
         raise ValueError(
