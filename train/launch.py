@@ -386,7 +386,7 @@ def is_sharded(config: RunConfig, accelerator: Accelerator) -> bool:
 
 
 def uses_autocast(accelerator: Accelerator) -> bool:
-    """Return False for DeepSpeed: in bf16, weights and activations are bfloat16 without autocast."""
+    """Return False for DeepSpeed: without autocast, its weights and activations are bfloat16."""
     return accelerator.distributed_type != DistributedType.DEEPSPEED
 
 
