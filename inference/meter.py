@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection
 
 PARTS = (1.0, 0.5, 0.0)
-"""Fractions to try of the configured draft size; 0: no draft."""
+"""Fractions of the configured draft to try; 0: no draft."""
 WINDOW, PLAIN_WINDOW = 8, 2
 """Minimum tokens per timing window, with and without a draft. Autoregressive decoding takes the
 same time for every token, so it needs only a few."""
@@ -16,15 +16,14 @@ MEMORY = 32
 HICCUP = 4.0
 """Windows slower than this many times the median per token are left out."""
 BUDGET = 0.0075
-"""Fraction of the time for each part's trials to lose, at most."""
+"""Maximum loss by each part's trials, as a fraction of the decoding time."""
 
 
 class DraftMeter:
     """Timer for rounds: chooses the part of the draft with the most tokens per second.
 
-    Trials compare the part in use with the others. After a trial loses time, it is repeated only
-    when its loss has shrunk to BUDGET times the time since then. So all trials together cost about
-    1.5 %.
+    Trials compare the part in use with the others. After a trial with a loss, the part's next trial
+    waits for loss / BUDGET. So all trials together cost about 1.5 %.
     """
 
     def __init__(self) -> None:

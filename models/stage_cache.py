@@ -261,7 +261,7 @@ class StageCache:
             waiting = [row for row in waiting if row not in rows]
 
     def reserve(self, num_rows: int, device: torch.device) -> int:
-        """Make room for rows; return the future number in the cache."""
+        """Make room for rows; return the cache's row count after adding them."""
         self._num_new = num_rows
         end = self.num_rows + num_rows
         if end > self.capacity:

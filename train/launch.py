@@ -43,8 +43,8 @@ T = TypeVar("T")
 FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 """Replaces accelerate's policy, under which gradient sums, loss and metrics are bfloat16."""
 WAIT_FOR_OTHERS = timedelta(hours=12)
-"""Timeout for collective calls. The other processes wait during downloads and tokenization, so it
-is hours. If a process ends, its launcher ends the others at once."""
+"""Timeout for collective calls: the other processes wait during downloads and tokenization, and
+these take hours. If a process ends, its launcher ends the others without waiting."""
 LOST = re.compile(r"Timed out waiting|[Cc]onnection (closed|reset) by peer|caused pair closure")
 """Matches gloo's messages about a peer that is late or has ended."""
 
@@ -317,8 +317,8 @@ class Stopping:
     def signals(self) -> Iterator[None]:
         """Note signals inside the ``with``.
 
-        A second signal acts as usual. A signal ignored since the process started stays ignored, as
-        a background job's SIGINT.
+        A second signal acts as usual. A signal ignored since the process started stays ignored, for
+        example a background job's SIGINT.
         """
         found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         self.previous = {n: handler for n, handler in found.items() if handler != signal.SIG_IGN}
@@ -386,7 +386,7 @@ def is_sharded(config: RunConfig, accelerator: Accelerator) -> bool:
 
 
 def uses_autocast(accelerator: Accelerator) -> bool:
-    """Return False for DeepSpeed: without autocast, its weights and activations are bfloat16."""
+    """Return False for DeepSpeed: in bf16 its weights and their inputs are bfloat16 already."""
     return accelerator.distributed_type != DistributedType.DEEPSPEED
 
 
