@@ -1,4 +1,4 @@
-"""Options about decoding that several commands share, and the engine that they describe."""
+"""Decoding options shared by several commands: engine, backend, schedule, filters, server."""
 
 import os
 import sys
@@ -51,7 +51,7 @@ def read_temperature(text: str) -> float:
 
 
 def tree_label(text: str) -> str:
-    """The label of a tree, checked."""
+    """Check a tree and return its label."""
     return TreeShape.parse(text).label
 
 
@@ -59,7 +59,7 @@ def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        # Out of range: both faults share one message.
+        # 0 is out of range: both faults share one message.
         value = 0.0
     if not 0 < value <= MAX_SECONDS:
         raise ValueError(f"{text!r} is no time; give seconds above 0, at most {MAX_SECONDS}")
@@ -84,18 +84,18 @@ class FilterOptions(Options):
     top_k: int = option(0, metavar="K")
     """keep the K most likely tokens; 0: all"""
     top_p: float = option(1.0, metavar="P")
-    """keep the fewest most likely tokens whose probabilities reach P; 1: all"""
+    """keep the most likely tokens until their probabilities reach P together; 1: all"""
     min_p: float = option(0.0, metavar="P")
     """keep tokens with at least P times the largest probability; 0: all"""
     typical_p: float = option(1.0, metavar="P")
-    """keep the tokens with the most typical surprisal whose probabilities reach P; 1: all"""
+    """keep tokens with the most typical surprisal until their probabilities reach P; 1: all"""
 
     @property
     def filters(self) -> dict[str, float]:
-        """Filters that remove something, by name.
+        """Filters with an effect, by name.
 
         Raises:
-            ValueError: one is out of range.
+            ValueError: a value out of range.
         """
         return TokenFilters(**{name: getattr(self, name) for name in FILTER_NAMES}).active
 
@@ -107,10 +107,10 @@ class ScheduleOptions(Options):
     IN_SHORT_HELP: ClassVar[bool] = False
 
     SETTINGS_ARE_LISTS: ClassVar[bool] = False
-    """Values are comma lists, of which a command makes every combination."""
+    """True if values are comma lists; a command then tries every combination."""
 
     settings: Values = option(None, hidden=True)
-    """The settings that are given."""
+    """Settings present on the command line."""
 
     @classmethod
     def add_to(cls, parser: ArgumentParser, shows_help: bool) -> None:
@@ -139,8 +139,8 @@ class ScheduleOptions(Options):
 def _add_setting(
     group: Group, name: str, owners: Sequence[str], is_list: bool, shows_help: bool
 ) -> None:
-    """An option that has no value where it is not given."""
-    # Where one schedule takes auto, so does the option; the others refuse it.
+    """Add an option for a schedule setting; None marks an absent option."""
+    # If one schedule accepts auto, the option does, too; the other schedules refuse it.
     kinds = {get_type_hints(SCHEDULES[owner])[name]: SCHEDULES[owner] for owner in owners}
     hint, kind = (Budget, kinds[Budget]) if Budget in kinds else list(kinds.items())[-1]
     default = getattr(kind, name)
@@ -208,16 +208,16 @@ class BackendOptions(PlaceOptions):
     IN_SHORT_HELP: ClassVar[bool] = False
 
     ENDS_GENTLY: ClassVar[bool] = False
-    """A signal lets the ranks end what they have begun."""
+    """True if a signal lets the ranks finish their work before they exit."""
 
     backend: Literal["local", "process"] = "local"
     """local: one process and a virtual clock; process: one rank per stage, with the draft on rank 0
-    next to the first stage, or on a rank of its own if there is one more"""
+    next to the first stage, or on its own rank if there is one more"""
     processes: int | None = option(None, metavar="N", least=1)
     """ranks to start on this machine; leave it out under torchrun, which starts them itself"""
     boundaries: tuple[int, ...] = option((), metavar="0,B,..,L|auto", parse=read_boundary)
-    """first layer of each stage, then the number of layers; auto: cut by each stage's memory and
-    speed in --cost; default: near-even"""
+    """first layer per stage, then the layer count; auto: cut by each stage's memory and speed in
+    --cost; default: near-even"""
     links: Literal["auto", "device", "host"] = "auto"
     """how hidden states travel between ranks; device: NCCL between GPUs; host: through host memory;
     auto: device if every rank has its own GPU, else host"""
@@ -227,7 +227,14 @@ class BackendOptions(PlaceOptions):
 
 @contextmanager
 def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
-    """The cluster that the options ask for, entered; None for the local backend."""
+    """Enter and yield the cluster for these options; None for the local backend.
+
+    Without a launcher, --processes starts the ranks, and this process only waits for them.
+
+    Raises:
+        ValueError: the local backend under a launcher with several processes.
+        UsageError: --processes without --backend process, or another number than the launcher's.
+    """
     if options.backend == "local":
         if is_launched() and int(os.environ["WORLD_SIZE"]) > 1:
             if os.environ["RANK"] != "0":
@@ -249,7 +256,7 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
                 f"--processes: {options.processes}, but the launcher started "
                 f"{os.environ['WORLD_SIZE']}; leave --processes out"
             )
-    # Imported here, because torch comes with it, and --help must stay fast.
+    # Imported here: it imports torch, and --help must stay fast.
     from pipedraft.inference.ranks.cluster import Cluster
     from pipedraft.inference.ranks.watch import WatchLimits
 
@@ -292,11 +299,11 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     never_slower: bool = False
     """time rounds with and without the draft, and shrink or pause it where it is slower"""
     cost: str | None = option(None, metavar="PRESET|FILE")
-    """cost model that chooses automatic budgets: h100, a100, rtx4090, jetson_orin, this_cpu, or a
+    """cost model for choosing automatic budgets: h100, a100, rtx4090, jetson_orin, this_cpu, or a
     file written by eval --calibrate; default: rows, links and verification are free"""
 
     def engine_settings(self) -> Values:
-        """Settings of the schedule, and those shared ones that are no prompt's own."""
+        """Return the schedule's settings and the shared ones not set per prompt."""
         shared = {name: getattr(self, name) for name in SHARED_SETTINGS}
         cost = {} if self.cost is None else {"cost": read_cost(self.cost)}
         return shared | cost | self.settings
@@ -308,7 +315,7 @@ ELSEWHERE = (
     *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
     *("draft", "bitwise", "never_slower", "cost"),
 )
-"""Options of a target on this machine, and of drafts that only such a one has."""
+"""Options refused with --server: they need the target on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Virtual clock: counts steps (K) and sums modeled time."""
+"""Virtual clock: count pipeline steps (K) and sum modeled time."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from pipedraft.inference.tree import TokenTree
 
 MAX_COST = 1e6
-"""In target passes."""
+"""Largest accepted cost, in target passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """Device of one stage, where stages differ. None: the value of the whole cost model."""
+    """One stage's device, for pipelines with unequal stages. None: as in ``CostModel``."""
 
     speed: float = 1.0
-    """Relative to the device on which a full target pass is the unit."""
+    """Relative to the device on which a full target pass takes time 1."""
     row: float | None = None
     """Extra stage time for each row after the first."""
     link: float | None = None
-    """Hop to the next stage, from the last one back to the controller."""
+    """Link latency to the next stage, or from the last stage to the controller."""
     link_row: float | None = None
-    """That hop for each row after a segment's first."""
+    """Link time per row after a segment's first."""
     memory_gb: float | None = None
-    """Room for weights; None: enough."""
+    """Memory for weights in GB; None: enough."""
     replicas: int = 1
-    """Devices like this one that take segments in turn. An upper bound: a sequence's next segment
-    needs the keys and values of the one before, and sending them is not priced."""
+    """Equal devices taking segments in turn. The modeled speed is an upper bound: a segment needs
+    the previous segment's keys and values, and sending them costs nothing here."""
 
     def __post_init__(self) -> None:
         if not 1 / MAX_COST <= self.speed <= MAX_COST or not 1 <= self.replicas <= MAX_COST:
@@ -46,7 +46,7 @@ class StageCost:
 
 
 def check_durations(cost: CostModel | StageCost, where: str) -> None:
-    """Refuse numbers that are no durations or sizes."""
+    """Refuse numbers outside [0, ``MAX_COST``]."""
     for part in fields(cost):
         value = getattr(cost, part.name)
         if isinstance(value, int | float) and not 0 <= value <= MAX_COST:
@@ -57,7 +57,7 @@ def check_durations(cost: CostModel | StageCost, where: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Durations in units of one full target pass over one token."""
+    """Durations; the unit is one full target pass over one token."""
 
     row: float = 0.0
     """Extra stage time per row after the first, relative to the one-row stage time."""
@@ -75,25 +75,25 @@ class CostModel:
     """One draft forward; None: the draft's layers over the target's layers."""
     is_asynchronous: bool = False
     """Stages do not wait for each other's steps. A token still takes n stages, n + 1 links and one
-    verification to return, but a step pays only 1/n of link and verification time. Otherwise all
-    stages step together, and every step pays one link and one verification."""
+    verification to return, but a step takes only 1/n the link and verification time. Otherwise all
+    stages step together, and every step takes one link and one verification."""
     draft_on_first_stage: bool = False
-    """The draft shares the first stage's processor instead of using its own."""
+    """The draft shares the first stage's processor."""
     sharing: float = 0.0
-    """What each further process that computes at the same time adds to the time of all of them, as
-    part of it: processes that share cores, caches or memory. 0: each has its own."""
+    """Slowdown by shared cores, caches or memory: each further process computing at the same time
+    adds this fraction to everyone's time. 0: processes share nothing."""
     layer_times: tuple[float, ...] = ()
-    """Time of each layer relative to the others', where they differ; empty: all the same."""
+    """Relative time per layer; empty: all equal."""
     stages: tuple[StageCost, ...] = ()
-    """Device of each stage; empty: all the same."""
+    """One device per stage; empty: all equal."""
     layer_gb: float = 0.0
-    """Weights of a layer and its keys and values, which ``StageCost.memory_gb`` must hold."""
+    """GB per layer, for weights, keys and values; limited by ``StageCost.memory_gb``."""
     first_gb: float = 0.0
-    """The embedding, on the first stage."""
+    """GB for the embedding, on the first stage."""
     last_gb: float = 0.0
-    """Final norm and LM head, on the last stage."""
+    """GB for final norm and LM head, on the last stage."""
     draft_gb: float = 0.0
-    """The draft, on the first stage if it shares that device."""
+    """GB for the draft, on the first stage if it shares this device."""
 
     def __post_init__(self) -> None:
         check_durations(self, "cost")
@@ -101,7 +101,7 @@ class CostModel:
             raise ValueError(f"cost.layer_times: {[*self.layer_times]}; give positive times")
 
     def share(self, stage: int, start: int, end: int, num_layers: int) -> float:
-        """Time of a row in the layers from ``start`` to ``end``, as part of a full pass."""
+        """Return the time for one row in layers [``start``, ``end``), relative to a full pass."""
         if not self.layer_times:
             share = (end - start) / num_layers
         elif len(self.layer_times) == num_layers:
@@ -115,14 +115,14 @@ class CostModel:
         return share if device is None else share / (device.speed * device.replicas)
 
     def growth(self, stage: int, num_rows: float) -> float:
-        """Stage time relative to that of one row; 0 for an idle stage."""
+        """Return a stage's time relative to its one-row time; 0 for an idle stage."""
         row = self.stages[stage].row if self.stages else None
         row = self.row if row is None else row
-        # The first row pays for reading the weights; further rows reuse them.
+        # The first row includes the time to read the weights; further rows reuse them.
         return 1.0 + row * (num_rows - 1) if num_rows else 0.0
 
     def hop(self, stage: int, further_rows: float) -> float:
-        """Time of the hop that leaves a stage, where stages differ."""
+        """Return the link time after a stage, for unequal stages."""
         device = self.stages[stage]
         link = self.link if device.link is None else device.link
         link_row = self.link_row if device.link_row is None else device.link_row
@@ -130,10 +130,18 @@ class CostModel:
 
 
 class VirtualClock:
-    """Counts K in stage times (draft, link and verification are free) and T with their costs."""
+    """Counter for steps K and modeled time T.
+
+    In K draft, link and verification are free; T includes their costs.
+    """
 
     def __init__(self, cost: CostModel, boundaries: Sequence[int], draft_forward: float) -> None:
-        """``boundaries``: layers (0, b1, .., L) where the target is cut."""
+        """Start at 0 steps.
+
+        Args:
+            boundaries: first layer per stage, then the layer count: (0, b1, .., L).
+            draft_forward: time per draft forward, in target passes.
+        """
         self.cost, self.draft_forward = cost, draft_forward
         self.num_stages = len(boundaries) - 1
         if cost.stages and len(cost.stages) != self.num_stages:
@@ -145,22 +153,22 @@ class VirtualClock:
             cost.share(stage, start, end, boundaries[-1])
             for stage, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
         ]
-        """Fraction of a target pass per stage."""
+        """Time per stage, in target passes."""
         self.num_steps = 0
         self.time = 0.0
         self.log: list[list[int]] = []
-        """Time-consuming events in order: [times, draft forwards, overlap, rows per stage] for
-        equal steps, [times, draft forwards] for drafting while the stages wait."""
+        """Time-consuming events in order: [repeats, draft forwards, overlap, rows per stage] for
+        equal steps, [repeats, draft forwards] for drafting while the stages wait."""
 
     def busy(self, rows: Sequence[float]) -> list[float]:
-        """Computing time of each stage for so many rows."""
+        """Return computing time per stage, given rows per stage."""
         pairs = enumerate(zip(self.shares, rows, strict=True))
         return [share * self.cost.growth(stage, r) for stage, (share, r) in pairs]
 
     def between(self, rows: Sequence[float]) -> float:
-        """Step time without computing stages: links and verification."""
+        """Return the part of a step's time outside the stages: links and verification."""
         cost, n = self.cost, self.num_stages
-        # An idle stage has no first row either; it must not earn time back.
+        # An idle stage has no first row; without the max it would earn time back.
         further = [max(r - 1, 0) for r in rows]
         verify = cost.verify + (cost.head_row + cost.verify_row) * further[-1]
         if cost.stages:
@@ -186,11 +194,11 @@ class VirtualClock:
         return two - one
 
     def step_costs(self, num_tokens: int) -> RowCosts:
-        """Costs for rows entering at every step, next to those in flight.
+        """Return costs for adding rows to a stream with one segment entering per step.
 
-        One segment enters per step. A further row in every segment makes every step longer by the
-        row price; a row in the longest segment costs more. An accepted draft token saves the
-        average time per token so far, initially the autoregressive time.
+        A further row in every segment makes every step longer by the row price; a row in the
+        longest segment costs more. An accepted draft token saves the average time per token so far,
+        initially the autoregressive time.
 
         Args:
             num_tokens: emitted so far.
@@ -199,13 +207,13 @@ class VirtualClock:
             tokens=num_tokens + 1,
             time=self.time + self.autoregressive_time(1),
             row=LONGEST * self.row_price,
-            # Entering one step earlier saves at most one step, 1/n of a pass; a token takes about a
+            # Entering one step earlier saves at most one step, 1/n pass; a token takes about a
             # quarter pass (docs/lab/log.md).
             later=max(1.0, self.num_stages / 4),
         )
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Costs for a tree verified as a whole, in equal segments.
+        """Return costs for a tree verified as a whole, in equal segments.
 
         Args:
             num_forwards: draft forwards while the stages wait.
@@ -262,10 +270,10 @@ class VirtualClock:
         """Record accepted and rejected draft tokens in a tree."""
 
     def hidden_forwards(self) -> int:
-        """Number of draft forwards within the time of a one-row step; at least 1.
+        """Return how many draft forwards fit into a one-row step; at least 1.
 
-        One row, because more draft rows slow the next step, more forwards would then fit, and their
-        rows would slow it further.
+        More rows slow a step, so more forwards would fit, and their rows would slow it further.
+        Counting one row avoids this loop.
         """
         if not self.draft_forward:
             return 1_000
@@ -281,11 +289,11 @@ class VirtualClock:
         self._note([forwards])
 
     def autoregressive_time(self, num_tokens: int) -> float:
-        """Modeled time of plain decoding of as many tokens on the same pipeline."""
+        """Return the modeled time for autoregressive decoding on the same pipeline."""
         if not self.cost.stages:
             return num_tokens * (1.0 + self.num_stages * self.between([1]))
         n = self.num_stages
-        # Stages differ: one token takes n steps, each with one busy stage of its own speed.
+        # Stages differ: one token takes n steps, each with one busy stage.
         alone = ([int(other == stage) for other in range(n)] for stage in range(n))
         steps = (self.duration(rows, draft_forwards=0, overlap=True) for rows in alone)
         return num_tokens * sum(steps)
@@ -294,7 +302,9 @@ class VirtualClock:
 def continuous_acceptance_length(
     acceptance: Sequence[float], num_stages: int, tokens_per_step: int = 1
 ) -> float:
-    """Equivalent acceptance length for m draft tokens per step (SPD, PPSD, PipeDec); default 1.
+    """Return the equivalent acceptance length L' for m draft tokens per step (default 1).
+
+    For SPD, PPSD and PipeDec.
 
     L' = n E / (n + K). E = 1 + sum_j r_j are the tokens per round, with r_j = prod_{i<=j} a_i. K =
     r_1 + r_{m+1} + r_{2m+1} + ..: the first token in a round costs n steps, every m further ones a
@@ -308,7 +318,7 @@ def continuous_acceptance_length(
     # Both geometric series diverge here; m tokens per step is their limit: L' = n m.
     if last >= 1:
         return float(num_stages * m)
-    # Pad to whole steps, so a geometric series of tokens and one of steps follow.
+    # Pad to whole steps, so the tail is a geometric series in tokens and in steps.
     rates = np.pad(np.asarray(acceptance, np.float64), (0, -len(acceptance) % m), mode="edge")
     reached = np.cumprod(rates)
     tokens = 1 + reached.sum() + reached[-1] * last / (1 - last)

@@ -1,4 +1,4 @@
-"""Loading what the options of decoding name, and decoding with the target on a server."""
+"""Load target, draft and engine from decoding options, and decode with the target on a server."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ if TYPE_CHECKING:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int]:
-    """Return the ids of a prompt, which ``raw`` leaves without the chat template."""
+    """Return a prompt's token ids, with the chat template unless ``raw``."""
     if raw or tokenizer.chat_template is None:
         return tokenizer(text).input_ids
     return encode_chat(tokenizer, [{"role": "user", "content": text}])
 
 
 def place_of(options: PlaceOptions, cluster: Cluster | None = None) -> torch.device:
-    """The device of this process's part of the target, and of the draft.
+    """Return the device for the draft and for this process's part of the target.
 
     Raises:
-        ValueError: no such device here, or one that is not for a launch of several processes.
+        ValueError: this machine lacks the device, or several processes would share it.
     """
     if cluster is None:
         return resolve_device(options.device)
@@ -89,7 +89,11 @@ class EngineChoice:
 
 
 def describe(options: EngineOptions) -> EngineChoice:
-    """Which target and schedule the options and the checkpoint's description ask for."""
+    """Choose target, schedule and stages from the options and the checkpoint's description.
+
+    Raises:
+        ValueError: no draft or target is given, or a schedule needs a missing draft.
+    """
     stages, cut = options.stages, options.boundaries
     if options.checkpoint is None:
         if options.target is None:
@@ -110,7 +114,7 @@ def describe(options: EngineOptions) -> EngineChoice:
     reference, architecture = description["target"], description["architecture"]
     return EngineChoice(
         options.target or reference["name"],
-        # The recorded revision is of the draft's own target, not of another one.
+        # The recorded revision belongs to the draft's own target, not to another one.
         reference.get("revision") if options.target is None else None,
         options.schedule or default_schedule(description["draft_type"]),
         architecture.get("num_stages") if stages is None else stages,
@@ -121,10 +125,10 @@ def describe(options: EngineOptions) -> EngineChoice:
 def resolve_cut(
     boundaries: Sequence[int], cost: CostModel, target: str, revision: str | None, num_stages: int
 ) -> tuple[int, ...]:
-    """The boundaries as they were given, or for auto those that the cost model asks for.
+    """Return the given boundaries; auto: compute them with the cost model.
 
     Raises:
-        UsageError: auto beside layer numbers, or a cost model that allows no cut.
+        UsageError: auto next to layer numbers, or the cost model allows no cut.
     """
     if AUTO not in boundaries:
         return tuple(boundaries)
@@ -142,14 +146,14 @@ def resolve_cut(
 def load_engine(
     options: EngineOptions, cluster: Cluster | None, settings: Values, *, traces: bool = False
 ) -> Engine:
-    """Load target and draft, and make the engine that decodes with them.
+    """Load target and draft, and make their engine.
 
     Args:
-        settings: of the engine's ``DecodeConfig``.
-        traces: the ranks keep their spans.
+        settings: for the engine's ``DecodeConfig``.
+        traces: let the ranks keep their time spans.
 
     Raises:
-        ValueError: options that do not fit each other, the draft or the target.
+        ValueError: options do not fit each other, the draft or the target.
     """
     quieten()
     choice = describe(options)
@@ -158,7 +162,7 @@ def load_engine(
         num_stages = cluster.num_stages(choice.num_stages)
     cost = settings.get("cost", CostModel())
     cut = resolve_cut(choice.boundaries, cost, choice.target, choice.revision, num_stages)
-    # Before anything is loaded, so that bad values are refused at once.
+    # Before loading anything, so bad values are refused at once.
     config = DecodeConfig.of(
         choice.schedule,
         num_stages=num_stages,
@@ -232,7 +236,11 @@ def print_status(access: Access) -> None:
 
 
 def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedTokenizerBase]:
-    """The draft, None without one, and the tokenizer."""
+    """Load the draft (None without one) and the tokenizer for a target on a server.
+
+    Raises:
+        ValueError: nothing names a tokenizer, or the draft needs the target's hidden states.
+    """
 
     if options.draft_model is not None:
         name, device = model_folder(options.draft_model), resolve_device(options.device)
@@ -256,7 +264,7 @@ def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedToke
     draft = FlexSpec.load(folder, description)
     reference = draft.reference
     draft.to(resolve_device(options.device))
-    # The recorded revision is of the target's own repository.
+    # The recorded revision belongs to the target's own repository.
     revision = reference.revision if options.tokenizer is None else None
     tokenizer = load_tokenizer(options.tokenizer or reference.name, revision=revision)
     own = reference.fingerprint
@@ -276,7 +284,7 @@ def decode_remotely(options: DecodeOptions) -> None:
     text, settings = options.read_prompt(), options.decode_settings()
     has_draft = options.checkpoint is not None or options.draft_model is not None
     name = options.schedule or ("flexspec" if has_draft else "autoregressive")
-    # However the server runs its target, from here it is one stage.
+    # From here a remote target is one stage, even if the server runs several.
     config = DecodeConfig.of(name, num_stages=1, **settings)
     if config.schedule.grows is not None and not has_draft:
         raise ValueError(f"--schedule: {name} drafts; give --checkpoint or --draft-model")

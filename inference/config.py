@@ -1,6 +1,6 @@
-"""How a prompt is decoded, described once: in commands, YAML, traces, manifests and tables.
+"""Decoding configuration, the same in commands, YAML, traces, manifests and tables.
 
-Its cost models have names, from data sheets and from a measurement, or are in files.
+Cost models come from presets (data sheets, and one measurement) or from files.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MIN_TEMPERATURE = 1e-4
 """Logits divided by less than this may overflow."""
 MAX_TEMPERATURE = 1e6
 SEEDS = f"[{-(2**63)}, {2**63})"
-"""int64, as OpenAI's clients draw them."""
+"""int64, as in OpenAI's clients."""
 MAX_SETTING = "[-1024, 1024]"
-"""Of a schedule's numbers: no draft has more rows, and larger ones would never end."""
+"""Range for a schedule's numbers: no draft has more rows, and larger numbers would run forever."""
 RuleName = Literal[
     "match",
     "gumbel",
@@ -42,43 +42,44 @@ RuleName = Literal[
     "recursive",
     "traversal",
 ]
-"""Acceptance rules; ``rules/`` has them."""
+"""Acceptance rules, implemented in ``rules/``."""
 RULE_NAMES: list[RuleName] = list(get_args(RuleName))
 SAMPLING_RULES = ("rejection", "tail_escape", "topk")
-"""Their draft tokens are drawn from the draft's distribution."""
+"""Rules for draft tokens sampled from the draft's distribution."""
 
 ROUND_RULES = ("block", "recursive", "traversal")
-"""Their tests look at a round as a whole: no streams, no links."""
+"""Rules that test a round as a whole; they do not work with streams or links."""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(TokenFilters):
-    """A schedule with its settings, and what every schedule has."""
+    """A schedule with its settings, plus the settings shared by all schedules."""
 
     schedule: Schedule = field(default_factory=SPDSchedule)
     num_stages: int = 4
     boundaries: tuple[int, ...] = ()
-    """Where the target is cut, (0, b1, .., L); empty: near-even, or as the draft was trained."""
+    """First layer per stage, then the layer count: (0, b1, .., L). Empty: as the draft was trained,
+    or near-even."""
     temperature: float = 0.0
     """0 is greedy."""
     verifier: Literal["auto"] | RuleName = "auto"
-    """Acceptance rule above temperature 0; block, recursive and traversal are for whole rounds.
-    auto: the schedule's own across a link, elsewhere rejection for sampled chains (one draft token
-    at a time), else gumbel."""
+    """Acceptance rule above temperature 0; block, recursive and traversal need whole rounds. auto:
+    the schedule's own across a link, elsewhere rejection for sampled chains (one draft token at a
+    time), else gumbel."""
     payload_tokens: int = 10
-    """The target's most likely tokens that a rejection shows the draft, by topk and tail_escape."""
+    """Number of top target tokens sent to the draft with a rejection, by topk and tail_escape."""
     tail_samples: int = 4
-    """Tokens drawn from the others that a rejection shows the draft, by tail_escape."""
+    """Number of tokens sampled from the rest and sent with a rejection, by tail_escape."""
     seed: int = 0
     max_new_tokens: int = 128
-    """New tokens at most, the one drawn from the prefill included."""
+    """Maximum new tokens, including the one from the prefill."""
     bitwise: bool = False
-    """Compute each row of the target as plain decoding would, to the last bit."""
+    """Compute each target row bit for bit as autoregressive decoding would."""
     never_slower: bool = False
-    """Time the rounds with and without the draft while decoding, and shrink or pause it where it
-    loses. Which tokens are drafted then depends on the machine; the law of the output does not."""
+    """Time rounds with and without the draft while decoding, and shrink or pause the draft if it is
+    slower. The drafted tokens then depend on the machine; the output's distribution does not."""
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
@@ -136,23 +137,23 @@ class DecodeConfig(TokenFilters):
 
     @property
     def sampling(self) -> str:
-        """Label of temperature and filters."""
+        """Label for temperature and filters."""
         return sampling_label(self.temperature, self.active)
 
     @property
     def rule(self) -> RuleName:
-        """The acceptance rule that decides."""
-        # Greedy decoding allows one token: ``match`` compares with it, whatever the rule.
+        """The acceptance rule in use."""
+        # Greedy decoding allows one token: ``match`` compares with it, for any verifier.
         if self.temperature == 0:
             return "match"
         return self.schedule.auto_rule if self.verifier == "auto" else self.verifier
 
     @classmethod
     def of(cls, schedule: str | Schedule = SPDSchedule.name, **settings: Any) -> DecodeConfig:
-        """Configuration of flat settings: the schedule's, and those that every schedule has.
+        """Build a configuration from flat settings: the schedule's own and the shared ones.
 
         Raises:
-            ValueError: unknown schedule, a setting that it does not have, a value out of range.
+            ValueError: unknown schedule, a setting it does not have, a value out of range.
         """
         shared = {f.name for f in fields(cls)}
         own = {name: value for name, value in settings.items() if name not in shared}
@@ -164,7 +165,7 @@ class DecodeConfig(TokenFilters):
         return cls(schedule=schedule, **common)
 
     def to_dict(self) -> Values:
-        """JSON and YAML: a mapping of plain values, read back by ``from_dict``."""
+        """Return plain values for JSON and YAML; ``from_dict`` reads them back."""
         plain = dataclasses.asdict(self)
         plain["schedule"] = {"name": self.schedule.name} | plain["schedule"]
         # JSON and YAML have no tuples.
@@ -172,10 +173,10 @@ class DecodeConfig(TokenFilters):
 
     @classmethod
     def from_dict(cls, values: Values) -> DecodeConfig:
-        """Read a configuration from YAML's or JSON's values.
+        """Build a configuration from plain YAML or JSON values.
 
         Raises:
-            ValueError: an unknown or missing field, or a value of the wrong type or range.
+            ValueError: an unknown or missing field, or a value with a wrong type or out of range.
         """
         check_names(values, [f.name for f in fields(cls)], "decode")
         rest = dict(values)
@@ -192,10 +193,10 @@ class DecodeConfig(TokenFilters):
 
 
 def check_temperature(value: float) -> None:
-    """Refuse a temperature that nothing can be sampled at.
+    """Refuse temperatures other than 0 and [``MIN_TEMPERATURE``, ``MAX_TEMPERATURE``].
 
     Raises:
-        ValueError: neither 0 nor a temperature that logits can be divided by.
+        ValueError: logits divided by this temperature may overflow or lose all differences.
     """
     if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
         raise ValueError(
@@ -205,7 +206,7 @@ def check_temperature(value: float) -> None:
 
 
 def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
-    """Refuse a prompt that cannot be decoded.
+    """Refuse an empty or too long prompt.
 
     Raises:
         ValueError: the prompt is empty or does not fit the target's positions.
@@ -220,10 +221,10 @@ def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
 
 
 def make_schedule(name: str, settings: Values) -> Schedule:
-    """A schedule by its name; a tree may be given as ``TreeShape.parse`` reads it.
+    """Make a schedule by name; ``tree`` may be text for ``TreeShape.parse``.
 
     Raises:
-        ValueError: unknown name, a setting that the schedule does not have, a value out of range.
+        ValueError: unknown name, a setting the schedule does not have, a value out of range.
     """
     check_names([name], list(SCHEDULES), "schedule")
     kind, owners = SCHEDULES[name], setting_owners()
@@ -253,7 +254,7 @@ def make_schedule(name: str, settings: Values) -> Schedule:
 
 
 def setting_owners() -> dict[str, list[str]]:
-    """Setting -> the schedules that have it."""
+    """Map each setting to the schedules with this setting."""
     owners: dict[str, list[str]] = {}
     for schedule, kind in SCHEDULES.items():
         for setting in fields(kind):
@@ -262,10 +263,10 @@ def setting_owners() -> dict[str, list[str]]:
 
 
 def check_names(values: Iterable[str], known: list[str], where: str) -> None:
-    """Refuse fields that are not known.
+    """Refuse unknown fields.
 
     Raises:
-        ValueError: a name that is not known, with the nearest one that is.
+        ValueError: an unknown name, with the nearest known one.
     """
     for name in values:
         if name not in known:
@@ -275,10 +276,10 @@ def check_names(values: Iterable[str], known: list[str], where: str) -> None:
 
 
 def convert(values: object, kind: type[Value], where: str) -> Value:
-    """A dataclass, or another type, from plain values; strict in types.
+    """Convert plain values to a dataclass or another type, with strict types.
 
     Raises:
-        ValueError: one line that names the field.
+        ValueError: one line with the field's name first.
     """
     try:
         return msgspec.convert(values, kind)
@@ -289,24 +290,25 @@ def convert(values: object, kind: type[Value], where: str) -> Value:
         raise ValueError(f"{field_name}: {text[:1].lower()}{text[1:]}") from error
 
 
-# Llama-2-7B in 16 bits (config.json of meta-llama/Llama-2-7b-hf): H = 4096, 32 layers of four H x H
-# projections and three of H x 11008, and a vocabulary of 32,000.
+# Llama-2-7B in 16 bits (meta-llama/Llama-2-7b-hf, config.json): H = 4096, 32 layers, each with four
+# H x H and three H x 11008 projections, and 32,000 tokens in the vocabulary.
 HIDDEN, VOCABULARY = 4096, 32_000
 LAYER_WEIGHTS = 32 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * 11_008)
 HEAD_WEIGHTS = VOCABULARY * HIDDEN
 
 
 def data_sheet(flops: float, bytes_per_s: float, link_bytes_per_s: float) -> CostModel:
-    """Costs of Llama-2-7B in 16 bits, one device a stage, if every device reaches its data sheet.
+    """Return costs for Llama-2-7B in 16 bits, one device per stage, at data sheet speed.
 
-    A pass over one row reads every weight once. A further row computes two operations a weight, as
-    if beside no reading, so a row costs ``bytes_per_s / flops`` of a pass; it sends H values over a
-    hop, and reads its logits (float32) once more to choose a token. A hop's latency is not on data
-    sheets and is 0 here: measure it (``--calibrate``), or give ``eval replay --link``.
+    A pass over one row reads every weight once. A further row computes two operations per weight
+    and reads no weights, so it costs ``bytes_per_s / flops`` passes. It also sends H values over
+    each link, and reads its float32 logits once more to choose a token. Data sheets have no link
+    latency, so it is 0 here: measure it (``--calibrate``), or set ``eval replay --link``.
 
     Args:
-        flops: dense, 16-bit products summed in float32.
-        link_bytes_per_s: in one direction.
+        flops: dense, with 16-bit products summed in float32.
+        bytes_per_s: memory bandwidth.
+        link_bytes_per_s: link bandwidth in one direction.
     """
     row = bytes_per_s / flops
     target_pass_s = 2 * LAYER_WEIGHTS / bytes_per_s
@@ -321,7 +323,7 @@ def data_sheet(flops: float, bytes_per_s: float, link_bytes_per_s: float) -> Cos
 
 
 COST_PRESETS = {
-    # NVIDIA H100 SXM data sheet: 1,979 TFLOPS bf16 with sparsity (half of it dense), 3.35 TB/s,
+    # NVIDIA H100 SXM data sheet: 1,979 TFLOPS bf16 with sparsity (dense: half), 3.35 TB/s,
     # NVLink 900 GB/s (both directions).
     "h100": data_sheet(989.5e12, 3.35e12, 450e9),
     # NVIDIA A100 80GB SXM data sheet: 312 TFLOPS bf16, 2,039 GB/s, NVLink 600 GB/s.
@@ -330,10 +332,10 @@ COST_PRESETS = {
     # no NVLink, PCI Express 4.0 x16: 31.5 GB/s.
     "rtx4090": data_sheet(165.2e12, 1.008e12, 31.5e9),
     # NVIDIA Jetson Orin Nano 8GB data sheet, FlowSpec's device: 20 dense INT8 TOPS, so 10 TFLOPS
-    # in 16 bits, 68 GB/s; Gigabit Ethernet of the developer kit. In 4 bits a row costs four times
+    # in 16 bits, 68 GB/s; the developer kit's Gigabit Ethernet. In 4 bits a row costs four times
     # as much.
     "jetson_orin": data_sheet(10e12, 68e9, 125e6),
-    # docs/lab/results_embedded.md: the embedded target on two processes of two CPU cores, measured.
+    # Measured with the embedded target, two processes, two CPU cores: docs/lab/results_embedded.md.
     "this_cpu": CostModel(
         row=0.035,
         link=0.051,
@@ -343,18 +345,18 @@ COST_PRESETS = {
         draft_on_first_stage=True,
     ),
 }
-"""Name -> cost model of a machine."""
+"""Machine -> its cost model."""
 
 
 ROW_COSTS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1)
-"""At which S is shown as a curve."""
+"""Row costs for curves with the speed-up S."""
 
 
 def read_cost(text: str) -> CostModel:
-    """A preset by its name, or a file as ``--calibrate`` writes it; fields it lacks are 0.
+    """Read a preset by name, or a file in ``--calibrate``'s format; missing fields are 0.
 
     Raises:
-        UsageError: neither, or a value of the wrong type or range.
+        UsageError: neither a preset nor a file, or a value with a wrong type or out of range.
     """
     if text in COST_PRESETS:
         return COST_PRESETS[text]
@@ -364,7 +366,7 @@ def read_cost(text: str) -> CostModel:
     try:
         values = json.loads(read_text(Path(text), "--cost"))
         if isinstance(values, dict):
-            # msgspec ignores unknown fields of dataclasses: a misspelled cost would be 0.
+            # msgspec ignores unknown dataclass fields: a misspelled cost would be 0.
             check_names(values, [part.name for part in fields(CostModel)], "cost")
             for stage in (s for s in values.get("stages", []) if isinstance(s, dict)):
                 check_names(stage, [part.name for part in fields(StageCost)], "cost.stages")

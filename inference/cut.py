@@ -1,4 +1,4 @@
-"""Where to cut a target whose stages run on unequal devices: by their memory and speed, exactly."""
+"""Cut a target into stages for unequal devices, optimally by their memory and speed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import cache
 from pipedraft.inference.clock import CostModel
 
 AUTO = -1
-"""Stands for ``--boundaries auto`` until the numbers of layers and stages are known."""
+"""Marks ``--boundaries auto`` until the numbers of layers and stages are known."""
 
 
 def read_boundary(text: str | int) -> int:
-    """One of ``--boundaries``: a layer number, or auto; also what this has returned."""
+    """Parse one entry in ``--boundaries``: a layer number, or auto; returned values parse again."""
     if text in ("auto", AUTO):
         return AUTO
     if not str(text).isdecimal():
@@ -24,13 +24,13 @@ def read_boundary(text: str | int) -> int:
 def cut_layers(
     cost: CostModel, num_layers: int, num_stages: int, *, rows: float = 1
 ) -> tuple[int, ...]:
-    """Cut L layers into n contiguous stages so that the longest stage is as short as possible.
+    """Cut L layers into n contiguous stages and minimize the longest stage's time.
 
-    Of all such cuts the one whose pass of one token, the sum over stages, is shortest. A draft on
-    the first stage's device takes its time and memory there. Hops depend on no cut.
+    Ties are broken by the latency for one token, the sum over stages. A draft on the first stage's
+    device adds its time and memory there. Link times do not depend on the cut.
 
     Args:
-        rows: of a segment, at which a stage is timed.
+        rows: rows per segment, for the stage times.
 
     Raises:
         ValueError: too few layers, or too little memory for every cut.
@@ -68,7 +68,13 @@ def _best(
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, tuple[int, ...]]:
-    """The least ``join`` of all stages' times, none above ``limit``, and its boundaries."""
+    """Return the cut with the least joined stage times, and this value.
+
+    Args:
+        time: time for a stage with layers [start, end).
+        join: combines the time so far with a further stage's: max or sum.
+        limit: maximum time per stage.
+    """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for stage in range(num_stages):
         # Every later stage needs at least one layer.

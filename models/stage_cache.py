@@ -1,12 +1,12 @@
-"""What a pipeline stage receives (segments, Keeps) and what it remembers (its cache).
+"""Messages to a pipeline stage (``Segment``, ``KeepRows``), and the stage's cache.
 
 A stage mirrors the controller's sequence in one order: the committed prefix, then the speculative
 rows S[0:m). A segment is data; ``KeepRows(I, a)`` is the only control message: it commits, prunes,
 rolls back and flushes, and its arithmetic is defined here once.
 
-Shape suffixes: l rows of a segment, S mask columns, H hidden, C rows in use, N key/value heads,
-D head size, W channels and K inputs of the short convolution, T rows of one call, B rows of a call
-that continue different ones.
+Shape suffixes: l segment rows, S mask columns, H hidden, C rows in use, N key/value heads, D head
+size, W channels and K inputs in the short convolution, T rows per call, B rows per call with
+different parents.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-MIN_CAPACITY = 128  # rows; buffers double from here, so that n appends cost O(n) copied rows
+MIN_CAPACITY = 128  # rows; buffers double from here, so n appends cost O(n) copied rows
 
 
 @dataclass(frozen=True)
 class KeepRows:
-    """Retain the rows I of the ordered token tree S; the first a of them are committed.
+    """Message: retain rows I in the ordered token tree S, and commit the first a among them.
 
-    For a holder of the rows S[lo:hi) this means: keep its rows [i - lo for i in I if lo <= i < hi];
-    mask columns [i for i in I[a:] if i < hi], because committed rows are visible to everything and
-    need no column. Positions never change. S itself becomes S[I[a:]].
+    A holder with rows S[lo:hi) keeps its rows [i - lo for i in I if lo <= i < hi] and the mask
+    columns [i for i in I[a:] if i < hi]: committed rows are visible to everything and need no
+    column. Positions never change. S itself becomes S[I[a:]].
     """
 
     rows: tuple[int, ...]
@@ -39,22 +39,22 @@ class KeepRows:
         assert 0 <= self.num_committed <= len(self.rows), f"{self} commits rows it does not keep"
 
     def cached(self, num_cached: int) -> tuple[int, ...]:
-        """Retained rows among the first ``num_cached`` rows of S."""
+        """Return the retained rows among S[0:num_cached)."""
         return tuple(i for i in self.rows if i < num_cached)
 
     def segment_rows(self, lo: int, hi: int) -> tuple[int, ...]:
-        """Retained rows of the segment S[lo:hi), counted from its first row."""
+        """Return the retained rows in the segment S[lo:hi), counted from its first row."""
         return tuple(i - lo for i in self.rows if lo <= i < hi)
 
     def columns(self, hi: int) -> tuple[int, ...]:
-        """Retained columns of a mask over S[0:hi)."""
+        """Return the retained columns for a mask over S[0:hi)."""
         return tuple(i for i in self.rows[self.num_committed :] if i < hi)
 
     def check_committed(self, num_cached: int) -> None:
-        """Refuse to commit rows that are not in the cache yet.
+        """Refuse to commit rows before they are in the cache.
 
         Schedules commit a row only after it has left the last stage, hence after every stage has
-        cached it. A committed row that still waited would have lost its own mask column.
+        cached it. If it were still waiting here, it would lose its own mask column.
         """
         committed = self.rows[: self.num_committed]
         assert not committed or committed[-1] < num_cached, (
@@ -65,19 +65,19 @@ class KeepRows:
 
 @dataclass
 class Segment:
-    """Rows S[lo:hi) of the controller's ordered token tree, on their way through the stages."""
+    """Rows S[lo:hi) from the controller's ordered token tree, in flight through the stages."""
 
     positions: Tensor
-    """int64 [l]: absolute positions (committed length + depth of the row)."""
+    """int64 [l]: absolute positions (committed length + depth in the tree)."""
     visible: Tensor
     """bool [l, hi]: ancestors-or-self among the speculative rows. Committed rows are always
     visible and have no column."""
     ids: Tensor | None = None
     """int64 [l]: tokens, before stage 0."""
     hidden: Tensor | None = None
-    """[l, H]: output of the stage just left, after stage 0."""
+    """[l, H]: the previous stage's output, after stage 0."""
     taps: dict[int, Tensor] = field(default_factory=dict)
-    """Layer index -> [l, H]: hidden states collected on the way."""
+    """Layer index -> [l, H]: hidden states collected so far, for the draft."""
 
     @property
     def num_rows(self) -> int:
@@ -93,23 +93,23 @@ class Segment:
 
     @property
     def parents(self) -> list[int]:
-        """The row of S that each row continues, -1: the committed text."""
+        """Each row's parent as an index into S; -1: the committed text."""
         # Rows come after all their ancestors, so the last one before a row is its parent.
         before_lS = self.visible.tril(self.lo - 1)
         rows_S = torch.arange(1, self.hi + 1, device=before_lS.device)
         return ((before_lS * rows_S).amax(1) - 1).tolist()
 
     def after(self, hidden_lH: Tensor, collected: Mapping[int, Tensor]) -> "Segment":
-        """The segment as it leaves a stage, with the states that were tapped there."""
+        """Return the segment after a stage, with the stage's output and tapped states."""
         return replace(self, ids=None, hidden=hidden_lH, taps={**self.taps, **collected})
 
 
 def prune_segment(segment: Segment, keep: KeepRows, num_cached: int) -> Segment | None:
-    """Apply a KeepRows to a segment that waits at the input of a stage.
+    """Apply a KeepRows to a segment waiting at a stage's input.
 
     Args:
-        num_cached: speculative rows ahead of the segment before pruning: the stage's cached ones
-            plus those of segments that wait in front of this one.
+        num_cached: speculative rows ahead of the segment before pruning: cached by the stage, or in
+            segments waiting in front.
 
     Returns:
         The surviving rows, or None when none survive.
@@ -137,14 +137,17 @@ def additive_mask(
     dtype: torch.dtype,
     groups: int = 1,
 ) -> Tensor:
-    """0 where a row may look, the dtype's minimum elsewhere; [1, 1, l, C], so many times.
+    """Return an attention mask [1, 1, l, C]: 0 for visible keys, the dtype's minimum elsewhere.
 
-    The S columns of ``visible_lS`` are the last of the C rows; all earlier rows are visible. A
+    The S columns in ``visible_lS`` are the last among the C rows; all earlier rows are visible. A
     sliding window also hides keys at positions <= own position - window (Mistral's rule).
 
-    A mask is built even for one row that sees everything: a missing mask means "causal" or
-    "everything" depending on the kernel and the number of rows, and an additive float mask is the
-    only form that sdpa and eager read alike (a boolean one is *added* by eager).
+    Even a single row with everything visible gets a mask. Without one, the kernel and the row count
+    decide between "causal" and "everything". Only an additive float mask means the same to sdpa and
+    eager: eager *adds* a boolean one.
+
+    Args:
+        groups: repeat the l rows this many times.
     """
     num_rows, num_columns = visible_lS.shape
     hidden_lC = torch.zeros(
@@ -155,34 +158,34 @@ def additive_mask(
     if window is not None:
         hidden_lC |= positions_C <= positions_C[-num_rows:, None] - window
     mask_lC = torch.zeros(hidden_lC.shape, dtype=dtype, device=positions_C.device)
-    # The minimum instead of -inf: a fully hidden row would become NaN in softmax.
+    # The minimum, not -inf: softmax would turn a fully hidden row into NaN.
     mask_lC.masked_fill_(hidden_lC, torch.finfo(dtype).min)
     return (mask_lC if groups == 1 else mask_lC.repeat(groups, 1))[None, None]
 
 
 class Abandoned(Exception):
-    """A segment was no longer wanted before its last layer; the cache is as it was before it."""
+    """Raised when a segment becomes useless before its last layer; the cache stays unchanged."""
 
 
 @dataclass
 class RowState:
-    """State of recurrent layers after a row and its ancestors, by layer."""
+    """Recurrent layers' state after a row and its ancestors, by layer."""
 
     conv: dict[int, Tensor] = field(default_factory=dict)
-    """[1, W, K]: the last inputs of the short convolution."""
+    """[1, W, K]: the short convolution's last inputs."""
     recurrent: dict[int, Tensor] = field(default_factory=dict)
 
 
 class StageCache:
-    """Keys, values and recurrent states of some layers of one model, for one sequence.
+    """Keys, values and recurrent states for one stage's layers and one sequence.
 
-    It is handed to the Hugging Face layers as ``past_key_values``; ``update`` and the five
-    ``*_state``/``is_recording_past`` methods are what the attention and gated-delta-net modules of
-    transformers 5.23 call. Rows are announced with ``begin`` (which fixes where the layers write)
-    and counted with ``advance``; a forward that fails in between leaves the cache as it was.
+    Hugging Face layers receive it as ``past_key_values``. The attention and gated-delta-net modules
+    in transformers 5.23 call ``update`` and the five ``*_state``/``is_recording_past`` methods.
+    ``begin`` announces rows and fixes the places for the layers' writes; ``advance`` counts the
+    rows. If a forward fails in between, the cache stays unchanged.
 
-    Recurrent layers cannot drop rows from their state, so the state after every speculative row is
-    remembered: each row starts from its parent's, and a KeepRows drops those of the rows it drops.
+    Recurrent layers cannot drop rows from their state. So the cache remembers the state after every
+    speculative row: each row starts from its parent's, and a KeepRows drops a row with its state.
     """
 
     def __init__(self, recurrent_layers: Collection[int]):
@@ -190,9 +193,9 @@ class StageCache:
         self.num_speculative = 0
         self.recurrent_layers = frozenset(recurrent_layers)
         self.capacity = 0
-        """Rows that fit the buffers; they double when more come."""
+        """Row capacity; the buffers double when it is exceeded."""
         self.spare_rows = 0
-        """Further rows of the buffers, for the padding of calls with fixed shapes."""
+        """Further rows in the buffers, for padding in calls with fixed shapes."""
         self._slots: Tensor | None = None
         self._num_new = 0
         self._positions_C = torch.empty(0, dtype=torch.long)
@@ -212,7 +215,7 @@ class StageCache:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all buffers; recurrent states that several rows share count once."""
+        """Bytes in all buffers; a recurrent state shared by several rows counts once."""
         tensors = [*self._keys.values(), *self._values.values()]
         for state in self._states:
             tensors += [*state.conv.values(), *state.recurrent.values()]
@@ -224,7 +227,7 @@ class StageCache:
         self._states = [RowState()]
 
     def begin(self, positions_l: Tensor, parents: Sequence[int] | None = None) -> Tensor:
-        """Make room for rows at these positions; returns the positions of all rows.
+        """Make room for rows at these positions; return all rows' positions.
 
         Args:
             parents: as ``Segment.parents``, for recurrent layers; None: each row continues the one
@@ -237,10 +240,11 @@ class StageCache:
         return self._positions_C[:end]
 
     def recurrent_calls(self) -> Iterator[list[int] | None]:
-        """The new rows that a recurrent layer takes at once, as a batch: their parents are known.
+        """Yield the new rows for a recurrent layer in batches: parents before children.
 
-        None: all of them, one after the other. The layer's states are those of these rows until
-        the next ones are asked for.
+        Yields:
+            Rows for one batch, with known parent states; None: all rows, one after the other. The
+            ``*_state`` methods refer to these rows until the next batch.
         """
         known = [*self._states, *self._new_states]
         if self._parents is None:
@@ -257,7 +261,7 @@ class StageCache:
             waiting = [row for row in waiting if row not in rows]
 
     def reserve(self, num_rows: int, device: torch.device) -> int:
-        """Make room for rows; returns how many there will be."""
+        """Make room for rows; return the cache's row count after adding them."""
         self._num_new = num_rows
         end = self.num_rows + num_rows
         if end > self.capacity:
@@ -265,11 +269,11 @@ class StageCache:
         return end
 
     def write_positions(self, slots_P: Tensor, positions_P: Tensor) -> Tensor:
-        """Write positions as ``begin`` does, where a graph reads them; returns all places'."""
+        """Write positions for a CUDA graph, as ``begin`` does; return the whole buffer."""
         return self._positions_C.index_copy_(0, slots_P, positions_P)
 
     def advance(self, *, committed: bool) -> None:
-        """Count the rows that the layers have written since ``begin``."""
+        """Count the rows written by the layers since ``begin``."""
         if committed:
             assert self.num_speculative == 0, "committed rows must precede all speculative rows"
             self.num_committed += self._num_new
@@ -280,7 +284,7 @@ class StageCache:
             self._states += self._new_states
 
     def skip(self, positions_l: Tensor) -> None:
-        """Count speculative rows that nobody will look at; zeros, as 0 * NaN would reach others."""
+        """Count speculative rows without computing them; zeros, since 0 * NaN would spread."""
         end = self.begin(positions_l).shape[0]
         for buffer_1NCD in (*self._keys.values(), *self._values.values()):
             buffer_1NCD[:, :, self.num_rows : end] = 0
@@ -288,10 +292,10 @@ class StageCache:
         self.advance(committed=False)
 
     def keep(self, keep: KeepRows, move: Callable[[list[int], int], None] | None = None) -> None:
-        """Gather the retained rows in place; a prefix that stays where it is costs nothing.
+        """Gather the retained rows in place; an unmoved prefix costs nothing.
 
         Args:
-            move: does what ``move`` here does.
+            move: replacement for this class's ``move``.
         """
         keep.check_committed(self.num_speculative)
         rows = keep.cached(self.num_speculative)
@@ -307,7 +311,7 @@ class StageCache:
         self.num_speculative = len(rows) - keep.num_committed
 
     def move(self, rows: list[int], first: int) -> None:
-        """Put rows side by side, from the place ``first`` on."""
+        """Copy rows to adjacent places, from ``first`` on."""
         source = torch.tensor(rows, device=self._positions_C.device)
         self.copy_rows(source, torch.arange(first, first + len(rows), device=source.device))
 
@@ -332,7 +336,7 @@ class StageCache:
 
     @contextmanager
     def writing_to(self, slots_P: Tensor) -> Iterator[None]:
-        """Calls of fixed shapes: rows go to these places, all rows of the buffers come back."""
+        """Use fixed shapes inside: ``update`` writes to these places and returns whole buffers."""
         self._slots = slots_P
         try:
             yield
@@ -344,7 +348,7 @@ class StageCache:
     def update(
         self, keys_1NlD: Tensor, values_1NlD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """Append the rows announced by ``begin`` and return all rows of the layer.
+        """Append the rows announced by ``begin`` and return all the layer's rows.
 
         Inside ``writing_to``: write to its slots, and return the whole buffers.
         """
@@ -352,7 +356,7 @@ class StageCache:
             for buffers, rows in ((self._keys, keys_1NlD), (self._values, values_1NlD)):
                 _, num_heads, _, head_size = rows.shape
                 num_rows = self.capacity + self.spare_rows
-                # Zeros: a row that is never written is masked, and 0 * NaN would reach others.
+                # Zeros: unwritten rows are masked, but 0 * NaN would still spread.
                 buffers[layer_idx] = rows.new_zeros(1, num_heads, num_rows, head_size)
         keys_1NCD, values_1NCD = self._keys[layer_idx], self._values[layer_idx]
         if self._slots is not None:
@@ -367,11 +371,11 @@ class StageCache:
     # Called by the gated delta net modules.
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """False: the modules keep a convolution state of fixed size."""
+        """Return False: the modules keep a convolution state with a fixed size."""
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A private copy [B, W, K], for the next state: the one-row kernel writes it there."""
+        """Return a private copy [B, W, K]: the one-row kernel overwrites it with the next state."""
         if any(layer_idx not in state.conv for state in self._before):
             return None
         conv_BWK = torch.cat([state.conv[layer_idx] for state in self._before])
@@ -379,7 +383,7 @@ class StageCache:
         return conv_BWK
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A copy, because fused kernels may reuse the memory of their initial state."""
+        """Return a copy, because fused kernels may reuse their initial state's memory."""
         if any(layer_idx not in state.recurrent for state in self._before):
             return None
         return torch.cat([state.recurrent[layer_idx] for state in self._before])
@@ -387,7 +391,7 @@ class StageCache:
     def update_conv_state(
         self, inputs_BWT: Tensor, layer_idx: int, *, conv_kernel_size: int
     ) -> Tensor:
-        """Remember the last ``conv_kernel_size`` inputs; returns old state and inputs in a row."""
+        """Remember the last ``conv_kernel_size`` inputs; return the old state and the inputs."""
         before_BWK = self.get_conv_state(layer_idx)
         if before_BWK is not None:
             inputs_BWT = torch.cat([before_BWK, inputs_BWT], dim=-1)

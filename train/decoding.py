@@ -19,10 +19,12 @@ DECODED_TAU, DECODED_LENGTH = "decoded_acceptance_length", "decoded_equivalent_a
 
 
 def first_turns(rows: Dataset, count: int, *, max_positions: int) -> list[list[int]]:
-    """Return the tokens before the assistant's first turn, from the first rows with such a prompt.
+    """Return prompts from the first rows: the tokens before the assistant's first turn.
+
+    Rows without such a prompt are skipped.
 
     Args:
-        count: maximum number of prompts.
+        count: maximum prompts.
         max_positions: the target's limit; longer prompts are skipped.
     """
     prompts: list[list[int]] = []
@@ -40,13 +42,13 @@ def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
     """Return the head's own schedule with chains, as in the teacher-forced figures.
 
     Args:
-        num_steps: draft tokens per chain, for schedules that do not fix it.
+        num_steps: draft tokens per chain, unless the schedule fixes it.
     """
     schedule = default_schedule(draft.draft_type)
     settings: Values = {"tree": TreeShape(kind="chain", depth=num_steps)}
     if schedule != "eagle":
         trained = vars(draft.config)
-        # Decode with the timing that the head was trained for.
+        # Decode with the head's training-time timing.
         settings = {x: trained[x] for x in ("timing", "tokens_per_step") if x in trained}
     stages = {"num_stages": draft.num_stages or 1, "boundaries": draft.boundaries}
     return DecodeConfig.of(schedule, **stages, max_new_tokens=NEW_TOKENS, **settings)

@@ -77,7 +77,7 @@ def draw_anchors(
 def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tensor:
     """D-PACE (arXiv:2605.18810): w_i = sum_{j >= i} prod_{k <= j} ((1 - alpha) q_k + alpha), AS.
 
-    q_k is the draft's probability for the label of row k; unsupervised rows are left out.
+    q_k is the draft's probability for row k's label; unsupervised rows are left out.
     """
     smooth_AS = ((1 - alpha) * correct_AS + alpha).where(counted_AS, 1.0)
     # Uncounted rows come last in a block, so they change no counted row's product.
@@ -137,7 +137,7 @@ class DFlashObjective(ChainObjective):
         states_ASH = self.draft(taps, ids_BT, anchors, document_lengths(batch))
         states_MH = states_ASH.flatten(0, 1).index_select(0, place_M)
         if self.config.position_weights == "dpace":
-            # Draft probability of each label, known only after an LM head pass.
+            # Draft probability for each label, known only after an LM head pass.
             with torch.no_grad():
                 hard = self.distil_labels(states_MH, label_M, taps, measure=LossKind(kind="ce"))
             correct_AS = hard.divergence_M.new_zeros(counted_AS.numel())

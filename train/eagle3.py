@@ -27,7 +27,7 @@ class UnrolledConfig(DivergenceConfig):
     step_decay: float = 0.8
     """The loss of draft token i (from 0) is multiplied by step_decay ** i."""
     rows: Literal["turn", "speculators", "specforge", "official"] = "turn"
-    """Rows t that count at step i. turn: x_{t+1} .. x_{t+2+i} are of one turn of the assistant.
+    """Rows t that count at step i. turn: x_{t+1} .. x_{t+2+i} are in one assistant turn.
     speculators: x_{t+1+i} is an assistant token; specforge and official (EAGLE-3's authors):
     x_{t+i} is one."""
 
@@ -50,19 +50,19 @@ class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
 
 
 def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
-    """Return the number of supervised steps per row: int64 [B, T] in 0 .. num_steps.
+    """Return supervised steps per row: int64 [B, T] in 0 .. num_steps.
 
     Step i counts at row t if x_{t+1} and its label x_{t+2+i} are in the same turn, so all tokens
     between them are assistant tokens.
     """
     T = loss_mask_BT.shape[1]
     positions_T = torch.arange(T, device=loss_mask_BT.device)
-    # T, or the position of a token outside any turn
+    # T inside a turn, else the token's own position
     ends_BT = torch.where(loss_mask_BT.bool(), T, positions_T)
     # A running minimum from the right finds the nearest turn end at or after each position.
     turn_end_BT = ends_BT.flip(1).cummin(1).values.flip(1)
     next_end_BT = F.pad(turn_end_BT[:, 1:], (0, 1), value=T)
-    # Step i counts if its label t + 2 + i comes before the end of the turn of t + 1.
+    # Step i counts if its label t + 2 + i comes before t + 1's turn ends.
     return (next_end_BT - positions_T - 2).clamp(0, num_steps)
 
 

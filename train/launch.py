@@ -1,7 +1,4 @@
-"""The start of a run: its accelerator, optimizers and target, and the ways to ask it to stop.
-
-The accelerator is made after checking what the launcher really started.
-"""
+"""Start a run: make its accelerator and optimizers, load its target, and handle stop requests."""
 
 import math
 import os
@@ -44,26 +41,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-"""accelerate's would add gradients up, and return loss and metrics, in bfloat16."""
+"""Replaces accelerate's policy, under which gradient sums, loss and metrics are bfloat16."""
 WAIT_FOR_OTHERS = timedelta(hours=12)
-"""Of a collective call: downloads and tokenization, for which the other processes wait, take hours.
-A process that ends makes its launcher end the others, whatever this is."""
+"""Timeout for collective calls: the other processes wait during downloads and tokenization, and
+these take hours. If a process ends, its launcher ends the others without waiting."""
 LOST = re.compile(r"Timed out waiting|[Cc]onnection (closed|reset) by peer|caused pair closure")
-"""In what gloo says of a process that does not come, or has ended."""
+"""Matches gloo's messages about a peer that is late or has ended."""
 
 
 def resolve_precision(precision: str) -> str:
-    """accelerate's name of the autocast dtype."""
+    """Return accelerate's name for the autocast dtype."""
     if precision != "auto":
         return "no" if precision == "fp32" else "bf16"
     return "bf16" if has_native_bf16(resolve_device("auto")) else "no"
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:
-    """The accelerator of this process, after checking that the launcher's world is the real one.
+    """Make this process's accelerator, and check the number of processes against the launcher's.
 
-    Some launcher configurations start independent replicas or silently drop to one process; that
-    is refused here instead of training something else than asked.
+    Some launcher configurations start independent replicas, or silently drop to one process. Both
+    are refused here, since the run would train something else.
     """
     _check_trackers(config)
     handlers = []
@@ -81,7 +78,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
             project_dir=str(config.output_dir), logging_dir=str(config.output_dir / "logs")
         ),
     )
-    # A process that refuses its configuration leaves: not before the others have found it.
+    # A process may refuse its configuration below and exit; first let all connect to it.
     accelerator.wait_for_everyone()
     world = int(os.environ.get("WORLD_SIZE", 1))
     is_replica = world > 1 and accelerator.distributed_type == DistributedType.NO
@@ -105,10 +102,10 @@ def make_accelerator(config: RunConfig) -> Accelerator:
 
 @contextmanager
 def needs_others() -> Iterator[None]:
-    """Around collective calls: say in one line that another process is gone.
+    """Turn a lost peer into a one-line failure; use it around collective calls.
 
     Raises:
-        Failure: another process has ended, or did not come to a collective call in time.
+        Failure: another process has ended, or missed a collective call's timeout.
     """
     try:
         yield
@@ -124,11 +121,10 @@ def needs_others() -> Iterator[None]:
 
 
 def _shard_on_cpus() -> None:
-    """Make the launcher's FSDP or DeepSpeed what really runs, where there is no accelerator.
+    """Enable the launcher's FSDP or DeepSpeed on CPUs.
 
-    accelerate takes the path to FSDP only from the type that several GPUs have, although FSDP2
-    itself works over gloo. DeepSpeed would compile a kernel for shared memory that it can do
-    without.
+    accelerate enters FSDP only from its multi-GPU type, although FSDP2 itself works over gloo.
+    DeepSpeed would compile an optional kernel for shared memory.
     """
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         PartialState(cpu=True, timeout=WAIT_FOR_OTHERS)
@@ -140,8 +136,11 @@ def _shard_on_cpus() -> None:
 
 
 def gather_together(objective: "Objective", accelerator: Accelerator) -> None:
-    """Let ZeRO-3 gather a prepared draft at once, as FSDP does: its attention reads weights of its
-    layers outside their forward, where DeepSpeed would gather them for that moment only."""
+    """Let ZeRO-3 gather a prepared draft as a whole, as FSDP does.
+
+    The draft's attention reads its layers' weights outside their forward. By default DeepSpeed
+    gathers them during the layers' forward only.
+    """
     if _is_zero3(accelerator):
         from deepspeed.runtime.zero import register_external_parameter
 
@@ -155,7 +154,7 @@ def _is_zero3(accelerator: Accelerator) -> bool:
 
 
 def _check_trackers(config: RunConfig) -> None:
-    """accelerate leaves out a tracker that is not installed without a word."""
+    """Refuse trackers without their package; accelerate would skip them silently."""
     installed = {str(name) for name in get_available_trackers()}
     for name in config.trackers:
         if name not in installed:
@@ -166,7 +165,7 @@ def _check_trackers(config: RunConfig) -> None:
 
 
 def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
-    """DeepSpeed sees no data loader and steps by itself: tell it the batch, refuse the rest."""
+    """Configure DeepSpeed, which has no data loader here, and refuse options it cannot follow."""
     if config.optim.name != "adamw":
         raise ValueError(
             f"optim.name: {config.optim.name!r} uses two optimizers, DeepSpeed takes one; "
@@ -177,23 +176,23 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
             f"accumulation: {config.accumulation} with DeepSpeed, which would step after every "
             "batch; give --accumulation 1 and a larger --batch_tokens"
         )
-    # Else transformers would give each process a part of the frozen target (ZeRO-3), all at once.
+    # Else transformers would shard the frozen target as a whole (ZeRO-3).
     unset_hf_deepspeed_config()
     plugin = accelerator.state.deepspeed_plugin
-    # A placeholder that DeepSpeed requires: the loop divides by the window's tokens itself.
+    # DeepSpeed requires a value, but the loop itself divides by the window's tokens.
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
     plugin.deepspeed_config["gradient_clipping"] = config.optim.clip_norm
     # Sums over processes in bfloat16 would round small gradients away.
     plugin.deepspeed_config["communication_data_type"] = "fp32"
-    if _is_zero3(accelerator):  # small parameters that stay whole would be lost on resuming
+    if _is_zero3(accelerator):  # unsharded small parameters would be lost on resuming
         zero = plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
 
 
 def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
-    """Raise ValueError, in every process, if ``folder`` is not the same place for all of them.
+    """Raise ValueError in every process if ``folder`` is not the same place for all.
 
-    Checkpoints are written by several processes and published by one.
+    Several processes write a checkpoint, and one publishes it.
     """
     if accelerator.num_processes == 1:
         return
@@ -203,10 +202,10 @@ def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     sees = _appears(mark)
     count = torch.tensor(float(not sees), device=accelerator.device)
-    # Everyone learns the sum, so all raise together instead of waiting for each other.
+    # Every process gets the sum, so all raise together and none waits forever.
     num_blind = int(accelerator.reduce(count, "sum"))
     if accelerator.is_main_process:
-        # The sum has waited for every process, so nobody looks for the mark anymore.
+        # The sum has waited for every process, so none looks for the mark anymore.
         mark.unlink()
     if num_blind:
         raise ValueError(
@@ -216,7 +215,7 @@ def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
 
 
 def _appears(mark: Path) -> bool:
-    """Network file systems show a new file after some seconds."""
+    """Return True if the file appears within 5 s: network file systems show new files late."""
     deadline = time.monotonic() + 5
     while mark.name not in os.listdir(mark.parent):
         if time.monotonic() > deadline:
@@ -232,7 +231,7 @@ def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
         try:
             found = [look(), None]
         except ValueError as error:
-            # Sent on, not raised here: the others would wait for a broadcast that never comes.
+            # Broadcast before raising: the others would wait for it forever.
             found = [None, str(error)]
     value, refusal = broadcast_object_list(found)
     if refusal is not None:
@@ -246,7 +245,7 @@ def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
 def make_optimizers(
     parameters: list[tuple[str, nn.Parameter]], optim: OptimConfig
 ) -> list[Optimizer]:
-    """AdamW; or Muon for the matrices inside decoder layers and AdamW for the rest."""
+    """Make AdamW, or Muon for matrices inside decoder layers plus AdamW for the rest."""
     parameters = [(name, p) for name, p in parameters if p.requires_grad]
     # Embeddings and LM heads are matrices, too, but Muon suits maps between hidden states.
     is_hidden = {n: optim.name == "muon" and p.ndim == 2 and "layer" in n for n, p in parameters}
@@ -263,7 +262,7 @@ def make_optimizers(
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=True))
     if hidden:
-        # Updates scaled to AdamW's size, so that one learning rate serves both optimizers.
+        # Updates scaled to AdamW's size, so one learning rate serves both optimizers.
         muon = torch.optim.Muon(
             hidden, lr=optim.lr, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
@@ -272,10 +271,10 @@ def make_optimizers(
 
 
 def rate_factor(step: int, num_steps: int, optim: OptimConfig) -> float:
-    """Learning rate of optimizer step ``step`` (0-based) as a share of the peak."""
+    """Return the learning rate at optimizer step ``step`` (0-based), relative to the peak."""
     warmup = round(optim.warmup_fraction * num_steps)
     if step < warmup:
-        # Never 0, with which the first step would change nothing; the step after it has the peak.
+        # Never 0, or the first step would change nothing. The first step after warm-up has 1.
         return (step + 1) / (warmup + 1)
     if optim.schedule == "constant":
         return 1.0
@@ -287,8 +286,8 @@ def rate_factor(step: int, num_steps: int, optim: OptimConfig) -> float:
 # -- being asked to stop ----------------------------------------------------------------------
 
 REPEAT_S = 2.0
-"""Launchers pass on a Ctrl-C that the terminal has already sent to every process: one within this
-time is the same one."""
+"""Signals within this time count as one: the terminal sends Ctrl-C to every process, and launchers
+pass it on once more."""
 
 
 GO_ON = "everything is saved, the same command goes on from here"
@@ -298,16 +297,16 @@ GO_ON = "everything is saved, the same command goes on from here"
 class Stop:
     reason: str
     status: int = 0
-    """Exit status: 128 + the number of the signal, 0 for an end that was configured."""
+    """Exit status: 128 + the signal's number, or 0 for a configured end."""
 
 
 class Stopping:
-    """Requests to end this run. SIGTERM and SIGINT are noted, and end the run after its step."""
+    """Collects requests to end the run after its step: SIGTERM, SIGINT, ``max_minutes``."""
 
     def __init__(self, *, max_minutes: float | None, started: float) -> None:
         """
         Args:
-            started: ``time.monotonic()`` that ``max_minutes`` count from.
+            started: ``time.monotonic()`` at the start of ``max_minutes``.
         """
         self.max_minutes, self.started = max_minutes, started
         self.received: int | None = None
@@ -316,8 +315,11 @@ class Stopping:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Note signals inside the ``with``. A second one acts as it would without this, and one
-        that the process was started to ignore (a background job's SIGINT) stays ignored."""
+        """Note signals inside the ``with``.
+
+        A second signal acts as usual. A signal ignored since the process started stays ignored, for
+        example a background job's SIGINT.
+        """
         found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         self.previous = {n: handler for n, handler in found.items() if handler != signal.SIG_IGN}
         for number in self.previous:
@@ -341,7 +343,7 @@ class Stopping:
             signal.raise_signal(number)
 
     def wishes(self) -> dict[str, float]:
-        """Requests that this process has noted; the keys are always the same."""
+        """Return this process's requests; the keys are always the same."""
         minutes = (time.monotonic() - self.started) / 60
         return {
             "stop_sigterm": float(self.received == signal.SIGTERM),
@@ -363,7 +365,7 @@ class Stopping:
 
 
 def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
-    """Load the target of a run of a draft onto this process's device.
+    """Load a draft run's target onto this process's device.
 
     Raises:
         ValueError: nothing to load, or no library for its quantization.
@@ -379,19 +381,22 @@ def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> PreTraine
 
 
 def is_sharded(config: RunConfig, accelerator: Accelerator) -> bool:
-    """Whether every process holds a part of the target."""
+    """Return True if the target is sharded over several processes."""
     return config.shard_target and accelerator.num_processes > 1
 
 
 def uses_autocast(accelerator: Accelerator) -> bool:
-    """DeepSpeed does not: in bf16 all that it trains, and what meets it, is bfloat16."""
+    """Return False for DeepSpeed: in bf16 its weights and their inputs are bfloat16 already."""
     return accelerator.distributed_type != DistributedType.DEEPSPEED
 
 
 def resolve_dtype(
     config: RunConfig, mixed_precision: str, has_autocast: bool = True
 ) -> torch.dtype:
-    """A target stored in bfloat16 stays so where it computes in it anyway: half the memory."""
+    """Return the target's dtype; auto: bfloat16 if stored and computed in it, else float32.
+
+    bfloat16 takes half the memory.
+    """
     if mixed_precision == "bf16" and not has_autocast:
         return torch.bfloat16
     if config.target_dtype != "auto":
@@ -403,7 +408,11 @@ def resolve_dtype(
 
 
 def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
-    """transformers' configuration of bitsandbytes."""
+    """Return transformers' configuration for bitsandbytes.
+
+    Raises:
+        ValueError: bitsandbytes is not installed.
+    """
     if kind is None:
         return None
     if find_spec("bitsandbytes") is None:
@@ -417,12 +426,11 @@ def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
 
 
 def shard_target(target: PreTrainedModel, accelerator: Accelerator) -> None:
-    """Give each process a part of every decoder layer, gathered when the layer runs (FSDP2).
+    """Shard every decoder layer over the processes; a layer is gathered when it runs (FSDP2).
 
-    Layers that are not loaded yet are read in parts: neither the host nor the device ever holds
-    more than a layer of them. Embedding, final norm and LM head stay whole: the teacher reads them
-    outside the model's forward. Every process must then run the target as often as the others,
-    which the loop does.
+    Layers not loaded yet are read in parts, so neither host nor device holds more than one whole
+    layer. Embedding, final norm and LM head stay whole: the teacher reads them outside the model's
+    forward. All processes must run the target equally often; the loop does this.
     """
     # Parts inside a node, copies over nodes: layers are gathered over its fast links only.
     world, local = accelerator.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", 0))
@@ -432,7 +440,7 @@ def shard_target(target: PreTrainedModel, accelerator: Accelerator) -> None:
     layers = target.get_decoder().layers
     absent = [i for i, layer in enumerate(layers) if next(layer.parameters()).is_meta]
     for layer in layers:
-        # Said explicitly: what runs alone would keep its weights after the first forward.
+        # Explicit: by default a root module keeps its weights gathered after its forward.
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     if absent:
         load_more_layers(target, absent, accelerator.device)

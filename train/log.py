@@ -30,7 +30,7 @@ HELD_PROCESS_GROUPS: list[object] = []
 Shape = Sequence[int]
 
 CLOCK_METRICS = ("tokens_per_s", "data_share", "mfu")
-"""The only metrics that differ between repeated runs."""
+"""The only metrics with differences between repeated runs."""
 
 
 class MetricsLog:
@@ -83,7 +83,7 @@ class MetricsLog:
             return
         progress = self.trainer.progress
         record = {"step": progress.step, "tokens": progress.tokens, **values}
-        # Opened for each record, so that a kill loses none that is complete.
+        # Opened for each record, so a kill loses no complete one.
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if self.trainer.config.trackers:
@@ -98,13 +98,13 @@ class MetricsLog:
             kind = {"type": "model", "name": f"{config.output_dir.name}-{config.method}"}
             run.log_artifact(str(config.output_dir / "best"), **kind)
         if torch.distributed.is_initialized():
-            # Before end_training, after which the group cannot be found.
+            # Before end_training: afterwards the group cannot be found.
             HELD_PROCESS_GROUPS.append(torch.distributed.group.WORLD)
         self.accelerator.end_training()
 
 
 def flatten(settings: Values, prefix: str = "") -> Values:
-    """Return dotted names -> values, converted to types that every tracker takes."""
+    """Return dotted names -> values, converted to types accepted by every tracker."""
     flat: Values = {}
     for key, value in settings.items():
         if isinstance(value, dict):
@@ -189,7 +189,7 @@ class StepPace:
         return figures
 
 
-# -- batches whose loss is not finite ---------------------------------------------------------
+# -- batches with a non-finite loss -----------------------------------------------------------
 
 
 def save_bad_batches(

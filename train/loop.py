@@ -43,17 +43,17 @@ from pipedraft.train.objective import DraftObjective, LossOutput, Objective
 from pipedraft.train.screen import Screen
 
 STATE = "training_state"
-"""Folder of a checkpoint that only resuming needs."""
+"""Folder in a checkpoint, needed only to resume."""
 
 OF_THE_HOST = ("lengths", "rows")
-"""Numbers of a batch that decide what is computed: reading them from a device would wait for it."""
+"""Parts of a batch that stay on the host: shapes depend on them, and reading a device waits."""
 
 EVALUATED_ROWS = 8
-"""In one forward pass of a process, at most."""
+"""Maximum number per forward pass and process."""
 
 
 class Trainer:
-    """State of one run: prepared objective, optimizers, data position, trackers."""
+    """Training loop with its state: prepared objective, optimizers, data position, trackers."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Trainer:
         """Prepare the objective and its optimizers for this process.
 
         Args:
-            started: ``time.monotonic()`` that ``max_minutes`` count from.
+            started: ``time.monotonic()`` at the start of ``max_minutes``.
         """
         if config.evaluation.patience and not len(data.valid):
             raise ValueError(
@@ -88,7 +88,7 @@ class Trainer:
         # Counted before prepare: ZeRO-3 leaves every process empty parameters.
         self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
         objective.start_on(self._first_batches())
-        # After start_on and before prepare, which may copy or shard the weights as they are then.
+        # After start_on sets weights, and before prepare copies or shards them.
         optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
         self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
         self.state = TrainingState(accelerator, self.module, self.optimizers)
@@ -110,7 +110,7 @@ class Trainer:
     # -- data -------------------------------------------------------------------------------
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
-        """Batches of one epoch for all processes; batch i goes to process i mod world."""
+        """Return an epoch's batches for all processes; process i mod world takes batch i."""
         # The seed and the epoch decide the order, so a checkpoint needs only a place in it.
         batches = packed_batches if self.config.packing else length_bucketed_batches
         return batches(
@@ -122,32 +122,32 @@ class Trainer:
         )
 
     def _first_batches(self) -> Iterator[dict[str, Tensor]]:
-        """Batches of the first epoch, the same ones in every process."""
+        """Yield the first epoch's batches, the same ones in every process."""
         for rows in self.epoch_batches(0):
             yield self.load(self.data.train, rows)
 
     def _count_steps(self) -> int:
-        # The last window of an epoch may be short; it is a step, too.
+        # An epoch's last window may be short; it is a step, too.
         per_epoch = math.ceil(len(self.epoch_batches(0)) / (self.config.accumulation * self.world))
         if self.config.max_steps is not None:
             return self.config.max_steps
         return max(1, math.ceil(per_epoch * self.config.epochs))
 
     def windows(self) -> Iterator[list[dict[str, Tensor]]]:
-        """The batches of one optimizer step after another, from the saved data position on."""
+        """Yield this process's batches per optimizer step, from the saved data position on."""
         progress, per_step = self.progress, self.config.accumulation * self.world
         while True:
             batches = self.epoch_batches(progress.epoch)
             while progress.batch < len(batches):
                 chosen = batches[progress.batch : progress.batch + per_step]
-                # Before the yield: a checkpoint of this step must point to the next window.
+                # Before the yield: this step's checkpoint must point to the next window.
                 progress.batch += len(chosen)
                 self._prefetch(batches[progress.batch : progress.batch + per_step])
                 yield [self.load(self.data.train, rows) for rows in chosen[self.rank :: self.world]]
             progress.epoch, progress.batch = progress.epoch + 1, 0
 
     def _prefetch(self, batches: list[list[int]]) -> None:
-        """Announce the next step's batches so that their hidden states load during this step."""
+        """Announce the next step's batches: their hidden states load during this step."""
         if self.objective.features is not None:
             mine = batches[self.rank :: self.world]
             ids = [self.data.train[rows]["input_ids"] for rows in mine]
@@ -168,29 +168,30 @@ class Trainer:
         return {key: x if key in OF_THE_HOST else x.to(device) for key, x in batch.items()}
 
     def generator(self, *key: int) -> torch.Generator:
-        """Random numbers of one forward pass: a function of the key, so a resumed run repeats.
+        """Return one forward pass's random generator; only key and seed decide its numbers.
 
-        The key of a training batch is the step and its place in the window of all processes.
+        So a resumed run repeats them. A training batch's key is the step, and the batch's place in
+        the window over all processes.
         """
         mixed = 0
         for part in (self.config.seed, 0, *key):
-            # The + 1 makes zeros count: keys that differ only by a zero stay distinct.
+            # The + 1 makes zeros count: keys with one more zero stay distinct.
             mixed = (mixed * 1_000_003 + part + 1) % (2**63 - 1)
         return torch.Generator().manual_seed(mixed)
 
     # -- one optimizer step -----------------------------------------------------------------
 
     def optimize(self, window: list[dict[str, Tensor]]) -> dict[str, float]:
-        """One optimizer step: the loss is the mean over all counted tokens of the whole window.
+        """Run one optimizer step: the loss is the mean over all supervised tokens in the window.
 
-        Averaging per token over micro-batches and processes makes the step independent of how
-        the window is cut; a mean of micro-batch means would not be.
+        Averaging per token over micro-batches and processes makes the step independent from the
+        cut into micro-batches. A mean over micro-batch means would depend on it.
         """
         accelerator, world = self.accelerator, self.world
         counts = torch.tensor([self.objective.num_counted(batch) for batch in window])
         total = accelerator.reduce(counts.sum().to(accelerator.device), "sum").clamp_min(1)
         rate = self._set_rate()
-        # Counting slows a step down, so the first one of a launch stands for the others.
+        # Counting slows a step down, so a launch counts its first step only.
         counts_flops = self.config.peak_tflops is not None and not self.pace.flops_per_token
         with flop_counter() if counts_flops else nullcontext() as counter:
             sums, losses = self._passes(window, scale=world / total)
@@ -216,7 +217,7 @@ class Trainer:
         """Fetch the batch's hidden states, if they come from a server.
 
         Raises:
-            FeaturesLost: by every process, when one of them has lost its feature server.
+            FeaturesLost: in every process, if one has lost its feature server.
         """
         features = self.objective.features
         if features is None or not features.may_be_lost:
@@ -228,7 +229,7 @@ class Trainer:
             raise lost or FeaturesLost("features: another process has lost its server")
 
     def _set_rate(self) -> float:
-        """Set the learning rate before the backward pass, in which DeepSpeed takes its step."""
+        """Set the learning rate before the backward pass: DeepSpeed steps inside it."""
         optim = self.config.optim
         rate = optim.lr * rate_factor(self.progress.step, self.num_steps, optim)
         for optimizer in self.optimizers:
@@ -239,9 +240,9 @@ class Trainer:
     def _passes(
         self, window: list[dict[str, Tensor]], *, scale: Tensor
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Gradients of ``scale`` times the losses' sum; returns the metrics' sums and the losses.
+        """Add gradients for ``scale`` times the losses' sum; return metric sums and losses.
 
-        DDP averages gradients over processes, so ``scale`` has their number as a factor.
+        DDP averages gradients over processes, so ``scale`` includes their number as a factor.
         """
         accelerator = self.accelerator
         sums: dict[str, Tensor] = {}
@@ -249,7 +250,7 @@ class Trainer:
         for index, batch in enumerate(window):
             self._wait_for_features(batch)
             generator = self.generator(self.progress.step, index * self.world + self.rank)
-            # Gradients travel between processes only in the last backward pass of a window.
+            # Processes exchange gradients only in a window's last backward pass.
             is_last = index == len(window) - 1
             sync = nullcontext() if is_last else accelerator.no_sync(self.module)
             with accelerator.autocast(), sync:
@@ -262,9 +263,9 @@ class Trainer:
     def _refuse(
         self, window: list[dict[str, Tensor]], losses: list[Tensor], norm: float, loss: float
     ) -> NoReturn:
-        """Keep the batches whose loss is not finite, or all if every one is; end the run.
+        """Save the batches with a non-finite loss, or all if every loss is finite; end the run.
 
-        Norm and loss are those of all processes, so every process comes here at the same step.
+        Norm and loss cover all processes, so every process gets here at the same step.
         """
         own = {index * self.world + self.rank: float(x) for index, x in enumerate(losses)}
         bad = {index: value for index, value in own.items() if not math.isfinite(value)}
@@ -285,7 +286,7 @@ class Trainer:
     def reduce(
         self, sums: dict[str, Tensor], numbers: dict[str, float] | None = None
     ) -> dict[str, float]:
-        """Sums over processes, in one exchange. Every process must hold the same keys."""
+        """Sum over processes, in one exchange. Every process must have the same keys."""
         numbers = numbers or {}
         names, device = sorted(sums), self.accelerator.device
         parts = [sums[name].double().to(device) for name in names]
@@ -296,10 +297,10 @@ class Trainer:
     # -- evaluation and checkpoints ---------------------------------------------------------
 
     def _prompts_to_decode(self) -> list[list[int]]:
-        """Held-out prompts that evaluations decode; none where the target cannot run alone here.
+        """Return held-out prompts to decode in evaluations; none if no process has a whole target.
 
         Raises:
-            ValueError: there are none, and best/ is to be chosen by them.
+            ValueError: no prompts, but ``evaluation.best_by`` needs them.
         """
         evaluation, objective = self.config.evaluation, self.objective
         count, prompts = evaluation.decode_prompts, list[list[int]]()
@@ -316,7 +317,7 @@ class Trainer:
 
     @property
     def evaluates(self) -> str:
-        """What evaluations do, in words."""
+        """Describe the evaluations for the screen."""
         evaluation, rows = self.config.evaluation, len(self.data.valid)
         every = evaluation.every_steps
         when = f"every {every} steps" if every else "at the end"
@@ -326,14 +327,14 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the objective on the first validation rows, shared among the processes.
+        """Return the objective's metrics on the first validation rows, split over the processes.
 
-        Without validation rows there are none.
+        Without validation rows the result is empty.
         """
         rows = list(range(min(self.config.evaluation.max_rows, len(self.data.valid))))
         if not rows:
             return {}
-        # As many tokens at once as in training, which has been seen to fit.
+        # At most the training batch's tokens: they have fitted into memory before.
         longest = max(len(ids) for ids in self.data.valid[rows]["input_ids"])
         fitting = min(EVALUATED_ROWS, max(1, self.config.batch_tokens // longest))
         together = fitting * self.world
@@ -342,8 +343,8 @@ class Trainer:
         for options in self.objective.evaluation_passes():
             for start in range(0, len(rows), together):
                 mine = rows[start : start + together][self.rank :: self.world]
-                # Sharded networks make every process run as often as the others: one that is left
-                # without rows runs one that does not count.
+                # With a sharded network every process must run equally often. A process without
+                # rows runs one with weight 0.
                 batch = self.load(self.data.valid, mine or rows[:1])
                 self._wait_for_features(batch)
                 with self.accelerator.autocast():
@@ -354,7 +355,7 @@ class Trainer:
         return self.objective.summarize(self.reduce(sums))
 
     def save(self, metrics: dict[str, float]) -> None:
-        """Write a checkpoint that the run can resume from."""
+        """Write a checkpoint for resuming the run."""
         folder = checkpoint.step_folder(self.config.output_dir, self.progress.step)
         temporary = partial(folder)
         if self.accelerator.is_main_process:
@@ -375,7 +376,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _add_decoded(self, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
-        """Let the main process decode the held-out prompts, and every one know the figures."""
+        """Decode the held-out prompts in the main process, and give every process the figures."""
         objective = self.objective
         if not self.prompts or not isinstance(objective, DraftObjective):
             return
@@ -389,7 +390,7 @@ class Trainer:
         """Replace best/ after a better score; without validation rows the newest is the best.
 
         Returns:
-            Whether it was replaced.
+            True if it was replaced.
         """
         progress = self.progress
         if metrics:
@@ -406,10 +407,11 @@ class Trainer:
         return True
 
     def restore(self) -> None:
-        """Go back to the newest undamaged checkpoint, if there is any.
+        """Load the newest undamaged checkpoint, if there is any.
 
         Raises:
-            ValueError: it is another network's, past the last step, or not wanted; all are damaged.
+            ValueError: every checkpoint is damaged, or the newest belongs to another network, is
+                past the last step, or exists although ``resume`` is false.
         """
         output_dir = self.config.output_dir
         folders = checkpoint.step_folders(output_dir)
@@ -436,15 +438,15 @@ class Trainer:
                 )
             self.screen.say(f"resumed at step {self.progress.step} of {self.num_steps}")
         if self.accelerator.is_main_process:
-            # Also without a checkpoint: a killed run may have logged steps that it never saved.
+            # Also without a checkpoint: a killed run may have logged steps but saved none.
             log, is_evaluated = output_dir / "metrics.jsonl", not self.progress.evaluation_pending
             truncate_log(log, step=self.progress.step, is_evaluated=is_evaluated)
 
     def _regroup(self, group: int) -> None:
-        """Keep the saved order of the data where as many processes as now can follow it.
+        """Keep the checkpoint's data order if it fits the current number of processes.
 
         Args:
-            group: that this launch would take.
+            group: this launch's own batch group.
         """
         progress, saved = self.progress, self.progress.batch_group
         if saved != group and (self.config.batch_group is not None or saved % self.world):
@@ -453,13 +455,13 @@ class Trainer:
                 f"batches come in groups of {group} instead of {saved}: this epoch goes on in "
                 "another order, and some of its rows come twice or not at all"
             )
-        # Otherwise the last window of the epoch would give some processes fewer batches.
+        # Otherwise the epoch's last window would give some processes fewer batches.
         progress.batch -= progress.batch % self.world
-        # Other groups may cut the epoch into another number of batches.
+        # With other groups, an epoch may have more or fewer batches.
         self.num_steps = self._count_steps()
 
     def _choose_checkpoint(self) -> Path | None:
-        """The newest undamaged one, as the main process finds it."""
+        """Return the newest undamaged checkpoint, found by the main process."""
 
         def look() -> Path | None:
             checkpoint.tidy(self.config.output_dir)
@@ -476,7 +478,7 @@ class Trainer:
         """Train from where ``restore`` left off to the last step, or until ``stop`` is set.
 
         Returns:
-            The metrics of the last evaluation.
+            The last evaluation's metrics.
         """
         progress = self.progress
         log = MetricsLog(self)
@@ -507,7 +509,7 @@ class Trainer:
         return progress.metrics
 
     def _finish_step(self, log: MetricsLog) -> None:
-        """Evaluate, save or stop, whatever this step ends with."""
+        """Evaluate, save or stop after a step, if due."""
         config, progress = self.config, self.progress
         done = progress.step == self.num_steps
         # A signal during the last step changes nothing: the run is complete, with status 0.
@@ -519,12 +521,12 @@ class Trainer:
                 self.stop = self.stop or (None if done else self._out_of_patience())
             else:  # whoever sent a signal may not wait long enough for an evaluation
                 progress.evaluation_pending = True
-        # After the evaluation, so that the checkpoint has its metrics and best score.
+        # After the evaluation: the checkpoint needs its metrics and best score.
         if done or self.stop is not None or progress.step % config.save_every_steps == 0:
             self.save(progress.metrics)
 
     def _evaluate_and_keep(self, log: MetricsLog) -> None:
-        """Validation metrics, and the network if they are the best."""
+        """Evaluate and log the metrics; save the network to best/ after a better score."""
         progress = self.progress
         try:
             progress.metrics = metrics = self.evaluate()

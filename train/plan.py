@@ -1,11 +1,11 @@
-"""Needs of a run before any of it is started: parameters, memory, speed.
+"""Estimate a run's parameters, memory and speed before it starts.
 
     python -m pipedraft.train --plan configs/spd/qwen3_5_4b_n4.yaml
 
-Networks without storage count the parameters. A training step and an evaluation of the draft run
-on tensors without numbers, as large as the run's: their bytes and FLOPs are those of the real ones.
-The target's own forward, whose kernels differ by family, is a sum over one layer's largest tensors.
-Only the target's config.json is read.
+Networks on the meta device count the parameters. The draft runs one training step and one
+evaluation on fake tensors with the run's shapes, so bytes and FLOPs equal the real ones. The
+target's kernels differ by family, so its forward is estimated: a sum over one layer's largest
+tensors. Only the target's config.json is read.
 """
 
 import weakref
@@ -34,29 +34,29 @@ from pipedraft.train.objective import DraftObjective, StartConfig
 
 
 class LiveBytes(TorchDispatchMode):
-    """``with LiveBytes() as memory:`` counts the storages that operations inside make.
+    """Memory counter: ``with LiveBytes() as memory:`` counts storages allocated inside.
 
-    Networks of ``without_numbers`` run inside, too. Numbers that decide about shapes (ids, masks,
-    lengths) stay real, so that what depends on them is computed as in a run.
+    Networks from ``without_numbers`` run inside, too. Ids, masks and lengths decide shapes, so they
+    stay real: everything after them gets the same shapes as in a run.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
-        """Bytes of the storages that exist now."""
+        """Bytes in storages now."""
         self.peak = 0
-        """Most of them at a time."""
-        # Real ids and masks meet tensors without numbers in one operation.
+        """Maximum of ``live`` so far."""
+        # Real ids and masks meet fake tensors in one operation.
         self._shapes_alone = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: set[int] = set()
 
     def without_numbers(self, network: nn.Module) -> None:
-        """Turn a network on the meta device into one that this runs as if it were on a CPU."""
+        """Give a network on the meta device fake CPU tensors, so it can run inside."""
         with self._shapes_alone:
             network.to_empty(device="cpu")
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor without numbers."""
+        """Return a fake tensor and count its bytes."""
         with self._shapes_alone:
             made = torch.empty(shape, dtype=dtype)
         self._note(made, made.untyped_storage().nbytes())
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> object:
         given = (args, kwargs or {})
         tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
-        for tensor in tensors:  # what was there before does not count, nor do views of it
+        for tensor in tensors:  # inputs from before do not count, nor do their views
             self._note(tensor, 0)
         if any(isinstance(x, FakeTensor) for x in tensors):
             if func is torch.ops.aten.index.Tensor:
@@ -105,7 +105,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Masks as the places where they are true, of which a shape can be known."""
+    """Replace boolean masks by indices: their number is known, so the result has a shape."""
     found: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool
@@ -114,30 +114,30 @@ def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 ASSUMED_UTILIZATION = 0.35
-"""Share of the peak; a run's own ``mfu`` replaces the assumption."""
+"""Fraction of the device's peak FLOPS; compare with ``mfu`` in a real run's log."""
 STRATEGIES = ("ddp", "zero2", "fsdp2, zero3")
 BITS = {None: 0, "8bit": 8, "4bit": 4}
 
 
 @dataclass(frozen=True)
 class RunSizes:
-    """Parameters; bytes beside weights and optimizer that a pass needs at most; FLOPs per token."""
+    """Parameter counts, peak bytes per pass without weights and optimizer, and FLOPs per token."""
 
     target_layers: int
     target_ends: int
     trained: int
     draft: int
     step_bytes: float
-    """Of a training step of ``batch_tokens`` and one pass, gradients included."""
+    """Training step with one pass over ``batch_tokens``, gradients included."""
     evaluation_bytes: float
     flops: float
 
 
 class Plan:
-    """A run of a draft that is not started.
+    """Estimator for a run: measures sizes and prints the report.
 
     Raises:
-        ValueError: no config.json of the target.
+        ValueError: the target has no config.json.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Plan:
         self.precision = resolve_precision(run.precision)
         self.dtype = resolve_dtype(run, self.precision)
         self.tokens = min(run.data.max_length, run.batch_tokens)
-        """Length of the sequences whose FLOPs are told."""
+        """Sequence length for the FLOPs per token."""
 
     # -- counting ---------------------------------------------------------------------------
 
@@ -180,9 +180,9 @@ class Plan:
         )
 
     def make_objective(self, target: PreTrainedModel, memory: LiveBytes) -> DraftObjective:
-        """The run's, without numbers; hidden states come from nowhere."""
+        """Build the run's objective on fake tensors; empty tensors replace hidden states."""
         config, vocab_size = self.config, self.config.vocab_size
-        # Every token once, so that a draft vocabulary of any size can be chosen.
+        # Every token once, so a draft vocabulary can be chosen at any size.
         rows = {"input_ids": [list(range(vocab_size))], "loss_mask": [[1] * vocab_size]}
         report = SimpleNamespace(to_dict=dict)
         data: Any = SimpleNamespace(train=Dataset.from_dict(rows), report=report)
@@ -199,7 +199,7 @@ class Plan:
             objective.use_checkpointing()
         memory.without_numbers(objective)
         memory.without_numbers(target)
-        # Making the weights anew may have untied them.
+        # New storage may have untied the weights.
         target.tie_weights()
         layers = {*objective.draft.taps, config.num_hidden_layers}
 
@@ -213,7 +213,7 @@ class Plan:
     def _peak(
         self, objective: DraftObjective, memory: LiveBytes, rows: int, *, trains: bool = True
     ) -> float:
-        """Most bytes of a pass over rows whose tokens are all the assistant's."""
+        """Return peak bytes for a pass over sequences with every token supervised."""
         batch = all_counted(self.tokens, rows)
         memory.peak = memory.live
         generator = torch.Generator().manual_seed(self.run.seed)
@@ -228,15 +228,15 @@ class Plan:
         return max(memory.peak, self._target_bytes(rows * self.tokens, objective.draft.taps))
 
     def _target_bytes(self, tokens: int, taps: Collection[int]) -> float:
-        """Most bytes of the target's forward: states that are kept, and one layer's tensors.
+        """Return peak bytes for the target's forward: hidden states kept, plus one layer's tensors.
 
-        In a layer's MLP three tensors of the intermediate size and three of the hidden size exist
-        together; a norm works on a copy in float32.
+        An MLP holds three tensors with the intermediate size and three with the hidden size at
+        once. A norm works on a float32 copy.
         """
         hidden = self.config.hidden_size
         wide = self.layer.intermediate_size
         if (chosen := vars(self.config).get("num_experts_per_tok")) is not None:
-            # Each expert's rows apart, and all of them once more before they are summed.
+            # Rows exist once per expert, and once more in the stack before the sum.
             size = vars(self.config).get("moe_intermediate_size") or wide
             wide = chosen * (size + 2 * hidden / 3)
         kept = len({*taps, self.config.num_hidden_layers}) * hidden
@@ -244,9 +244,9 @@ class Plan:
         return tokens * (kept + max(mlp, norm)) * self.dtype.itemsize
 
     def _decoder_flops(self, layers: nn.Module) -> float:
-        """FLOPs per token of the frozen decoder's layers, as torch counts them.
+        """Return FLOPs per token in the frozen decoder's layers, counted as torch does.
 
-        Of experts the share that a token is sent to; attention of linear layers is left out.
+        Experts count by the fraction each token is routed to. Linear layers' attention is left out.
         """
         weights = 0.0
         for name, parameter in layers.named_parameters():
@@ -262,14 +262,14 @@ class Plan:
     # -- the report -------------------------------------------------------------------------
 
     def memory_bytes(self, sizes: RunSizes, *, processes: int, strategy: str) -> dict[str, float]:
-        """Bytes on one process by part; AdamW keeps two float32 numbers for each trained one.
+        """Return bytes on one process by part: AdamW keeps two float32 values per trained weight.
 
-        However gradients are shared in the end, each process computes them whole at first.
+        Each process first computes all gradients, even if a strategy shards them later.
         """
         run = self.run
         apart = processes if strategy != "ddp" else 1
         whole_apart = processes if strategy == "fsdp2, zero3" else 1
-        # DDP sends gradients from buckets of its own.
+        # DDP copies gradients into buckets before sending them.
         buckets = 1 if strategy == "ddp" and processes > 1 else 0
         bits = BITS[run.target_quantization] or 8 * self.dtype.itemsize
         layers = sizes.target_layers * bits / 8 / (processes if run.shard_target else 1)
@@ -285,7 +285,7 @@ class Plan:
         }
 
     def report(self) -> str:
-        """The lines of ``--plan``: parameters, memory, speed."""
+        """Return the text for ``--plan``: parameters, memory, speed."""
         run, sizes = self.run, self.measure()
         lines = [
             f"target {run.target}: {sizes.target_layers + sizes.target_ends:,} parameters, frozen, "
@@ -324,7 +324,7 @@ class Plan:
 
 
 def all_counted(num_tokens: int, num_sequences: int = 1) -> dict[str, Tensor]:
-    """Sequences whose tokens are all the assistant's."""
+    """Make a batch with every token supervised."""
     return {
         "input_ids": torch.zeros(num_sequences, num_tokens, dtype=torch.int64),
         "loss_mask": torch.ones(num_sequences, num_tokens, dtype=torch.bool),

@@ -1,4 +1,4 @@
-"""Serve a target: it verifies what edges draft, and decodes alone for those that do not."""
+"""Serve a target: verify draft tokens from edge devices, or decode alone for edges without one."""
 
 import asyncio
 import signal
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> None:
     from pipedraft.inference.edge import wire
     from pipedraft.inference.edge.server import Security, Server
 
-    # Refuse a missing library or a bad file before the target, which takes longest to load.
+    # Refuse a missing library or a bad file before loading the target, the slowest part.
     wire.import_grpc()
     security = Security(
         certificate=read_optional(options.tls_cert, "--tls-cert"),
@@ -84,7 +84,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 async def serve(server: "Server", host: str, wanted_port: int) -> None:
-    """Serve until a signal."""
+    """Serve until SIGTERM or SIGINT; a second signal ends open sessions at once."""
     loop, ended, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def end() -> None:
@@ -95,7 +95,7 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
     listening = await server.start(host, wanted_port)
     # Flushed, because scripts wait for this line to learn the port.
     print(describe(server, host, listening), flush=True)
-    # A token without TLS can be read on the way; TLS without a token admits everyone.
+    # A token without TLS can be read on the network; TLS without a token admits everyone.
     is_open = server.security.certificate is None or not server.security.tokens
     if is_open and not is_loopback(host):
         print(
@@ -106,7 +106,7 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
     try:
         await server.wait(ended)
     finally:
-        # After a failed pass, too: open sessions must learn that they have to begin again.
+        # After a failed pass, too: open sessions must be told to start again.
         num_cut = await server.stop(server.limits.grace_s, hurry)
     table = server.table
     share = server.num_session_passes / max(server.num_passes, 1)

@@ -55,7 +55,7 @@ class Security:
     """PEM chain; None: plain text."""
     key: bytes | None = None
     tokens: tuple[str, ...] = ()
-    """One of which every client must send; (): none."""
+    """Every client must send one; (): no token needed."""
 
 
 class Server:
@@ -143,7 +143,7 @@ class Server:
         done, _ = await asyncio.wait([waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         for task in done - {waiting}:
-            # These tasks never end by themselves: this raises what ended them.
+            # These tasks never end by themselves: this raises their error.
             task.result()
 
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> int:
@@ -189,7 +189,7 @@ class Server:
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            # Before looking for work: a request that arrives later sets it again.
+            # Before looking for work: a later request sets it again.
             self._due.clear()
             batch = self._next_batch()
             if not batch:
@@ -202,7 +202,7 @@ class Server:
             for session in batch:
                 # A long pass is not the edge's silence, and ``_next_batch`` takes the oldest first.
                 session.seen_s = time.monotonic()
-                # Before ``finish``, which ends the prefill.
+                # Before ``finish`` ends the prefill.
                 session.num_passes += not session.core.wants_prefill
                 if session.core in failures:
                     self._end_failed(session, failures[session.core])
@@ -316,7 +316,7 @@ class Server:
 
     async def _enter(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> HeldSession:
         try:
-            # A silent stream would occupy one of the server's streams.
+            # A silent stream would occupy a place among the server's streams.
             async with asyncio.timeout(self.limits.idle_s):
                 opening = REQUESTS.decode(await anext(requests))
         except (TimeoutError, StopAsyncIteration) as error:
@@ -338,7 +338,7 @@ class Server:
     # -- refusals ---------------------------------------------------------------------------
 
     async def _authenticate(self, context: wire.Untyped) -> None:
-        """Refuse a caller without one of the tokens, where there are some."""
+        """Refuse a caller without a valid token, if the server has tokens."""
         if not self.security.tokens:
             return
         given = str(dict(context.invocation_metadata()).get("authorization", "")).encode()
@@ -383,7 +383,7 @@ def measure(target: SharedTarget) -> tuple[float, float, int]:
 
 
 def describe_failure(error: Exception) -> str:
-    """Return one line for the operator: what failed, and where."""
+    """Return one line for the operator: the error, and its place in the code."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
@@ -399,7 +399,7 @@ def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
         Exception: the target cannot compute its own row either, so no session is at fault.
     """
     try:
-        # One bad row must not end all sessions that share its pass.
+        # One bad row must not end all sessions in its pass.
         run_together(sessions)
         return {}
     except Exception:

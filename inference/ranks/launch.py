@@ -78,11 +78,11 @@ def run_ranks(
         code = os.waitstatus_to_exitcode(ended)
         if code and not status:
             status = max(code, 1)
-            # The failed rank's peers report the cause themselves; kill only those that cannot.
+            # The failed rank's peers report the cause themselves; kill only hanging ones.
             late = threading.Timer(LEAVE_S, kill)
             late.daemon = True
             late.start()
-    # The store ends last, as ranks exchange the reason of a failure through it.
+    # The store ends last: ranks exchange a failure's reason through it.
     started[0].kill()
     os._exit(status)
 
@@ -95,5 +95,5 @@ if __name__ == "__main__":
     kept = dist.TCPStore(
         host, number, is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
     )
-    # Its stdin is a pipe from the launcher, so the store ends even if that is killed.
+    # Its stdin is a pipe from the launcher, so the store ends even after a kill.
     sys.stdin.read()

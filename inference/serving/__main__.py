@@ -13,7 +13,7 @@ from pipedraft.cli import (
 )
 
 if __name__ == "__main__":
-    # Before the slow imports, in which Ctrl-C would end in a traceback.
+    # Before the slow imports: Ctrl-C inside them would print a traceback.
     leave_at_interrupts()
 
 from pipedraft.inference.arguments import EngineOptions, backend_of
@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> None:
             cluster.watch.on_signal = lambda: None  # the ranks exit after the controller
             cluster.serve()
             return
-        # A port in use must fail before the target is loaded, which takes long.
+        # A port in use must fail before the target's long load.
         with listen.open_socket(options) as socket:
             from pipedraft.inference.command import load_engine
 

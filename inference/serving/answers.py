@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """New text and tokens of a choice."""
+    """New text and tokens in a choice."""
 
     choice: "Choice"
     text: str
     is_drafted: bool = False
-    """The last token was a draft token that the target accepted."""
+    """True if the last token is an accepted draft token."""
     rejected: Sequence[int] = ()
-    """Draft tokens that were tested at the place of the last token and were wrong."""
+    """Draft tokens tested and rejected at the last token's place."""
     steps: Sequence[Sequence[int]] = ()
     """Rows per stage in each step since the previous piece."""
     logprobs: Sequence[TokenLogprob] = ()
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Choice(Observer):
-    """One output of a request: its verified text, end and times.
+    """One output for a request: its verified text, end and times.
 
     Filled by the decoding thread, read by the answering one after it has ended.
     """
@@ -62,7 +62,7 @@ class Choice(Observer):
     """Called by the decoding thread."""
     demands: Demands = Demands()
     end_ids: frozenset[int] = frozenset()
-    """Tokens that end the choice."""
+    """End tokens for the choice."""
     skips_special: bool = True
     num_logprobs: int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Choice(Observer):
         self.submitted_s = time.monotonic()
         self.started_s = self.first_s = self.last_s = self.step_s = math.nan
 
-    # -- by the thread that decodes ---------------------------------------------------------
+    # -- in the decoding thread -------------------------------------------------------------
 
     def start(self) -> None:
         self.started_s = self.step_s = time.monotonic()
@@ -117,9 +117,9 @@ class Choice(Observer):
         if not self._is_silent_end(token):
             self._rest += self.stream.add(token)
         self._cut()
-        # Text that may begin a stop string must wait: sent text cannot be taken back.
+        # A possible start of a stop string must wait: sent text cannot be taken back.
         size = len(self._rest) - (0 if self.is_stopped else self._held())
-        # A rejection belongs to the target's token that replaced it, not to accepted ones before.
+        # A rejection belongs to its replacement by the target, not to accepted tokens before.
         rejected = [] if is_drafted else self._rejected
         self._rejected = self._rejected if is_drafted else []
         self._tell(size, is_drafted=is_drafted, rejected=rejected)
@@ -145,7 +145,7 @@ class Choice(Observer):
         if result is not None and not self.is_stopped:
             self._rest += self.stream.rest()
             self._cut()
-        # Before the last piece: with that one read, ``Admission.__exit__`` looks here.
+        # Before the last piece: once it is read, ``Admission.__exit__`` looks here.
         self.has_ended = True
         self.metrics.ended(self)
         self._tell(len(self._rest), is_last=True)
@@ -168,7 +168,7 @@ class Choice(Observer):
             self._rest, self.is_stopped = self._rest[: min(found)], True
 
     def _held(self) -> int:
-        """Return the number of final characters that may start a stop string."""
+        """Return how many final characters may start a stop string."""
         # A whole stop string has been cut already, hence the 1.
         longest = max(map(len, self.stop_strings), default=1) - 1
         for size in range(min(longest, len(self._rest)), 0, -1):
@@ -208,7 +208,7 @@ class Choice(Observer):
 def acceptance(result: DecodeResult) -> dict[str, object]:
     """Return one output's acceptance counts; a round is vLLM's speculative step."""
     accepted = [
-        # Only a round that ends with "a" has no token of the target's own.
+        # Every round has one token from the target itself, unless it ends with "a".
         length - (end != "a")
         for length, end in zip(result.round_lengths, result.round_ends, strict=True)
     ]
@@ -246,7 +246,7 @@ class HttpAnswer:
     ) -> None:
         self.asked, self.choices, self.pieces = asked, choices, pieces
         self.is_blocked = False
-        """True while a chunk waits for a reader that does not read."""
+        """True while a chunk waits for a slow reader."""
         self._is_chat = isinstance(asked, ChatRequest)
         kind = "chat.completion" if self._is_chat else "text_completion"
         prefix = "chatcmpl" if self._is_chat else "cmpl"

@@ -1,4 +1,4 @@
-"""Draft sources: the decode-time side of every draft."""
+"""Draft sources: every draft's decode-time side."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from pipedraft.inference.sources.spd import SPDSource
 
 
 def make_source(draft: Any, timing: str = "input_states", tokens_per_step: int = 1) -> DraftSource:
-    """Build the decode-time side of a loaded draft.
+    """Build a loaded draft's decode-time side.
 
     Args:
         timing: from schedule ``spd``; values other than the default need an SPD head.

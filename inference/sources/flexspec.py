@@ -1,6 +1,7 @@
 """FlexSpec's draft at decode time."""
 
 # R rows per call after A text rows, C cached rows, E readings, H hidden
+# Q states known before the call: the last text row, then the rows' computed parents
 
 from functools import partial
 
@@ -21,10 +22,10 @@ class FlexSpecSource(RowsSource):
         config, weight = self.draft.config, self.draft.lm_head.weight
         # The first text row has no predecessor; it reads zeros in its place.
         self._text_state = weight.new_zeros(config.num_readings, weight.shape[1])
-        """State [E, H] of the last text row."""
+        """[E, H]: the last text row's state."""
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        # Before ``super``, which forgets the outputs of rows that become text.
+        # Before ``super``: it forgets the outputs when rows become text.
         computed = [row for row in keep.rows[1 : keep.num_committed + 1] if row in self._known]
         if computed and self._graph_rows is None:
             self._text_state = self._outputs[computed[-1]]
@@ -42,7 +43,7 @@ class FlexSpecSource(RowsSource):
         parents = [self._name(tree, tree.parents[row]) for row in rows if tree.parents[row]]
         # Children of the root follow the text, so they read its last state.
         known_QEH = torch.stack([self._text_state, *(self._outputs[name] for name in parents)])
-        # Index of each row's predecessor among these Q known states, then the call's rows.
+        # Each row's predecessor as an index into these Q known states, then the call's rows.
         num_known, after_root = len(known_QEH), iter(range(1, len(known_QEH)))
         root = num_known + num_text - 1 if num_text else 0
         before = [num_known + row - 1 if row else 0 for row in range(num_text)]

@@ -1,4 +1,4 @@
-"""Run the frozen target over the data once and store the hidden states that draft heads read.
+"""Run the frozen target over the data once and store hidden states for training draft heads.
 
 Exit status: 0 done; 2 bad input; 1 failure. After a kill at any moment, the same command resumes.
 """
@@ -47,7 +47,7 @@ class FeatureOptions(Options):
     dtype: Literal["fp32", "bf16", "fp16", "int8"] = "bf16"
     """storage dtype"""
     also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)
-    """configuration of another head that reads the same states; repeatable"""
+    """configuration of another head to read the same states; repeatable"""
     shard_mb: float = option(512.0, metavar="MB", flag="--shard_mb")
     """size per file, in MB"""
     engine: Literal["vllm"] | None = None
@@ -59,10 +59,11 @@ class FeatureOptions(Options):
 
 
 def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
-    """Return the heads that share a dump, the first one from the command line.
+    """Return the heads for one dump, the first one from the command line.
 
     Raises:
-        ValueError: they have different targets, or none.
+        ValueError: the heads have different targets or none, or the first one shards the target or
+            reads features itself.
     """
     from pipedraft.train.__main__ import methods
     from pipedraft.train.config import parse_run

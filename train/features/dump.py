@@ -1,4 +1,4 @@
-"""Run a frozen target over a data set once, and write the hidden states that heads need."""
+"""Run a frozen target over a data set once, and write hidden states for training heads."""
 
 # B batch, T positions in a padded row, M positions in sequences, H hidden, V vocabulary
 
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
     from pipedraft.train.features.__main__ import FeatureOptions
 
 
-# -- what is dumped -------------------------------------------------------------------------
+# -- contents -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Head:
-    """A draft head that reads a dump: its name in tables, its run, and its network."""
+    """A draft head trained from a dump: its name in tables, its run, and its network."""
 
     name: str
     run: RunConfig
@@ -72,7 +72,7 @@ class Head:
 
 
 def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the layers that each head needs, and their union if there are several heads."""
+    """Return the layers needed by each head, and their union if there are several heads."""
     layers = {}
     for head in heads:
         draft = weightless_draft(registry()[head.run.method][1], head.model, target_config)
@@ -85,11 +85,11 @@ def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, t
 def cut_in_shards(
     run: RunConfig, data: TokenizedData, settings: DumpSettings, token_bytes: int
 ) -> tuple[list[list[list[int]]], list[int]]:
-    """Return each shard's batches of rows, and its tokens; validation rows follow the training
-    rows.
+    """Return each shard's batches and its number of tokens; a batch is a list of row numbers.
 
-    Uses the batches from the run's first epoch and from its evaluation. So with one process and
-    fp32 storage, the hidden states equal those of an epoch without a dump bit for bit.
+    Validation rows follow the training rows. Uses the batches from the run's first epoch and from
+    its evaluation. So with one process and fp32 storage, hidden states equal an epoch without a
+    dump bit for bit.
     """
     lengths = row_lengths(data.train) + row_lengths(data.valid)
     num_train, group = len(data.train), settings.batch_group
@@ -328,7 +328,7 @@ def vllm_request(run: RunConfig, layers: tuple[int, ...], accelerator: Accelerat
     """Return vLLM's settings for a run's target.
 
     Raises:
-        ValueError: a setting that needs the target in this process.
+        ValueError: a setting needs the target in this process.
     """
     if run.target_quantization:
         raise ValueError(

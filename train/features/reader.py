@@ -94,8 +94,7 @@ class Features:
         return read
 
     def wait_for(self, batch: dict[str, Tensor]) -> FeaturesLost | None:
-        """Fetch the states that ``read`` will return for this batch; return the error if the server
-        is lost."""
+        """Fetch this batch's states for ``read``; return the error if the server is lost."""
         try:
             self._ready = self._fetched(batch)
         except FeaturesLost as lost:
@@ -247,13 +246,13 @@ def load_embedding_and_head(
     config: "DataclassInstance",
     accelerator: Accelerator,
 ) -> PreTrainedModel:
-    """Load embedding, final norm, LM head, and target layers that initialize the draft.
+    """Load embedding, final norm, LM head, and the target layers copied into the draft.
 
-    For runs that never execute the other layers, and for sharded runs: each process reads its part
-    later.
+    Runs with ``features`` never execute the other layers. In sharded runs each process reads its
+    part later.
 
     Raises:
-        ValueError: nothing to load, or an option that concerns the layers.
+        ValueError: nothing to load, or an option for whole layers.
     """
     other = "shard_target: true" if run.features is None else "features"
     for name, value in (
@@ -282,12 +281,12 @@ def load_embedding_and_head(
 
 
 TIE = 0.5
-"""Maximum gap in nats between two most likely tokens that may differ by rounding alone."""
+"""Maximum gap in nats between the two sides' most likely tokens: rounding alone may cause it."""
 
 
 @torch.no_grad()
 def check_served(source: ServedStates, target: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Refuse servers whose next token is not the one that their states and the LM head give.
+    """Refuse servers if their next token differs from the LM head's on their states.
 
     Raises:
         ValueError: another target, or other layers.
@@ -314,10 +313,11 @@ def open_features(
     data: TokenizedData,
     accelerator: Accelerator,
 ) -> Features:
-    """Open the dump or the servers that a run names.
+    """Open a run's dump or servers.
 
     Raises:
-        ValueError: a dump for another target or other data, or one that lacks a layer.
+        ValueError: a dump for another target or other data, or without a needed layer; a server
+            with another target or other layers.
     """
     assert run.features is not None
     config = objective.target.get_decoder().config
