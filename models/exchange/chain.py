@@ -90,7 +90,7 @@ def simulated(chains: dict[str, list[MeasuredRun]]) -> Values:
         parts = {name: [run for run in runs if run.benchmark == name] for name in names}
         for name, part in ({"all": runs} | parts).items():
             rates = [round(rate, 6) for rate in accumulate(sum_counts(part), mul)]
-            # The expected accepted count is the sum over j of P(at least j accepted).
+            # The expected accepted count sums P(at least j accepted) over j.
             length = 1 + sum(rates)
             vllm = {
                 "num_speculative_tokens": len(rates),
