@@ -183,7 +183,7 @@ def compare_entries(
 
 
 def counterparts(entry: RunRecord, candidates: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the baseline's entries most like ``entry``: namesakes if there are any."""
+    """Return the baseline's entries most like ``entry``: entries with its name if there are any."""
     place = ("benchmark", "sampling")
     is_plain = entry.schedule == AUTOREGRESSIVE
     candidates = [
@@ -328,11 +328,11 @@ class CompareOptions(Options):
     EXAMPLE: ClassVar[str] = EXAMPLE + "\n" + LEGEND
 
     baseline: Path = option(metavar="RUN_A", positional=True)
-    """--out folder of the baseline run"""
+    """the baseline run's --out folder"""
     others: tuple[Path, ...] = option(metavar="RUN_B", positional=True)
-    """--out folders of other runs"""
+    """other runs' --out folders"""
     entropy: bool = False
-    """add the share of accepted draft tokens by the target's entropy, from 0, 0.05, .. nats"""
+    """add the accepted share among draft tokens by the target's entropy, from 0, 0.05, .. nats"""
     groups: bool = False
     """add tokens per round by context length, language and kind of text"""
     json: Path | None = None

@@ -67,7 +67,7 @@ class TargetConfig:
     """None: init_from's tokenizer, or a new byte-level BPE with vocab_size tokens."""
     vocab_size: int = 4096
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention kernel in training; on CPUs, eager is faster for rows up to a few hundred tokens."""
+    """Attention kernel in training; on CPUs, eager is faster for rows with a few hundred tokens."""
     loss_on: Literal["all", "assistant"] = "all"
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices inside the layers, AdamW for the rest."""
