@@ -1,4 +1,4 @@
-"""pipedraft: train draft heads that keep a pipelined language model busy, and decode with them."""
+"""pipedraft: train draft heads to keep a pipelined language model busy, and decode with them."""
 
 import os
 from importlib import import_module
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if "OMP_WAIT_POLICY" not in os.environ:
-    # How often torch's threads (libgomp's on Linux) spin before they sleep, read when torch is
-    # imported. With libgomp's default of 300,000 spins, a step of a small model takes 40 times as
-    # long next to one busy program. With 3,000 it takes 3 times as long, and is no slower alone:
+    # Set how often torch's threads (libgomp's on Linux) spin before they sleep. Importing torch
+    # reads it. With libgomp's default, 300,000 spins, a small model's step takes 40 times as long
+    # next to one busy program. With 3,000 spins it takes 3 times as long, and is no slower alone:
     # docs/lab/log.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
@@ -25,7 +25,7 @@ PUBLIC = {
     "custom_generate": "pipedraft.api",
     "DecodeConfig": "pipedraft.inference.config",
 }
-"""Public name -> its module. ``train`` is the package, which can be called."""
+"""Public name -> its module. ``train`` is the package; it can be called."""
 
 
 def __getattr__(name: str) -> object:

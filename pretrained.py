@@ -165,11 +165,11 @@ NEUTRAL: Values = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), ([],)),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias"), ()),
 }
-"""Settings in generation_config.json that change greedy answers, each with its neutral values."""
+"""Neutral values for each generation_config.json setting that can change greedy answers."""
 
 
 def unapplied_settings(model: PreTrainedModel) -> list[str]:
-    """List the generation settings that `generate` would apply and this package does not."""
+    """List generation settings applied by `generate` but not by this package."""
     config = getattr(model, "generation_config", None)
     given = {name: getattr(config, name, None) for name in NEUTRAL}
     return [
@@ -234,7 +234,7 @@ def load_generation_config(
 
 
 def check_unquantized(config: Values, name: str, *, field: str = "target") -> None:
-    """Raise ValueError for weights that mean nothing without scales: FP8, GPTQ, AWQ, bitsandbytes.
+    """Raise ValueError for weights without meaning unless scaled: FP8, GPTQ, AWQ, bitsandbytes.
 
     Their files contain integers or 8-bit floats next to the scales; read as plain numbers they
     decode noise.
@@ -420,7 +420,7 @@ def quieten() -> None:
 
 
 def _is_of_use(record: LogRecord) -> bool:
-    """Return False for DeepSpeed's note that this machine has no GPU, which is irrelevant here."""
+    """Return False for DeepSpeed's note about a missing GPU: it is irrelevant here."""
     return "Setting accelerator to CPU" not in record.getMessage()
 
 
@@ -443,8 +443,7 @@ def first_line(error: Exception) -> str:
 # -- targets in GGUF files: converted once, then read as a safetensors folder ------------------
 
 GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types with GGUF tensors that transformers maps, and with layers that can be cut into
-stages."""
+"""Model types whose GGUF tensors transformers can map, and whose layers can be cut into stages."""
 
 
 def local_name(name_or_path: str, *, field: str = "target") -> str:
@@ -468,7 +467,7 @@ def local_name(name_or_path: str, *, field: str = "target") -> str:
 def convert_gguf(file: Path, out: Path, *, field: str = "target") -> list[Path]:
     """Write a GGUF model, dequantized by transformers, as a float32 folder; return its files.
 
-    config.json stores the file's hash as ``gguf_sha256``, so that results identify the target.
+    config.json stores the file's hash as ``gguf_sha256`` to identify the target in results.
 
     Raises:
         ValueError: the file is broken, or from a model family without support for stages.
@@ -584,7 +583,7 @@ def hub_link(field: str) -> Iterator[None]:
         field: prefix for errors: the option and its value.
 
     Raises:
-        ValueError: a refusal that the user can fix: token, rights, name, revision.
+        ValueError: the Hub refuses, and the user can fix it: token, rights, name, revision.
         Failure: the Hub is unreachable, breaks off, stays silent or fails.
     """
     before = hub_logging.get_verbosity()
@@ -628,7 +627,7 @@ def _hub_error(field: str, error: Exception) -> Exception | None:
             return Failure(f"{field}: {constants.ENDPOINT} cannot be used ({what}); {AGAIN}")
         if isinstance(cause, HFValidationError):
             return ValueError(f"{field}: {_line(cause)}; give user/name")
-        # hf_xet, which stores large files, has no classes of its own for these.
+        # hf_xet (storage for large files) has no classes of its own for these.
         if isinstance(cause, ConnectionError | TimeoutError):
             return Failure(f"{field}: {_line(cause)}; {AGAIN}")
         if isinstance(cause, PermissionError) and cause.errno is None:

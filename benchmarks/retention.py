@@ -1,12 +1,12 @@
-"""What drafts are still worth when their target has been fine-tuned: acceptance against drift.
+"""Measure how well drafts still work after their target was fine-tuned: acceptance against drift.
 
     python benchmarks/retention.py configs/retention/embedded.yaml --out out/retention
 
-Drafts of one base target decode with the base and with what came of it, without being trained
-again (FlexSpec, arXiv 2601.00644, table II). The check that a draft belongs to its target is made
-for the base, and left out for the others, since a mismatch is what is measured. Writes report.md,
-results.json and a plot into --out. What was decoded is kept in OUT/traces. The last line of the
-output is one JSON object: the acceptance rates.
+Drafts trained for one base target decode with the base and with its fine-tuned versions, without
+new training (FlexSpec, arXiv 2601.00644, table II). On the base, a draft for another target is
+refused. Fine-tuned targets skip this check, because the mismatch is measured here. The run writes
+report.md, results.json and a plot into --out, and keeps the decoded turns in OUT/traces. The last
+line of the output is one JSON object: the acceptance rates.
 """
 
 import json
@@ -54,9 +54,9 @@ from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import load_target_part, weights_identity
 
-# P prompts, X values of each, R decoded turns, S the two targets that are compared (0 the base)
-# A tokens of an answer, V vocabulary
-# counts_4P: accepted, tested, emitted, rounds of each prompt
+# P prompts, X values per prompt, R decoded turns, S the two compared targets (0 the base)
+# A answer tokens, V vocabulary
+# counts_4P: accepted, tested, emitted, rounds per prompt
 
 BASE = "base"
 PLOT = "retention.png"
@@ -79,20 +79,20 @@ LEGEND = """\
 
 
 class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Targets that were fine-tuned for one purpose, and prompts of it."""
+    """Targets fine-tuned for one purpose, and prompts for it."""
 
     benchmarks: list[str]
     targets: dict[str, str]
-    """Name of a fine-tuned target -> its folder."""
+    """Name -> folder, per fine-tuned target."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The YAML file: every draft runs on the base and on every target of every domain."""
+    """YAML file for a report: every draft runs on the base and on each domain's targets."""
 
     title: str
     target: str
     drafts: dict[str, str]
-    """Name -> folder of a checkpoint or language model."""
+    """Name -> checkpoint or language model folder."""
     domains: dict[str, Domain]
     tree: str
     temperature: float = 0.0
@@ -106,7 +106,7 @@ def add_up(
     num_prompts: int,
     measure: Callable[[DecodeResult], Sequence[float]],
 ) -> np.ndarray:
-    """Sum X values over each prompt's turns, [X, P]; 0 where none was decoded."""
+    """Sum X values over each prompt's turns: [X, P]; 0 for a prompt without a decoded turn."""
     values_RX = np.array([measure(record.result) for record in records], dtype=np.float64)
     sums_XP = np.zeros((values_RX.shape[1], num_prompts))
     np.add.at(sums_XP.T, [record.conversation[1] for record in records], values_RX)
@@ -114,15 +114,16 @@ def add_up(
 
 
 def count(result: DecodeResult) -> tuple[int, int, int, int]:
-    """Draft tokens accepted and tested, tokens emitted, rounds."""
+    """Return draft tokens accepted and tested, tokens emitted, and verification rounds."""
     rounds = result.round_lengths
     return result.num_accepted, result.num_tested, sum(rounds), len(rounds)
 
 
 def describe(counts_4P: np.ndarray, base_4P: np.ndarray, *, seed: int = 0) -> dict[str, Any]:
-    """Compute alpha, tau and the share of the base's alpha, with intervals over prompts.
+    """Compute alpha, tau and alpha's share relative to the base, with intervals over prompts.
 
-    The share is of the same prompts, resampled together, though each target writes its own output.
+    Both alphas in the share use the same prompts, resampled together. Each target still writes its
+    own output.
     """
     accepted_P, tested_P, emitted_P, rounds_P = counts_4P
     numerator_SP, denominator_SP = np.stack([base_4P, counts_4P], 1)[:2]
@@ -145,10 +146,10 @@ def describe(counts_4P: np.ndarray, base_4P: np.ndarray, *, seed: int = 0) -> di
 def divergence(
     base: PreTrainedModel, evolved: PreTrainedModel, result: DecodeResult
 ) -> tuple[float, int]:
-    """Sum KL(base || evolved) over the rows that predict an answer; also return their number.
+    """Sum KL(base || evolved) over a prompt's answer rows; also return the number of rows.
 
     Args:
-        result: what the base answered to a prompt.
+        result: the base's answer to the prompt.
     """
     log_p_AV, log_q_AV = (
         output_logits(model, result.prompt_ids, result.token_ids).float().log_softmax(-1)
@@ -160,17 +161,17 @@ def divergence(
 
 @dataclass(frozen=True)
 class DraftRun:
-    """All prompts of a domain, decoded by one draft on one target."""
+    """All prompts from a domain, decoded by one draft on one target."""
 
     records: list[DecodedTurn]
     loads: bool
-    """The draft would load on this target without the exception for evolved ones."""
+    """The draft would load on this target even without the exception for evolved targets."""
     draft_bytes: int
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Base, drafts and settings of a report."""
+    """Run for a report: the base, its drafts and the settings."""
 
     spec: Spec
     base: PreTrainedModel
@@ -178,16 +179,16 @@ class Retention:
     out: Path
 
     def measure(self, name: str, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """Decode a domain by every draft on every target.
+        """Decode a domain's prompts with every draft on every target.
 
         Returns:
-            One entry for each target, the drafts' own entries in it.
+            One entry per target; it contains one entry per draft.
         """
         spec, entries = self.spec, []
         on_base = self.decode(f"{name}, {BASE}", self.base, spec.target, prompts)
         answers = next(iter(on_base.values())).records
         for target, place in {BASE: spec.target, **spec.domains[name].targets}.items():
-            best = Path(place) / "best"  # of a training run
+            best = Path(place) / "best"  # a training run writes its best checkpoint here
             folder = str(best) if best.exists() else place
             model, found = self.base, on_base
             if target != BASE:
@@ -221,7 +222,7 @@ class Retention:
     def decode(
         self, where: str, model: PreTrainedModel, folder: str, prompts: Sequence[Prompt]
     ) -> dict[str, DraftRun]:
-        """Decode the prompts by every draft; on the base, one of another target is refused."""
+        """Decode the prompts with every draft; the base refuses a draft for another target."""
         spec, tokens = self.spec, self.spec.max_new_tokens
         room = model.config.get_text_config().max_position_embeddings - tokens
         traces, found = traces_of(self.out, model, weights=weights_identity(folder)), {}
@@ -254,7 +255,7 @@ class Retention:
 def load(
     place: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, allow_evolved: bool
 ) -> DraftNetwork:
-    """Load a language model, or a head from a folder or its best/."""
+    """Load a language model or a head, from a folder or from best/ in it."""
     for folder in (Path(place), Path(place) / "best"):
         if (folder / "config.json").is_file():
             if b'"draft_type"' in (folder / "config.json").read_bytes():
@@ -265,7 +266,7 @@ def load(
 
 
 def would_load(draft: DraftNetwork, model: PreTrainedModel) -> bool:
-    """Whether the draft loads here without the exception; a language model always does."""
+    """Return True if the draft loads here without the exception; a language model always does."""
     if not isinstance(draft, Draft):
         return True
     return fingerprint_mismatch(draft.reference.fingerprint, draft.fingerprint(model)) is None
@@ -277,12 +278,12 @@ def num_bytes(draft: DraftNetwork) -> int:
 
 
 def sync_seconds(draft_bytes: int) -> dict[str, float]:
-    """Time to send a draft again, by the link: its weights over the link's bandwidth down."""
+    """Return the seconds to send a draft's weights again, per link: bytes over bandwidth down."""
     return {name: draft_bytes / link.state(0.0).down_bytes_per_s for name, link in PRESETS.items()}
 
 
 def agreement(runs: Iterable[DraftRun]) -> tuple[int, int]:
-    """Turns, and those that every draft gave the same output, as greedy decoding does to all."""
+    """Count the turns, and the turns with one output for all drafts; greedy decoding gives all."""
     outputs = zip(*([r.result.token_ids for r in found.records] for found in runs), strict=True)
     same = [all(output == turn[0] for output in turn) for turn in outputs]
     return len(same), sum(same)
@@ -292,7 +293,7 @@ def agreement(runs: Iterable[DraftRun]) -> tuple[int, int]:
 
 
 def retention_table(targets: Sequence[dict[str, Any]], measure: str) -> Table:
-    """One line for each target, one column for each draft."""
+    """Return a table with a line per target and a column per draft."""
     names = list(targets[0]["drafts"])
     rows = []
     for target in targets:
@@ -309,7 +310,7 @@ def retention_table(targets: Sequence[dict[str, Any]], measure: str) -> Table:
 
 
 def sync_table(drafts: dict[str, dict[str, Any]]) -> Table:
-    """FlexSpec, table I: what a draft costs that has to be trained again for every target."""
+    """Return FlexSpec's table I: the cost to send a draft again after training it for a target."""
     rows = [
         [name, number(entry["draft_bytes"] / 1e6, 1)]
         + [number(s, 2) for s in sync_seconds(entry["draft_bytes"]).values()]
@@ -319,7 +320,7 @@ def sync_table(drafts: dict[str, dict[str, Any]]) -> Table:
 
 
 def plot(targets: Sequence[dict[str, Any]]) -> bytes:
-    """Acceptance of every draft on every target with its interval, by the target's drift."""
+    """Plot each draft's acceptance and interval on each target, by the target's drift."""
     panels: dict[str, dict[str, dict[float, Estimate]]] = {}
     for target in targets:
         for name, draft in target["drafts"].items():
@@ -337,7 +338,7 @@ def plot(targets: Sequence[dict[str, Any]]) -> bytes:
 
 
 def report(spec: Spec, targets: Sequence[dict[str, Any]]) -> str:
-    """Text of report.md."""
+    """Return the report as Markdown, for report.md."""
     turns, same = (sum(target[key] for target in targets) for key in ("turns", "same_text"))
     parts = [
         f"# {spec.title}",
@@ -387,26 +388,26 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 COPIED_SETTINGS = ("rms_norm_eps", "rope_parameters")
-"""Settings of ``LayerConfig`` that the last block computes with; weights show the shapes."""
+"""``LayerConfig`` settings used by the last block's computation; weights show the shapes."""
 
 
 def out_of_scope(base: str, evolved: str) -> list[str]:
-    """Names of the modules outside layers 1 .. L-1 that differ from the base or are adapted.
+    """List modules outside layers 1 .. L-1 that differ from the base or have an adapter.
 
-    A setting that the last block computes with is named as config.SETTING.
+    A changed setting in the last block's computation is listed as config.SETTING.
 
     Args:
-        base: folder or Hub id of a target.
-        evolved: folder or Hub id of another one, or the folder of an adapter.
+        base: a target's folder or Hub id.
+        evolved: another target's folder or Hub id, or an adapter's folder.
 
     Raises:
-        ValueError: one of them cannot be read, or they are no versions of one target.
+        ValueError: unreadable files, or two targets that are not versions of one model.
     """
     folder = Path(evolved)
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     try:
         part = _copied_part(base, is_weightless=is_adapter)
-    except ValueError as error:  # its field is the target's
+    except ValueError as error:  # the message names the field "target"
         raise ValueError(f"--base{str(error).removeprefix('target')}") from error
     if is_adapter:
         return targeted_modules(part, folder)
@@ -414,7 +415,7 @@ def out_of_scope(base: str, evolved: str) -> list[str]:
 
 
 def _copied_part(name: str, *, is_weightless: bool = False) -> PreTrainedModel:
-    """A target with only what drafts copy in memory; weightless: only names."""
+    """Load only the target's parts that drafts copy; weightless: only module names."""
     part = load_target_part(name, layers=(), has_embedding=False, has_head=False)
     if is_weightless:
         return part
@@ -423,7 +424,7 @@ def _copied_part(name: str, *, is_weightless: bool = False) -> PreTrainedModel:
 
 
 def copied_modules(target: PreTrainedModel) -> dict[str, nn.Module]:
-    """Modules with weights of embedding, last block, final norm and LM head, in this order."""
+    """Return modules with weights: embedding, last block, final norm and LM head, in this order."""
     decoder = target.get_decoder()
     parts = (decoder.embed_tokens, decoder.layers[-1], decoder.norm, target.get_output_embeddings())
     names = {module: name for name, module in target.named_modules()}
@@ -432,10 +433,10 @@ def copied_modules(target: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def changed_modules(base: PreTrainedModel, evolved: PreTrainedModel) -> list[str]:
-    """Copied modules whose weights differ by a bit, as float32 numbers.
+    """List copied modules with at least one weight that differs, compared as float32.
 
     Raises:
-        ValueError: the numbers of layers differ.
+        ValueError: the models have different numbers of layers.
     """
     depths = [len(target.get_decoder().layers) for target in (base, evolved)]
     if depths[0] != depths[1]:
@@ -461,13 +462,13 @@ def _is_same(module: nn.Module, other: nn.Module | None) -> bool:
 
 
 def targeted_modules(base: PreTrainedModel, folder: Path) -> list[str]:
-    """Copied modules that an adapter of peft holds weights for, whatever their values.
+    """List copied modules with weights in a peft adapter; the values do not matter.
 
     Args:
-        base: the model of the adapter; its weights are not read.
+        base: the adapter's model; its weights are not read.
 
     Raises:
-        ValueError: no safetensors weights, or weights that belong to no module of the base.
+        ValueError: no safetensors weights, or weights for no module in the base.
     """
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
@@ -483,7 +484,7 @@ def targeted_modules(base: PreTrainedModel, folder: Path) -> list[str]:
 
 
 def _module_of(tensor: str, known: Iterable[str], folder: Path) -> str:
-    """The innermost module of the base in the name of an adapter's tensor."""
+    """Return the base's innermost module in an adapter tensor's name."""
     candidates = _with_parents(tensor.removeprefix(PEFT_PREFIX)).intersection(known)
     if not candidates:
         kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
@@ -495,7 +496,7 @@ def _module_of(tensor: str, known: Iterable[str], folder: Path) -> str:
 
 
 def _with_parents(name: str) -> set[str]:
-    """ "a.b" is {"a", "a.b"}."""
+    """Return a module's name and its parents' names: "a.b" gives {"a", "a.b"}."""
     parts = name.split(".")
     return {".".join(parts[:size]) for size in range(1, len(parts) + 1)}
 

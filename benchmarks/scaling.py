@@ -1,22 +1,22 @@
-"""Where pipelined speculation pays: modeled speed-up by stages, links and target sizes.
+"""Model where pipelined speculation is worth it: speed-up by stages, links and target sizes.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --acceptance 0.85 --json
 
-A chain draft whose draft tokens are right independently of each other, with the same probability
-for every method and n (a simplification: heads that see deeper states are right more often), is
-decoded on the virtual clock with durations from sizes and bandwidths. A stage streams its weights
-from memory and runs the small kernels of its layers; a hop is latency plus hidden states over
-bandwidth; verification and drafting stream the LM head and the draft's layers; each also launches
-what is not in its graph, as often as tests/test_device_decode.py allows, and waits. Sources of the
-numbers are in docs/lab/scaling.md.
+The virtual clock decodes with a chain draft, with durations from sizes and bandwidths. Each draft
+token is accepted independently, with one probability for every method and n. This is a
+simplification: heads reading deeper states have a higher acceptance. A stage streams its weights
+from memory and runs its layers' small kernels. A link costs its latency plus hidden states over
+bandwidth. Verification and drafting stream the LM head and the draft's layers. Each also waits, and
+launches its kernels outside the graph as often as tests/test_device_decode.py allows.
+docs/lab/scaling.md gives the sources for the numbers.
 
-Beside them stands tensor parallelism, where links are fast enough for it: every GPU streams its
-part of every layer. What a layer costs beside that is one constant, from one measurement.
+For comparison, the tables show tensor parallelism on links fast enough for it: every GPU streams
+its part of every layer. The remaining cost per layer is one constant, from one measurement.
 
-S is over plain decoding on the SAME pipeline; "over one device" compares with plain decoding where
-all layers are on one device (which may not exist for the larger targets), so that it shows what
-the pipeline itself costs.
+S compares with autoregressive decoding on the SAME pipeline. "Over one device" compares with
+autoregressive decoding with all layers on one device, to show the pipeline's own cost. For the
+larger targets, no such device may exist.
 """
 
 import json
@@ -63,11 +63,12 @@ STAGES = (2, 4, 8, 16, 32, 64)
 MEMORY_BYTES_PER_S = 3.35e12
 BYTES = 2  # bf16
 SMALL_KERNELS = 29
-"""Of a Llama layer's 36 in a graph; the others stream its weights."""
+"""Small kernels among a Llama layer's 36 in a graph; the others stream its weights."""
 KERNEL_S, LAUNCH_S, WAIT_S = 1.5e-6, 6e-6, 10e-6
-"""Of a small kernel in a graph, of a launch outside one, of the host for the device."""
+"""Seconds for a small kernel in a graph, a launch outside one, the host's wait for the device."""
 STAGE_LAUNCHES, DRAFT_LAUNCHES, VERIFY_LAUNCHES = 3, 3, 8
-"""With the copy to the device and the graph; the last two also wait once."""
+"""Launches per forward pass, the copy to the device and the graph included; the last two also wait
+once."""
 PARALLEL_LAYER_S = 75e-6
 """(1 / 88.61 s - 141.2 GB / 8 / MEMORY_BYTES_PER_S) / 80 layers: SGLang, Llama-3.3-70B, 8 H100."""
 MOST_PARALLEL = 8
@@ -75,7 +76,7 @@ MOST_PARALLEL = 8
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds, from sizes."""
+    """Durations in seconds, computed from sizes."""
 
     target_pass: float
     head: float
@@ -113,9 +114,9 @@ class Durations:
 def layered(
     clock: VirtualClock, right: Random, acceptance: float, tokens: int, *, overlap: bool = True
 ) -> float:
-    """SPD: a hit takes one step, a miss n, and the draft runs beside the stages.
+    """Simulate SPD: a hit takes one step, a miss n; drafting overlaps with the stages.
 
-    PPSD is the same without ``overlap``: every step waits for the draft.
+    Without ``overlap``, simulate PPSD: every step waits for the draft.
     """
     busy = [1] * clock.num_stages
     for _ in range(tokens):
@@ -128,7 +129,7 @@ def layered(
 def eagle_chain(
     clock: VirtualClock, right: Random, acceptance: float, tokens: int, length: int = 7
 ) -> float:
-    """A round drafts a chain while the stages wait, then takes n steps."""
+    """Simulate EAGLE: a round drafts a chain while the stages wait, then takes n steps."""
     emitted = 0
     while emitted < tokens:
         clock.serial_draft(length)
@@ -141,7 +142,7 @@ def eagle_chain(
 
 
 def chain_tokens(right: Random, acceptance: float, length: int) -> int:
-    """Tokens of a round: the right ones of a chain, and one more."""
+    """Draw a round's tokens: the chain's accepted draft tokens, and one from the target."""
     return 1 + next((i for i in range(length) if right.random() >= acceptance), length)
 
 
@@ -150,7 +151,7 @@ class PlannedMethod:
     simulate: Callable[[VirtualClock, Random, float, int], float]
     draft_layers: int
     draft_vocab: int | None
-    """None: the target's."""
+    """Draft vocabulary; None: the target's vocabulary."""
 
 
 EAGLE = PlannedMethod(eagle_chain, 1, 32_000)
@@ -163,13 +164,16 @@ METHODS = {
 
 
 PARALLEL = {"tensor parallel": 0, "tensor parallel, EAGLE chain:7": 7}
-"""Draft tokens of a round."""
+"""Draft tokens per round."""
 
 
 def speedup(
     target: Target, link: StageLink, num_stages: int, method: str, *, acceptance: float, tokens: int
 ) -> tuple[float, float] | None:
-    """S over the same pipeline, and over one device."""
+    """Return S over the same pipeline, and over one device; None: no tensor parallelism there.
+
+    Tensor parallelism needs the fastest link and at most ``MOST_PARALLEL`` devices.
+    """
     durations, one = (Durations.of(target, link, n) for n in (num_stages, 1))
     clock = durations.clock(target, num_stages, METHODS.get(method, EAGLE))
     if method in METHODS:
@@ -186,7 +190,7 @@ def speedup(
 def parallel(
     target: Target, durations: Durations, num_devices: int, acceptance: float, length: int
 ) -> float:
-    """Seconds a token; the draft is on one of the devices."""
+    """Return seconds per token; one device also runs the draft."""
     stream = target.parameters * BYTES / num_devices / MEMORY_BYTES_PER_S
     seconds = stream + target.num_layers * PARALLEL_LAYER_S
     if not length:

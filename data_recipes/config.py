@@ -89,7 +89,7 @@ def count_letters(texts: Sequence[str]) -> int:
 
 
 def non_alphabetic_share(texts: Sequence[str]) -> float:
-    """Return the share of non-letters among the visible characters; 1 for a row without any."""
+    """Return the share that non-letters have among visible characters; 1 for a row without any."""
     visible = sum(len(part) for text in texts for part in text.split())
     return 1 - count_letters(texts) / visible if visible else 1.0
 
@@ -118,13 +118,13 @@ class Source:
     row with text_field. python_stdlib: the running interpreter's standard library, one module per
     row."""
     split: str = "train"
-    """Split of a Hub data set; a file or folder has none."""
+    """A Hub data set's split; a file or folder has none."""
     subset: str | None = None
     """Configuration for a Hub data set with several, as `all` of HuggingFaceTB/smoltalk."""
     files: str | None = None
     """Glob that selects files from a Hub data set; null: all."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub data set; null: its main branch."""
+    """A Hub data set's branch, tag or commit; null: its main branch."""
     streaming: bool = False
     """Read a Hub data set over the network row by row and store only the rows read. Local files are
     always read like this."""
@@ -206,8 +206,8 @@ class DataConfig:
     duplicates: Duplicates = "keep"
     """exact: drop a row equal to an earlier one except in case, white space and Unicode form."""
     decontaminate: list[str | Source] = field(default_factory=list)
-    """Benchmark files or folders, or Hub data sets in the form of a source. Rows that share a
-    13-gram of words with a benchmark prompt are dropped, and counted per benchmark."""
+    """Benchmark files or folders, or Hub data sets written like a source. Rows sharing a
+    word 13-gram with a benchmark prompt are dropped, and counted per benchmark."""
     valid_fraction: float = 0.02
     """Share of rows held out for validation, chosen by a hash of content and seed. 0: none; any
     other value holds out at least one, given two different rows."""

@@ -1,4 +1,4 @@
-"""Groups for acceptance figures: context length, language, kind of text."""
+"""Group texts for acceptance figures: context length, language, kind of text."""
 
 import re
 import unicodedata
@@ -13,7 +13,7 @@ CONTEXT_EDGES = (0, 512, 1024, 2048, 4096, 8192, 16384)
 """Context edges in tokens. Each group ends below the next edge; the last is open."""
 ANSWER, CODE, THINKING, TOOL_CALL = "answer", "code", "thinking", "tool call"
 SEGMENTS = (TOOL_CALL, THINKING, CODE, ANSWER)
-"""Kinds of assistant text. A row gets the first one that it contains."""
+"""Kinds of assistant text. A row gets the first kind found in it."""
 WORDS = {
     "en": "the of and to is that it was for you with are this have not",
     "de": "der die und das ist nicht ein eine zu den mit von sich auf ich",
@@ -92,7 +92,7 @@ def segments_of(text: str, start: str = ANSWER) -> list[tuple[int, str]]:
 
 
 def prose(text: str) -> str:
-    """Strip code and calls, whose words belong to no language."""
+    """Strip code and calls: their words belong to no language."""
     parts, begin = [], 0
     for end, kind in segments_of(text):
         if kind not in (CODE, TOOL_CALL):

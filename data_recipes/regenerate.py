@@ -72,7 +72,7 @@ class LocalOptions(Options):
     device: str = option("auto", metavar="DEVICE")
     """cpu, cuda or cuda:N; auto: an accelerator if there is one"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """dtype of the weights"""
+    """weights' dtype"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +84,15 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
     ONE_OF = (("target", "server"), ("data", "self_prompt"))
 
     data: str | None = option(None, metavar="FILE")
-    """JSONL (.gz) or parquet of conversations"""
+    """conversations as JSONL (.gz) or parquet"""
     self_prompt: int | None = option(None, least=1)
     """instead of --data: let --target write this many conversations itself"""
     decontaminate: tuple[str, ...] = option((), metavar="FILES")
-    """with --self-prompt: comma list of benchmark files; rows with their prompts are dropped"""
+    """with --self-prompt: comma-separated benchmark files; drop rows with their prompts"""
     out: Path
     """JSONL file to write or resume"""
     target: str | None = option(None, metavar="FOLDER")
-    """folder or Hub id of a chat model"""
+    """a chat model's folder or Hub id"""
     server: str | None = option(None, metavar="URL")
     """an OpenAI-compatible server"""
     retry_errors: bool = False
@@ -156,14 +156,14 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
 def is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises for one that is no number
+        _ = parts.port  # raises ValueError unless it is a number
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def scan(source: Source) -> tuple[int, str]:
-    """Count the rows of the input, and hash their texts: (number, digest)."""
+    """Count the input's rows, and hash their texts: (number, digest)."""
     if not Path(source.path).is_file():
         raise UsageError(f"--data: no file {source.path}; give JSONL or parquet rows")
     digest, num_rows = hashlib.sha256(), 0
@@ -235,7 +235,7 @@ async def ask_server(run: Run, options: RegenerateOptions) -> str:
 
 
 def ask_itself(answers: AnswerFile, options: RegenerateOptions, bar: tqdm) -> tuple[int, str]:
-    """Sample self-made conversations; return the number of cut answers and the summary's text."""
+    """Sample self-made conversations; return how many answers were cut, and the summary's text."""
     from pipedraft.data_recipes.local import load_on
     from pipedraft.data_recipes.self_prompt import SelfPrompting
     from pipedraft.pretrained import load_tokenizer

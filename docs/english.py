@@ -1,8 +1,8 @@
-"""Measure the English of docstrings and pages: run `python docs/english.py` in the checkout.
+"""Measure the English in docstrings and pages: run `python docs/english.py` in the checkout.
 
-Per 1,000 words: "of", relative and "such" words, verbs of doing, "you". Also words per sentence
-(median and 90th percentile). Code, tables and lists of commands are left out. The figures are a
-thermometer, not a goal: a low one proves nothing, a high one names the folder to reread.
+Print, per 1,000 words: `of`, relative words and `such`, verbs for doing, `you`. Also print words
+per sentence (median and 90th percentile). Code, tables and command lists are left out. The figures
+are a thermometer, not a goal: a low one proves nothing, a high one names the folder to reread.
 """
 
 import argparse
@@ -24,7 +24,7 @@ WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 
 
 def is_doing(word: str) -> bool:
-    """Return whether a word is a form of one of the verbs."""
+    """Return True for any form of the verbs in ``DOING``."""
     stems = {word, word.removesuffix("s"), word.removesuffix("es")}
     stems |= {word.removesuffix("ing"), word.removesuffix("ing") + "e"}
     stems |= {word.removesuffix("ed"), word.removesuffix("d")}
@@ -33,11 +33,11 @@ def is_doing(word: str) -> bool:
 
 @dataclass
 class Sample:
-    """Words and sentences of some texts."""
+    """Words and sentence lengths from some texts."""
 
     words: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    """Words of each sentence."""
+    """Number of words per sentence."""
 
     def add(self, text: str) -> None:
         for sentence in SENTENCE.split(text):
@@ -47,7 +47,7 @@ class Sample:
                 self.lengths.append(len(words))
 
     def line(self, name: str) -> str:
-        """One line of the table."""
+        """Return the sample's line in the table."""
         total = max(len(self.words), 1)
         shares = (
             sum(word == "of" for word in self.words),
@@ -61,7 +61,7 @@ class Sample:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Docstrings of modules, classes, functions, and those under fields."""
+    """Yield docstrings: in modules, classes and functions, and under fields."""
     for node in ast.walk(ast.parse(path.read_text())):
         for child in ast.iter_child_nodes(node):
             value = child.value if isinstance(child, ast.Expr) else None
@@ -70,7 +70,7 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def prose(text: str) -> str:
-    """Text of a page without code, tables, headings, links' addresses and front matter."""
+    """Return a page's text without code, tables, headings, link addresses and front matter."""
     text = re.sub(r"```.*?```", "\n\n", text, flags=re.S)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     kept = []

@@ -1,6 +1,6 @@
 """Write docs/cli.md and docs/config.md from the options' docstrings: `python docs/reference.py`.
 
-The head of each page, above ``REST``, is kept.
+Each page keeps its own text above ``REST``.
 """
 
 import json
@@ -40,7 +40,7 @@ COMMANDS: dict[type[Options], str] = {
     FeatureOptions: "Every option of [pipedraft train](#pipedraft-train) is accepted, too.",
     data.DataOptions: "Every [data key](config.md#data) is an option: `--data.max_length 512`.",
 } | dict.fromkeys(NO_REMARK, "")
-"""Options of each command, and a remark."""
+"""Options class per command, with a remark for its section."""
 SECTIONS = {"optim": OptimConfig, "evaluation": EvaluationConfig, "data": config.DataConfig}
 SECTIONS |= {"data.sources": config.Source, "data.sources.filters": config.RowFilters}
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
@@ -48,7 +48,7 @@ TYPES |= {NoneType: "null", dict: "mapping"}
 
 
 def row(*cells: str) -> str:
-    """Return a table row; signs that Markdown would read are escaped."""
+    """Return a table row, with Markdown's signs escaped."""
     text = "\0".join(" ".join(cell.split()) for cell in cells)
     for sign, escaped in (("|", r"\|"), ("<", "&lt;"), ("*", r"\*"), ("\0", " | ")):
         text = text.replace(sign, escaped)
@@ -61,7 +61,7 @@ def sentence(text: str | None) -> str:
 
 
 def blocks(example: str) -> Iterator[str]:
-    """Yield the paragraphs of an example; its indented lines become code."""
+    """Yield an example's paragraphs; its indented lines become code."""
     lines = example.strip().removeprefix("example:").splitlines()
     for is_code, block in groupby(lines, key=lambda line: line.startswith("  ")):
         if text := dedent("\n".join(block)).strip():
@@ -69,7 +69,7 @@ def blocks(example: str) -> Iterator[str]:
 
 
 def tables(parser: ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Yield the title and table of each group in a parser."""
+    """Yield the title and table for each group in a parser."""
     formatter: Any = parser._get_formatter()
     for group in parser._action_groups:
         rows = []
@@ -86,7 +86,7 @@ def tables(parser: ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def cli_parts() -> Iterator[str]:
-    """Yield the parts of cli.md below its head; a repeated table becomes a link to its first."""
+    """Yield cli.md's parts below ``REST``; a repeated table becomes a link to the first one."""
     yield from ("## pipedraft train", "Train a draft head.", *blocks(EXAMPLE))
     yield "Options: `--plan FILE`, and every key in [config.md](config.md) as `--KEY VALUE`."
     seen: dict[str, str] = {}
@@ -121,7 +121,7 @@ def default_text(part: Field[Any]) -> str:
 
 
 def config_parts() -> Iterator[str]:
-    """Yield the parts of config.md below its head."""
+    """Yield config.md's parts below ``REST``."""
     models = {f"model, for method: {name}": kind for name, kind in methods().items()}
     for title, kind in ({"Keys of a run": RunConfig} | SECTIONS | models).items():
         yield f"## {title}"

@@ -76,7 +76,7 @@ def _load_drafts(
 
 
 def _check_settings(given: Values, schedules: Collection[str]) -> None:
-    """Raise UsageError for a setting that none of the schedules has."""
+    """Raise UsageError for a setting unknown to all the schedules."""
     for name, owners in setting_owners().items():
         if name in given and not set(owners) & set(schedules):
             raise UsageError(
@@ -86,7 +86,7 @@ def _check_settings(given: Values, schedules: Collection[str]) -> None:
 
 
 def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedule]]:
-    """Return every combination of the schedule's settings by name, in the given order.
+    """Return every settings combination for the schedule by name, in the given order.
 
     Args:
         given: setting -> value or list of values; settings for other schedules are ignored.
@@ -117,7 +117,7 @@ def make_methods(
         name: options.schedule or (default_schedule(network.draft_type),)
         for name, (_, network) in drafts.items()
     }
-    # Over all drafts together: a setting may belong to the schedule of only one.
+    # Check all drafts together: a setting may belong to only one draft's schedule.
     used = dict.fromkeys(schedule for own in schedules_of.values() for schedule in own)
     _check_settings(options.settings, used)
     shared = {
@@ -173,7 +173,7 @@ def _load_target(
     """Load the target where it decodes: here, or on a cluster's ranks.
 
     Args:
-        trained: descriptions of the drafts.
+        trained: the drafts' descriptions, for their stages and boundaries.
     """
     device = place_of(options, cluster)
     dtype = resolve_dtype(options.dtype, device, name, revision)

@@ -1,6 +1,6 @@
 """Compare methods between runs prompt by prompt: `python -m pipedraft.eval compare --help`.
 
-Reads the "per_prompt" rows in results.json; intervals.py computes the statistics.
+The input is the "per_prompt" rows in results.json; intervals.py computes the statistics.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ prompts. If the interval contains 1, the runs do not differ measurably. tokens/s
 slower during one run looks like a difference."""
 
 
-# Fields that both entries in a comparison share, from the most alike to any.
+# Fields shared by both entries in a comparison: the strictest match first, any entry last.
 LIKENESS = (
     ("method", "schedule", "stages", "tree_width", "tree"),
     ("schedule", "stages", "tree_width", "tree"),
@@ -40,7 +40,7 @@ LIKENESS = (
     ("schedule",),
     (),
 )
-# Conditions that make numbers hard to compare if they differ, by path in manifest.json.
+# Numbers are hard to compare if these conditions differ. Values: paths in manifest.json.
 CONDITIONS = {
     "target": ("target", "fingerprint", "hash"),
     "tokenizer": ("tokenizer", "sha256"),
@@ -58,7 +58,7 @@ MACHINE = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """A ratio of sums over prompts: [n] sum(numerator) / sum(denominator)."""
+    """Ratio of two sums over prompts: [n] sum(numerator) / sum(denominator)."""
 
     name: str
     label: str
@@ -66,7 +66,7 @@ class Quantity:
     denominator: str
     times_stages: bool = False
     place: int | None = None
-    """Index into fields that are lists."""
+    """Index into list fields."""
     group: str = ""
     """Text group for tokens per round."""
 
@@ -141,7 +141,7 @@ class Line:
     compared: RunRecord
     quantity: Quantity
     left_out: int
-    """Prompts that only one of the two has."""
+    """Number of prompts in only one of the two runs."""
     result: PairedComparison
 
 
@@ -162,10 +162,10 @@ def _setting(entry: RunRecord, fields: Sequence[str]) -> tuple[object, ...]:
 def compare_entries(
     baseline: RunRecord, compared: RunRecord, quantities: Sequence[Quantity] = QUANTITIES
 ) -> Iterator[Line]:
-    """Compare every quantity that both recorded, on their common prompts.
+    """Compare every quantity recorded in both entries, on their common prompts.
 
-    For autoregressive decoding only the wall clock: L' and S are 1 by construction. It shows
-    whether the machine was equally fast.
+    For autoregressive decoding, compare only the wall clock: L' and S are 1 by construction. A
+    difference there means a faster or slower machine.
     """
     shared = _rows_by_id(compared).keys()
     keys = [key for key in _rows_by_id(baseline) if key in shared]
@@ -183,7 +183,7 @@ def compare_entries(
 
 
 def counterparts(entry: RunRecord, candidates: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the baseline's entries most like ``entry``: namesakes if there are any."""
+    """Return the baseline's entries most like ``entry``: entries with its name if there are any."""
     place = ("benchmark", "sampling")
     is_plain = entry.schedule == AUTOREGRESSIVE
     candidates = [
@@ -279,7 +279,7 @@ COLUMNS: dict[str, Callable[[Line], str]] = {
 
 
 def verdicts(lines: Sequence[Line]) -> list[str]:
-    """Say in a sentence per method which run is faster, by S if it was recorded."""
+    """Name the faster run in a sentence per method, by S if it was recorded."""
     pooled = [line for line in lines if line.compared.benchmark == OVERALL] or lines
     found: dict[tuple[str, ...], str] = {}
     for line in pooled:
@@ -328,11 +328,11 @@ class CompareOptions(Options):
     EXAMPLE: ClassVar[str] = EXAMPLE + "\n" + LEGEND
 
     baseline: Path = option(metavar="RUN_A", positional=True)
-    """--out folder of the baseline run"""
+    """the baseline run's --out folder"""
     others: tuple[Path, ...] = option(metavar="RUN_B", positional=True)
-    """--out folders of other runs"""
+    """other runs' --out folders"""
     entropy: bool = False
-    """add the share of accepted draft tokens by the target's entropy, from 0, 0.05, .. nats"""
+    """add the accepted share among draft tokens by the target's entropy, from 0, 0.05, .. nats"""
     groups: bool = False
     """add tokens per round by context length, language and kind of text"""
     json: Path | None = None

@@ -2,8 +2,8 @@
 
 The engine decodes the prompts in a process with its own environment and reports its rounds. Compare
 its draft tokens with the head's forward pass over the engine's own output. Where they differ, rerun
-the head once with each known engine or export fault. The fault that reproduces the engine's draft
-tokens is the cause. So only tokens are read from the engine.
+the head once with each known engine or export fault. If a fault reproduces the engine's draft
+tokens, it is the cause. So only tokens are read from the engine.
 """
 
 # R compared draft tokens, U draft vocabulary
@@ -54,11 +54,11 @@ ENVIRONMENT = {
 }
 MALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 ROTARY_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
-"""RoPE bases in use; 10,000 first, the default for readers that miss the setting."""
+"""RoPE bases in use; 10,000 first, the default for a reader without this setting."""
 EXPLAINED = 0.97
-"""Share of the engine's draft tokens that a fault must reproduce to be named."""
+"""Name a fault only if it reproduces this share of the engine's draft tokens."""
 REDUCED = 0.25
-"""Share of the differences that a fault may leave unexplained."""
+"""A fault may leave this share of the differences unexplained."""
 
 # -- the engine's process ---------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class EngineRun(msgspec.Struct):
     token_ids: list[int]
     rounds: list[EngineRound]
     rendered: list[int] | None = None
-    """Prompt tokens that the engine renders from the messages; None: no chat template."""
+    """Prompt tokens rendered by the engine from the messages; None: no chat template."""
 
 
 class EngineAnswer(msgspec.Struct):

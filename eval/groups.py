@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GroupCounts = dict[str, list[int]]
-"""DIMENSION/GROUP -> tests, accepted tests, rounds, tokens of these rounds."""
+"""DIMENSION/GROUP -> tests, accepted tests, rounds, tokens in these rounds."""
 TAIL_TOKENS = 8
 """Prompt tail that may open the thinking, in tokens."""
 ENDS = {str(low): f"{low} to {high - 1}" for low, high in pairwise(CONTEXT_EDGES)}
@@ -37,7 +37,7 @@ ENDS[str(CONTEXT_EDGES[-1])] = f"{CONTEXT_EDGES[-1]} up"
 
 
 def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Yield the kind of text for each entry in ``token_ids``."""
+    """Yield the text's kind for each entry in ``token_ids``."""
     tail = str(tokenizer.decode(result.prompt_ids[-TAIL_TOKENS:])).rstrip()
     start = THINKING if tail.endswith("<think>") else ANSWER
     pieces = [str(tokenizer.decode([token])) for token in result.token_ids]

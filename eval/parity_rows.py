@@ -24,7 +24,7 @@ from pipedraft.models.spd import SPD
 from pipedraft.models.target import capture_hidden
 
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Tolerated difference, relative to the largest compared value."""
+"""Tolerated difference by dtype, relative to the largest compared value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Parting:
     prompt: str | None = None
     """None: at every prompt."""
     root: int | None = None
-    """Text token that the round starts from."""
+    """The round's root: the index of the text token before its draft tokens."""
     draft_position: int | None = None
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Check:
         return f"{self.name}: equal at every one of {self.rows} {self.unit}{within}{ties}"
 
 
-# -- what training computes -----------------------------------------------------------------
+# -- the training forward pass --------------------------------------------------------------
 
 
 def trained_depth(draft: Draft, depth: int) -> int:
@@ -144,7 +144,7 @@ def size_of(values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Read:
-    """Hidden states that the draft received."""
+    """Hidden states received by the draft from one layer."""
 
     layer: int
     first: int
@@ -188,7 +188,7 @@ def told(owner: object, name: str, note: Callable[..., None]) -> Iterator[None]:
 
 
 class Decoding:
-    """Greedy decoding with chains that records every draft token with the draft's inputs."""
+    """Greedy decoding with chains; it records every draft token with the draft's inputs."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class Decoding:
 def why_decoding_parts(
     draft: Draft, found: Drafted, text: Text, state: Tensor, rounding: float
 ) -> tuple[str, str]:
-    """Explain why decoding disagrees with training at a row: the first input that differs."""
+    """Explain why decoding disagrees with training at a row: name the first different input."""
     for read in found.read:
         ours_aH = text.taps[read.layer][0, read.first : read.first + len(read.rows_aH)]
         differ_a = difference(ours_aH, read.rows_aH)
@@ -315,7 +315,7 @@ def why_decoding_parts(
 
 
 def why_files_part(draft: Draft, other: Draft) -> tuple[str, str]:
-    """Return the first setting or weight in exported files that differs from the checkpoint."""
+    """Find the first setting or weight that differs between exported files and checkpoint."""
     kinds = {"feature_layers": "hidden states", "rope_parameters": "positions"}
     for ours, theirs in ((draft.config, other.config), (draft.layer_config, other.layer_config)):
         for part in fields(ours):

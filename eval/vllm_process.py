@@ -125,7 +125,7 @@ def is_written(path):
 
 
 def extraction(request, folder):
-    """Return vLLM's settings that write a request's hidden states into a folder."""
+    """Return vLLM's settings for writing a request's hidden states into a folder."""
     layers = {"eagle_aux_hidden_state_layer_ids": request["layers"]}
     return {
         "speculative_config": {
@@ -145,7 +145,7 @@ def extraction(request, folder):
 
 
 def serve(request, folder):
-    """Run vLLM's server with the options that extract hidden states."""
+    """Run vLLM's server with hidden-state extraction."""
     words = ["serve", request["target"], "--host", request["host"], "--port", str(request["port"])]
     words += ["--enforce-eager", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
     for name, value in extraction(request, folder).items():
@@ -156,7 +156,7 @@ def serve(request, folder):
 
 
 def states(request, folder):
-    """Answer each line of rows on stdin with a line of files, until stdin ends."""
+    """Read a line with rows from stdin and answer with a line of files, until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep vLLM's own output out of the replies
     vllm = importlib.import_module("vllm")
@@ -173,13 +173,13 @@ def states(request, folder):
         prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
         outputs = llm.generate(prompts, one, use_tqdm=False)
         paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
-        # vLLM writes in the steps after a request's last one, which nothing else triggers here.
+        # vLLM writes in the steps after a request's last step. Nothing else triggers them here.
         while not all(map(is_written, paths)):
             llm.llm_engine.step()
         print(json.dumps(paths), file=replies, flush=True)
 
 
-if __name__ == "__mp_main__" and "serve" in sys.argv:  # in a process of vLLM's server
+if __name__ == "__mp_main__" and "serve" in sys.argv:  # in a process started by vLLM's server
     without_cuda()
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decode one prompt without and with a draft, side by side, and measure both."""
+"""Decode one prompt without and with a draft, side by side, and measure both runs."""
 
 import re
 import shutil
@@ -35,7 +35,7 @@ FRAME_S = 0.04
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(EngineOptions):
-    """Decode one prompt without and with a draft, side by side, and say what the draft gains."""
+    """Decode one prompt without and with a draft, side by side, and measure the draft's gain."""
 
     PROG: ClassVar[str] = "pipedraft demo"
     EXAMPLE: ClassVar[str] = EXAMPLE
@@ -176,7 +176,7 @@ def run(options: DemoOptions) -> None:
     label = config.schedule.name + (f", {shape}" if shape else "")
     answers = [DemoRun("without a draft"), DemoRun(f"with {name} ({label})")]
     ids = encode(engine.tokenizer, options.prompt, raw=False)
-    # In turn, so that a machine that slows down slows both. Turn 0 warms up.
+    # In turn: if the machine slows down, it slows both. Turn 0 warms up.
     for turn in range(options.repeats + 1):
         for decoder, answer in zip((baseline, engine), answers, strict=True):
             pieces = TextPieces(engine.tokenizer, None)
@@ -197,7 +197,7 @@ def run(options: DemoOptions) -> None:
     else:
         for answer in answers:
             print(f"{answer.title}\n{answer.text}\n")
-    # ``result`` is the last one decoded, which used the draft.
+    # ``result`` is the last one decoded, with the draft.
     print(verdict(answers, num_rounds=len(result.round_lengths), num_stages=config.num_stages))
 
 

@@ -37,7 +37,7 @@ NOT_RUN = {
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
 }
-"""Reason by launcher or module."""
+"""Reason not to run it, by launcher or module."""
 
 
 def num_ranks(words: list[str]) -> int:
@@ -49,8 +49,7 @@ def runner_of(command: Command) -> str:
     """Name the test file that runs a command; "" for a command in ``NOT_RUN``.
 
     Commands with accelerate run as one process here. test_parallel.py trains with two processes
-    under
-    each accelerate configuration, and through the launcher itself.
+    under each accelerate configuration, and through the launcher itself.
     """
     words = command.arguments
     if command.page in GENERATED:
@@ -58,29 +57,29 @@ def runner_of(command: Command) -> str:
     if command.launcher in NOT_RUN or command.module in NOT_RUN:
         return ""
     if words[:1] == ["from-gguf"]:
-        return "test_gguf.py"  # which writes such a file
+        return "test_gguf.py"  # it writes a GGUF file first
     if words[:1] == ["export"] and "gguf" in words:
-        return "test_export_gguf.py"  # which makes a target's file
+        return "test_export_gguf.py"  # it makes a target's file first
     if "out/imported" in words:
-        return "test_peers.py"  # which makes heads in other projects' formats
+        return "test_peers.py"  # it makes heads in other projects' formats
     if command.module == "pipedraft.eval.audit":
-        return "test_audit.py"  # which makes servers
+        return "test_audit.py"  # it starts servers
     is_states_server = command.module == "pipedraft.train.features" and words[:1] == ["serve"]
     if is_states_server or "http://127.0.0.1:7500" in words:
-        return "test_features_served.py"  # which makes such a server
+        return "test_features_served.py"  # it starts a server for hidden states
     if words[:1] == ["engines"] or "--engine" in words:  # these start an engine's process
         is_dump = command.module == "pipedraft.train.features"
         return "test_features_vllm.py" if is_dump else "test_engine_parity.py"
     if command.page.startswith("adding_"):
         return "test_doc_examples.py"  # on a copy with the page's code
     if command.module == "pipedraft.doctor":
-        return "test_doctor.py"  # which runs it, as a process
+        return "test_doctor.py"  # it runs the command in a process
     if command.module == "benchmarks/serve_storm.py":
         return "test_serve_load.py"
     if command.module == "pipedraft.inference.serving":
-        return "test_serve_http.py"  # which starts such servers
+        return "test_serve_http.py"  # it starts these servers
     if command.module.startswith(("docs/images/", "docs/lab/write_results")):
-        return "test_docs.py"  # which compares what they write
+        return "test_docs.py"  # it compares their output
     is_served = any(word.startswith("127.0.0.1:") for word in words)
     is_client = command.module == "pipedraft.inference" and "--server" in words
     is_several = is_client or (
@@ -144,7 +143,7 @@ SMALLER = {
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
 }
 EVALUATIONS = ("out/eval", "out/other", "out/real/table")
-"""Results that pages read and none of them writes."""
+"""Results read by pages, but written by none."""
 # Stand-ins for files outside the repository.
 STAND_INS = {
     "hub:": "assets/eval",
@@ -169,13 +168,13 @@ def after(words: list[str], option: str, default: str = "") -> str:
 
 
 def output_of(words: list[str]) -> str:
-    """Output folder of a training command."""
+    """Return a training command's output folder."""
     own = yaml.safe_load((REPOSITORY / words[1]).read_text())["output_dir"]
     return after(words, "--output_dir", own)
 
 
 def started_from(words: list[str]) -> list[str]:
-    """Checkpoint whose weights initialize a training command."""
+    """Return the checkpoints whose weights initialize a training command."""
     return [after(words, "--model.init_from"), after(words, "--init_from")]
 
 
@@ -289,7 +288,7 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
 
 
 def folders_of(words: list[str]) -> list[str]:
-    """Files and folders named by a command or its configuration."""
+    """Return files and folders named by a command or its configuration."""
     for word in words[:2]:
         if word.endswith(".yaml") and words[0] in ("table", word):
             return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(word).read_text()]))
@@ -334,11 +333,13 @@ def failures_of(commands: list[Command], page: str, run: Callable[[Command], Non
 
 
 class Reader:
-    """Runs commands one after the other in this process; a command repeated on another page runs
-    once."""
+    """Reader who runs commands one after the other in this process.
+
+    A command repeated on another page runs once.
+    """
 
     def __init__(self, folder: Path, is_whole: bool = False) -> None:
-        """``is_whole``: commands start real processes, as for a reader."""
+        """Make the folder. ``is_whole``: commands start real processes, as for a reader."""
         make_place(folder)
         self.folder, self.is_whole, self.checkpoints = folder, is_whole, trained()
         self.stand_ins = dict(STAND_INS)

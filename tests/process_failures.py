@@ -26,7 +26,7 @@ from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.ranks.watch import WatchLimits
 
 NUM_STAGES, NUM_RANKS = 2, 3
-SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # of Linux; Python's socket module does not name them
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # Linux constants; Python's socket module lacks them
 
 PIECE_BYTES = 1 << 16
 
@@ -37,7 +37,7 @@ class Plan:
     """Folder with the target in ``t``; every rank adds its files."""
     num_prompt: int = 2
     num_new: int = 90_000
-    """Number of new tokens; the default takes minutes."""
+    """New tokens to decode; the default takes minutes."""
     failing_rank: int = -1
     failure: Callable[[Path], None] | None = None
     """Called with ``folder`` in the failing rank soon after its first steps."""
@@ -97,7 +97,7 @@ def receive_signal(folder: Path, *, number: int) -> None:
 
 
 def be_suspended(folder: Path) -> None:
-    """Be suspended a few times, as by Ctrl-Z and fg."""
+    """Suspend this process a few times, as Ctrl-Z and fg do."""
     own = os.getpid()
     if os.fork() == 0:
         with suppress(ProcessLookupError):
@@ -115,7 +115,7 @@ def exhaust_memory(folder: Path) -> None:
     limit = num_pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     hold_memory()
-    os.kill(os.getpid(), signal.SIGUSR2)  # the main thread has a heap of its own
+    os.kill(os.getpid(), signal.SIGUSR2)  # the main thread has its own heap
 
 
 HELD: list[torch.Tensor] = []
@@ -155,7 +155,7 @@ def rank_id(folder: Path, rank: int) -> int:
 
 
 def connections(peer_id: int | None) -> list[socket.socket]:
-    """TCP connections of this process: to another process, or all."""
+    """Return this process's TCP connections: to another process, or all."""
     descriptors = {inode: descriptor for descriptor, inode in socket_inodes(os.getpid())}
     peer_inodes = None if peer_id is None else {inode for _, inode in socket_inodes(peer_id)}
     ports = {}  # local and remote port -> inode

@@ -1,8 +1,8 @@
 """Parameter sets per expensive test in `make test`; `make test-all` runs all.
 
-The kept sets are spread evenly over a test's list, so that they meet its schedules, heads and
-temperatures. 0 leaves the test to `make test-all`, where others find the same faults sooner. A test
-is listed when its list takes more than about four seconds on a core.
+The kept sets are spread evenly over a test's list, to meet its schedules, heads and temperatures.
+0 leaves the test to `make test-all`; other tests find the same faults sooner. A test is listed when
+its list takes more than about four seconds on a core.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The cost model: costs in an asynchronous pipeline, and their recovery from measured times."""
+"""Test the cost model: costs in an asynchronous pipeline, recovered from measured times."""
 
 import json
 import math
@@ -97,7 +97,7 @@ def test_processes_that_share_cores_slow_each_other(rows, forwards, expected):
 
 
 def test_the_slowness_of_shared_cores_is_recovered():
-    """Two methods keep both processes busy for different shares of their time."""
+    """Keep both processes busy, with a different busy share per method."""
     methods = []
     for schedule, rows, others in (
         ("autoregressive", 100, 0.0),
@@ -128,7 +128,7 @@ def test_a_cost_that_is_no_duration_is_refused(value):
         CostModel(link_row=value)
 
 
-# -- what a row costs -------------------------------------------------------------------------
+# -- cost per row -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_hops_head_and_decision_are_paid_for_each_row(is_asynchronous, expected)
     """Rows cross a link to enter a stage or to return; returning rows are verified."""
     cost = CostModel(link_row=0.1, head_row=0.2, verify_row=0.3, is_asynchronous=is_asynchronous)
     if not is_asynchronous:
-        expected += 0.1  # the longest of all segments on their links: five rows
+        expected += 0.1  # the longest segment on a link: five rows
     clock = VirtualClock(cost, CUT, 0.0)
     assert clock.duration([5, 5], draft_forwards=0, overlap=True) == pytest.approx(0.625 + expected)
     assert clock.duration([5, 0], draft_forwards=0, overlap=True) < 0.375 + expected
@@ -155,7 +155,7 @@ def test_rows_that_slow_a_step_make_no_room_for_more_forwards():
 
 @pytest.mark.parametrize("name", COST_PRESETS)
 def test_presets_are_what_their_sources_say(name):
-    """7B in 16 bits: a hundred to three hundred rows are computed while the weights are read."""
+    """For 7B in 16 bits, the devices compute 100 to 300 rows while they read the weights."""
     cost = read_cost(name)
     if name == "this_cpu":
         assert cost.row == 0.035 and cost.is_asynchronous
@@ -163,7 +163,7 @@ def test_presets_are_what_their_sources_say(name):
     assert 100 < 1 / cost.row < 300
     assert cost.head_row == pytest.approx(cost.row * cost.verify)
     assert cost.verify == pytest.approx(0.0202, abs=1e-4)
-    # 8 KiB a row: 66 us on Gigabit Ethernet, of a pass of 190 ms; on NVLink a millionth of that.
+    # 8 KiB per row: 66 us on Gigabit Ethernet, in a 190 ms pass; a millionth as long on NVLink.
     assert cost.link_row < 4e-4 and (cost.link_row > 3e-4) == (name == "jetson_orin")
 
 

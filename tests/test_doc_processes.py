@@ -1,4 +1,4 @@
-"""Commands in README.md and docs/*.md with several processes, or with one until its end.
+"""Run commands in README.md and docs/*.md with several processes, or with one until its end.
 
 The processes are forked from one with all imports done. They run a launcher's program in the
 launcher's environment. test_process.py and test_parallel.py use the launchers themselves.
@@ -19,7 +19,7 @@ from doc_place import COMMANDS, Reader, after, failures_of, num_ranks, runner_of
 from fork_server import ForkServer, rank_environments
 from torch.distributed import TCPStore
 
-pytestmark = pytest.mark.timeout(900)  # many processes in one test, on a machine that may be busy
+pytestmark = pytest.mark.timeout(900)  # many processes in one test, maybe on a busy machine
 
 RUNS = [command for command in COMMANDS if runner_of(command) == Path(__file__).name]
 ADDRESS = r"(127\.0\.0\.1|cloud\.example):\d+"
@@ -50,7 +50,7 @@ class Shell:
         words = [re.sub(ADDRESS, self.address, word) for word in words]
         num_processes = int(after(command.launcher_arguments, "--nproc-per-node", "0"))
         num_processes = num_processes or num_ranks(words)
-        # The process that starts the ranks holds their rendezvous store.
+        # The ranks' parent process holds their rendezvous store.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = rank_environments(num_processes, store.port) or [{}]
         processes = [self.start(command, words, environment=rank) for rank in ranks]

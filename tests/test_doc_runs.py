@@ -1,7 +1,7 @@
-"""The commands in README.md and docs/*.md run, scaled down to seconds, in a reader's folder.
+"""Run the commands in README.md and docs/*.md, scaled down to seconds, in a reader's folder.
 
-test_doc_processes.py runs the commands with several processes. doc_place.py lists the commands that
-do not run, and why.
+test_doc_processes.py runs the commands with several processes. doc_place.py lists the commands left
+out, with the reason.
 """
 
 import json
@@ -30,7 +30,7 @@ from regenerate_runs import FakeServer
 
 from pipedraft.benchmarks.measurement import measure_apart
 
-pytestmark = pytest.mark.timeout(900)  # many commands in one test, on a machine that may be busy
+pytestmark = pytest.mark.timeout(900)  # many commands in one test, maybe on a busy machine
 
 RUNS = [command for command in COMMANDS if runner_of(command) == Path(__file__).name]
 QUICK_PAGES = {"README.md", "data.md", "export.md", "scaling.md"}
@@ -39,7 +39,7 @@ QUICK = [command for command in RUNS if command.page in QUICK_PAGES]
 
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory) -> dict[bool, Reader]:
-    """Readers of the quick pages only, and of every page."""
+    """Make two readers: for the quick pages only (False), and for every page (True)."""
     folder = tmp_path_factory.mktemp
     return {is_whole: Reader(folder("reader"), is_whole) for is_whole in (False, True)}
 
@@ -57,7 +57,7 @@ def hub(monkeypatch, tmp_path) -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    """Serve the answers asked from a language model."""
+    """Serve the answers expected from a language model."""
     with FakeServer() as fake:
         fake.models = [*HUB_TARGETS]
         threading.Thread(target=fake.serve_forever, args=(0.02,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""The documentation is true: commands parse, links resolve, messages and pictures exist."""
+"""Check the documentation: commands parse, links resolve, messages and pictures exist."""
 
 import ast
 import csv
@@ -45,7 +45,7 @@ def test_commands_are_read_by_their_own_parsers(page, monkeypatch):
         if command.page == page and not re.match("adding_", page):
             try:
                 check(command)
-            except (Exception, SystemExit) as error:  # report all of the page's at once
+            except (Exception, SystemExit) as error:  # report all the page's errors at once
                 failures.append(f"{command}\n    {type(error).__name__}: {error}")
     assert not failures, "\n".join(failures)
 
@@ -123,7 +123,7 @@ def links_of(page: Path) -> Iterator[str]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Anchors as GitHub makes them from headings."""
+    """Return the page's anchors, made from headings like GitHub."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in words}
@@ -157,7 +157,7 @@ SOURCE = r"(?:models|train|data_recipes|inference|eval|tests|benchmarks|configs|
 
 
 def quoted_sources(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Files quoted by a page, each with the names that it promises in them."""
+    """Yield files quoted by a page, each with the names promised in it."""
     for path, names in re.findall(rf"`({SOURCE})(?:: ([^`]*))?`", page.read_text()):
         if not path.endswith("...") and "NAME" not in path:
             yield path, re.findall(r"\b[A-Za-z_]\w+\b", names)
@@ -175,7 +175,7 @@ def misquotes(quotes: Iterator[tuple[str, list[str]]]) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_quoted_files_exist_and_hold_what_is_said(page):
-    if not page.name.startswith("adding_"):  # these name files that their reader writes
+    if not page.name.startswith("adding_"):  # these pages name files written by their reader
         assert list(misquotes(quoted_sources(page))) == []
 
 
@@ -228,7 +228,7 @@ def test_the_reference_has_every_command():
 
 
 def texts_of(source: Path) -> Iterator[str]:
-    """String literals with a blank for every inserted value."""
+    """Yield string literals, with a NUL for every inserted value."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
@@ -245,7 +245,7 @@ def texts() -> list[str]:
 
 
 def is_said(message: str, texts: list[str]) -> bool:
-    """Match a message; ``...`` stands for a value, or for either end of a longer line."""
+    """Return True if a text has the message; ``...`` matches a value, or a longer line's ends."""
     parts = [re.escape(part) for part in message.split("...") if part.strip()]
     pattern = re.compile(".*?".join(parts), re.DOTALL)
     return any(pattern.search(text) for text in texts)

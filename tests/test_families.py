@@ -1,6 +1,6 @@
-"""Target families: every schedule decodes each one exactly; heads train and export.
+"""Test target families: every schedule decodes each one exactly; heads train and export.
 
-``python tests/test_families.py`` prints the table of all checks.
+``python tests/test_families.py`` prints a table with all checks.
 """
 
 import json
@@ -139,7 +139,7 @@ def stages_compute_the_models_forward(name: str) -> tuple[int, int]:
 
 
 def trees_and_keeps_equal_each_path(name: str) -> tuple[int, int]:
-    """Keep and drop rows of random trees; compare each row's logits with its own path."""
+    """Keep and drop rows in random trees; compare each row's logits with its own path."""
     compared = 0
     for seed in range(2):
         controller = Controller(name, 3, seed, model_of(name).config._attn_implementation)
@@ -170,7 +170,7 @@ def texts_of(name: str, ways: dict[str, dict], **options) -> tuple[int, int]:
 
 
 def linked_texts(name: str, **options) -> tuple[int, int]:
-    """Compare methods that decode across a link, with a noisy copy of the target."""
+    """Compare methods that decode across a link, with the target's noisy copy."""
     model = model_of(name)
     expected = plain_text(model, PROMPT, max_new_tokens=LENGTH, **options)
     rule = {"rule": options.pop("verifier")} if options else {}
@@ -265,7 +265,7 @@ def exports_name_the_target(name: str, folder: Path) -> tuple[int, int]:
 
 
 def world_of(name: str, folder: Path) -> World:
-    """Conversations, a tokenizer and a target from the family with its vocabulary."""
+    """Return a family's world: conversations, a tokenizer, and a target with its vocabulary."""
     world = make_world(folder)
     tokenizer = hf.AutoTokenizer.from_pretrained(world.target)
     config = FAMILIES[name]()
@@ -310,7 +310,7 @@ FAULTS = {
 
 
 class OnePosition(LayerPositions):
-    """Known-bad: full attention turns as fast as the windows."""
+    """Known-bad positions: full attention turns as fast as the windows."""
 
     def __call__(self, hidden_1lH, positions_l, kinds):
         return dict.fromkeys(kinds, super().__call__(hidden_1lH, positions_l, HALF)[HALF[0]])

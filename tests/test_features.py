@@ -1,4 +1,4 @@
-"""Hidden states computed once: training from them is the same training; kills, damage, refusals."""
+"""Test hidden states computed once: training from them is the same; kills, damage, refusals."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_no_layer_of_the_target_is_loaded(world, dumps, tmp_path, method):
     loaded = [not p.is_meta for layer in decoder.layers for p in layer.parameters()]
     if method == "ppsd":  # its layers start as copies of the layers after the first stage
         assert [not layer.mlp.up_proj.weight.is_meta for layer in decoder.layers] == [0, 0, 1, 0]
-    elif method == "flexspec":  # the anchor is a copy of the last one
+    elif method == "flexspec":  # the anchor copies the last layer
         assert [not layer.mlp.up_proj.weight.is_meta for layer in decoder.layers] == [0, 0, 0, 1]
     else:
         assert not any(loaded)
@@ -229,7 +229,7 @@ def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
 
 
 def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
-    """One of two processes searches for shards beyond the usual limit on a collective call."""
+    """Let one process search for shards beyond the usual limit on a collective call."""
     out = tmp_path / "dump"
     assert dump_killed_at(world, out, 7)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

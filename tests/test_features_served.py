@@ -1,4 +1,4 @@
-"""Hidden states on disk or from servers: refusals, and the client of vLLM's server."""
+"""Test hidden states on disk or from servers: refusals, and the client for vLLM's server."""
 
 import fcntl
 import json
@@ -38,7 +38,7 @@ dumps = feature_runs.dumps
 
 
 def changed_target(world: World, folder: Path) -> Path:
-    """Target from ``world`` with one inner matrix changed."""
+    """Save ``world``'s target with one inner matrix changed."""
     shutil.copytree(world.target, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] += 1e-3
@@ -140,11 +140,11 @@ def test_a_damaged_index_is_named(world, dumps, tmp_path):
 # -- from a server ----------------------------------------------------------------------------
 
 Answer = Callable[[list[int], Path], tuple[int, object]]
-"""Status and JSON for a row of tokens, with a path for its file."""
+"""Status and JSON for a token row, with a path for its file."""
 
 
 class Server:
-    """A server with vLLM's protocol on 127.0.0.1."""
+    """Server with vLLM's protocol on 127.0.0.1."""
 
     def __init__(self, answer: Answer, folder: Path, port: int = 0) -> None:
         self.asked: list[list[int]] = []
@@ -197,7 +197,7 @@ def written(path: Path, ids: list[int], states: Tensor, token: int = 0) -> tuple
 
 @pytest.fixture(scope="module")
 def serve(world, tmp_path_factory):
-    """Start servers that compute the states of ``world``'s target for the given layers."""
+    """Start servers for hidden states: ``world``'s target at the given layers."""
     target = load_target(str(world.target))
 
     @contextmanager

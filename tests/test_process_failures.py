@@ -1,4 +1,4 @@
-"""Failing stages as processes: every rank ends soon, says why, and leaves nothing behind."""
+"""Test failing stages as processes: every rank ends soon, says why, and leaves nothing behind."""
 
 import multiprocessing
 import os
@@ -36,7 +36,7 @@ PROMISED_S = 10
 """Time limit on an idle machine."""
 LOOPBACK = "0100007F"
 """127.0.0.1 in the kernel's notation."""
-PREPARED = [  # imported once, by the process that the ranks are forked from
+PREPARED = [  # imported once, by the parent process; all ranks fork from it
     "pytest",
     "pipedraft.inference.engine",
     "pipedraft.inference.ranks.cluster",
@@ -49,7 +49,7 @@ needs_linux = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def saved_target(tmp_path_factory) -> Path:
-    """Target so wide that doubling a stage's cache at 128 rows allocates pieces of 256 KB."""
+    """Save a wide target: doubling a stage's cache at 128 rows allocates 256 KB pieces."""
     target = tiny_llama(layers=4, vocab=16, hidden=256, kv_heads=4)
     target.config.max_position_embeddings = 100_000
     folder = tmp_path_factory.mktemp("target")
@@ -104,7 +104,8 @@ def started(plan: Plan) -> Iterator[list[BaseProcess]]:
 
 
 def outcome_of(plan: Plan, *, is_stopped: bool = False, launcher_ends_all: bool = False) -> Outcome:
-    """
+    """Return the ranks' outcome after the failure.
+
     Args:
         is_stopped: the failing rank cannot end by itself.
         launcher_ends_all: as torchrun does when one rank has ended in failure.
@@ -251,7 +252,7 @@ def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
             os.kill(process_failures.rank_id(tmp_path, rank), 0)
 
 
-@pytest.mark.all  # three ranks that import torch and transformers
+@pytest.mark.all  # three ranks import torch and transformers
 @needs_linux
 def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
     """Until its end, no part of the launch is reachable from another machine."""
@@ -278,7 +279,7 @@ def test_a_killed_stage_ends_the_command_that_started_the_ranks(folder):
             os.kill(process_failures.rank_id(folder, rank), 0)
 
 
-# -- what is behind the lines ------------------------------------------------------------------
+# -- parts behind the lines --------------------------------------------------------------------
 
 
 def test_every_allocator_is_recognized():

@@ -1,7 +1,7 @@
-"""Whole-round rules keep the target's law to the last digits: every drawable tree and test.
+"""Test whole-round rules: exactly the target's law to the last digits, for every drawable tree.
 
-Three tokens, two levels: the root has a child for each number in a shape, and each child has that
-many children.
+Trees use three tokens and two levels. A shape has a number for each child below the root: how many
+children this child has.
 """
 
 # a, b, c the three tokens after the root
@@ -53,7 +53,7 @@ def drawn_trees(shape: tuple[int, ...]) -> Iterator[tuple[float, TokenTree]]:
 
 
 class Told(float):
-    """Uniform number that fails this many tests and passes the next; ``odds``: its probability."""
+    """Uniform number failing this many tests and passing the next; ``odds``: its probability."""
 
     def __new__(cls, num_rejected: int):
         told = super().__new__(cls, 0.5)

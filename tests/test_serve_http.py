@@ -57,7 +57,7 @@ def ids_of(sampling: dict) -> str:
 
 
 def streamed(place: Place, **fields) -> tuple[str, list]:
-    """Output streamed to OpenAI's client, and its chunks."""
+    """Return the output streamed to OpenAI's client, and its chunks."""
     ask = {"model": "tiny", "messages": MESSAGES, "stream": True, **fields}
     chunks = list(place.client().chat.completions.create(**ask))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
@@ -348,7 +348,7 @@ def test_a_sequence_that_fails_takes_no_other_with_it(monkeypatch):
 
 
 def test_nothing_is_left_of_requests_that_have_ended(place):
-    """Without a garbage collection, which may be thousands of requests later."""
+    """Count without garbage collection: the next one may be thousands of requests later."""
 
     def records():
         kinds = (Choice, Handle, Piece, SharedStages)
@@ -434,7 +434,7 @@ FOREIGN = re.compile(
     r"https?://|innerHTML|outerHTML|setHTML|insertAdjacent|document\.write|DOMParser|"
     r"createContextualFragment|srcdoc|\son\w+=|style=|eval"
 )
-"""Ways by which text would become more than text, or a page load from elsewhere."""
+"""Ways to turn text into more than text, or to load from elsewhere."""
 
 
 def test_the_page_has_nothing_from_elsewhere_and_runs_no_other_script(place):

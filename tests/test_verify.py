@@ -1,4 +1,4 @@
-"""Acceptance rules and their random numbers: exact distributions, enumerated and counted."""
+"""Test acceptance rules and their random numbers: exact distributions, enumerated and counted."""
 
 import itertools
 
@@ -165,14 +165,14 @@ def one_step_distribution(p: torch.Tensor, q: torch.Tensor, residual_of=None) ->
 
 
 SORTED = [p for p in simplex_points(3) if p.tolist() == sorted(p.tolist(), reverse=True)]
-"""Distributions for p, one per set of equal ones under renamed tokens."""
+"""Distributions for p, one for all distributions equal under renamed tokens."""
 
 
 @pytest.mark.parametrize(
     "targets", [SORTED, pytest.param(simplex_points(3), marks=pytest.mark.all)]
 )
 def test_the_rejection_rule_emits_the_targets_distribution_exactly(targets):
-    """Try every pair of three-token distributions in quarters, disjoint supports included.
+    """Try all pairs among three-token distributions in quarters, disjoint supports included.
 
     Acceptance ratios and normalized residuals are fractions with whole numbers up to 4. Every
     edge is therefore a multiple of 1/12, and midpoints between twelfths integrate exactly.

@@ -1,8 +1,8 @@
 """Train a draft head: `accelerate launch -m pipedraft.train --help`.
 
 Exit status: 0 done, or ended by max_minutes or evaluation.patience; 143 after SIGTERM and 130 after
-SIGINT (Ctrl-C): both finish the step, save and leave; 2 bad input; 1 failure, also a loss that is
-not finite. The launchers accelerate and torchrun report their own status 1 instead.
+SIGINT (Ctrl-C): both finish the step, save and leave; 2 bad input; 1 failure, also a NaN or
+infinite loss. The launchers accelerate and torchrun report their own status 1 instead.
 """
 
 import argparse
@@ -111,10 +111,10 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
 
     started = time.monotonic()
     accelerator = make_accelerator(run)
-    # Before any network exists, so that all processes draw equal initial weights.
+    # Before any network exists: all processes must draw equal initial weights.
     set_seed(run.seed)
     make_folder("output_dir", run.output_dir)
-    # Before the target, which may take minutes to load.
+    # Before the target: loading it may take minutes.
     check_one_disk(run.output_dir, accelerator)
     objective_class = registry()[run.method][1]
     # Once per node: nodes may have separate caches.
@@ -136,7 +136,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     if run.features is not None:
         objective.features = open_features(run, objective, tokenizer, data, accelerator)
     if is_sharded(run, accelerator):
-        # After the objective is made: it copies whole weights of the target into the draft.
+        # Only now: making the objective copies the target's whole weights into the draft.
         shard_target(target, accelerator)
     if run.packing and run.features is None:
         check_packable(target.get_decoder().config)
@@ -144,7 +144,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         objective.use_checkpointing()
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     trainer = Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator, started=started)
-    # After Trainer, which hands the draft to DeepSpeed.
+    # After Trainer has handed the draft to DeepSpeed.
     gather_together(objective, accelerator)
     return trainer
 

@@ -1,10 +1,10 @@
-"""Train a small language model: the embedded target, a draft model, or a tuned version of a target.
+"""Train a small language model: the embedded target, a draft model, or a fine-tuned target.
 
     python assets/target/train.py --config configs/target/tiny.yaml
 
 pipedraft.data_recipes packs the rows, transformers' Trainer trains on them, and adapters are peft's
 (LoRA, arXiv:2106.09685). After a kill, the same command resumes from the newest checkpoint. The
-finished model is in OUTPUT_DIR/best, merged if adapters were trained; these are in best/adapter.
+finished model is in OUTPUT_DIR/best. Adapters are merged into it, and also saved in best/adapter.
 """
 
 import math
@@ -42,32 +42,32 @@ MAPS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pr
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """W + alpha / rank * B A, of which only A and B are trained."""
+    """Low-rank adapters: W + alpha / rank * B A; training changes only A and B."""
 
     rank: int = 8
     alpha: float = 16.0
     layers: Literal["before_last", "all"] = "before_last"
-    """before_last: every decoder layer except the last, which a FlexSpec draft has copied."""
+    """before_last: every decoder layer except the last: a FlexSpec draft copied this one."""
     modules: list[str] = field(default_factory=lambda: list(MAPS))
-    """Linear maps of a decoder layer."""
+    """Linear maps in a decoder layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     output_dir: str
     data: DataConfig
-    """data.pack must be true: rows of one length."""
+    """Training data; data.pack must be true: rows have equal length."""
     training: dict[str, Any]
     """transformers.TrainingArguments by name."""
     init_from: str | None = None
-    """Model to continue from; its shape and tokenizer are used. None: a new one of ``shape``."""
+    """Continue from this model, with its shape and tokenizer. None: a new one with ``shape``."""
     shape: dict[str, Any] = field(default_factory=dict)
-    """transformers' configuration of a new model, model_type included."""
+    """transformers' configuration for a new model, model_type included."""
     tokenizer: str | None = None
-    """None: the tokenizer of init_from, or a new byte-level BPE of vocab_size tokens."""
+    """None: init_from's tokenizer, or a new byte-level BPE with vocab_size tokens."""
     vocab_size: int = 4096
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention kernel while training; eager is faster on CPUs for rows of a few hundred tokens."""
+    """Attention kernel in training; on CPUs, eager is faster for rows with a few hundred tokens."""
     loss_on: Literal["all", "assistant"] = "all"
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices inside the layers, AdamW for the rest."""
@@ -92,7 +92,7 @@ def make_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
 
 
 def make_model(config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A loaded or a random model in float32, with adapters if the configuration has any."""
+    """Load or initialize a model in float32, with adapters if the configuration has any."""
     if config.init_from is None:
         ids = {"bos": None, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
         shape = AutoConfig.for_model(
@@ -108,7 +108,7 @@ def make_model(config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> PreT
     if config.adapters is None:
         return model
     num_layers = model.config.num_hidden_layers - (config.adapters.layers == "before_last")
-    import peft  # an extra, which only adapters need
+    import peft  # an optional package, only for adapters
 
     adapters = peft.LoraConfig(
         r=config.adapters.rank,
@@ -122,7 +122,7 @@ def make_model(config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> PreT
 
 
 class Both(torch.optim.Optimizer):
-    """Several optimizers as one for the Trainer, whose scheduler sets the rates of all groups."""
+    """Several optimizers as one for the Trainer: its scheduler sets the rates for all groups."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         super().__init__([p for part in parts for g in part.param_groups for p in g["params"]], {})
@@ -166,7 +166,7 @@ def train(config: TargetConfig) -> None:
         if config.loss_on == "all":
             masks = [torch.ones_like(mask) for mask in masks]
         labels = [torch.where(mask == 1, x, -100) for x, mask in zip(ids, masks, strict=True)]
-        # Only the last row of a split is short. Padding after it changes nothing before it.
+        # Only a split's last row is short. Padding after it changes nothing before it.
         return {
             "input_ids": pad_sequence(ids, batch_first=True),
             "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
@@ -188,7 +188,7 @@ def train(config: TargetConfig) -> None:
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: str) -> None:
-    if hasattr(model, "merge_and_unload"):  # peft's
+    if hasattr(model, "merge_and_unload"):  # a peft model
         model.save_pretrained(folder / "adapter")
         model = model.merge_and_unload()
     model.to(getattr(torch, dtype)).save_pretrained(folder)

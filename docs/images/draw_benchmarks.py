@@ -1,4 +1,4 @@
-"""Draw the charts of docs/benchmarks.md from docs/lab/figures.csv, one per question.
+"""Draw the charts in docs/benchmarks.md from docs/lab/figures.csv, one per question.
 
 python docs/images/draw_benchmarks.py --out docs/images
 """
@@ -21,11 +21,11 @@ from pipedraft.eval.charts import COLORS, FAINT, GRID, MARKERS, STYLE, THEMES
 
 FIGURES = Path(__file__).parents[1] / "lab" / "figures.csv"
 WIDTH, HEIGHT, ROW, EDGE = 12.4, 4.5, 0.29, 0.7
-"""Inches: a picture, its height, a line of dots, the room for the axis below them."""
+"""Inches: picture width, its height, height per row with dots, room for the axis below them."""
 LETTERS = 0.062
-"""Least distance of two names, in heights of a panel."""
+"""Least distance between two names, as a share of the panel's height."""
 FAR_UP = 2
-"""An axis whose lines are all above this does not begin at 0."""
+"""The axis does not begin at 0 if all its lines are above this."""
 PRICE = "price: "
 Series = dict[str, list[tuple[float, float]]]
 
@@ -75,7 +75,7 @@ def read_panels(question: str) -> dict[str, Series]:
 
 
 def spread(heights: Sequence[float]) -> list[float]:
-    """Move names apart that would overlap, as little as needed."""
+    """Move overlapping names apart, as little as needed."""
     places = list(heights)
     order = sorted(range(len(places)), key=places.__getitem__)
     for _ in range(100):
@@ -148,7 +148,7 @@ def draw_lines(axes: Axes, series: Series, question: Question) -> None:
 
 
 def draw_dots(axes: Axes, series: Series, question: Question) -> None:
-    """Draw a row per setting with a dot per run; those below the baseline are hollow."""
+    """Draw a row per setting with a dot per run; dots below the baseline are hollow."""
     for row, points in enumerate(series.values()):
         for _, speed in points:
             face = COLORS[0] if speed > 1 else "none"

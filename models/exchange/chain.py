@@ -1,7 +1,7 @@
 """Acceptance by draft position: the best chain for a launch line, and simulator settings.
 
-vLLM and SGLang can accept draft tokens at given rates instead of verifying them, to measure the
-value of an acceptance rate on other hardware. Rates from a real run make such figures reproducible.
+vLLM and SGLang can accept draft tokens at given rates instead of verifying them. Use this to
+measure a rate's value on other hardware. Rates from a real run make the figures reproducible.
 """
 
 # V target vocabulary, H hidden
@@ -19,7 +19,7 @@ CHAIN_LENGTH = 3
 
 
 def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
-    """Return the acceptance at draft position 1, 2, .. given that the one before was accepted."""
+    """Return the acceptance at draft position 1, 2, .. given an accepted position before it."""
     depth = max((len(run.position_tests) for run in runs), default=0)
     tests, accepts = [0] * depth, [0] * depth
     for run in runs:
@@ -34,7 +34,7 @@ def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
     """Group an evaluation's chains by sampling: for each the longest, on every benchmark.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no chain of this checkpoint was evaluated.
     """
     chains: dict[str, dict[int, list[MeasuredRun]]] = {}
     for run in runs:
@@ -52,7 +52,7 @@ def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
 
 
 def validated_acceptance(metrics: Values) -> list[float]:
-    """Return the share of held-out rows with the target's own draft token, by position."""
+    """Return the share of held-out rows where draft and target agree, by position."""
     names = [f"agreement_{position}" for position in range(1, len(metrics) + 1)]
     return [float(metrics[name]) for name in names if name in metrics]
 
@@ -64,7 +64,7 @@ def relative_cost(head: Draft) -> float:
     block = layer.hidden_size * (num_heads * layer.head_size + 3 * layer.intermediate_size)
     vocabulary = head.target_vocab_size * layer.hidden_size
     own = sum(value.numel() for name, value in head.state_dict().items() if name != "draft_ids")
-    # A head that uses the target's LM head reads it for every draft token all the same.
+    # A head without its own LM head reads the target's one for every draft token.
     if "lm_head.weight" not in head.state_dict():
         own += vocabulary
     return own / (int(head.reference.fingerprint["num_layers"]) * block + vocabulary)
@@ -81,8 +81,8 @@ def best_chain(acceptance: Sequence[float], cost: float) -> int:
 def simulated(chains: dict[str, list[MeasuredRun]]) -> Values:
     """Return both engines' simulator settings by sampling and benchmark.
 
-    vLLM's rates are unconditional: entry j is the share of rounds that accept tokens 1 .. j. In
-    both engines the length counts the target's own token.
+    vLLM's rates are unconditional: entry j is the share of rounds that accept tokens 1 .. j. Both
+    engines include the target's own token in the length.
     """
     found: Values = {}
     for sampling, runs in chains.items():
@@ -90,7 +90,7 @@ def simulated(chains: dict[str, list[MeasuredRun]]) -> Values:
         parts = {name: [run for run in runs if run.benchmark == name] for name in names}
         for name, part in ({"all": runs} | parts).items():
             rates = [round(rate, 6) for rate in accumulate(sum_counts(part), mul)]
-            # The expected accepted count is the sum over j of P(at least j accepted).
+            # The expected accepted count sums P(at least j accepted) over j.
             length = 1 + sum(rates)
             vllm = {
                 "num_speculative_tokens": len(rates),

@@ -1,7 +1,7 @@
-"""Convert heads to the form that serving engines assume, with the same draft tokens.
+"""Convert heads to the form assumed by serving engines, with the same draft tokens.
 
-Engines mostly load other forms without a message and accept less. So every difference is converted
-here, or refused by name.
+Engines mostly load other forms without a message and accept less. So this module converts every
+difference, or refuses it by name.
 """
 
 # H hidden, U draft vocabulary, V target vocabulary, k fused layers
@@ -20,7 +20,7 @@ def convert(head: Eagle3 | DFlash) -> None:
     """Sort a loaded head's fused layers and, for a whole vocabulary, its draft tokens.
 
     Raises:
-        ValueError: a setting that no engine reads.
+        ValueError: a setting ignored by every engine.
     """
     if isinstance(head, Eagle3) and head.config.attention_bias:
         raise ValueError(

@@ -28,7 +28,7 @@ from pipedraft.models.fingerprint import read_target
 FILE = "draft.gguf"
 KINDS: dict[str, type[Eagle3 | DFlash]] = {"eagle3": Eagle3, "dflash": DFlash}
 UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window")
-"""EAGLE-3 settings that llama.cpp does not read."""
+"""EAGLE-3 settings ignored by llama.cpp."""
 NUM_EAGLE_LAYERS = 3
 AROUND = {
     "norm": "output_norm",
@@ -62,10 +62,10 @@ def export_gguf(folder: Path, out: Path, *, target: str | None) -> tuple[list[Pa
         target: the target's GGUF file, in any quantization.
 
     Returns:
-        The files, and the shell command that serves the target with the head.
+        The files, and a shell command to serve the target with the head.
 
     Raises:
-        ValueError: a head that llama.cpp cannot express, or another target.
+        ValueError: a head without a form in llama.cpp, or another target.
     """
     if target is None or not target.endswith(".gguf") or not Path(target).is_file():
         raise ValueError(
@@ -111,7 +111,7 @@ def load_head(folder: Path) -> tuple[Eagle3 | DFlash, list[float]]:
 
 
 def check_head(head: Eagle3 | DFlash) -> None:
-    """Refuse by name every setting that llama.cpp does not support."""
+    """Refuse every setting without support in llama.cpp, by name."""
     config, rope = head.config, head.layer_config.rope_parameters
     found: dict[str, Any] = {}
     if isinstance(head, Eagle3):

@@ -36,7 +36,7 @@ class FeaturesLost(ValueError):
 
 
 class _Unavailable(Exception):
-    """A fault that may pass, or that another server may not have."""
+    """Temporary fault, or a fault that another server may not have."""
 
 
 class ServedModel(Struct):
@@ -61,10 +61,10 @@ class ServedCompletion(Struct):
 
 
 def addresses_of(features: str) -> list[str]:
-    """Return the addresses of the servers, up to /v1; none for a folder.
+    """Return the servers' addresses, up to /v1; none for a folder.
 
     Raises:
-        ValueError: an entry among addresses that is no address.
+        ValueError: an invalid entry among addresses.
     """
     parts = [part.strip().rstrip("/").removesuffix("/v1") for part in features.split(",")]
     if not parts[0].startswith(("http://", "https://")):
@@ -146,7 +146,7 @@ class ServedStates:
         question = {
             "model": self._models[address],
             "prompt": list(ids),
-            # The least that a completion may have.
+            # The minimum for a completion.
             "max_tokens": 1,
             "temperature": 0.0,
             "return_token_ids": True,
@@ -206,7 +206,7 @@ class ServedStates:
                 "folder under the same path"
             ) from error
         shape = (len(self.layers), self.hidden_size)
-        # The file may go on with the token that the server generated.
+        # The file may go on with the server's generated token.
         if tokens[: len(ids)] != list(ids) or states.shape[1:] != shape:
             raise FeaturesLost(
                 f"features: {path} has states {list(states.shape)}; want {shape[0]} layers of "

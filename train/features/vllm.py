@@ -37,7 +37,7 @@ def states_request(
     max_length: int,
     on_cpu: bool,
 ) -> Values:
-    """Return the settings of vLLM for this target.
+    """Return vLLM's settings for this target.
 
     Args:
         layers: layer i is the input of the target's layer i.
@@ -68,7 +68,7 @@ def serve(python: Path, request: Values, folder: Path, *, host: str, port: int) 
 
 
 class VllmStates:
-    """Runs the frozen target in vLLM on rows of tokens."""
+    """Process that runs the frozen target in vLLM on token rows."""
 
     def __init__(self, python: Path, request: Values) -> None:
         """
@@ -93,7 +93,7 @@ class VllmStates:
         )
 
     def close(self) -> None:
-        self._process.communicate()  # end of stdin; a process that has died is no error here
+        self._process.communicate()  # close stdin; a process that has died is no error here
         self._said.close()
         self._place.cleanup()
 
