@@ -238,7 +238,7 @@ ROWS = [[5, 6, 7], [8, 9]]
 
 
 def per_layer(world, source: ServedStates) -> dict[str, bool]:
-    """Whether each layer's states are those of the target's own forward, row after row."""
+    """Compare each layer's states with the target's own forward, row by row."""
     target, found = load_target(str(world.target)), source.fetch([0, 1], ROWS)
     with torch.no_grad():
         own = [capture_hidden(target, torch.tensor([ids]), source.layers) for ids in ROWS]
