@@ -10,7 +10,8 @@ texts of different length, each alone, padded and packed, one of which ends on a
 DFlash and DSpark on the same anchors of a text that the target wrote. The package's training pass
 and ours. Of every case: by how much the loss, the gradients and the logits differ at most, over the
 largest of their kind, and whether the most likely draft tokens are the same. SpecForge's EAGLE-3
-imports triton, which torch's wheels for a CPU lack.
+imports triton, which torch's wheels for a CPU lack. --train OUT trains an EAGLE-3 head for the
+embedded target with each package's pass instead, and saves it with the package.
 """
 
 import importlib.util
@@ -36,8 +37,18 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.data_recipes.batch import collate, pack
+from pipedraft.data_recipes.config import DataConfig, Source
+from pipedraft.data_recipes.recipe import load_data
+from pipedraft.models.draft import TargetReference
+from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.exchange.export import Layout, export
-from pipedraft.models.target import capture_hidden
+from pipedraft.models.layers import LayerConfig
+from pipedraft.models.target import (
+    capture_hidden,
+    load_target,
+    load_tokenizer,
+    target_fingerprint,
+)
 from pipedraft.train import dflash
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
@@ -47,6 +58,7 @@ from pipedraft.train.losses import LossKind, chunked_distillation
 # M rows, H hidden, V target vocabulary, U draft vocabulary, A anchors, S draft tokens of a block
 
 LENGTH, BLOCK, PROMPT = 40, 7, 6
+TARGET, TEXTS = "assets/target", "assets/train/answers.jsonl.gz"
 STEPS, DECAY = 4, 0.8
 MASKS = [[0] * 4 + [1] * 9 + [0], [0] * 3 + [1] * 6, [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]]
 """Of the texts of chains; the second one ends on an assistant's token."""
@@ -350,22 +362,35 @@ def compare_blocks(package: str, kind: str, layout: Layout, **options: Any) -> F
 def taps_of(target: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, Any]:
     """The joined states that EAGLE-3 fuses, and the target's whole output."""
     output = target(input_ids=ids_BT, output_hidden_states=True)
-    layers = (2, LAYERS // 2, LAYERS - 3)
+    depth = target.config.num_hidden_layers
+    layers = (2, depth // 2, depth - 3)
     return torch.cat([output.hidden_states[layer] for layer in layers], -1), output
 
 
-def chain_by_specforge(place: Path, target: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
-    """Loss and model of a padded batch."""
-    from specforge.algorithms.eagle3 import model as eagle3
+def last_of(target: PreTrainedModel, ids_BT: Tensor) -> Tensor:
+    """The last layer's states, before the final norm."""
+    depth = target.config.num_hidden_layers
+    return capture_hidden(target, ids_BT, {depth})[depth]
+
+
+def load_by_specforge(place: Path, target: Any) -> Any:
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
+
+    # Not by from_pretrained, which leaves its rotary frequencies without values.
+    model = LlamaForCausalLMEagle3(LlamaConfig.from_pretrained(place)).train()
+    model.load_state_dict(load_file(place / "model.safetensors"), strict=False)
+    model.embed_tokens.weight.data = target.get_input_embeddings().weight.data
+    return model
+
+
+def chain_by_specforge(model: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Loss of a padded batch."""
+    from specforge.algorithms.eagle3 import model as eagle3
 
     def kl_mean(logits: Tensor, p: Tensor, mask: Tensor) -> Tensor:
         # Their kernel of it runs on a GPU alone.
         return (mask * (p * (p.log() - logits.log_softmax(-1)))).sum(2).mean()
 
-    model = LlamaForCausalLMEagle3(LlamaConfig.from_pretrained(place)).train()
-    model.load_state_dict(load_file(place / "model.safetensors"), strict=False)
-    model.embed_tokens.weight.data = target.get_input_embeddings().weight
     ids_BT, mask_BT = batch["input_ids"], batch["loss_mask"].clone()
     mask_BT[torch.arange(len(mask_BT)), batch["lengths"] - 1] = 0  # as its data sets do
     joined, output = taps_of(target, ids_BT)
@@ -379,19 +404,24 @@ def chain_by_specforge(place: Path, target: Any, batch: dict[str, Tensor]) -> tu
             hidden_states=joined,
         )[0]
     decayed = [DECAY**step * loss for step, loss in enumerate(steps)]
-    return torch.stack(decayed).sum() * ids_BT.numel(), model
+    return torch.stack(decayed).sum() * ids_BT.numel()
 
 
-def chain_by_speculators(place: Path, target: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
-    """Loss and model of one document, or of several in one row."""
-    from speculators.losses.utils import resolve_loss_config
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig, core
+def load_by_speculators(place: Path, target: Any) -> Any:
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
     config = Eagle3SpeculatorConfig.from_pretrained(place)
     config.transformer_layer_config._attn_implementation = "eager"
     model = Eagle3DraftModel.from_pretrained(place, config=config).train()
     model.load_verifier_weights()
-    model.requires_grad_(True)
+    return model.requires_grad_(True)
+
+
+def chain_by_speculators(model: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Loss of one document, or of several in one row."""
+    from speculators.losses.utils import resolve_loss_config
+    from speculators.models.eagle3 import core
+
     right = core.compute_metrics
 
     def summed(logits: Tensor, targets: Tensor, mask: Tensor, *rest: Any, **options: Any) -> Any:
@@ -407,17 +437,25 @@ def chain_by_speculators(place: Path, target: Any, batch: dict[str, Tensor]) -> 
             input_ids=ids_1T[:, 1:],
             document_ids=torch.zeros_like(ids_1T[:, 1:]),
             loss_mask=mask_1T[:, 1:],
-            verifier_last_hidden_states=capture_hidden(target, ids_1T, {LAYERS})[LAYERS][:, 1:],
+            verifier_last_hidden_states=last_of(target, ids_1T)[:, 1:],
             ttt_steps=STEPS,
             ttt_step_loss_decay=DECAY,
             loss_config=resolve_loss_config("kl_div", "eager"),
         )
-    return loss, model
+    return loss
 
 
-def compare_chains(package: str, layout: Layout) -> Iterator[tuple[str, Found]]:
+CHAINS: dict[str, tuple[Layout, Callable[..., Any], Callable[..., Tensor]]] = {
+    "speculators": ("speculators", load_by_speculators, chain_by_speculators),
+    "specforge": ("sglang", load_by_specforge, chain_by_specforge),
+}
+"""Layout, loader and loss of each package's EAGLE-3."""
+
+
+def compare_chains(package: str) -> Iterator[tuple[str, Found]]:
     """Sums over the texts: alone, padded and packed by us, alone or padded by the package."""
     torch.manual_seed(0)
+    layout, load, run = CHAINS[package]
     target = random_target()
     texts = [
         {"input_ids": torch.randint(VOCABULARY, (len(mask),)).tolist(), "loss_mask": mask}
@@ -433,17 +471,12 @@ def compare_chains(package: str, layout: Layout) -> Iterator[tuple[str, Found]]:
         (place / "head").mkdir()
         objective.draft.save(place / "head")
         export(place / "head", layout, place / "peer")
-        run = chain_by_specforge if package == "specforge" else chain_by_speculators
         given = [padded] if package == "specforge" else alone
-        pairs = [run(place / "peer", target, batch) for batch in given]
-    expected, gradients = torch.zeros(()), dict[str, Tensor]()
-    for loss, model in pairs:
-        loss.backward()
-        expected = expected + loss.detach()
-        for name, x in model.named_parameters():
-            own = name.replace("layers.0.", "midlayer.")
-            if x.grad is not None:
-                gradients[own] = gradients.get(own, torch.zeros_like(x)) + x.grad
+        model = load(place / "peer", target)
+        theirs = torch.stack([run(model, target, batch) for batch in given]).sum()
+    theirs.backward()
+    own = {name.replace("layers.0.", "midlayer."): x for name, x in model.named_parameters()}
+    gradients, expected = {name: x.grad for name, x in own.items()}, theirs.detach()
     parameters = dict(objective.draft.named_parameters())
     for form, given in batches.items():
         losses = [objective(batch, torch.Generator()).loss for batch in given]
@@ -459,15 +492,48 @@ def compare_chains(package: str, layout: Layout) -> Iterator[tuple[str, Found]]:
         )
 
 
+def train_chains(out: Path) -> None:
+    """Train an EAGLE-3 head with each package, a text a step, and save it by the package."""
+    target, source = load_target(TARGET, dtype=torch.float32), Source(path=TEXTS, max_rows=64)
+    recipe = DataConfig(sources=[source], max_length=192)
+    rows = list(load_data(recipe, load_tokenizer(TARGET)).train)
+    counts = torch.bincount(torch.tensor(sum((row["input_ids"] for row in rows), [])))
+    ids = counts.argsort(descending=True)[:1024].sort().values
+    config = Eagle3Config(draft_vocab_size=len(ids)).for_target(target.config.num_hidden_layers)
+    reference = TargetReference(name=TARGET, fingerprint=target_fingerprint(target))
+    head = Eagle3(config, LayerConfig.from_target(target.config), reference)
+    head.initialize(target, ids)
+    for package, (layout, load, run) in CHAINS.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            place = Path(temporary)
+            (place / "head").mkdir()
+            head.save(place / "head")
+            export(place / "head", layout, place / "peer", target=TARGET)
+            model = load(place / "peer", target)
+        model.embed_tokens.requires_grad_(False)
+        trained = [x for x in model.parameters() if x.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        for row in rows:
+            batch = collate([row], 0)
+            loss = run(model, target, batch) / batch["loss_mask"].sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"{package}: {float(loss):.3f} on the last of {len(rows)} texts", flush=True)
+        model.save_pretrained(out / package)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--train", type=Path, help="train EAGLE-3 heads into this folder instead")
     args = parser.parse_args()
+    if args.train:
+        return train_chains(args.train)
     found = dict(divergences())
-    layouts: dict[str, Layout] = {"speculators": "speculators", "specforge": "sglang"}
-    for package, layout in layouts.items():
+    for package, (layout, *_) in CHAINS.items():
         if importlib.util.find_spec(package) is not None:
-            for form, result in compare_chains(package, layout):
+            for form, result in compare_chains(package):
                 found[f"{package}, eagle3, {form}"] = result
             # DFlash's authors train with the text's tokens, speculators with distributions.
             own = {"loss": "ce"} if package == "specforge" else {}
