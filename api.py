@@ -210,8 +210,8 @@ def load(
         draft: folder or Hub id of a head or of a language model with the target's tokenizer, such a
             model object, "ngram", "suffix", or None to decode without a draft.
         device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
-        dtype: float32, bfloat16, float16; auto: float32 on a CPU, the target's stored dtype on a
-            GPU.
+        dtype: float32, bfloat16, float16, int8 (8-bit weights, on a CPU); auto: float32 on a CPU,
+            the target's stored dtype on a GPU.
         tokenizer: for a target object not loaded from a folder.
 
     Raises:
