@@ -54,9 +54,9 @@ class TraceFile:
     ) -> None:
         """
         Args:
-            folder: None: keep everything in memory.
+            folder: for the files; None: keep everything in memory.
             identity: written as the first line; its digest is in the file's name.
-            shard: (index, number); read every shard's lines, and append only to this one's.
+            shard: (index, number). Reads the lines of every shard, appends to this one only.
         """
         self.path: Path | None = None
         self._found: Values = {}

@@ -488,9 +488,11 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Spread sequences that start decoding over n step phases, the emptiest first.
+        """Return True if a sequence may join this step. Each new one gets one of n step phases, the
+        emptiest.
 
-        Sequences counted alone share one phase: one pass over a stage's weights serves all.
+        With ``counts_alone`` all sequences share a phase: one pass over a stage's weights serves
+        all.
         """
         n = self.clock.num_stages
         if sequence.phase is None and not sequence.pipeline.is_prefilling:

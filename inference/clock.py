@@ -270,10 +270,10 @@ class VirtualClock:
         """Record accepted and rejected draft tokens in a tree."""
 
     def hidden_forwards(self) -> int:
-        """Return how many draft forwards fit into a one-row step; at least 1.
+        """Return how many draft forwards fit into a step with one row per stage; at least 1.
 
-        More rows slow a step, so more forwards would fit, and their rows would slow it further.
-        Counting one row avoids this loop.
+        More rows make a step longer, so more forwards would fit. Their draft tokens would lengthen
+        the next step again. Counting one row avoids this loop.
         """
         if not self.draft_forward:
             return 1_000

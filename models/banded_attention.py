@@ -371,10 +371,10 @@ def _windowed_attention(
     lengths: Sequence[int] | None,
     window: int,
 ) -> Tensor:
-    """``ttt_attention`` of rows that see so many positions, in chunks of as many rows.
+    """Compute ``ttt_attention`` with a sliding window, in chunks of max(window, 64) rows.
 
-    Row t of step i stands at position t + i, so that it sees the rows of step 0 in
-    (t + i - window, t] and the drafted ones of the last ``window`` steps.
+    Row t in step i has position t + i. It sees the rows (t + i - window, t] in step 0, and its own
+    drafted rows in the last ``window`` steps.
     """
     B, J, T, D = keys[0].shape
     step, size = len(keys) - 1, max(window, 64)

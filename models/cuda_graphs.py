@@ -31,8 +31,8 @@ class Transfers(Protocol):
 
 
 UNDER_WAY: WeakSet[Transfers] = WeakSet()
-"""Transfers in flight. Capturing waits for the whole device, so for these too; a capturing process
-cannot receive data another one waits to send."""
+"""Transfers in flight. Capturing a graph waits for all work on the device, transfers included.
+Meanwhile the process receives nothing, so ranks would wait for each other."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from pipedraft.files import Values
 from pipedraft.models.stage_cache import StageCache, additive_mask
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
-"""Layer kinds with rows droppable by a KeepRows."""
+"""Layer kinds whose cached rows a KeepRows can drop."""
 OFFSET_NORMS = ("gemma", "qwen3_5", "qwen3_next")
 """Prefixes of model types with an RMSNorm that adds one to its weight."""
 PARTS = {"layers": nn.ModuleList, "embed_tokens": nn.Embedding, "norm": nn.Module}
@@ -76,7 +76,7 @@ def plain_embedding(target: PreTrainedModel) -> nn.Module:
 
 
 def logits_divisor(config: PreTrainedConfig) -> float:
-    """Return the LM head's output divided by the logits (Granite)."""
+    """Return the number that divides the LM head's output to give logits (Granite); else 1."""
     return float(getattr(config, "logits_scaling", None) or 1.0)
 
 
@@ -217,7 +217,7 @@ def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Value
 
 
 def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
-    """Run one layer per form like a stage, on the meta device."""
+    """Run one layer of each form as a stage does, on the meta device; return its lack, if any."""
     inputs = _inputs(decoder, kinds)
     hidden, given = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
     forms = {
@@ -246,7 +246,9 @@ def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
 def _difference(
     model: PreTrainedModel, decoder: Any, head: nn.Module, kinds: Sequence[str]
 ) -> str | None:
-    """Compare all steps around the layers with transformers' forward, using layers that negate."""
+    """Compare the work around the layers with transformers' forward; return the first difference.
+
+    Stand-in layers negate their input."""
     calls: list[tuple[Tensor, Values]] = []
 
     def negate(hidden_states: Tensor, **given: Any) -> Tensor:

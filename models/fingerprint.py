@@ -23,8 +23,8 @@ NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
     """Identify the weights a draft shares with its target.
 
-    ``hash`` is SHA-256 over float32 bytes: embedding, final norm and LM head (a tied head
-    once), equal for every loading dtype.
+    ``hash`` is SHA-256 over embedding, final norm and LM head (a tied head once), as float32 bytes.
+    So it does not depend on the loading dtype.
     """
     decoder = model.get_decoder()
     weights = {

@@ -345,7 +345,8 @@ def check_anchor(target: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _what_last_block_adds(target: PreTrainedModel, block: nn.Module) -> tuple[Tensor, Tensor]:
-    """What an anchor, and the target's last block, add to some rows: float32 [T, H]."""
+    """Return what the anchor and the target's last block add to random rows: float32 [T, H]
+    each."""
     config, last = target.get_decoder().config, len(target.get_decoder().layers) - 1
     layer, weight = LayerConfig.from_target(config), next(block.parameters())
     with torch.device("meta"):  # draws no random numbers

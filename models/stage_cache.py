@@ -203,7 +203,7 @@ class StageCache:
         self._values: dict[int, Tensor] = {}
         # State tensors are never written again once a row has them, so rows share them freely.
         self._states = [RowState()]
-        """After the committed rows, then after each speculative one."""
+        """States after the committed rows, then after each speculative row."""
         self._new_states: list[RowState] = []
         self._parents: Sequence[int] | None = None
         self._before: list[RowState] = []
@@ -336,7 +336,8 @@ class StageCache:
 
     @contextmanager
     def writing_to(self, slots_P: Tensor) -> Iterator[None]:
-        """Use fixed shapes inside: ``update`` writes to these places and returns whole buffers."""
+        """Context with fixed shapes: ``update`` writes to these places and returns whole
+        buffers."""
         self._slots = slots_P
         try:
             yield

@@ -53,8 +53,8 @@ def can_capture(config: "PreTrainedConfig") -> bool:
 class StageGraphs(Graphs):
     """Runs rows through one stage's layers and into its cache.
 
-    A step is one copy to the device, the previous stage's hidden states, one graph, and one copy of
-    the output: five launches at most for any model.
+    A step takes five launches at most, for any model: they copy the packed inputs and the previous
+    stage's hidden states, run one graph, and copy its output.
     """
 
     def __init__(self, stage: "Stage") -> None:
@@ -198,7 +198,9 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
 
 
 def can_run_together(stage: "Stage") -> bool:
-    """Attention must be torch's and read what is cached, and nothing recurrent or of one shape."""
+    """Return True if rows of several sequences can share a pass.
+
+    Not with recurrent layers, ``bitwise``, latent caches, or attention other than "sdpa"."""
     if stage.cache.recurrent_layers or stage.is_bitwise:
         return False
     config = stage.layers[0].self_attn.config
@@ -340,7 +342,7 @@ def shared_heads(config: "PreTrainedConfig", device: torch.device) -> int:
 
 
 def folding_heads(groups: int) -> AbstractContextManager[None]:
-    """Expect masks with ``groups`` times the rows inside; see ``grouped_attention``."""
+    """Context in which masks have ``groups`` times the rows; see ``grouped_attention``."""
     return attending_by(grouped_attention) if groups > 1 else nullcontext()
 
 

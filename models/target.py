@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 THREADED_HIDDEN_SIZE = 1024
-"""From this hidden size on several threads decode faster than one."""
+"""Smallest hidden size at which several threads decode faster than one."""
 NO_INPUT = "stage 0 needs token ids, later stages hidden states"
 ATTENTION_KERNELS = ("sdpa", "eager")  # those that honor an explicit additive mask
 
@@ -279,7 +279,7 @@ class Stage:
         return hidden_1lH[0], collected
 
     def _call_recurrent(self, call: Callable[[Tensor], Tensor], hidden_1lH: Tensor) -> Tensor:
-        """Speculative rows start from the states of their parents: a batch of one-row sequences."""
+        """Run speculative rows as a batch of one-row sequences, each from its parent's state."""
         parts, order = [], []
         for rows in self.cache.recurrent_calls():
             if rows is None:

@@ -332,8 +332,8 @@ class TrainingState:
         plain = [LossScaler, ZeroStageEnum, fragment_address]  # numbers and nothing that acts
 
         class TensorsAndValues(TorchCheckpointEngine):
-            """Checkpoint reader for tensors and plain values; DeepSpeed's own runs any code a file
-            names."""
+            """Checkpoint reader for tensors and plain values only: DeepSpeed's own runs code named
+            in a file."""
 
             def load(self, path: str, map_location: Any = None) -> object:
                 try:

@@ -102,7 +102,7 @@ class TargetSession:
         """Verified tokens; the last one is the root, whose row is the first speculative one."""
         self._num_prompt = 0
         self._draft_tokens: list[int] = []
-        """Untested draft tokens after the verified ones."""
+        """Draft tokens after the verified ones, not tested yet."""
         self._q: list[float] = []
         self._logits: deque[Tensor] = deque()
         """[V] for the root and the first draft tokens, as far as computed."""

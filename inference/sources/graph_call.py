@@ -71,7 +71,7 @@ class ChildQuery:
     """Continue each row by its best child, and by others with a higher probability than this, in
     order, up to the beams; None: by the best over all rows."""
     sampling: DraftSampling | None = None
-    """How children are scored."""
+    """Settings for scoring children."""
 
     @property
     def key(self) -> tuple[object, ...] | None:
