@@ -365,7 +365,7 @@ class Options:
 
     @classmethod
     def add_short(cls, parser: ArgumentParser) -> None:
-        """Add the few options to --help that a class outside it wants a newcomer to see."""
+        """Add some options to --help from a class that is not ``IN_SHORT_HELP``, for newcomers."""
 
     @classmethod
     def has_more(cls) -> bool:

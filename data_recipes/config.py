@@ -202,7 +202,7 @@ class DataConfig:
     max_length: int = 2048
     """Tokens per row: longer conversations are cut, packed text is cut in blocks of this size."""
     too_long: Literal["cut", "drop"] = "cut"
-    """What to do with rows longer than max_length tokens: cut them, or drop and count them."""
+    """Rows longer than max_length tokens: cut them, or drop and count them."""
     duplicates: Duplicates = "keep"
     """exact: drop a row equal to an earlier one except in case, white space and Unicode form."""
     decontaminate: list[str | Source] = field(default_factory=list)

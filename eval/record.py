@@ -169,7 +169,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RepeatsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The same prompts decoded several times with the same random numbers."""
+    """Times of the same prompts, decoded several times with the same random numbers."""
 
     repeats: Count
     unequal_turns: Count
@@ -383,7 +383,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: list[RunRecord] | UnsetType = UNSET
     overall: list[RunRecord] | UnsetType = UNSET
-    """The same entries, pooled over the benchmarks; empty with a single one."""
+    """Entries pooled over the benchmarks; empty with a single benchmark."""
     latency: list[LatencyRecord] | UnsetType = UNSET
     times: dict[str, float] | UnsetType = UNSET
 

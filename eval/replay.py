@@ -88,7 +88,7 @@ class Hardware:
 
 
 class NotReplayable(Exception):
-    """One line: why a recorded run cannot predict the run under another cost model."""
+    """Raised, with one line, if a recorded run cannot predict the run under another cost model."""
 
 
 def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> str:

@@ -196,9 +196,9 @@ class VirtualClock:
     def step_costs(self, num_tokens: int) -> RowCosts:
         """Return costs for adding rows to a stream with one segment entering per step.
 
-        A further row in every segment makes every step longer by the row price; a row in the
-        longest segment costs more. An accepted draft token saves the average time per token so far,
-        initially the autoregressive time.
+        One more row in every segment makes every step longer by the row price. One more row in the
+        longest segment alone costs more. An accepted draft token saves the average time per token
+        so far, initially the autoregressive time.
 
         Args:
             num_tokens: emitted so far.

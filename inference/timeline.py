@@ -20,7 +20,7 @@ WAIT = "wait"
 """Span kind: the process can only wait for a message."""
 
 UNFINISHED = "unfinished"
-"""Span kind: ended by an exception, whatever it was."""
+"""Span kind: an exception ended the span."""
 
 TimelineReport: TypeAlias = Values
 """One process's measurements, as JSON stores them."""

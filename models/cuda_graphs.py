@@ -1,9 +1,9 @@
 """CUDA graphs for fixed-shape launches: a stage's layers, and a draft.
 
 A decoding step with a few rows launches hundreds of small kernels; on a GPU launching takes longer
-than their work. Everything that varies between steps is packed on the host and copied into a fixed
-buffer at once; device rows go into another. Launches are captured once per key. On a CPU the same
-functions run without a graph.
+than their work. The host packs everything that varies between steps, and copies it into a fixed
+buffer at once. Rows that are on the device enter another buffer. Launches are captured once per
+key. On a CPU the same functions run without a graph.
 """
 
 # P padded rows, H hidden, S columns, C cache rows

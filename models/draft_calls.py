@@ -25,7 +25,8 @@ from pipedraft.models.layers import KeyValues
 
 R = TypeVar("R")
 ORDER = ("extend_rows", "rows", "step", "propose_rows", "logits")
-"""Network methods in order: a sequence further along waits until the others make the same call."""
+"""Network methods in call order. A sequence that is further along waits until the others call the
+same method."""
 VISIBLE = "visible_RC"
 
 

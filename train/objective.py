@@ -40,7 +40,7 @@ EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of all heads compar
 
 
 class LossOutput(NamedTuple):
-    """Named tuple, so ZeRO-3 finds its tensors."""
+    """Loss and sums of one forward pass. A named tuple, so ZeRO-3 finds its tensors."""
 
     loss: Tensor
     """SUM over this forward pass's supervised tokens, differentiable."""

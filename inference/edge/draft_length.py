@@ -236,7 +236,7 @@ class Fixed(DraftLengthPolicy):
 
 
 class _Published(DraftLengthPolicy):
-    """FlexSpec's running acceptance, with tokens linear in it.
+    """Base of FlexSpec's published rules: a running acceptance gamma, and tokens linear in gamma.
 
     gamma <- gamma + mu (tau / K - gamma)       gamma 0.8 at first; mu is not published: 0.1 here
     Biased: the mean of tau / K is (S(1) + .. + S(K)) / K, the acceptance rate only for K = 1.

@@ -137,7 +137,8 @@ class LinkedPipeline(Pipeline):
         self.anchor = ""
         """Hash of the target's last block contained in the draft; "": none."""
         self.fallback = ""
-        """Reason for the target decoding alone despite a draft; "": it does not."""
+        """Reason why the target decodes alone although there is a draft; "": the draft is in
+        use."""
 
     # -- what a subclass adds ---------------------------------------------------------------
 

@@ -18,7 +18,7 @@ UNSENT_BYTES = 4 * 2**20
 
 
 class SessionRefused(ValueError):
-    """Ends a stream with a status; the message is one line for its client."""
+    """Raised to end a stream with a status; the message is one line for its client."""
 
     def __init__(self, code: str, text: str) -> None:
         """

@@ -69,7 +69,7 @@ class Choice(Observer):
     result: DecodeResult | None = None
     error: BaseException | None = None
     is_cancelled: bool = False
-    """Ends at the next token; set from any thread."""
+    """True to end the choice at its next token; any thread may set it."""
     is_stopped: bool = False
     """Ended by a stop string."""
     has_ended: bool = False

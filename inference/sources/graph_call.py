@@ -149,6 +149,6 @@ class Level:
     """Best children for some rows, on the host."""
 
     best_2QW: Tensor
-    """As in ``best_children``."""
+    """Tokens and cumulative scores, as from ``best_children``."""
     beams: list[int]
     """Children continued by the next level, as indices over all of them."""

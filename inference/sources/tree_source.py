@@ -396,7 +396,7 @@ class TreeSource(DraftSource):
     def _children(
         self, fresh: _FreshTree, parents: list[int], width: int
     ) -> dict[int, list[_Child]]:
-        """Return each row's ``width`` best children, or as many sampled without replacement."""
+        """Return ``width`` children per row: the best, or sampled without replacement."""
         tree, rule = fresh.tree, fresh.sampling.rule
         if isinstance(rule, RecursiveVerifier):
             logits_RU = self._logits(tree, parents)
