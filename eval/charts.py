@@ -231,7 +231,7 @@ class SeriesChart(Chart):
 
     COLUMNS = ("panel", "series", "place", "value", "low", "high")
     reference: float | None = None
-    """A dashed line."""
+    """Value of a dashed line; None: no line."""
     limits: tuple[float, float | None] = (0, None)
     """Lowest and highest value on the axis."""
 

@@ -57,7 +57,7 @@ class Hardware:
 
     name: str
     cost: CostModel | None
-    """None: the recorded one."""
+    """Cost model; None: the recorded one."""
     link: float | None
     """Link time instead of the cost model's."""
     cuts: bool = False

@@ -224,7 +224,7 @@ class Evaluation:
     """Without a reference, compare greedy outputs with autoregressive decoding here, like sampled
     ones."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
-    """Makes the pipeline; see ``Engine``."""
+    """Builds the pipeline; see ``Engine``."""
     scores: bool = False
     """Score answers with a known correct result."""
     answers: Path | None = None

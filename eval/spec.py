@@ -81,7 +81,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     title: Name
     kind: Literal["pipeline", "edge"] = "pipeline"
     target: Name = DEFAULT_TARGET
-    """Folder or Hub name."""
+    """The target's folder or Hub name."""
     rows: Annotated[list[Row], Meta(min_length=1, max_length=10_000)]
     run: Values = {}
     """Settings for every row."""

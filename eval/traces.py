@@ -124,7 +124,7 @@ class Traces:
     """One evaluation's trace files."""
 
     folder: Path | None = None
-    """None: nothing is stored on disk."""
+    """Folder for the trace files; None: nothing is stored on disk."""
     identity: Values | None = None
     """Target, tokenizer and everything else shared by all methods."""
     shard: tuple[int, int] = WHOLE
@@ -209,7 +209,7 @@ class Recording:
 
     config: DecodeConfig
     draft_type: str | None
-    """None: autoregressive decoding."""
+    """Type of the draft; None: autoregressive decoding."""
     draft_hash: str
     relative_cost: float
     """Cost of a draft forward, by its size, in one-token target passes."""

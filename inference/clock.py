@@ -66,13 +66,13 @@ class CostModel:
     link_row: float = 0.0
     """Link time per row after a segment's first."""
     verify: float = 0.0
-    """Final norm, LM head and verification."""
+    """Time for the final norm, the LM head and the acceptance rule."""
     head_row: float = 0.0
-    """Final norm and LM head per returning row after the first."""
+    """Extra time for the final norm and the LM head, per returning row after the first."""
     verify_row: float = 0.0
-    """Acceptance rule per returning row after the first."""
+    """Extra time for the acceptance rule, per returning row after the first."""
     draft_forward: float | None = None
-    """One draft forward; None: the draft's layers over the target's layers."""
+    """Time for one draft forward; None: the draft's layers over the target's layers."""
     is_asynchronous: bool = False
     """Stages do not wait for each other's steps. A token still takes n stages, n + 1 links and one
     verification to return, but a step takes only 1/n the link and verification time. Otherwise all

@@ -25,7 +25,7 @@ class RowCosts:
     """Costs and benefits for weighing draft tokens."""
 
     tokens: float
-    """Tokens emitted without them."""
+    """Tokens emitted without the draft tokens."""
     time: float
     """Time for these tokens."""
     row: float

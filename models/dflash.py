@@ -35,7 +35,8 @@ from pipedraft.models.layers import (
 
 LARGEST_BLOCK = 256
 GROUP_ROWS = 128
-"""Rows attending in one call; with more blocks together, more pairs are masked out."""
+"""Block rows per attention call. Each block sees itself only, so in a larger call more pairs are
+masked out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second c
 DECODERS = ("model.", "model.language_model.", "language_model.model.")
 """Prefixes of decoder tensor names in weight files."""
 NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Names in safetensors."""
+"""16-bit types, and their names in safetensors."""
 
 
 def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:

@@ -409,7 +409,7 @@ class FixedKeyValues(KeyValues):
         super().__init__()
         self.num_rows = num_places
         self.slots_R = torch.empty(0, dtype=torch.long)
-        """Places for the next rows."""
+        """Buffer places for the next rows."""
 
     def append_rows(self, keys_RJD: Tensor, values_RJD: Tensor) -> None:
         self._write(keys_RJD, values_RJD)

@@ -41,7 +41,7 @@ MIN_COLUMNS = 32
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """Families whose layers launch the same kernels for any row contents."""
 READ_BY_HOST = ("dynamic", "longrope")
-"""Rotary tables depending on the longest position."""
+"""Rotary types whose table depends on the longest position, which the host must read."""
 
 
 def can_capture(config: "PreTrainedConfig") -> bool:

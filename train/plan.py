@@ -128,7 +128,7 @@ class RunSizes:
     trained: int
     draft: int
     step_bytes: float
-    """Training step with one pass over ``batch_tokens``, gradients included."""
+    """Peak bytes in a training step with one pass over ``batch_tokens``, gradients included."""
     evaluation_bytes: float
     flops: float
 

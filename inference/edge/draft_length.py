@@ -30,18 +30,18 @@ class RoundShape:
     """Compute times and message sizes for one round, headers included."""
 
     draft_s: float
-    """One draft token on the edge."""
+    """Time for one draft token on the edge."""
     verify_s: float
-    """The target's pass over a round without draft tokens."""
+    """Time for the target's pass over a round without draft tokens."""
     verify_row_s: float = 0.0
-    """Added per draft token."""
+    """Time that each draft token adds to the pass."""
     up_bytes: int
-    """Request without draft tokens."""
+    """Size of a request without draft tokens."""
     up_bytes_per_token: int
     down_bytes: int
-    """Verification result."""
+    """Size of a verification result."""
     reject_bytes: int = 0
-    """Added to the result on a rejection: the distribution to resample from."""
+    """Size that a rejection adds to the result: the distribution to resample from."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class RoundCost:
     """Seconds per round by number of draft tokens, and the tokens it may emit."""
 
     hit_s_K: np.ndarray
-    """All draft tokens accepted."""
+    """Seconds for a round in which all draft tokens are accepted."""
     miss_s_K: np.ndarray
-    """One of them rejected."""
+    """Seconds for a round with a rejected draft token."""
     has_bonus: bool = True
     """True: a full acceptance emits K + 1 tokens. False: K; the next round, drafted already, tests
     its first token in place of the bonus."""

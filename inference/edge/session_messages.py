@@ -244,15 +244,15 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int
     max_new_tokens: int
     forward_s: Seconds
-    """One-row pass, measured before serving."""
+    """Time for a one-row pass, measured before serving."""
     row_s: Seconds
-    """Time added per further row."""
+    """Time that each further row adds to the pass."""
     sessions: int
-    """Open sessions."""
+    """Number of open sessions."""
     cache_bytes: int
     """Memory for the open sessions' keys and values."""
     is_serving: bool
-    """False: shutting down, accepts no new sessions."""
+    """False if the server shuts down and accepts no new session."""
 
 
 def prefix_hash(ids: Sequence[int]) -> bytes:

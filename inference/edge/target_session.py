@@ -115,7 +115,7 @@ class TargetSession:
         """First missing request."""
         self._waiting: dict[int, tuple[Request, float]] = {}
         self._streams_for: int | None = None
-        """``seq`` of the request to decode alone."""
+        """``seq`` of the request to let the target decode alone; None: the edge drafts."""
         self._stop_reason = ""
         self._segment: Segment | None = None
         """Rows in the current pass; None for a prefill."""

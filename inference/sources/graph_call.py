@@ -129,7 +129,7 @@ class Places:
     leading: int
     """Leading text rows, visible to all rows."""
     first: int
-    """Rows behind them, cached before this call."""
+    """Rows behind the leading ones, cached before this call."""
     slots: list[int]
     """Place for each row behind the leading ones."""
     before: int

@@ -44,7 +44,7 @@ class Upload:
 
     repo: str
     revision: str | None = None
-    """Branch; None: the main one."""
+    """Branch to upload to; None: the main one."""
     private: bool = False
     message: str | None = None
     results: Path | None = None

@@ -93,7 +93,7 @@ class ServedStates:
         """
         self.layers, self.hidden_size = sorted(layers), hidden_size
         self.addresses = deque(addresses)
-        """The current server is first."""
+        """Servers; the first one is asked next."""
         self.addresses.rotate(-first)
         self._models: dict[str, str] = {}
         limits = httpx2.Limits(max_connections=CONCURRENCY)
