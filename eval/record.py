@@ -378,8 +378,8 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file. An evaluation writes runs and overall, edge-cloud decoding latency and
-    times."""
+    """Contents of results.json. An evaluation fills ``runs`` and ``overall``; edge-cloud decoding
+    fills ``latency`` and ``times``."""
 
     runs: list[RunRecord] | UnsetType = UNSET
     overall: list[RunRecord] | UnsetType = UNSET

@@ -271,7 +271,8 @@ class FlexSpec(Draft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` with a CUDA graph's signature: predecessors are known, or in order."""
+        """Run ``rows`` as a CUDA graph calls it: predecessors' states are given, or rows are in
+        order."""
         index_R = torch.arange(len(tokens_R), device=tokens_R.device)
         # In order, row i follows new row i - 1, which stands after the known rows.
         before_R = torch.where(index_R > 0, index_R + len(tokens_R) - 1, 0)

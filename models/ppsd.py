@@ -147,7 +147,7 @@ class PPSD(StagedDraft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` with a CUDA graph's signature."""
+        """Run ``rows`` as a CUDA graph calls it."""
         return self.rows(stream_RH, positions_R=positions_R, caches=caches, visible_RC=visible_RC)
 
 

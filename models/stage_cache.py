@@ -392,7 +392,8 @@ class StageCache:
     def update_conv_state(
         self, inputs_BWT: Tensor, layer_idx: int, *, conv_kernel_size: int
     ) -> Tensor:
-        """Remember the last ``conv_kernel_size`` inputs; return the old state and the inputs."""
+        """Remember the last ``conv_kernel_size`` inputs; return the old state followed by the new
+        inputs."""
         before_BWK = self.get_conv_state(layer_idx)
         if before_BWK is not None:
             inputs_BWT = torch.cat([before_BWK, inputs_BWT], dim=-1)

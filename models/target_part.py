@@ -177,8 +177,8 @@ def _sources(
 def weights_identity(name: str, revision: str | None = None) -> str:
     """Identify a target's weights without reading them all.
 
-    For a folder, hash each tensor's name, type, shape and some bytes; training changes a matrix
-    everywhere, so also there. For a Hub repository, return its commit.
+    For a folder, hash each tensor's name, type, shape and some bytes: training changes a whole
+    matrix, so these bytes, too. For a Hub repository, return its commit.
 
     Raises:
         ValueError: no safetensors weights there.

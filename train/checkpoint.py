@@ -109,7 +109,7 @@ def step_folder(output_dir: Path, step: int) -> Path:
 
 
 def step_folders(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; they may be damaged."""
+    """Return the complete checkpoints, oldest first; they may be damaged."""
     folders = sorted((output_dir / "checkpoints").glob(f"{STEP_PREFIX}*"))
     return [folder for folder in folders if (folder / COMPLETE).exists()]
 

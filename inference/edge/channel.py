@@ -356,9 +356,9 @@ TRACE_COLUMNS = ("rtt_ms", "up_mbps", "down_mbps")
 def read_trace(path: Path, *, base: Link | None = None) -> Link:
     """Read a CSV file with a header: ``t_ms`` from 0, and ``rtt_ms``, ``up_mbps`` or ``down_mbps``.
 
-    A row holds until the next one, the last one as long as the one before it. Further columns
-    (signal strength) are ignored. Jitter and loss come from ``base``, unless the file has round
-    trips: these were measured with both.
+    A row is valid until the next one, the last row as long as the one before it. Further columns
+    (signal strength) are ignored. Jitter and loss come from ``base``. With round trips in the file
+    they are 0, because the measurement contains both.
 
     Args:
         base: provides values without a column in the file.

@@ -88,7 +88,7 @@ def check_draft(source: DraftSource) -> None:
 
 @dataclass
 class Batch:
-    """Draft tokens sharing one verification result."""
+    """Draft tokens that share one verification result."""
 
     start: int
     """Position of the first draft token."""

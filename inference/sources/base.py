@@ -185,7 +185,7 @@ class DraftSource:
         raise NotImplementedError
 
     def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
-        """Continue each row once, and the root once per context; return the rows added."""
+        """Continue each row once, and the root once after every commit; return the rows added."""
         raise NotImplementedError
 
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
