@@ -41,7 +41,7 @@ TurnKey = tuple[str, str, int]
 
 
 class TraceFile:
-    """JSON values by key, in a file that grows line by line.
+    """File with JSON values by key; it grows line by line.
 
     A line cut short by a kill is ignored.
     """
