@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from pipedraft.models.layers import document_slices, positions_of
 
-aten = torch.ops.aten
+aten = torch.ops.aten  # F.scaled_dot_product_attention returns no log-sum-exp
 EVERY = slice(None)
 
 
@@ -110,7 +110,7 @@ class _BandedAttention(torch.autograd.Function):
     def backward(ctx, grad_SNTD):
         out_SNTD, lse_STN, *saved = ctx.saved_tensors
         probs, inputs = saved[: len(ctx.bands)], saved[len(ctx.bands) :]
-        grad_SNTD = _dense_rows(grad_SNTD)
+        grad_SNTD = _dense_rows(grad_SNTD)  # the gradient of a sum is expanded: stride 0
         # Bands share key blocks, so each adds to one set of gradients.
         gradients = [_zeros_by_row(x) for x in inputs]
         for b, probs_WBTN in zip(ctx.bands, probs, strict=True):
@@ -377,16 +377,16 @@ def _windowed_attention(
     drafted rows in the last ``window`` steps.
     """
     B, J, T, D = keys[0].shape
-    step, size = len(keys) - 1, max(window, 64)
+    step, size = len(keys) - 1, max(window, 64)  # tiny chunks would only cost calls
     query_BJGTD = query_BNTD.unflatten(1, (J, -1)) * D**-0.5
     # Position 0 starts a document, so a running count numbers them.
     document_T = (positions_of(T, lengths, query_BNTD.device) == 0).cumsum(0)
     place_T = torch.arange(T, device=query_BNTD.device)
-    drafted, outs = range(max(step - window, 0) + 1, step + 1), []
+    drafted, outs = range(max(step - window, 0) + 1, step + 1), []  # older ones left the window
     for start in range(0, T, size):
         rows, seen = slice(start, start + size), slice(max(start + 1 - window, 0), start + size)
         query_BJGRD, distance = query_BJGTD[..., rows, :], place_T[rows, None] - place_T[seen]
-        hidden_RS = (distance < 0) | (distance + step >= window)
+        hidden_RS = (distance < 0) | (distance + step >= window)  # row t has position t + step
         hidden_RS |= document_T[rows, None] != document_T[seen]
         key_BJ1SD, value_BJ1SD = keys[0][:, :, None, seen], values[0][:, :, None, seen]
         scores = (query_BJGRD @ key_BJ1SD.mT).masked_fill(hidden_RS, -torch.inf)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import _muon
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_orthogonalize
 
-ROW_MULTIPLE = 32
+ROW_MULTIPLE = 32  # few distinct row counts: kernels are prepared anew for each
 
 
 # -- products with few rows ------------------------------------------------------------------
@@ -38,7 +38,7 @@ def lay_out(module: nn.Module) -> None:
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
     if 2 * sum(layer.weight.nbytes for layer in large) <= virtual_memory().available:
         for layer in large:
-            layer.__class__ = LaidOutLinear
+            layer.__class__ = LaidOutLinear  # the same object, so names and references stay
 
 
 def _has_onednn_product(x_H: Tensor) -> bool:
@@ -46,7 +46,7 @@ def _has_onednn_product(x_H: Tensor) -> bool:
     return (
         x_H.dtype == torch.float32
         and x_H.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled("cpu")  # its products would not be float32
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
     )
@@ -81,12 +81,12 @@ class LaidOutLinear(nn.Linear):
             not 1 <= num_rows <= MOST_ROWS
             or not torch.is_inference_mode_enabled()
             or weight_GH.dtype != torch.float32
-            or type(weight_GH) not in (nn.Parameter, Tensor)
+            or type(weight_GH) not in (nn.Parameter, Tensor)  # sharded or quantized
             or not _has_onednn_product(input)
         ):
             return super().forward(input)
         # Training, merging or moving the weight invalidates the copy.
-        version = 0 if weight_GH.is_inference() else weight_GH._version
+        version = 0 if weight_GH.is_inference() else weight_GH._version  # those count none
         identity = (weight_GH.data_ptr(), version)
         if self._copy is None or self._copy[0] != identity:
             copy = torch.ops.mkldnn._reorder_linear_weight(weight_GH.detach(), 8)
@@ -111,7 +111,7 @@ def argmax(x_NV: Tensor) -> Tensor:
 
     Block maxima, the first block with the largest one, and its first entry: 5 times faster.
     """
-    width = gcd(x_NV.shape[-1], 128)
+    width = gcd(x_NV.shape[-1], 128)  # blocks must divide the row
     if width < 8 or x_NV.device.type != "cpu":
         return x_NV.argmax(-1)
     blocks_NKW = x_NV.unflatten(1, (-1, width))
@@ -145,7 +145,7 @@ def orthogonalize(
     if grad.device.type != "cpu" or torch.cpu._is_avx512_bf16_supported():
         return torch_orthogonalize(grad, ns_coefficients, ns_steps, eps)
     a, b, c = ns_coefficients
-    is_tall = grad.shape[0] > grad.shape[1]
+    is_tall = grad.shape[0] > grad.shape[1]  # the smaller Gram matrix is cheaper
     x_GH = (grad.T if is_tall else grad).float()
     x_GH = x_GH / x_GH.norm().clamp(min=eps)  # the spectral norm is at most the Frobenius norm
     for _ in range(ns_steps):

@@ -126,7 +126,7 @@ class Graphs:
         compute: Callable[[Tensor, Tensor | None], Tensor],
     ) -> CapturedGraph:
         rows_PH = self._buffer(rows)
-        buffer = packed.to(self.device, copy=True)
+        buffer = packed.to(self.device, copy=True)  # a copy: the graph keeps reading this address
         # The first run creates missing buffers.
         made = CapturedGraph(buffer, rows_PH, lambda: None, compute(buffer, rows_PH))
 
@@ -193,7 +193,7 @@ def borrow_for(
         owner: retains idle buffers; a network with moved weights has none.
         make: creates new ones; must not refer to ``holder``.
     """
-    weight = next(owner.parameters())
+    weight = next(owner.parameters())  # graphs read its address, so a moved weight needs new ones
     kept = vars(owner).setdefault("_idle_graphs", {})
     idle = kept.setdefault((key, weight.device, weight.dtype, weight.data_ptr()), [])
     borrowed = idle.pop() if idle else make()
@@ -202,7 +202,7 @@ def borrow_for(
         if len(idle) < MAX_IDLE:
             idle.append(borrowed)
 
-    weakref.finalize(holder, give_back).atexit = False
+    weakref.finalize(holder, give_back).atexit = False  # at exit nobody borrows again
     return borrowed
 
 
@@ -211,7 +211,7 @@ def _capture(
 ) -> Callable[[], None]:
     """Capture the launches of ``compute``; warm-up runs let libraries choose their kernels."""
     with torch.cuda.device(device):
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # torch's rule: warm up on a side stream before capture
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):

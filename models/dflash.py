@@ -132,7 +132,7 @@ class DFlash(Draft):
         vocabulary = reference.fingerprint["vocab_size"]
         if config.mask_token_id is None or config.mask_token_id >= vocabulary:
             raise ValueError(f"mask_token_id: {config.mask_token_id} is no token of {vocabulary}")
-        layer = replace(layer, has_query_key_norm=True, has_attention_bias=False)
+        layer = replace(layer, has_query_key_norm=True, has_attention_bias=False)  # Qwen3's layer
         super().__init__(config, layer, reference)
         hidden, eps = layer.hidden_size, layer.rms_norm_eps
         self.fc = nn.Linear(len(config.feature_layers) * hidden, hidden, bias=False)
@@ -188,7 +188,7 @@ class DFlash(Draft):
         assert self.config.mask_token_id is not None, "refused above"
         ids_AR = anchors_A.new_full((len(anchors_A), num_rows), self.config.mask_token_id)
         ids_AR[:, 0] = anchors_A
-        with torch.no_grad():
+        with torch.no_grad():  # the embedding is the target's: frozen
             return self._embedding[0](ids_AR)
 
     def forward(

@@ -36,7 +36,7 @@ from pipedraft.pretrained import (
 )
 
 CONFIG_FILE = "config.json"
-MAX_CONFIG_BYTES = 2**22
+MAX_CONFIG_BYTES = 2**22  # a checkpoint may come from anybody: bound what is parsed
 WEIGHTS_FILE = "model.safetensors"
 HEAD = "lm_head.weight"
 

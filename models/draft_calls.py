@@ -230,7 +230,7 @@ class _SeparateKeyValues(KeyValues):
         """Attend with ``query_RND``, the last rows in the call."""
         out_QND, first = torch.empty_like(query_RND), len(keys_KJD) - len(query_RND)
         for cache, place, own_lC in self._own:
-            asks = cast(Tensor, place)[place >= first] - first
+            asks = cast(Tensor, place)[place >= first] - first  # queries are the last rows
             out_QND[asks] = cache.attend_with(
                 query_RND[asks], keys_KJD[place], values_KJD[place], own_lC[-len(asks) :]
             )

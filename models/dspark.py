@@ -103,7 +103,7 @@ class DSpark(DFlash):
             nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
             self.markov_head.markov_w2.weight.zero_()
         if self.confidence_head is not None:
-            self.confidence_head.proj.weight.zero_()
+            self.confidence_head.proj.weight.zero_()  # starts at probability 1/2 everywhere
             self.confidence_head.proj.bias.zero_()
 
     def forward(

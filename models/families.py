@@ -138,7 +138,7 @@ class LayerPositions:
 
 NUM_ROWS, WINDOW = 6, 3
 """Comparison sizes: the window is shorter than the text."""
-_lacks: dict[str, str | None] = {}
+_lacks: dict[str, str | None] = {}  # by configuration: a check builds a model
 
 
 def check_target(config: PreTrainedConfig, name: str) -> None:
@@ -146,7 +146,7 @@ def check_target(config: PreTrainedConfig, name: str) -> None:
     key = f"{type(config)} {config.to_json_string(use_diff=False)}"
     if key not in _lacks:
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
                 _lacks[key] = _lack(config)
         except Exception as error:  # any fault in a model's own code
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -162,10 +162,10 @@ def check_target(config: PreTrainedConfig, name: str) -> None:
 def _lack(config: PreTrainedConfig) -> str | None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no causal language model of it"
-    config = deepcopy(config)
+    config = deepcopy(config)  # changed below
     vars(config).pop("quantization_config", None)
     if (text := config.get_text_config()) and getattr(text, "sliding_window", None) is not None:
-        text.sliding_window = WINDOW
+        text.sliding_window = WINDOW  # shorter than the compared rows, so its mask shows
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
@@ -189,7 +189,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
         for name, weight in module.named_parameters(recurse=False):
             few = weight.shape if module is decoder.norm else (NUM_ROWS, *weight.shape[1:])
             setattr(module, name, nn.Parameter(torch.randn(few), requires_grad=False))
-    decoder.embed_tokens.padding_idx = None
+    decoder.embed_tokens.padding_idx = None  # the short table may lack this row
     return _lack_of_layers(decoder, kinds) or _difference(model, decoder, head, kinds)
 
 

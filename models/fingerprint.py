@@ -82,7 +82,7 @@ def weights_hash(weights: Sequence[Tensor]) -> str:
 
 def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> str | None:
     """Return the first differing field of ``b``, with both values."""
-    for name, value in b.items():
+    for name, value in b.items():  # fields missing in b are not compared: evolved targets
         if a.get(name) != value:
             return f"{name}: {a.get(name)} != {value}"
     return None

@@ -120,7 +120,7 @@ class FlexSpec(Draft):
             )
             self.norm = RMSNorm(hidden, layer.rms_norm_eps).requires_grad_(False)
         self.stem_layers = nn.ModuleList(DecoderLayer(layer) for _ in range(config.stem_layers))
-        self.anchor = DecoderLayer(layer).requires_grad_(False)
+        self.anchor = DecoderLayer(layer).requires_grad_(False)  # loading compares its hash
         self.mlp = nn.Sequential(
             nn.Linear(hidden, hidden, bias=False), nn.SiLU(), nn.Linear(hidden, hidden, bias=False)
         )

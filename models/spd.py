@@ -178,7 +178,7 @@ class SPD(StagedDraft):
             for _ in range(config.num_layers * config.layer_projections)
         )
         self.make_layers(config.num_layers)
-        self.norm.requires_grad_(False)
+        self.norm.requires_grad_(False)  # stays the target's: ``normed_last`` features pass it, too
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -415,7 +415,7 @@ class SPD(StagedDraft):
         Args:
             taps: hidden states [r, H] for consecutive positions from ``first_position``.
         """
-        rows_RH = taps[self.feature_layers[-1][0]]
+        rows_RH = taps[self.feature_layers[-1][0]]  # any tapped layer has as many rows
         num_rows, num_before = len(rows_RH), caches[0].num_rows
         positions_R = torch.arange(num_rows, device=rows_RH.device) + first_position
         # A new row sees all earlier committed positions, and new ones up to itself.

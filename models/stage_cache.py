@@ -277,7 +277,7 @@ class StageCache:
         if committed:
             assert self.num_speculative == 0, "committed rows must precede all speculative rows"
             self.num_committed += self._num_new
-            self._states = self._new_states
+            self._states = self._new_states  # only the last state: nothing can be dropped before it
             return
         self.num_speculative += self._num_new
         if self.recurrent_layers:

@@ -62,7 +62,7 @@ class StageGraphs(Graphs):
         super().__init__(stage.device)
         self.stage = stage
         self._capacity = -1
-        stage.cache.spare_rows = MAX_ROWS
+        stage.cache.spare_rows = MAX_ROWS  # padding rows are written behind the cache
 
     def forward(
         self, hidden_or_ids: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
@@ -76,7 +76,7 @@ class StageGraphs(Graphs):
         cache, num_rows = self.stage.cache, len(positions_l)
         P, S = padded_rows(num_rows), padded_rows(max(visible_lS.shape[1], MIN_COLUMNS))
         packing = Packing(num_committed=1, slots_P=P, positions_P=P, ids_P=P, visible_PS=P * S)
-        cache.reserve(num_rows, self.stage.device)
+        cache.reserve(num_rows, self.stage.device)  # before the graphs: growing moves the buffers
         self._forget_smaller()
         own = [i for i in sorted(taps) if self.stage.start < i <= self.stage.end]
         if self.stage.start == 0 and 0 in taps:
@@ -87,13 +87,13 @@ class StageGraphs(Graphs):
         compute = partial(self._compute, packing, own)
         key = (P, S, tuple(own))
         out_KPH = self.run(key, packed, [] if is_first else [hidden_or_ids], compute)
-        out_KlH = out_KPH[:, :num_rows].clone()
+        out_KlH = out_KPH[:, :num_rows].clone()  # the next replay overwrites its buffer
         return out_KlH[0], dict(zip(own, out_KlH[1:], strict=True))
 
     def move(self, rows: list[int], first: int) -> None:
         """Run ``StageCache.move`` for all layers in one graph; spare rows stay in place."""
         cache, num_spare = self.stage.cache, padded_rows(len(rows)) - len(rows)
-        if num_spare > MAX_ROWS:
+        if num_spare > MAX_ROWS:  # more padding than the buffers have room for
             cache.move(rows, first)
             return
         self._forget_smaller()
@@ -327,7 +327,7 @@ _passing = threading.local()
 @contextmanager
 def attending_by(attend: Attend) -> Iterator[None]:
     # A TorchFunctionMode would work, but is called on every operation: a quarter of a small pass.
-    AttentionInterface.register("sdpa", _attend)
+    AttentionInterface.register("sdpa", _attend)  # outside of a pass it calls transformers' own
     _passing.attend = attend
     try:
         yield

@@ -150,7 +150,7 @@ class Stage:
         """Runs speculative rows; None: layer by layer."""
         if on_gpu and can_capture:
             self.graphs = stage_calls.lend_graphs(self)
-            self.cache = self.graphs.stage.cache
+            self.cache = self.graphs.stage.cache  # graphs write to this cache
 
     @property
     def num_committed(self) -> int:
@@ -206,7 +206,7 @@ class Stage:
             self.cache.advance(committed=False)
             return segment.after(hidden_lH, collected)
         visible_lS = segment.visible.to(self.device)
-        parents = segment.parents if self.cache.recurrent_layers else None
+        parents = segment.parents if self.cache.recurrent_layers else None  # else the mask does
         positions_C = self.cache.begin(segment.positions.to(self.device), parents)
         hidden_lH, collected = self._run(
             self._enter(entering), positions_C, visible_lS, taps, is_wanted
@@ -377,7 +377,7 @@ class StagedTarget:
                 f"prompt: token {int(input_ids.max())} is beyond the target's {self.vocab_size} "
                 "embeddings; its tokenizer has tokens that the model does not, give the model's own"
             )
-        self.reset()
+        self.reset()  # after the checks: a refused prompt changes nothing
         parts: dict[int, list[Tensor]] = {index: [] for index in taps}
         for ids, positions in zip(
             input_ids.split(chunk_rows), torch.arange(num_rows).split(chunk_rows), strict=True
