@@ -294,7 +294,7 @@ class Options:
 
     PROG: ClassVar[str] = ""
     DESCRIPTION: ClassVar[str] = ""
-    """Default: the docstring of the class."""
+    """Description in the help; default: the class's docstring."""
     EXAMPLE: ClassVar[str] = ""
     ONE_OF: ClassVar[Sequence[Sequence[str]]] = ()
     """Groups of fields; exactly one field in each group must be given."""

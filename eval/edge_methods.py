@@ -234,7 +234,7 @@ class Simulation(TokenFilters):
     slow: bool = False
     """Turn off picospec's early passes."""
     rule: RuleName | None = None
-    """Acceptance rule for methods without a required one; None: each method's own."""
+    """Acceptance rule for methods that do not require theirs; None: each method's own."""
     policy: str = "geometric"
     max_length: int = 8
     fixed_length: int = 4

@@ -133,7 +133,8 @@ class BatchClock:
 
     @property
     def sharpness(self) -> float:
-        """Exponent for draft probabilities, in quarters: a constant in captured CUDA graphs."""
+        """Exponent for draft probabilities, in quarters: captured CUDA graphs hold it as a
+        constant."""
         return round(4 * self._sharpness) / 4
 
     def leave(self, pipeline: SharedPipeline) -> None:

@@ -54,7 +54,8 @@ class SPDConfig(StagedDraftConfig):
     normed_last: bool = False
     """Index L means the state after the target's final norm, as in the authors' releases."""
     query: Literal["newest", "all"] = "newest"
-    """newest: only the depth-0 stream passes the layers. all: every depth does."""
+    """newest: only the newest token's stream passes the head's layers. all: the streams of all
+    depths do."""
     timing: Literal["input_states", "output_states"] = "input_states"
     """States the head reads: before a step, or after it (one stage deeper, fewer depths). Decode
     with the same timing."""

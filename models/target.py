@@ -147,7 +147,7 @@ class Stage:
         on_gpu = self.device.type == "cuda"
         self.groups = stage_calls.shared_heads(decoder.config, self.device)
         self.graphs: StageGraphs | None = None
-        """Runs speculative rows; None: layer by layer."""
+        """Graphs that run speculative rows; None: rows run layer by layer."""
         if on_gpu and can_capture:
             self.graphs = stage_calls.lend_graphs(self)
             self.cache = self.graphs.stage.cache  # graphs write to this cache

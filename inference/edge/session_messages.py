@@ -47,7 +47,7 @@ MAX_BYTES = 16 * 2**20
 MAX_DRAFT_TOKENS = 256
 MAX_PROMPT = 2**20
 WINDOW = 64
-"""Messages accepted before a missing earlier one."""
+"""Most messages stored while an earlier one is missing."""
 
 Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]

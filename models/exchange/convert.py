@@ -1,7 +1,7 @@
 """Convert heads to the form assumed by serving engines, with the same draft tokens.
 
-Engines mostly load other forms without a message and accept less. So this module converts every
-difference, or refuses it by name.
+Most engines load other forms without a message, and then accept fewer draft tokens. So this module
+converts every difference, or refuses it by name.
 """
 
 # H hidden, U draft vocabulary, V target vocabulary, k fused layers

@@ -251,7 +251,7 @@ def _window(peer: Peer, given: _Fields) -> int | None:
 
 
 class _Module(msgspec.Struct):
-    """``config`` in the authors' file."""
+    """Contents of ``config`` in the authors' file."""
 
     num_stages: int
     num_spec_layers: int
