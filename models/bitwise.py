@@ -1,9 +1,9 @@
 """Forward passes with the same numbers whatever other rows they contain: ``--bitwise``.
 
 Kernels are chosen by shape and sum in their own order, so in bfloat16 a row's logits depend on the
-other rows. Here every product has the same padded number of rows, and each row attends alone, to
-its own ancestors in order: exactly as in autoregressive decoding. This number is one on a GPU,
-where outputs were seen to differ from autoregressive decoding with 16.
+other rows. Here every product has the same number of rows, padded, and each row attends alone to
+its ancestors in order, exactly as in autoregressive decoding. On a GPU this number is 1, because
+with 16 rows outputs differed from autoregressive decoding.
 """
 
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size
@@ -45,7 +45,7 @@ def rows_of_a_pass(device: torch.device, is_int8: bool) -> int | None:
     """Return the fixed row count; None: any, as products in 8 bits have independent rows."""
     if is_int8:
         return None
-    return ROWS if device.type == "cpu" else 1
+    return ROWS if device.type == "cpu" else 1  # 16 rows were not enough on a GPU
 
 
 def pad(rows_lH: Tensor, is_int8: bool) -> Tensor:
