@@ -171,7 +171,7 @@ def _work_inherited(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
 
 
 def row_groups(rows: Rows) -> dict[str, np.ndarray]:
-    """Return dimension -> group per row."""
+    """Return each row's group, by dimension (language, segment, context)."""
     found = {name: np.asarray(rows[name], dtype=object) for name in ("language", "segment")}
     lengths = [context_of(length) for length in rows["num_tokens"]]
     return {"context": np.array(lengths, dtype=object), **found}
