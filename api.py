@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,7 +18,6 @@ from typing import TypeAlias
 
 import yaml
 from accelerate.state import AcceleratorState
-from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -338,7 +337,7 @@ def train(
     method: str,
     *,
     target: Place | PreTrainedModel | Model,
-    dataset: Sequence[object] | Dataset | DataConfig | Place,
+    dataset: Iterable[object] | DataConfig | Place,
     output_dir: Place,
     data: Mapping[str, object] | None = None,
     **fields: object,
@@ -374,7 +373,7 @@ def train(
     return TrainedHead(folder=folder / "best", metrics=dict(trainer.progress.metrics))
 
 
-def _data_fields(dataset: Sequence[object] | Dataset | DataConfig | Place, folder: Path) -> Values:
+def _data_fields(dataset: Iterable[object] | DataConfig | Place, folder: Path) -> Values:
     """Return ``DataConfig`` fields; write in-memory conversations to a file."""
     if isinstance(dataset, DataConfig):
         return asdict(dataset)
