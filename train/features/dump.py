@@ -314,7 +314,8 @@ def dump_features(
 
     def load() -> States | VllmStates:
         if own.engine is not None:
-            return VllmStates(own.engine_python, vllm_request(run, layers, accelerator))
+            request = vllm_request(run, layers, accelerator)
+            return VllmStates(own.engine_python, request, decoder_config(run).hidden_size)
         target = load_frozen_target(run, accelerator)
         for head in heads:
             registry()[head.run.method][1].check(head.model, target)
