@@ -3,33 +3,34 @@
 # auto's time per step over the best cut's.
 set -eu
 out=${1:-out/unequal} limit=${2:-3} cuts=${3:-"1 2 3 4 5 6 7 8 9 10 11 12 13 14 15"}
-export MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 WORLD_SIZE=2 OMP_NUM_THREADS=1
-slow="
-import time
-from pipedraft.models.target import Stage
-run = Stage.forward
-def forward(*inputs):
-    start = time.perf_counter()
-    output = run(*inputs)
-    end = 2 * time.perf_counter() - start
-    while time.perf_counter() < end:
-        pass
-    return output
-Stage.forward = forward"
-evaluate="
-import runpy
-runpy.run_module('pipedraft.eval', run_name='__main__', alter_sys=True)"
+export OMP_NUM_THREADS=1
+mkdir -p "$out"
+cat >"$out/rank.py" <<'END'
+import os, runpy, time
+rank = int(os.environ["RANK"])
+os.sched_setaffinity(0, {rank})
+if rank:
+    from pipedraft.models.target import Stage
+    run = Stage.forward
+    def forward(*inputs):
+        start = time.perf_counter()
+        output = run(*inputs)
+        end = 2 * time.perf_counter() - start
+        while time.perf_counter() < end:
+            pass
+        return output
+    Stage.forward = forward
+runpy.run_module("pipedraft.eval", run_name="__main__", alter_sys=True)
+END
 run() {
     name=$1
     shift
-    set -- --target assets/target --draft ngram --schedule pipeinfer --draft-tokens 1 --stages 2 --backend process \
-        --benchmarks gsm8k --limit "$limit" --repeats 2 --no-lossless --fresh --out "$out/$name" "$@"
-    RANK=1 LOCAL_RANK=1 taskset -c 1 python -c "$slow$evaluate" "$@" >"$out/$name-1.log" 2>&1 &
-    second=$!
-    RANK=0 LOCAL_RANK=0 taskset -c 0 python -c "$evaluate" "$@" >"$out/$name-0.log" 2>&1
-    wait $second
+    python -c "import sys
+from pipedraft.inference.ranks.launch import run_ranks
+run_ranks(2, [sys.executable, *sys.argv[1:]])" "$out/rank.py" --target assets/target --draft ngram \
+        --schedule pipeinfer --draft-tokens 1 --stages 2 --backend process --benchmarks gsm8k --limit "$limit" \
+        --repeats 2 --no-lossless --fresh --out "$out/$name" "$@" >"$out/$name.log" 2>&1
 }
-mkdir -p "$out"
 run even --calibrate "$out/cost.json"
 run auto --cost "$out/cost.json" --boundaries auto
 for layer in $cuts; do
