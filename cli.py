@@ -192,6 +192,8 @@ def leave_at_interrupts() -> None:
 
     Libraries may turn KeyboardInterrupt into another error while they load.
     """
+    # No command needs these two, but transformers imports them if it can: 34 MB and half a second.
+    sys.modules |= dict.fromkeys({"scipy", "sklearn"} - sys.modules.keys())  # type: ignore[arg-type]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
@@ -294,7 +296,7 @@ class Options:
 
     PROG: ClassVar[str] = ""
     DESCRIPTION: ClassVar[str] = ""
-    """Default: the docstring of the class."""
+    """Description in the help; default: the class's docstring."""
     EXAMPLE: ClassVar[str] = ""
     ONE_OF: ClassVar[Sequence[Sequence[str]]] = ()
     """Groups of fields; exactly one field in each group must be given."""
@@ -365,7 +367,7 @@ class Options:
 
     @classmethod
     def add_short(cls, parser: ArgumentParser) -> None:
-        """Add the few options to --help that a class outside it wants a newcomer to see."""
+        """Add some options to --help from a class that is not ``IN_SHORT_HELP``, for newcomers."""
 
     @classmethod
     def has_more(cls) -> bool:

@@ -57,6 +57,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.models.fingerprint import weights_hash
+from pipedraft.models.int8 import is_int8
 from pipedraft.models.target import StagedTarget
 from pipedraft.pretrained import context_length
 
@@ -145,7 +146,7 @@ class BenchmarkRun:
     """One method on one benchmark, or on all of them together."""
 
     repeats: list[list[DecodedTurn]]
-    """At least one; they differ only in their times."""
+    """Turns of each repeat, at least one; repeats differ only in their times."""
     lossless: LosslessRecord | None
     num_turns: int
     processes: list[ProcessRecord]
@@ -221,10 +222,10 @@ class Evaluation:
     """Whole target for transformers: it decodes every turn again to compare greedy outputs, and
     gives the entropy at every token; None: skip both."""
     trusts_plain: bool = False
-    """Without a reference, compare greedy outputs with autoregressive decoding, as for sampled
+    """Without a reference, compare greedy outputs with autoregressive decoding here, like sampled
     ones."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
-    """Makes the pipeline; see ``Engine``."""
+    """Builds the pipeline; see ``Engine``."""
     scores: bool = False
     """Score answers with a known correct result."""
     answers: Path | None = None
@@ -325,8 +326,9 @@ class Evaluation:
                 save_answers(self.answers / name, _described(method), records)
             check, is_greedy, has_reference = None, not config.temperature, bool(self.reference)
             is_compared = has_reference or self.trusts_plain
-            repeats_draws = config.bitwise or (is_compared and self.target.dtype.itemsize >= 4)
-            if has_reference and is_greedy and not (config.bitwise and name in plain):
+            is_bitwise = config.bitwise or is_int8(self.target)
+            repeats_draws = is_bitwise or (is_compared and self.target.dtype.itemsize >= 4)
+            if has_reference and is_greedy and not (is_bitwise and name in plain):
                 reference = references.setdefault(
                     config.max_new_tokens, self._greedy_reference(config.max_new_tokens)
                 )

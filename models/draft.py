@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from pipedraft.files import Values, make_readable, packaged, read_bounded
 from pipedraft.models.cpu import lay_out
 from pipedraft.models.families import norm_factor
+from pipedraft.models.int8 import is_int8, round_draft
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from pipedraft.models.target import (
     StagedTarget,
@@ -36,7 +37,7 @@ from pipedraft.pretrained import (
 )
 
 CONFIG_FILE = "config.json"
-MAX_CONFIG_BYTES = 2**22
+MAX_CONFIG_BYTES = 2**22  # a checkpoint may come from anybody: bound what is parsed
 WEIGHTS_FILE = "model.safetensors"
 HEAD = "lm_head.weight"
 
@@ -185,9 +186,10 @@ class Draft(nn.Module):
 
     @staticmethod
     def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
-        """Hash the target weights a draft needs: stored in training, compared at loading.
+        """Hash the target weights that a draft needs. Training stores the hash, loading compares
+        it.
 
-        A subclass depending on more weights adds their hash under its own name.
+        A subclass that needs more weights adds their hash under another name.
         """
         return target_fingerprint(target)
 
@@ -351,6 +353,8 @@ def load_draft(
     draft = load_untied(resolve_folder(path_or_repo, revision=revision))
     draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
     draft.attach(target)
+    if is_int8(target):
+        round_draft(draft)
     lay_out(draft)
     return draft
 

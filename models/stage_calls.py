@@ -25,8 +25,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
-from pipedraft.models.families import has_latents
+from pipedraft.models.families import PLAIN, has_latents
 from pipedraft.models.layers import grouped_attention
+from pipedraft.models.plain_layers import plain_calls
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
 if TYPE_CHECKING:
@@ -38,14 +39,13 @@ MAX_ROWS = 64
 """Maximum rows per graph; longer segments gain nothing, as their kernels run long enough."""
 MIN_COLUMNS = 32
 """Minimum mask columns, so smaller speculative sets share a graph."""
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-"""Families whose layers launch the same kernels for any row contents."""
 READ_BY_HOST = ("dynamic", "longrope")
-"""Rotary tables depending on the longest position."""
+"""Rotary types whose table depends on the longest position, which the host must read."""
 
 
 def can_capture(config: "PreTrainedConfig") -> bool:
-    if config.model_type not in FAMILIES or config._attn_implementation != "sdpa":
+    # Such layers launch the same kernels for any row contents.
+    if config.model_type not in PLAIN or config._attn_implementation != "sdpa":
         return False
     return config.rope_parameters.get("rope_type", "default") not in READ_BY_HOST
 
@@ -53,8 +53,8 @@ def can_capture(config: "PreTrainedConfig") -> bool:
 class StageGraphs(Graphs):
     """Runs rows through one stage's layers and into its cache.
 
-    A step is one copy to the device, the previous stage's hidden states, one graph, and one copy of
-    the output: five launches at most for any model.
+    A step takes five launches at most, for any model: they copy the packed inputs and the previous
+    stage's hidden states, run one graph, and copy its output.
     """
 
     def __init__(self, stage: "Stage") -> None:
@@ -62,7 +62,7 @@ class StageGraphs(Graphs):
         super().__init__(stage.device)
         self.stage = stage
         self._capacity = -1
-        stage.cache.spare_rows = MAX_ROWS
+        stage.cache.spare_rows = MAX_ROWS  # padding rows are written behind the cache
 
     def forward(
         self, hidden_or_ids: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
@@ -76,7 +76,7 @@ class StageGraphs(Graphs):
         cache, num_rows = self.stage.cache, len(positions_l)
         P, S = padded_rows(num_rows), padded_rows(max(visible_lS.shape[1], MIN_COLUMNS))
         packing = Packing(num_committed=1, slots_P=P, positions_P=P, ids_P=P, visible_PS=P * S)
-        cache.reserve(num_rows, self.stage.device)
+        cache.reserve(num_rows, self.stage.device)  # before the graphs: growing moves the buffers
         self._forget_smaller()
         own = [i for i in sorted(taps) if self.stage.start < i <= self.stage.end]
         if self.stage.start == 0 and 0 in taps:
@@ -87,13 +87,13 @@ class StageGraphs(Graphs):
         compute = partial(self._compute, packing, own)
         key = (P, S, tuple(own))
         out_KPH = self.run(key, packed, [] if is_first else [hidden_or_ids], compute)
-        out_KlH = out_KPH[:, :num_rows].clone()
+        out_KlH = out_KPH[:, :num_rows].clone()  # the next replay overwrites its buffer
         return out_KlH[0], dict(zip(own, out_KlH[1:], strict=True))
 
     def move(self, rows: list[int], first: int) -> None:
         """Run ``StageCache.move`` for all layers in one graph; spare rows stay in place."""
         cache, num_spare = self.stage.cache, padded_rows(len(rows)) - len(rows)
-        if num_spare > MAX_ROWS:
+        if num_spare > MAX_ROWS:  # more padding than the buffers have room for
             cache.move(rows, first)
             return
         self._forget_smaller()
@@ -198,7 +198,9 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
 
 
 def can_run_together(stage: "Stage") -> bool:
-    """Attention must be torch's and read what is cached, and nothing recurrent or of one shape."""
+    """Return True if rows of several sequences can share a pass.
+
+    Not with recurrent layers, ``bitwise``, latent caches, or attention other than "sdpa"."""
     if stage.cache.recurrent_layers or stage.is_bitwise:
         return False
     config = stage.layers[0].self_attn.config
@@ -249,17 +251,18 @@ def forward_together(
     unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
     collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
     # Weights are read once for all rows; `apart` runs attention per sequence.
+    given = (first.layers, first.kinds, sum(sizes))
+    attends = dict.fromkeys(first.kinds, apart.attend)
+    calls = plain_calls(*given, places=places, cache=apart, attends=attends) or [
+        partial(layer, attention_mask=unused_mask, past_key_values=apart, **places[kind])
+        for layer, kind in zip(first.layers, first.kinds, strict=True)
+    ]
     with attending_by(apart.attend):
-        for index, (layer, kind) in enumerate(
-            zip(first.layers, first.kinds, strict=True), start=first.start + 1
+        for index, (call, kind) in enumerate(
+            zip(calls, first.kinds, strict=True), start=first.start + 1
         ):
             apart.masks = masks[kind]
-            hidden_1RH = layer(
-                hidden_1RH,
-                attention_mask=unused_mask,
-                past_key_values=apart,
-                **places[kind],
-            )
+            hidden_1RH = call(hidden_1RH)
             if index in taps:
                 collected[index] = hidden_1RH[0].split(sizes)
     for cache in caches:
@@ -296,7 +299,7 @@ class _Apart:
 
     def attend(self, query_1NRD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
         """Return rows in sequence order: [1, N, R, D]."""
-        attend = grouped_attention if self.is_folded else _masked
+        attend = grouped_attention if self.is_folded else masked
         outs = [
             attend(query_1NlD, *known, mask, scale)
             for query_1NlD, known, mask in zip(
@@ -306,9 +309,10 @@ class _Apart:
         return torch.cat(outs, 2)
 
 
-def _masked(
+def masked(
     query_1NlD: Tensor, keys_1JCD: Tensor, values_1JCD: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
+    """Run attention [1, N, l, D] by torch's kernel, query heads sharing key heads."""
     is_shared = query_1NlD.shape[1] != keys_1JCD.shape[1]
     inputs = (query_1NlD, keys_1JCD, values_1JCD, mask)
     return F.scaled_dot_product_attention(*inputs, scale=scale, enable_gqa=is_shared)
@@ -325,7 +329,7 @@ _passing = threading.local()
 @contextmanager
 def attending_by(attend: Attend) -> Iterator[None]:
     # A TorchFunctionMode would work, but is called on every operation: a quarter of a small pass.
-    AttentionInterface.register("sdpa", _attend)
+    AttentionInterface.register("sdpa", _attend)  # outside of a pass it calls transformers' own
     _passing.attend = attend
     try:
         yield
@@ -340,7 +344,7 @@ def shared_heads(config: "PreTrainedConfig", device: torch.device) -> int:
 
 
 def folding_heads(groups: int) -> AbstractContextManager[None]:
-    """Expect masks with ``groups`` times the rows inside; see ``grouped_attention``."""
+    """Context in which masks have ``groups`` times the rows; see ``grouped_attention``."""
     return attending_by(grouped_attention) if groups > 1 else nullcontext()
 
 

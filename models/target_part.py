@@ -23,6 +23,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import cached_file, extract_commit_hash
 
 from pipedraft.models.families import check_target, choose_attention, materialize
+from pipedraft.models.int8 import round_target
 from pipedraft.pretrained import (
     check_finite,
     check_tensors,
@@ -35,7 +36,7 @@ from pipedraft.pretrained import (
     weight_files,
 )
 
-SAMPLE_BYTES = 4096
+SAMPLE_BYTES = 4096  # three samples per tensor: enough to see a training step
 
 
 def load_target_part(
@@ -70,15 +71,17 @@ def load_target_part(
     with torch.device("meta"), explained("target", name_or_path):
         model = AutoModelForCausalLM.from_config(
             config,
-            dtype=dtype,
+            dtype=torch.float32 if dtype == torch.int8 else dtype,
             attn_implementation=choose_attention(config),
             trust_remote_code=False,
         )
     model.config.loaded_revision = revision
     model.eval().requires_grad_(False)
     _read(model, files, _wanted(model, layers, has_embedding, has_head), device)
-    model.tie_weights()
+    model.tie_weights()  # after reading: a tied LM head has no tensor of its own
     materialize(model, device)
+    if dtype == torch.int8:
+        round_target(model)
     model.generation_config = load_generation_config(name_or_path, revision, config)
     return model
 
@@ -127,7 +130,7 @@ def _read(
         own.discard("lm_head.weight")
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     further = {x for x in sources.keys() - own if not any(re.search(y, x) for y in ignored)}
-    further.discard("lm_head.weight")
+    further.discard("lm_head.weight")  # some files repeat a tied LM head
     check_tensors({"missing": own - sources.keys(), "unexpected": further}, "target", name)
     # Processes may outnumber experts: transformers cannot stack none of them.
     nothing = {key for key in wanted if isinstance(x := state[key], DTensor) and not _size(x)}
@@ -177,8 +180,8 @@ def _sources(
 def weights_identity(name: str, revision: str | None = None) -> str:
     """Identify a target's weights without reading them all.
 
-    For a folder, hash each tensor's name, type, shape and some bytes; training changes a matrix
-    everywhere, so also there. For a Hub repository, return its commit.
+    For a folder, hash each tensor's name, type, shape and some bytes: training changes a whole
+    matrix, so these bytes, too. For a Hub repository, return its commit.
 
     Raises:
         ValueError: no safetensors weights there.

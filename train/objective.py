@@ -40,7 +40,7 @@ EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of all heads compar
 
 
 class LossOutput(NamedTuple):
-    """Named tuple, so ZeRO-3 finds its tensors."""
+    """Loss and sums of one forward pass. A named tuple, so ZeRO-3 finds its tensors."""
 
     loss: Tensor
     """SUM over this forward pass's supervised tokens, differentiable."""
@@ -124,11 +124,11 @@ class DivergenceConfig(StartConfig):
     ce: the target's most likely token as the label. rkl, jsd: reverse KL and Jensen-Shannon.
     topk_kl: kl over the target's most likely tokens only."""
     loss_eta: float = 3.0
-    """For lk_hybrid: how soon tv takes over; 3 in its paper."""
+    """lk_hybrid: a larger value moves from kl to tv at a lower acceptance; 3 in its paper."""
     loss_top_k: int = 10
-    """For topk_kl: number of most likely tokens to compare."""
+    """topk_kl: number of most likely tokens to compare."""
     loss_ce: float = 0.1
-    """For ce_l1: share of ce, the rest is the distance; 0.1 in DSpark."""
+    """ce_l1: share of ce; the rest is l1, the sum of |p - q|. 0.1 in DSpark."""
     outside: Literal["count", "drop"] = "count"
     """Rows whose top target token is missing from the draft vocabulary: count them in the loss, or
     drop them as SpecForge and SPD's authors do."""
@@ -189,6 +189,8 @@ class DraftObjective(Objective):
     config: Any
     """Draft architecture and loss, as the method's dataclass."""
     draft: Draft
+    addable: ClassVar[tuple[str, ...]] = ()
+    """Architecture settings that the draft in init_from may lack."""
     card: Callable[[Values], str] | None = None
     """Creates a checkpoint's README.md from its config.json."""
 
@@ -228,7 +230,8 @@ class DraftObjective(Objective):
         if config.init_from is not None and not next(self.draft.parameters()).is_meta:
             self._start_from(config.init_from)
 
-    def _start_from(self, place: str) -> None:
+    def _start_from(self, place: str) -> Draft:
+        """Load the weights of a trained draft, and return it."""
         start = load_start(place, self.draft_class)
         start.reference.check_fingerprint(dict(self.reference.fingerprint))
         differing = [
@@ -239,6 +242,7 @@ class DraftObjective(Objective):
             )
             for name, value in vars(own).items()
             if (found := getattr(given, name)) != value
+            and not (name in self.addable and found is None)
         ]
         if differing:
             raise ValueError(
@@ -247,7 +251,8 @@ class DraftObjective(Objective):
             )
         # A head shared with the target is not in the file; the state loaded next must have it.
         start.attach(self.target)
-        self.draft.load_state_dict(start.state_dict())
+        self.draft.load_state_dict(self.draft.state_dict() | start.state_dict())
+        return start
 
     @classmethod
     def check_start(cls, config: StartConfig) -> None:
@@ -364,7 +369,7 @@ class DraftObjective(Objective):
 
 
 def own_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the draft's part of an objective's state; what is trained beside it is left out."""
+    """Return the draft's part of an objective's state, without other trained modules."""
     prefix = "draft."
     return {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
 

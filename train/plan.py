@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
 
+import pyarrow
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipedraft.data_recipes.table import Rows
 from pipedraft.files import Values
 from pipedraft.models.families import layer_kinds
 from pipedraft.models.layers import LayerConfig
@@ -34,10 +35,10 @@ from pipedraft.train.objective import DraftObjective, StartConfig
 
 
 class LiveBytes(TorchDispatchMode):
-    """Memory counter: ``with LiveBytes() as memory:`` counts storages allocated inside.
+    """Memory counter: ``with LiveBytes() as memory:`` counts the storages that its block allocates.
 
-    Networks from ``without_numbers`` run inside, too. Ids, masks and lengths decide shapes, so they
-    stay real: everything after them gets the same shapes as in a run.
+    Networks from ``without_numbers`` run in this block, too. Ids, masks and lengths decide shapes,
+    so they stay real: everything after them gets the same shapes as in a run.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def without_numbers(self, network: nn.Module) -> None:
-        """Give a network on the meta device fake CPU tensors, so it can run inside."""
+        """Give a network on the meta device fake CPU tensors, so it can run in the block."""
         with self._shapes_alone:
             network.to_empty(device="cpu")
 
@@ -128,7 +129,7 @@ class RunSizes:
     trained: int
     draft: int
     step_bytes: float
-    """Training step with one pass over ``batch_tokens``, gradients included."""
+    """Peak bytes in a training step with one pass over ``batch_tokens``, gradients included."""
     evaluation_bytes: float
     flops: float
 
@@ -183,9 +184,11 @@ class Plan:
         """Build the run's objective on fake tensors; empty tensors replace hidden states."""
         config, vocab_size = self.config, self.config.vocab_size
         # Every token once, so a draft vocabulary can be chosen at any size.
-        rows = {"input_ids": [list(range(vocab_size))], "loss_mask": [[1] * vocab_size]}
+        rows = pyarrow.RecordBatch.from_pydict(
+            {"input_ids": [list(range(vocab_size))], "loss_mask": [[1] * vocab_size]}
+        )
         report = SimpleNamespace(to_dict=dict)
-        data: Any = SimpleNamespace(train=Dataset.from_dict(rows), report=report)
+        data: Any = SimpleNamespace(train=Rows([rows]), report=report)
         with torch.device("meta"):
             objective = self.objective_class(
                 self.model,

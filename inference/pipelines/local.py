@@ -118,7 +118,7 @@ class LocalPipeline(Pipeline):
 
     @property
     def next_rows(self) -> list[int]:
-        """Rows each stage will process in the next step."""
+        """Number of rows that each stage will process in the next step."""
         first = self._entrance[0] if self._entrance else None
         return [0 if s is None else s.num_rows for s in (first, *self._waiting[1:])]
 
@@ -137,13 +137,18 @@ class LocalPipeline(Pipeline):
         hidden_lH, collected = stage.prefill(entering, segment.positions, taps)
         return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
 
-    def leave_stage(self, index: int, output: Segment) -> None:
+    def leave_stage(self, index: int, output: Segment, logits_RV: Tensor | None = None) -> None:
+        """Pass rows on to the next stage, or judge them.
+
+        Args:
+            logits_RV: for ``judged_rows``, if they are known.
+        """
         start, end = self.target.boundaries[index : index + 2]
         own = [layer for layer in self._deeper if start < layer <= end]
         # Only this stage's layers: earlier ones were appended when the rows left their stage.
         self._features.append({layer: output.taps[layer] for layer in own})
         if index == self.num_stages - 1:
-            self._returned = self._judge(output)
+            self._returned = self._judge(output, logits_RV)
         else:
             self._waiting[index + 1] = output
 
@@ -151,12 +156,18 @@ class LocalPipeline(Pipeline):
     def _deeper(self) -> list[int]:
         return [layer for layer in self.taps if layer > 0]
 
-    def _judge(self, segment: Segment) -> Returned:
-        assert segment.hidden is not None and self._verifier is not None
+    def judged_rows(self, segment: Segment) -> Tensor:
+        """Return the last stage's rows with logits of use: a prompt's last row, or all: [R, H]."""
+        assert segment.hidden is not None
+        return segment.hidden[-1:] if self.is_prefilling else segment.hidden
+
+    def _judge(self, segment: Segment, logits_RV: Tensor | None) -> Returned:
+        assert self._verifier is not None
         with self.timeline.span("verify", segment.num_rows):
-            if self.is_prefilling:  # Only the last row's logits are used.
-                return Returned(segment.num_rows, self.target.logits(segment.hidden[-1:]))
-            logits_RV = self.target.logits(segment.hidden)
+            if logits_RV is None:
+                logits_RV = self.target.logits(self.judged_rows(segment))
+            if self.is_prefilling:
+                return Returned(segment.num_rows, logits_RV)
             masked_RV = self._mask.apply(logits_RV, segment.positions)
             verdicts = self._verifier.judge(masked_RV, segment.positions)
         return Returned(segment.num_rows, verdicts, logits_RV if self._keeps_logits else None)
@@ -204,11 +215,29 @@ def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) ->
             outputs = forward_together(stages, segments, taps)
     except Exception:  # The caller runs each alone to find the failing sequence.
         return False
-    for (pipeline, segment), stage, output in zip(pairs, stages, outputs, strict=True):
+    logits = _logits_together(index, pairs, outputs)
+    rows = zip(pairs, stages, outputs, logits, strict=True)
+    for (pipeline, segment), stage, output, logits_RV in rows:
         try:
             if pipeline.is_prefilling:
                 stage.keep(KeepRows(tuple(range(segment.num_rows)), segment.num_rows))
-            pipeline.leave_stage(index, output)
+            pipeline.leave_stage(index, output, logits_RV)
         except Exception as error:
             pipeline.error = error
     return True
+
+
+def _logits_together(
+    index: int, pairs: Sequence[tuple[LocalPipeline, Segment]], outputs: Sequence[Segment]
+) -> Sequence[Tensor | None]:
+    """Return logits after the last stage, from one pass over the LM head's weights."""
+    first, unknown = pairs[0][0], [None] * len(pairs)
+    if index < first.num_stages - 1:
+        return unknown
+    rows = [one.judged_rows(output) for (one, _), output in zip(pairs, outputs, strict=True)]
+    sizes = [len(rows_RH) for rows_RH in rows]
+    try:
+        with first.timeline.span("verify", sum(sizes)):
+            return first.target.logits(torch.cat(rows)).split(sizes)
+    except Exception:  # Each sequence computes its own, and gets its own error.
+        return unknown
