@@ -163,7 +163,8 @@ def engine_request(
         files: the head's folder in the engine's layout.
         kind: head type.
     """
-    longest = max(len(ids) for ids, _ in prompts) + max_new_tokens + depth + 1
+    # Room for a round of draft tokens and the next one: vLLM drafts token 0 where it does not fit.
+    longest = max(len(ids) for ids, _ in prompts) + max_new_tokens + 2 * depth + 1
     return {
         "target": target,
         "dtype": dtype,

@@ -146,6 +146,8 @@ def test_a_faithful_engine_agrees(parity, place):
     config = asked["speculative_config"]
     assert config["method"] == "eagle3" and config["num_speculative_tokens"] == DEPTH
     assert asked["prompts"][0]["messages"] == [{"role": "user", "content": "1 plus 2?"}]
+    longest = max(len(one["prompt_ids"]) for one in asked["prompts"]) + TOKENS
+    assert asked["max_model_len"] >= longest + 2 * DEPTH  # or vLLM stops drafting before the end
 
 
 def reordered(weights):
