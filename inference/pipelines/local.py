@@ -15,6 +15,9 @@ from pipedraft.inference.timeline import Timeline
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
 
+MAX_JUDGED_ROWS = 256
+"""Maximum rows of several sequences whose logits are computed at once."""
+
 
 class LocalPipeline(Pipeline):
     """Runs all stages of a target in this process; one ``tick`` is one pipeline step."""
@@ -137,13 +140,13 @@ class LocalPipeline(Pipeline):
         hidden_lH, collected = stage.prefill(entering, segment.positions, taps)
         return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
 
-    def leave_stage(self, index: int, output: Segment) -> None:
+    def leave_stage(self, index: int, output: Segment, logits_RV: Tensor | None = None) -> None:
         start, end = self.target.boundaries[index : index + 2]
         own = [layer for layer in self._deeper if start < layer <= end]
         # Only this stage's layers: earlier ones were appended when the rows left their stage.
         self._features.append({layer: output.taps[layer] for layer in own})
         if index == self.num_stages - 1:
-            self._returned = self._judge(output)
+            self._returned = self._judge(output, logits_RV)
         else:
             self._waiting[index + 1] = output
 
@@ -151,12 +154,17 @@ class LocalPipeline(Pipeline):
     def _deeper(self) -> list[int]:
         return [layer for layer in self.taps if layer > 0]
 
-    def _judge(self, segment: Segment) -> Returned:
-        assert segment.hidden is not None and self._verifier is not None
+    def rows_to_judge(self, segment: Segment) -> Tensor:
+        assert segment.hidden is not None
+        return segment.hidden[-1:] if self.is_prefilling else segment.hidden
+
+    def _judge(self, segment: Segment, logits_RV: Tensor | None) -> Returned:
+        assert self._verifier is not None
         with self.timeline.span("verify", segment.num_rows):
-            if self.is_prefilling:  # Only the last row's logits are used.
-                return Returned(segment.num_rows, self.target.logits(segment.hidden[-1:]))
-            logits_RV = self.target.logits(segment.hidden)
+            if logits_RV is None:
+                logits_RV = self.target.logits(self.rows_to_judge(segment))
+            if self.is_prefilling:
+                return Returned(segment.num_rows, logits_RV)
             masked_RV = self._mask.apply(logits_RV, segment.positions)
             verdicts = self._verifier.judge(masked_RV, segment.positions)
         return Returned(segment.num_rows, verdicts, logits_RV if self._keeps_logits else None)
@@ -204,11 +212,30 @@ def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) ->
             outputs = forward_together(stages, segments, taps)
     except Exception:  # The caller runs each alone to find the failing sequence.
         return False
-    for (pipeline, segment), stage, output in zip(pairs, stages, outputs, strict=True):
+    pipelines = [pipeline for pipeline, _ in pairs]
+    is_last = index == pipelines[0].num_stages - 1
+    logits = _logits_together(pipelines, outputs) if is_last else [None] * len(pairs)
+    for (pipeline, segment), stage, output, own in zip(pairs, stages, outputs, logits, strict=True):
         try:
             if pipeline.is_prefilling:
                 stage.keep(KeepRows(tuple(range(segment.num_rows)), segment.num_rows))
-            pipeline.leave_stage(index, output)
+            pipeline.leave_stage(index, output, own)
         except Exception as error:
             pipeline.error = error
     return True
+
+
+def _logits_together(
+    pipelines: Sequence[LocalPipeline], outputs: Sequence[Segment]
+) -> Sequence[Tensor | None]:
+    """Read the LM head's weights once for all sequences; None: each is to do so itself."""
+    rows = [p.rows_to_judge(output) for p, output in zip(pipelines, outputs, strict=True)]
+    sizes = [len(part) for part in rows]
+    # Many rows gain nothing, and their logits would take much memory at once.
+    if sum(sizes) > MAX_JUDGED_ROWS:
+        return [None] * len(rows)
+    try:
+        with pipelines[0].timeline.span("verify", sum(sizes)):
+            return pipelines[0].target.logits(torch.cat(rows)).split(sizes)
+    except Exception:  # Only the faulty sequence gets the error.
+        return [None] * len(rows)
