@@ -294,7 +294,7 @@ class Options:
 
     PROG: ClassVar[str] = ""
     DESCRIPTION: ClassVar[str] = ""
-    """Default: the docstring of the class."""
+    """Description in the help; default: the class's docstring."""
     EXAMPLE: ClassVar[str] = ""
     ONE_OF: ClassVar[Sequence[Sequence[str]]] = ()
     """Groups of fields; exactly one field in each group must be given."""
@@ -365,7 +365,7 @@ class Options:
 
     @classmethod
     def add_short(cls, parser: ArgumentParser) -> None:
-        """Add the few options to --help that a class outside it wants a newcomer to see."""
+        """Add some options to --help from a class that is not ``IN_SHORT_HELP``, for newcomers."""
 
     @classmethod
     def has_more(cls) -> bool:

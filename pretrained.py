@@ -180,8 +180,8 @@ def unapplied_settings(model: PreTrainedModel) -> list[str]:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Return a model's positions. With YaRN added to config.json as Qwen's model cards say: factor
-    times the original positions, which max_position_embeddings may still name."""
+    """Return a model's positions. With YaRN added to config.json as Qwen's model cards say, these
+    are the factor times the original positions, even if max_position_embeddings is still lower."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     own = int(text.max_position_embeddings)
@@ -577,7 +577,7 @@ AGAIN = "the same command goes on where this one ended"
 
 @contextmanager
 def hub_link(field: str) -> Iterator[None]:
-    """Access the Hub inside: bounded waits, no progress bars or retry notes from the library.
+    """Context for Hub access: bounded waits, no progress bars or retry notes from the library.
 
     Args:
         field: prefix for errors: the option and its value.

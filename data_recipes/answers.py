@@ -221,7 +221,7 @@ class RowFailed(Exception):
 
 
 class TargetLost(Exception):
-    """No further row can be answered; the message is a one-line reason."""
+    """Raised if no further row can be answered; the message is a one-line reason."""
 
 
 # How answers are sampled and stored. The docstring is a title in --help.

@@ -129,7 +129,7 @@ def pack(rows: Sequence[Values]) -> dict[str, Tensor]:
     lengths [documents] int64. Unlike the blocks from ``data.pack``, documents do not see each
     other.
 
-    A document's first token is no row's label, so its mask is False.
+    A document's first token has no token before it to predict it, so its mask is False.
     """
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     ids, masks = (

@@ -112,10 +112,10 @@ class SampledRow:
     answer_start: int
     """Tokens before the answer."""
     has_ended: bool
-    """False: the answer was cut at the maximum length."""
+    """False if the answer was cut at the maximum length."""
     opening: Opening
     place: int
-    """Index of its opening."""
+    """Index of the row's opening."""
 
 
 @dataclass

@@ -26,23 +26,23 @@ class RowFilters:
     """
 
     min_turns: int | None = None
-    """User and assistant turns together; for conversations only."""
+    """Fewest user and assistant turns together; for conversations only."""
     max_turns: int | None = None
-    """See min_turns."""
+    """Most user and assistant turns, counted as in min_turns."""
     min_characters: int | None = None
-    """Characters in all turns."""
+    """Fewest characters in all turns."""
     max_characters: int | None = None
-    """See min_characters."""
+    """Most characters in all turns."""
     min_tokens: int | None = None
-    """Tokens in the whole row, as the target reads it; beyond max_length see too_long."""
+    """Fewest tokens in the whole row, as the target reads it; for long rows see too_long."""
     max_non_alphabetic: float | None = None
-    """Share of non-letters (in any script) among the characters other than white space."""
+    """Highest share of non-letters (in any script) among the visible characters."""
     max_repeated_lines: float | None = None
-    """Share of lines equal to an earlier one, among lines with text."""
+    """Highest share of lines equal to an earlier one, among lines with text."""
     min_cjk: float | None = None
-    """Share of Chinese or Japanese among the letters."""
+    """Lowest share of Chinese or Japanese among the letters."""
     max_cjk: float | None = None
-    """See min_cjk."""
+    """Highest share of Chinese or Japanese among the letters."""
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():
@@ -202,7 +202,7 @@ class DataConfig:
     max_length: int = 2048
     """Tokens per row: longer conversations are cut, packed text is cut in blocks of this size."""
     too_long: Literal["cut", "drop"] = "cut"
-    """What to do with rows longer than max_length tokens: cut them, or drop and count them."""
+    """Rows longer than max_length tokens: cut them, or drop and count them."""
     duplicates: Duplicates = "keep"
     """exact: drop a row equal to an earlier one except in case, white space and Unicode form."""
     decontaminate: list[str | Source] = field(default_factory=list)
@@ -214,7 +214,7 @@ class DataConfig:
     seed: int = 0
     """Seed for the split, the rows drawn by weights, and the order of packed documents."""
     num_proc: int = 1
-    """Tokenizer processes."""
+    """Number of processes that tokenize."""
     cache_dir: str | None = None
     """Folder for the Arrow files; null: the ``datasets`` cache folder."""
     chat_template_kwargs: dict[str, Any] | None = None

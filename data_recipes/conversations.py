@@ -49,7 +49,7 @@ ROW_FIELDS = {
 }
 """Row fields that describe the conversation, and are read."""
 NO_TEXT = {"id", "license", "source", "input_row", "greedy_answers", "cut_answers"}
-"""Row fields outside the conversation; not reported when unused."""
+"""Row fields outside the conversation; the report leaves them out."""
 
 
 @dataclass(frozen=True)

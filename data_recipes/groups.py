@@ -142,7 +142,7 @@ def balance(
     Rows outside the named groups keep their proportions. Several dimensions are fitted in turn.
 
     Args:
-        groups: dimension -> group per row.
+        groups: each row's group, by dimension.
 
     Raises:
         ValueError: a group has no rows.

@@ -149,7 +149,7 @@ def _tokenize_rows(
 
 
 def row_groups(rows: Dataset) -> dict[str, np.ndarray]:
-    """Return dimension -> group per row."""
+    """Return each row's group, by dimension (language, segment, context)."""
     found = {name: np.asarray(rows[name][:], dtype=object) for name in ("language", "segment")}
     lengths = [context_of(length) for length in rows["num_tokens"][:]]
     return {"context": np.array(lengths, dtype=object), **found}

@@ -57,7 +57,7 @@ class TableRow:
     """Row fields without effect (unread, or not rendered by the template), as JSON."""
     language: str = ""
     segment: str = ""
-    """Row groups; see ``groups``."""
+    """Kind of text, a group of the row; see ``groups``."""
     thinking_back: int = 0
     """1: the last turn's thinking was put back after the template stripped it."""
     num_missing: int = 0

@@ -27,9 +27,9 @@ class TurnMarkers:
     """Chat template token ids around the contents of one exchange."""
 
     user: tuple[int, ...]
-    """Before the first user turn, with any default system prompt."""
+    """Tokens before the first user turn, with any default system prompt."""
     assistant: tuple[int, ...]
-    """From the user turn's end token (excluded) to the answer."""
+    """Tokens from the user turn's end token (excluded) to the answer."""
     end: int
 
     @classmethod

@@ -17,7 +17,7 @@ import numpy as np
 NUM_PERMUTATIONS = 2000
 NUM_SIMULATIONS = 100
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Wrong answers per answer, for the computed power."""
+"""Shares of wrong answers for which power is computed."""
 POWER = 0.9
 """Probability with which a test must find a fault."""
 

@@ -48,11 +48,11 @@ THEMES = {
 PAPER, INK, FAINT, GRID = (THEMES[name][0] for name in ("paper", "ink", "faint", "grid"))
 COLORS = [light for name, (light, _) in THEMES.items() if name.startswith("series")]
 MARKERS = "osD^vP*"
-"""Seven shapes for eight colors: 56 series look different."""
+"""Shapes of points: 7 shapes in 8 colors tell 56 series apart."""
 WIDTH = 420
 """Chart width in points: 11-point letters stay readable on a phone."""
 MAX_SERIES = 12
-"""More lines would be unreadable; the tables list the rest."""
+"""Most lines in a chart that stay readable; the tables list the rest."""
 MAX_LETTERS = 22
 """Longest name next to an axis."""
 LEGEND_LETTERS = 56
@@ -129,7 +129,7 @@ class Chart:
     """Panel title -> label -> data to draw."""
     axis: str
     table: Table | None = None
-    """The same data in numbers, if no other table shows them."""
+    """Table with the chart's numbers, if no other table shows them."""
     missing: str = ""
     """Reason for an empty chart, if it is one."""
     COLUMNS: ClassVar[tuple[str, ...]]
@@ -231,9 +231,9 @@ class SeriesChart(Chart):
 
     COLUMNS = ("panel", "series", "place", "value", "low", "high")
     reference: float | None = None
-    """A dashed line."""
+    """Value of a dashed line; None: no line."""
     limits: tuple[float, float | None] = (0, None)
-    """Ends of the value axis."""
+    """Lowest and highest value on the axis."""
 
     def numbers(self) -> Iterator[Sequence[object]]:
         for panel, series in self.panels.items():
@@ -318,7 +318,7 @@ class LineChart(SeriesChart):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanChart(Chart):
-    """One row per process: what it did when.
+    """Timeline: one row per process.
 
     panels: title -> process -> spans. A span inside another starts after it and is drawn over it.
     """

@@ -145,7 +145,7 @@ class EdgeMethod:
     lookup: LookupKind | None = None
     """Lookup drafting, which takes no time, instead of the simulation's draft."""
     has_own_rule: bool = False
-    """The method works with no other acceptance rule."""
+    """True if the method works with its own acceptance rule only."""
     asks_with: Literal["id", "state"] | None = None
     """Upload for every single token: the previous token's id, or its hidden state after the
     target's first layers, which the edge computes. None: nothing, the tokens are streamed."""
@@ -217,7 +217,7 @@ class Simulation(TokenFilters):
 
     target: SharedTarget
     draft: DraftNetwork | None
-    """None: only ``cloud`` can decode."""
+    """Draft; without one (None) only ``cloud`` can decode."""
     tokenizer: PreTrainedTokenizerBase
     link: Link
     times: Times
@@ -234,7 +234,7 @@ class Simulation(TokenFilters):
     slow: bool = False
     """Turn off picospec's early passes."""
     rule: RuleName | None = None
-    """Acceptance rule for methods without a required one; None: each method's own."""
+    """Acceptance rule for methods that do not require theirs; None: each method's own."""
     policy: str = "geometric"
     max_length: int = 8
     fixed_length: int = 4

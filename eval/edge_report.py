@@ -55,7 +55,7 @@ class LinkRun:
     network: str
     simulation: Simulation
     name: str = ""
-    """Name in results, to tell several runs of a method apart. "": the method's."""
+    """Name in results, if a method has several runs; "": the method's name."""
     num_prompts: int = 0
     costs: list[EdgeOutput] = field(default_factory=list)
     turns: list[DecodedTurn] = field(default_factory=list)

@@ -143,7 +143,8 @@ VLLM_EAGLE = _configured(architectures=["LlamaForCausalLMEagle", "EagleLlamaForC
 
 
 def cases() -> Iterator[EngineCase]:
-    """Yield sound exports, those of before (D1 to D5), and planted faults."""
+    """Yield sound exports, exports as earlier versions wrote them (D1 to D5), and planted
+    faults."""
     smollm2: Values = {"checkpoint": SMOLLM2_HEAD, "target": SMOLLM2}
     five, plain = f"{FOLDER}/eagle3_five", f"{FOLDER}/eagle_no_bias"
     yield EngineCase(name="EAGLE-3, draft vocabulary, fc_norm", **smollm2)

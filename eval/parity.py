@@ -1,8 +1,8 @@
 """Find where a draft's training and decoding disagree: `python -m pipedraft.eval parity --help`.
 
-Under greedy decoding with a chain, the draft has the same inputs as in teacher-forced training as
-long as its draft tokens are the target's own. In all such rows, decoding must produce the same
-draft token as the training forward pass, up to ties within rounding.
+Take a greedy chain. While the target accepts its draft tokens, the draft reads the same inputs as
+in teacher-forced training. In these rows, decoding must produce the same draft token as the
+training forward pass, up to ties within rounding.
 """
 
 # R rows (roots), U draft vocabulary, V vocabulary

@@ -34,7 +34,7 @@ class Parting:
     what: str
     detail: str
     prompt: str | None = None
-    """None: at every prompt."""
+    """Prompt with the disagreement; None: every prompt."""
     root: int | None = None
     """The round's root: the index of the text token before its draft tokens."""
     draft_position: int | None = None

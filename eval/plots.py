@@ -23,10 +23,10 @@ from pipedraft.eval.record import (
 from pipedraft.eval.tables import Table
 
 MIN_TESTS = 20
-"""Positions tested less often are not drawn: their acceptance is noise."""
+"""Fewest tests for a drawn position: with fewer, its acceptance is noise."""
 MAX_POSITIONS = 16
 FEW_PROMPTS = 30
-"""Below this number, intervals are so wide that bands would overlap."""
+"""Fewest prompts for bands: with fewer, wide intervals would overlap."""
 MAX_SPANS = 40
 """Spans for the busiest process in a timeline: more bars would be indistinguishable."""
 PLAIN = "The dashed line is autoregressive decoding, 1 by construction."

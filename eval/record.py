@@ -148,7 +148,7 @@ class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     entropy_from: float
     entropy_to: Figure
-    """None: no upper end."""
+    """Upper end; None: no end."""
     tests: Count
     accepts: Count
     draft_acceptance_rate: Figure
@@ -169,7 +169,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RepeatsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The same prompts decoded several times with the same random numbers."""
+    """Times of the same prompts, decoded several times with the same random numbers."""
 
     repeats: Count
     unequal_turns: Count
@@ -202,7 +202,7 @@ class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
     virtual_time: Amount | UnsetType = UNSET
     virtual_time_autoregressive: Amount | UnsetType = UNSET
     decode_s: Amount | UnsetType = UNSET
-    """Mean over the repeats."""
+    """Decoding time in seconds, the mean over the repeats."""
     decode_s_repeats: list[Amount] = []
     position_tests: Counts = []
     position_accepts: Counts = []
@@ -350,7 +350,7 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     method: Name
     draft_type: Name | None
-    """None: autoregressive decoding."""
+    """Type of the draft; None: autoregressive decoding."""
     draft_sha256: Name
     schedule: Name
     tree_width: Count
@@ -378,12 +378,12 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file. An evaluation writes runs and overall, edge-cloud decoding latency and
-    times."""
+    """Contents of results.json. An evaluation fills ``runs`` and ``overall``; edge-cloud decoding
+    fills ``latency`` and ``times``."""
 
     runs: list[RunRecord] | UnsetType = UNSET
     overall: list[RunRecord] | UnsetType = UNSET
-    """The same entries, pooled over the benchmarks; empty with a single one."""
+    """Entries pooled over the benchmarks; empty with a single benchmark."""
     latency: list[LatencyRecord] | UnsetType = UNSET
     times: dict[str, float] | UnsetType = UNSET
 

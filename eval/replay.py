@@ -57,7 +57,7 @@ class Hardware:
 
     name: str
     cost: CostModel | None
-    """None: the recorded one."""
+    """Cost model; None: the recorded one."""
     link: float | None
     """Link time instead of the cost model's."""
     cuts: bool = False
@@ -88,7 +88,7 @@ class Hardware:
 
 
 class NotReplayable(Exception):
-    """One line: why a recorded run cannot predict the run under another cost model."""
+    """Raised, with one line, if a recorded run cannot predict the run under another cost model."""
 
 
 def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> str:

@@ -74,7 +74,7 @@ class ReportSource:
     name: str
     entries: list[RunRecord]
     manifest: Manifest | None = None
-    """None: no manifest.json."""
+    """Contents of manifest.json; None: there is none."""
     latency: list[LatencyRecord] = field(default_factory=list)
     digest: str
     """SHA-256 of results.json."""
@@ -103,7 +103,7 @@ class Comparison:
     title: str
     warnings: list[str]
     table: Table | None
-    """None: nothing can be compared; the warnings say why."""
+    """Table of compared quantities; None: nothing can be compared, and the warnings say why."""
     verdicts: Sequence[str] = ()
 
 

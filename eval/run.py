@@ -145,7 +145,7 @@ class BenchmarkRun:
     """One method on one benchmark, or on all of them together."""
 
     repeats: list[list[DecodedTurn]]
-    """At least one; they differ only in their times."""
+    """Turns of each repeat, at least one; repeats differ only in their times."""
     lossless: LosslessRecord | None
     num_turns: int
     processes: list[ProcessRecord]
@@ -221,10 +221,10 @@ class Evaluation:
     """Whole target for transformers: it decodes every turn again to compare greedy outputs, and
     gives the entropy at every token; None: skip both."""
     trusts_plain: bool = False
-    """Without a reference, compare greedy outputs with autoregressive decoding, as for sampled
+    """Without a reference, compare greedy outputs with autoregressive decoding here, like sampled
     ones."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
-    """Makes the pipeline; see ``Engine``."""
+    """Builds the pipeline; see ``Engine``."""
     scores: bool = False
     """Score answers with a known correct result."""
     answers: Path | None = None

@@ -66,8 +66,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     draft: Name | None = None
     """Role, or one of the specification's own drafts; null: no draft."""
     run: Values | None = {}
-    """Settings for this row, instead of the common ones. null: cannot be run here, see
-    ``remark``."""
+    """Settings that override the common ones in this row. null: the row cannot be run here, and
+    ``remark`` says why."""
     published: dict[str, float | str] = {}
     """Column -> number, or text where the source gives a range."""
     is_ours: bool = False
@@ -81,7 +81,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     title: Name
     kind: Literal["pipeline", "edge"] = "pipeline"
     target: Name = DEFAULT_TARGET
-    """Folder or Hub name."""
+    """The target's folder or Hub name."""
     rows: Annotated[list[Row], Meta(min_length=1, max_length=10_000)]
     run: Values = {}
     """Settings for every row."""
@@ -164,7 +164,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def decode_config(
     settings: Values, *, draft_stages: int | None = None, **shared: Any
 ) -> DecodeConfig:
-    """Build the configuration from YAML settings: flat, with the tree as its label.
+    """Build the configuration from flat YAML settings; the tree is text, as ``chain:5``.
 
     Args:
         draft_stages: pipeline stages used to train the draft; the default if none are set.

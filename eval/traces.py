@@ -41,7 +41,7 @@ TurnKey = tuple[str, str, int]
 
 
 class TraceFile:
-    """JSON values by key, in a file that grows line by line.
+    """File with JSON values by key; it grows line by line.
 
     A line cut short by a kill is ignored.
     """
@@ -54,9 +54,9 @@ class TraceFile:
     ) -> None:
         """
         Args:
-            folder: None: keep everything in memory.
+            folder: for the files; None: keep everything in memory.
             identity: written as the first line; its digest is in the file's name.
-            shard: (index, number); read every shard's lines, and append only to this one's.
+            shard: (index, number). Reads the lines of every shard, appends to this one only.
         """
         self.path: Path | None = None
         self._found: Values = {}
@@ -124,7 +124,7 @@ class Traces:
     """One evaluation's trace files."""
 
     folder: Path | None = None
-    """None: nothing is stored on disk."""
+    """Folder for the trace files; None: nothing is stored on disk."""
     identity: Values | None = None
     """Target, tokenizer and everything else shared by all methods."""
     shard: tuple[int, int] = WHOLE
@@ -209,7 +209,7 @@ class Recording:
 
     config: DecodeConfig
     draft_type: str | None
-    """None: autoregressive decoding."""
+    """Type of the draft; None: autoregressive decoding."""
     draft_hash: str
     relative_cost: float
     """Cost of a draft forward, by its size, in one-token target passes."""

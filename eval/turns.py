@@ -22,13 +22,13 @@ class DecodedTurn:
     """One decoded turn."""
 
     conversation: tuple[str, int]
-    """Benchmark, and the prompt's index in it."""
+    """Conversation of the turn: benchmark, and the prompt's index in it."""
     prompt: Prompt
     turn: int
     result: DecodeResult
     answer: str
     score: Score | None = None
-    """None: no known correct answer, or no --score."""
+    """Score of the answer; None: no known correct answer, or no --score."""
     entropies: list[float] | None = None
     """The target's entropy at every token; None: not computed."""
     groups: dict[str, list[int]] | None = None

@@ -89,7 +89,7 @@ class Handle:
     token_times: list[float] = field(default_factory=list)
     """Virtual time of each token, at the end of its step."""
     times_alone: list[float] = field(default_factory=list)
-    """The same, as if the sequence had the pipeline alone."""
+    """Virtual time of each token if the sequence had the pipeline alone."""
     is_cancelled: bool = False
 
 
@@ -148,7 +148,8 @@ class _Sequence:
             raise self._ends_with
 
     def _ask(self, call: DraftCall) -> object:
-        """``call``'s outcome, once it was made with those of other sequences."""
+        """Wait until a draft call has run, joined with other sequences' calls; return its
+        outcome."""
         self.asked = call
         try:
             with self.pipeline.timeline.span(WAIT):
@@ -488,9 +489,11 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Spread sequences that start decoding over n step phases, the emptiest first.
+        """Return True if a sequence may join this step. Each new one gets one of n step phases, the
+        emptiest.
 
-        Sequences counted alone share one phase: one pass over a stage's weights serves all.
+        With ``counts_alone`` all sequences share a phase: one pass over a stage's weights serves
+        all.
         """
         n = self.clock.num_stages
         if sequence.phase is None and not sequence.pipeline.is_prefilling:
@@ -516,5 +519,6 @@ class BatchEngine:
 
 
 def _joins_rows(draft: DraftNetwork) -> bool:
-    """On a GPU a draft's forwards are recorded for one sequence."""
+    """Return True if one draft forward can serve several sequences. A captured CUDA graph
+    cannot."""
     return getattr(draft, "joins_rows", False) and next(draft.parameters()).device.type == "cpu"

@@ -65,7 +65,7 @@ class BatchClock:
         self._before: deque[frozenset[SharedPipeline]] = deque(maxlen=self.num_stages)
         """Sequences drafting in the last n steps: a draft token needs n steps to return."""
         self._per_step = 1.0
-        """Rows per stage for one of them."""
+        """Rows per stage for one drafting sequence."""
         self.drafting: frozenset[SharedPipeline] = frozenset()
         """Sequences allowed to draft with automatic budgets."""
         self._sharpness = SHARPNESS
@@ -76,7 +76,7 @@ class BatchClock:
 
     @property
     def forwards_beside(self) -> int:
-        """Draft forwards within a step, for a sequence drafting while its rows wait."""
+        """Draft forwards that fit into a step, for a sequence that drafts while its rows wait."""
         return self._stages.hidden_forwards()
 
     @property
@@ -133,7 +133,8 @@ class BatchClock:
 
     @property
     def sharpness(self) -> float:
-        """Exponent for draft probabilities, in quarters: a constant in captured CUDA graphs."""
+        """Exponent for draft probabilities, in quarters: captured CUDA graphs hold it as a
+        constant."""
         return round(4 * self._sharpness) / 4
 
     def leave(self, pipeline: SharedPipeline) -> None:
@@ -159,8 +160,8 @@ class BatchClock:
     def _passes(self, forwards: Sequence[int]) -> float:
         """Return the time for these draft forwards per sequence, in single forwards.
 
-        With ``drafts_together`` all k-th forwards run as one pass, longer by one row per further
-        sequence.
+        With ``drafts_together`` the sequences' first forwards run as one pass, then their second
+        ones, and so on. Each further sequence makes a pass longer by one row.
         """
         total, longest = sum(forwards), max(forwards, default=0)
         if not self.drafts_together:
@@ -215,10 +216,11 @@ class BatchClock:
         return RowCosts(tokens=rate, time=1.0, row=factor * row, sharpness=self.sharpness)
 
     def hidden_forwards(self, alone: int) -> int:
-        """Return one sequence's draft forwards per step, given the number that fits for one alone.
+        """Return how many draft forwards a sequence gets per step; ``alone``: how many fit without
+        others.
 
-        Drafting sequences share the draft's device. Run together, they lengthen its forwards as
-        their rows lengthen the steps.
+        The sequences share the draft's device. If their forwards run together, the number stays:
+        rows of further sequences lengthen the forwards and the steps alike.
         """
         return alone if self.drafts_together else max(1, alone // max(1, len(self.live)))
 

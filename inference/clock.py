@@ -66,13 +66,13 @@ class CostModel:
     link_row: float = 0.0
     """Link time per row after a segment's first."""
     verify: float = 0.0
-    """Final norm, LM head and verification."""
+    """Time for the final norm, the LM head and the acceptance rule."""
     head_row: float = 0.0
-    """Final norm and LM head per returning row after the first."""
+    """Extra time for the final norm and the LM head, per returning row after the first."""
     verify_row: float = 0.0
-    """Acceptance rule per returning row after the first."""
+    """Extra time for the acceptance rule, per returning row after the first."""
     draft_forward: float | None = None
-    """One draft forward; None: the draft's layers over the target's layers."""
+    """Time for one draft forward; None: the draft's layers over the target's layers."""
     is_asynchronous: bool = False
     """Stages do not wait for each other's steps. A token still takes n stages, n + 1 links and one
     verification to return, but a step takes only 1/n the link and verification time. Otherwise all
@@ -196,9 +196,9 @@ class VirtualClock:
     def step_costs(self, num_tokens: int) -> RowCosts:
         """Return costs for adding rows to a stream with one segment entering per step.
 
-        A further row in every segment makes every step longer by the row price; a row in the
-        longest segment costs more. An accepted draft token saves the average time per token so far,
-        initially the autoregressive time.
+        One more row in every segment makes every step longer by the row price. One more row in the
+        longest segment alone costs more. An accepted draft token saves the average time per token
+        so far, initially the autoregressive time.
 
         Args:
             num_tokens: emitted so far.
@@ -270,10 +270,10 @@ class VirtualClock:
         """Record accepted and rejected draft tokens in a tree."""
 
     def hidden_forwards(self) -> int:
-        """Return how many draft forwards fit into a one-row step; at least 1.
+        """Return how many draft forwards fit into a step with one row per stage; at least 1.
 
-        More rows slow a step, so more forwards would fit, and their rows would slow it further.
-        Counting one row avoids this loop.
+        More rows make a step longer, so more forwards would fit. Their draft tokens would lengthen
+        the next step again. Counting one row avoids this loop.
         """
         if not self.draft_forward:
             return 1_000

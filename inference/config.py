@@ -48,7 +48,7 @@ SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Rules for draft tokens sampled from the draft's distribution."""
 
 ROUND_RULES = ("block", "recursive", "traversal")
-"""Rules that test a round as a whole; they do not work with streams or links."""
+"""Rules that test a round as a whole; they need a schedule with whole rounds, and no link."""
 
 Value = TypeVar("Value")
 

@@ -32,7 +32,7 @@ class NoText:
 
 
 class Stopper(Observer):
-    """Ends the sequence on one of transformers' further stopping criteria."""
+    """Observer that ends the sequence on one of transformers' further stopping criteria."""
 
     def __init__(self, prompt_ids: list[int], criteria: Sequence[StoppingCriteria]) -> None:
         self.ids, self.criteria = list(prompt_ids), criteria

@@ -68,7 +68,7 @@ def _best(
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the cut with the least joined stage times, and this value.
+    """Return the smallest combined stage time, and its cut.
 
     Args:
         time: time for a stage with layers [start, end).

@@ -397,7 +397,8 @@ class Session:
         return returned
 
     def _ahead(self) -> Ahead | None:
-        """Return a single waiting draft token: most of several would be computed and pruned."""
+        """Return the waiting draft token if there is just one: of several, most would be pruned
+        soon."""
         first, count = self.tree.num_injected, len(self.tree)
         if count - first != 1:
             return None

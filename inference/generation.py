@@ -131,7 +131,7 @@ class Generation:
     """Answer to one prompt."""
 
     result: DecodeResult
-    """All counts and times."""
+    """Result with all counts and times."""
     tokens: list[GeneratedToken]
     schedule: str
     make_engine: Callable[[Connect], Engine] = field(compare=False)

@@ -12,7 +12,7 @@ WINDOW, PLAIN_WINDOW = 8, 2
 """Minimum tokens per timing window, with and without a draft. Autoregressive decoding takes the
 same time for every token, so it needs only a few."""
 MEMORY = 32
-"""Remembered windows per part."""
+"""Timing windows remembered per part."""
 HICCUP = 4.0
 """Windows slower than this many times the median per token are left out."""
 BUDGET = 0.0075

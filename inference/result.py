@@ -66,7 +66,7 @@ class Observer:
         return False
 
     def verified(self, tree: "TokenTree", walk: "Verdict") -> None:
-        """Take in the verification of a segment, whose tokens follow."""
+        """Receive a segment's verification result; calls with its tokens follow."""
 
     def step(self, rows: Sequence[int]) -> None:
         """Receive the number of rows each stage processed in a finished pipeline step."""

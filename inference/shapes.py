@@ -25,13 +25,13 @@ class RowCosts:
     """Costs and benefits for weighing draft tokens."""
 
     tokens: float
-    """Tokens emitted without them."""
+    """Tokens emitted without the draft tokens."""
     time: float
     """Time for these tokens."""
     row: float
     """Time added by each draft token."""
     later: float = 1.0
-    """Price factor for rows from further draft forwards: they could enter one step later."""
+    """Price factor for rows from later draft forwards, which could enter one step later as well."""
     sharpness: float = SHARPNESS
     """Exponent for draft probabilities. See ``SHARPNESS``; larger for an under-confident draft."""
 

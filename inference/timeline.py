@@ -14,13 +14,13 @@ import torch
 from pipedraft.files import Values
 
 MAX_PENDING = 4096
-"""GPU spans not read yet."""
+"""Most GPU spans that wait to be read."""
 MAX_EVENTS = 200_000
 WAIT = "wait"
 """Span kind: the process can only wait for a message."""
 
 UNFINISHED = "unfinished"
-"""Span kind: ended by an exception, whatever it was."""
+"""Span kind: an exception ended the span."""
 
 TimelineReport: TypeAlias = Values
 """One process's measurements, as JSON stores them."""

@@ -1,4 +1,4 @@
-"""Networks: the staged target, and the heads and draft models drafting for it."""
+"""Networks: the target cut into stages, and the heads and draft models that draft for it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from pipedraft.models.layers import document_slices, positions_of
 
-aten = torch.ops.aten
+aten = torch.ops.aten  # F.scaled_dot_product_attention returns no log-sum-exp
 EVERY = slice(None)
 
 
@@ -110,7 +110,7 @@ class _BandedAttention(torch.autograd.Function):
     def backward(ctx, grad_SNTD):
         out_SNTD, lse_STN, *saved = ctx.saved_tensors
         probs, inputs = saved[: len(ctx.bands)], saved[len(ctx.bands) :]
-        grad_SNTD = _dense_rows(grad_SNTD)
+        grad_SNTD = _dense_rows(grad_SNTD)  # the gradient of a sum is expanded: stride 0
         # Bands share key blocks, so each adds to one set of gradients.
         gradients = [_zeros_by_row(x) for x in inputs]
         for b, probs_WBTN in zip(ctx.bands, probs, strict=True):
@@ -169,8 +169,8 @@ def _key_rows(x_BJTD: Tensor) -> Tensor:
 def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
     """Fill out and lse, both zero on entry; return the diagonals' probabilities [W, B, T, N].
 
-    One diagonal at a time: at T = 2048, N D = 256 its product stays in the last-level cache.
-    Cutting T into chunks of 64 to 512, or all diagonals in one strided view, measured no faster.
+    Work on one diagonal at a time: at T = 2048 and N D = 256 its product stays in the last-level
+    cache. Chunks of T (64 to 512), or one strided view of all diagonals, were no faster.
     """
     query_BNTD, keys, values = inputs
     r, first = band.causal
@@ -371,22 +371,22 @@ def _windowed_attention(
     lengths: Sequence[int] | None,
     window: int,
 ) -> Tensor:
-    """``ttt_attention`` of rows that see so many positions, in chunks of as many rows.
+    """Compute ``ttt_attention`` with a sliding window, in chunks of max(window, 64) rows.
 
-    Row t of step i stands at position t + i, so that it sees the rows of step 0 in
-    (t + i - window, t] and the drafted ones of the last ``window`` steps.
+    Row t in step i has position t + i. It sees the rows (t + i - window, t] in step 0, and its own
+    drafted rows in the last ``window`` steps.
     """
     B, J, T, D = keys[0].shape
-    step, size = len(keys) - 1, max(window, 64)
+    step, size = len(keys) - 1, max(window, 64)  # tiny chunks would only cost calls
     query_BJGTD = query_BNTD.unflatten(1, (J, -1)) * D**-0.5
     # Position 0 starts a document, so a running count numbers them.
     document_T = (positions_of(T, lengths, query_BNTD.device) == 0).cumsum(0)
     place_T = torch.arange(T, device=query_BNTD.device)
-    drafted, outs = range(max(step - window, 0) + 1, step + 1), []
+    drafted, outs = range(max(step - window, 0) + 1, step + 1), []  # older ones left the window
     for start in range(0, T, size):
         rows, seen = slice(start, start + size), slice(max(start + 1 - window, 0), start + size)
         query_BJGRD, distance = query_BJGTD[..., rows, :], place_T[rows, None] - place_T[seen]
-        hidden_RS = (distance < 0) | (distance + step >= window)
+        hidden_RS = (distance < 0) | (distance + step >= window)  # row t has position t + step
         hidden_RS |= document_T[rows, None] != document_T[seen]
         key_BJ1SD, value_BJ1SD = keys[0][:, :, None, seen], values[0][:, :, None, seen]
         scores = (query_BJGRD @ key_BJ1SD.mT).masked_fill(hidden_RS, -torch.inf)

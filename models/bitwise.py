@@ -1,9 +1,9 @@
 """Forward passes with the same numbers whatever other rows they contain: ``--bitwise``.
 
 Kernels are chosen by shape and sum in their own order, so in bfloat16 a row's logits depend on the
-other rows. Here every product has the same padded number of rows, and each row attends alone, to
-its own ancestors in order: exactly as in autoregressive decoding. This number is one on a GPU,
-where outputs were seen to differ from autoregressive decoding with 16.
+other rows. Here every product has the same number of rows, padded, and each row attends alone to
+its ancestors in order, exactly as in autoregressive decoding. On a GPU this number is 1, because
+with 16 rows outputs differed from autoregressive decoding.
 """
 
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size
@@ -27,7 +27,7 @@ ROWS = 16
 PROMPT_ROWS = 512
 """Rows per prompt chunk, in every pipeline: whole chunks have one shape without padding."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-"""Families without recurrent layers and without experts, whose row counts vary with routing."""
+"""Families without recurrent layers and experts. (Routing changes the row count of an expert.)"""
 
 
 def check_bitwise(config: PreTrainedConfig) -> None:
@@ -41,7 +41,7 @@ def check_bitwise(config: PreTrainedConfig) -> None:
 
 
 def rows_of_a_pass(device: torch.device) -> int:
-    return ROWS if device.type == "cpu" else 1
+    return ROWS if device.type == "cpu" else 1  # 16 rows were not enough on a GPU
 
 
 def pad(rows_lH: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import _muon
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_orthogonalize
 
-ROW_MULTIPLE = 32
+ROW_MULTIPLE = 32  # few distinct row counts: kernels are prepared anew for each
 
 
 # -- products with few rows ------------------------------------------------------------------
@@ -30,15 +30,15 @@ LEAST_ROWS, MOST_ROWS = 4, 64
 def lay_out(module: nn.Module) -> None:
     """Copy a module's large linear weights into oneDNN's own layout.
 
-    With 382 MB weights on one Zen 4 core, one row takes 24 instead of 31 ms, four 24 instead of
-    42, eight 31 instead of 49, sixty 117 instead of 144. Verifying three draft tokens then costs as
-    much as decoding one token. The first product with at most ``MOST_ROWS`` rows makes the copy, in
-    as much memory as the weights. If this exceeds half the free memory, nothing is copied.
+    On one Zen 4 core with 382 MB of weights, products with 1, 4, 8 and 60 rows take 24, 24, 31 and
+    117 ms instead of 31, 42, 49 and 144. Verifying three draft tokens then costs as much as
+    decoding one token. The first product with at most ``MOST_ROWS`` rows makes the copy, in as much
+    memory as the weights. If this exceeds half the free memory, nothing is copied.
     """
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
     if 2 * sum(layer.weight.nbytes for layer in large) <= virtual_memory().available:
         for layer in large:
-            layer.__class__ = LaidOutLinear
+            layer.__class__ = LaidOutLinear  # the same object, so names and references stay
 
 
 def _has_onednn_product(x_H: Tensor) -> bool:
@@ -46,7 +46,7 @@ def _has_onednn_product(x_H: Tensor) -> bool:
     return (
         x_H.dtype == torch.float32
         and x_H.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled("cpu")  # its products would not be float32
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
     )
@@ -81,12 +81,12 @@ class LaidOutLinear(nn.Linear):
             not 1 <= num_rows <= MOST_ROWS
             or not torch.is_inference_mode_enabled()
             or weight_GH.dtype != torch.float32
-            or type(weight_GH) not in (nn.Parameter, Tensor)
+            or type(weight_GH) not in (nn.Parameter, Tensor)  # sharded or quantized
             or not _has_onednn_product(input)
         ):
             return super().forward(input)
         # Training, merging or moving the weight invalidates the copy.
-        version = 0 if weight_GH.is_inference() else weight_GH._version
+        version = 0 if weight_GH.is_inference() else weight_GH._version  # those count none
         identity = (weight_GH.data_ptr(), version)
         if self._copy is None or self._copy[0] != identity:
             copy = torch.ops.mkldnn._reorder_linear_weight(weight_GH.detach(), 8)
@@ -111,7 +111,7 @@ def argmax(x_NV: Tensor) -> Tensor:
 
     Block maxima, the first block with the largest one, and its first entry: 5 times faster.
     """
-    width = gcd(x_NV.shape[-1], 128)
+    width = gcd(x_NV.shape[-1], 128)  # blocks must divide the row
     if width < 8 or x_NV.device.type != "cpu":
         return x_NV.argmax(-1)
     blocks_NKW = x_NV.unflatten(1, (-1, width))
@@ -139,13 +139,13 @@ def orthogonalize(
 ) -> Tensor:
     """Run Muon's quintic Newton-Schulz iteration, X <- a X + (b A + c A^2) X with A = X X^T.
 
-    torch uses bfloat16. If a CPU emulates it, 1,536 x 576 take 4.5 s, here 0.14 s; a head with this
-    size spent 90 % of its training time there.
+    torch iterates in bfloat16. Where a CPU emulates it, a 1,536 x 576 matrix takes 4.5 s, and 0.14
+    s here. A head with such matrices spent 90 % of its training time there.
     """
     if grad.device.type != "cpu" or torch.cpu._is_avx512_bf16_supported():
         return torch_orthogonalize(grad, ns_coefficients, ns_steps, eps)
     a, b, c = ns_coefficients
-    is_tall = grad.shape[0] > grad.shape[1]
+    is_tall = grad.shape[0] > grad.shape[1]  # the smaller Gram matrix is cheaper
     x_GH = (grad.T if is_tall else grad).float()
     x_GH = x_GH / x_GH.norm().clamp(min=eps)  # the spectral norm is at most the Frobenius norm
     for _ in range(ns_steps):
@@ -158,7 +158,7 @@ def orthogonalize(
 
 @contextmanager
 def muon_in_float32(device: torch.device) -> Iterator[None]:
-    """Run torch.optim.Muon's iteration in float32 inside, if ``device`` is a CPU."""
+    """Context in which torch.optim.Muon iterates in float32, if ``device`` is a CPU."""
     if device.type == "cpu":
         _muon._zeropower_via_newtonschulz = orthogonalize  # type: ignore[assignment]
     try:

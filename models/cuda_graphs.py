@@ -1,9 +1,9 @@
 """CUDA graphs for fixed-shape launches: a stage's layers, and a draft.
 
 A decoding step with a few rows launches hundreds of small kernels; on a GPU launching takes longer
-than their work. Everything that varies between steps is packed on the host and copied into a fixed
-buffer at once; device rows go into another. Launches are captured once per key. On a CPU the same
-functions run without a graph.
+than their work. The host packs everything that varies between steps, and copies it into a fixed
+buffer at once. Rows that are on the device enter another buffer. Launches are captured once per
+key. On a CPU the same functions run without a graph.
 """
 
 # P padded rows, H hidden, S columns, C cache rows
@@ -31,8 +31,8 @@ class Transfers(Protocol):
 
 
 UNDER_WAY: WeakSet[Transfers] = WeakSet()
-"""Transfers in flight. Capturing waits for the whole device, so for these too; a capturing process
-cannot receive data another one waits to send."""
+"""Transfers in flight. Capturing a graph waits for all work on the device, transfers included.
+Meanwhile the process receives nothing, so ranks would wait for each other."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Graphs:
         compute: Callable[[Tensor, Tensor | None], Tensor],
     ) -> CapturedGraph:
         rows_PH = self._buffer(rows)
-        buffer = packed.to(self.device, copy=True)
+        buffer = packed.to(self.device, copy=True)  # a copy: the graph keeps reading this address
         # The first run creates missing buffers.
         made = CapturedGraph(buffer, rows_PH, lambda: None, compute(buffer, rows_PH))
 
@@ -193,7 +193,7 @@ def borrow_for(
         owner: retains idle buffers; a network with moved weights has none.
         make: creates new ones; must not refer to ``holder``.
     """
-    weight = next(owner.parameters())
+    weight = next(owner.parameters())  # graphs read its address, so a moved weight needs new ones
     kept = vars(owner).setdefault("_idle_graphs", {})
     idle = kept.setdefault((key, weight.device, weight.dtype, weight.data_ptr()), [])
     borrowed = idle.pop() if idle else make()
@@ -202,7 +202,7 @@ def borrow_for(
         if len(idle) < MAX_IDLE:
             idle.append(borrowed)
 
-    weakref.finalize(holder, give_back).atexit = False
+    weakref.finalize(holder, give_back).atexit = False  # at exit nobody borrows again
     return borrowed
 
 
@@ -211,7 +211,7 @@ def _capture(
 ) -> Callable[[], None]:
     """Capture the launches of ``compute``; warm-up runs let libraries choose their kernels."""
     with torch.cuda.device(device):
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # torch's rule: warm up on a side stream before capture
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):

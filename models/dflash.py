@@ -35,7 +35,8 @@ from pipedraft.models.layers import (
 
 LARGEST_BLOCK = 256
 GROUP_ROWS = 128
-"""Rows attending in one call; with more blocks together, more pairs are masked out."""
+"""Block rows per attention call. Each block sees itself only, so in a larger call more pairs are
+masked out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ class DFlash(Draft):
         vocabulary = reference.fingerprint["vocab_size"]
         if config.mask_token_id is None or config.mask_token_id >= vocabulary:
             raise ValueError(f"mask_token_id: {config.mask_token_id} is no token of {vocabulary}")
-        layer = replace(layer, has_query_key_norm=True, has_attention_bias=False)
+        layer = replace(layer, has_query_key_norm=True, has_attention_bias=False)  # Qwen3's layer
         super().__init__(config, layer, reference)
         hidden, eps = layer.hidden_size, layer.rms_norm_eps
         self.fc = nn.Linear(len(config.feature_layers) * hidden, hidden, bias=False)
@@ -187,7 +188,7 @@ class DFlash(Draft):
         assert self.config.mask_token_id is not None, "refused above"
         ids_AR = anchors_A.new_full((len(anchors_A), num_rows), self.config.mask_token_id)
         ids_AR[:, 0] = anchors_A
-        with torch.no_grad():
+        with torch.no_grad():  # the embedding is the target's: frozen
             return self._embedding[0](ids_AR)
 
     def forward(

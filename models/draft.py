@@ -36,7 +36,7 @@ from pipedraft.pretrained import (
 )
 
 CONFIG_FILE = "config.json"
-MAX_CONFIG_BYTES = 2**22
+MAX_CONFIG_BYTES = 2**22  # a checkpoint may come from anybody: bound what is parsed
 WEIGHTS_FILE = "model.safetensors"
 HEAD = "lm_head.weight"
 
@@ -185,9 +185,10 @@ class Draft(nn.Module):
 
     @staticmethod
     def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
-        """Hash the target weights a draft needs: stored in training, compared at loading.
+        """Hash the target weights that a draft needs. Training stores the hash, loading compares
+        it.
 
-        A subclass depending on more weights adds their hash under its own name.
+        A subclass that needs more weights adds their hash under another name.
         """
         return target_fingerprint(target)
 

@@ -25,7 +25,8 @@ from pipedraft.models.layers import KeyValues
 
 R = TypeVar("R")
 ORDER = ("extend_rows", "rows", "step", "propose_rows", "logits")
-"""Network methods in order: a sequence further along waits until the others make the same call."""
+"""Network methods in call order. A sequence that is further along waits until the others call the
+same method."""
 VISIBLE = "visible_RC"
 
 
@@ -69,7 +70,8 @@ _thread = threading.local()
 
 @contextmanager
 def asking(ask: Callable[[DraftCall], object] | None) -> Iterator[None]:
-    """``ask`` makes this thread's calls and returns their outcomes; None: each is made at once."""
+    """Pass this thread's draft calls to ``ask``, which returns their outcomes; None: run each at
+    once."""
     _thread.ask = ask
     try:
         yield
@@ -78,7 +80,7 @@ def asking(ask: Callable[[DraftCall], object] | None) -> Iterator[None]:
 
 
 def call(function: Callable[..., R], *rows: Tensor, **options: object) -> R:
-    """DraftCall ``function(*rows, **options)``, perhaps with the rows of other sequences.
+    """Call ``function(*rows, **options)``, perhaps joined with other sequences' rows.
 
     Args:
         function: draft method named in ``ORDER``. It computes row by row, except for attention
@@ -94,7 +96,7 @@ def call(function: Callable[..., R], *rows: Tensor, **options: object) -> R:
 
 
 def make_first(calls: Sequence[DraftCall]) -> list[DraftCall]:
-    """Run all calls of the first kind in order as one; return these calls."""
+    """Join the calls to the earliest method in ``ORDER``, run them as one, and return them."""
     kind = min(one.kind for one in calls)
     chosen = [one for one in calls if one.kind == kind]
     if len(chosen) == 1 or not _are_made_together(chosen):
@@ -104,7 +106,8 @@ def make_first(calls: Sequence[DraftCall]) -> list[DraftCall]:
 
 
 def _are_made_together(calls: Sequence[DraftCall]) -> bool:
-    """Return False after a failure, with every cache unchanged."""
+    """Run calls to one method as a single call; return False after a failure, with caches
+    unchanged."""
     caches = [(cache, cache.num_rows) for one in calls for cache in one.caches()]
     join = _propose if calls[0].function.__name__ == "propose_rows" else _make_joined
     try:
@@ -118,7 +121,7 @@ def _are_made_together(calls: Sequence[DraftCall]) -> bool:
 
 
 def _make_joined(calls: Sequence[DraftCall]) -> Sequence[Tensor | None]:
-    """Rows of all sequences in their order."""
+    """Join the rows sequence by sequence, run the method once, and split its result."""
     sizes = [len(one.rows[0] if one.rows else one.options["positions_R"]) for one in calls]
     ends = list(accumulate(sizes))
     places = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -180,7 +183,8 @@ def _propose(calls: Sequence[DraftCall]) -> Sequence[Tensor]:
 def _ordered_taps(
     draft: Any, options: Sequence[Values], order: Sequence[tuple[int, int]]
 ) -> dict[int, Tensor]:
-    """Return hidden states in joint row order; layers a row has not passed are never read."""
+    """Return hidden states in the joint row order. A layer that a row has not passed is never
+    read."""
     found: dict[int, dict[int, Tensor]] = {}
     for s, own in enumerate(options):
         for layer in {layer for depth in own["depths"] for layer in draft.feature_layers[depth]}:
@@ -226,7 +230,7 @@ class _SeparateKeyValues(KeyValues):
         """Attend with ``query_RND``, the last rows in the call."""
         out_QND, first = torch.empty_like(query_RND), len(keys_KJD) - len(query_RND)
         for cache, place, own_lC in self._own:
-            asks = cast(Tensor, place)[place >= first] - first
+            asks = cast(Tensor, place)[place >= first] - first  # queries are the last rows
             out_QND[asks] = cache.attend_with(
                 query_RND[asks], keys_KJD[place], values_KJD[place], own_lC[-len(asks) :]
             )

@@ -103,7 +103,7 @@ class DSpark(DFlash):
             nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
             self.markov_head.markov_w2.weight.zero_()
         if self.confidence_head is not None:
-            self.confidence_head.proj.weight.zero_()
+            self.confidence_head.proj.weight.zero_()  # starts at probability 1/2 everywhere
             self.confidence_head.proj.bias.zero_()
 
     def forward(
@@ -113,9 +113,9 @@ class DSpark(DFlash):
         anchors: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Run DFlash's forward, with each place after the sequence's token.
+        """Run DFlash's forward; each place follows the sequence's own token (teacher forcing).
 
-        Rows beyond the sequence have undefined values.
+        Rows past the end of the sequence have undefined values.
 
         Returns:
             Outputs [A, S, H + r].

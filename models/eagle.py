@@ -65,7 +65,7 @@ class EagleHead(Draft):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Look up frozen token embeddings: ids [...] -> [..., H]."""
-        with torch.no_grad():
+        with torch.no_grad():  # the embedding is the target's: frozen
             return self._embedding[0](ids)
 
     @property
@@ -187,7 +187,7 @@ class EagleHead(Draft):
         values: list[Tensor] = []
         states: list[Tensor] = []
         for step, count in enumerate(counts):
-            state_MH = state_MH[:count] if step else state_MH
+            state_MH = state_MH[:count] if step else state_MH  # each step's rows are a prefix
             state_MH, key, value = self.compute(advance, step, state_MH, keys[:], values[:])
             keys.append(key)
             values.append(value)
@@ -244,7 +244,7 @@ class TiedHead(EagleHead):
         self._norm, self._head = [target.get_decoder().norm], [target.get_output_embeddings()]
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad():  # the norm is the target's: frozen
             return self._norm[0](taps[self.config.num_target_layers])
 
     @property
@@ -297,7 +297,7 @@ class Eagle(TiedHead):
         hidden = layer.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         self.layer = DecoderLayer(layer)
-        self.layer.input_layernorm = nn.Identity()
+        self.layer.input_layernorm = nn.Identity()  # EAGLE-1's layer has no input norm
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:

@@ -100,7 +100,7 @@ class Eagle3Config:
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
     """Return the authors' choice, (2, L // 2, L - 3), or fewer layers for a shallow target."""
-    if num_layers < 6:
+    if num_layers < 6:  # 2, L // 2 and L - 3 would meet or cross
         return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
     return 2, num_layers // 2, num_layers - 3
 
@@ -156,7 +156,7 @@ class Eagle3(EagleHead):
         self.norm = RMSNorm(hidden, layer.rms_norm_eps)
         size = config.draft_vocab_size or reference.fingerprint["vocab_size"]
         self.lm_head = nn.Linear(hidden, size, bias=False)
-        self.lm_head.requires_grad_(not config.share_head)
+        self.lm_head.requires_grad_(not config.share_head)  # a shared one stays the target's
         self.rotary = RotaryEmbedding(layer)
         self.register_buffer("draft_ids", torch.arange(size))
 

@@ -23,7 +23,7 @@ from pipedraft.files import Values
 from pipedraft.models.stage_cache import StageCache, additive_mask
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
-"""Layer kinds with rows droppable by a KeepRows."""
+"""Layer kinds whose cached rows a KeepRows can drop."""
 OFFSET_NORMS = ("gemma", "qwen3_5", "qwen3_next")
 """Prefixes of model types with an RMSNorm that adds one to its weight."""
 PARTS = {"layers": nn.ModuleList, "embed_tokens": nn.Embedding, "norm": nn.Module}
@@ -76,7 +76,7 @@ def plain_embedding(target: PreTrainedModel) -> nn.Module:
 
 
 def logits_divisor(config: PreTrainedConfig) -> float:
-    """Return the LM head's output divided by the logits (Granite)."""
+    """Return the number that divides the LM head's output to give logits (Granite); else 1."""
     return float(getattr(config, "logits_scaling", None) or 1.0)
 
 
@@ -138,7 +138,7 @@ class LayerPositions:
 
 NUM_ROWS, WINDOW = 6, 3
 """Comparison sizes: the window is shorter than the text."""
-_lacks: dict[str, str | None] = {}
+_lacks: dict[str, str | None] = {}  # by configuration: a check builds a model
 
 
 def check_target(config: PreTrainedConfig, name: str) -> None:
@@ -146,7 +146,7 @@ def check_target(config: PreTrainedConfig, name: str) -> None:
     key = f"{type(config)} {config.to_json_string(use_diff=False)}"
     if key not in _lacks:
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
                 _lacks[key] = _lack(config)
         except Exception as error:  # any fault in a model's own code
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -162,10 +162,10 @@ def check_target(config: PreTrainedConfig, name: str) -> None:
 def _lack(config: PreTrainedConfig) -> str | None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no causal language model of it"
-    config = deepcopy(config)
+    config = deepcopy(config)  # changed below
     vars(config).pop("quantization_config", None)
     if (text := config.get_text_config()) and getattr(text, "sliding_window", None) is not None:
-        text.sliding_window = WINDOW
+        text.sliding_window = WINDOW  # shorter than the compared rows, so its mask shows
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
@@ -189,7 +189,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
         for name, weight in module.named_parameters(recurse=False):
             few = weight.shape if module is decoder.norm else (NUM_ROWS, *weight.shape[1:])
             setattr(module, name, nn.Parameter(torch.randn(few), requires_grad=False))
-    decoder.embed_tokens.padding_idx = None
+    decoder.embed_tokens.padding_idx = None  # the short table may lack this row
     return _lack_of_layers(decoder, kinds) or _difference(model, decoder, head, kinds)
 
 
@@ -217,7 +217,7 @@ def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Value
 
 
 def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
-    """Run one layer per form like a stage, on the meta device."""
+    """Run one layer of each form as a stage does, on the meta device; return its lack, if any."""
     inputs = _inputs(decoder, kinds)
     hidden, given = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
     forms = {
@@ -246,7 +246,9 @@ def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
 def _difference(
     model: PreTrainedModel, decoder: Any, head: nn.Module, kinds: Sequence[str]
 ) -> str | None:
-    """Compare all steps around the layers with transformers' forward, using layers that negate."""
+    """Compare the work around the layers with transformers' forward; return the first difference.
+
+    Stand-in layers negate their input."""
     calls: list[tuple[Tensor, Values]] = []
 
     def negate(hidden_states: Tensor, **given: Any) -> Tensor:

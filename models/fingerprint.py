@@ -17,14 +17,14 @@ HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second c
 DECODERS = ("model.", "model.language_model.", "language_model.model.")
 """Prefixes of decoder tensor names in weight files."""
 NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Names in safetensors."""
+"""16-bit types, and their names in safetensors."""
 
 
 def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
     """Identify the weights a draft shares with its target.
 
-    ``hash`` is SHA-256 over float32 bytes: embedding, final norm and LM head (a tied head
-    once), equal for every loading dtype.
+    ``hash`` is SHA-256 over embedding, final norm and LM head (a tied head once), as float32 bytes.
+    So it does not depend on the loading dtype.
     """
     decoder = model.get_decoder()
     weights = {
@@ -82,7 +82,7 @@ def weights_hash(weights: Sequence[Tensor]) -> str:
 
 def fingerprint_mismatch(a: dict[str, int | str], b: dict[str, int | str]) -> str | None:
     """Return the first differing field of ``b``, with both values."""
-    for name, value in b.items():
+    for name, value in b.items():  # fields missing in b are not compared: evolved targets
         if a.get(name) != value:
             return f"{name}: {a.get(name)} != {value}"
     return None

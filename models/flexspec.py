@@ -120,7 +120,7 @@ class FlexSpec(Draft):
             )
             self.norm = RMSNorm(hidden, layer.rms_norm_eps).requires_grad_(False)
         self.stem_layers = nn.ModuleList(DecoderLayer(layer) for _ in range(config.stem_layers))
-        self.anchor = DecoderLayer(layer).requires_grad_(False)
+        self.anchor = DecoderLayer(layer).requires_grad_(False)  # loading compares its hash
         self.mlp = nn.Sequential(
             nn.Linear(hidden, hidden, bias=False), nn.SiLU(), nn.Linear(hidden, hidden, bias=False)
         )
@@ -271,7 +271,8 @@ class FlexSpec(Draft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` with a CUDA graph's signature: predecessors are known, or in order."""
+        """Run ``rows`` as a CUDA graph calls it: predecessors' states are given, or rows are in
+        order."""
         index_R = torch.arange(len(tokens_R), device=tokens_R.device)
         # In order, row i follows new row i - 1, which stands after the known rows.
         before_R = torch.where(index_R > 0, index_R + len(tokens_R) - 1, 0)
@@ -345,7 +346,8 @@ def check_anchor(target: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _what_last_block_adds(target: PreTrainedModel, block: nn.Module) -> tuple[Tensor, Tensor]:
-    """What an anchor, and the target's last block, add to some rows: float32 [T, H]."""
+    """Return what the anchor and the target's last block add to random rows: float32 [T, H]
+    each."""
     config, last = target.get_decoder().config, len(target.get_decoder().layers) - 1
     layer, weight = LayerConfig.from_target(config), next(block.parameters())
     with torch.device("meta"):  # draws no random numbers

@@ -43,7 +43,7 @@ class LanguageModelDraft(nn.Module):
         """
         super().__init__()
         size, target_size = (m.config.get_text_config().vocab_size for m in (model, target))
-        shared = min(size, target_size)
+        shared = min(size, target_size)  # later embedding rows are padding, no tokens
         if size != target_size and (num_tokens is None or num_tokens > shared):
             raise ValueError(
                 f"draft_model: vocab_size {size}, but the target's is {target_size}; give a model "

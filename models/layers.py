@@ -137,7 +137,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Map positions [...] to cos, sin [..., D] in ``dtype``, computed in float32."""
-        angles = positions[..., None].float() * self.frequencies
+        angles = positions[..., None].float() * self.frequencies  # 16 bits lose positions
         # Halves, not neighbors, are rotated together: entry i goes with entry i + D / 2.
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
@@ -371,7 +371,7 @@ class KeyValues:
         end, used = self.num_rows + len(keys_RJD), self._buffers_2JCD
         if used is None or end > used.shape[2]:
             _, J, D = keys_RJD.shape
-            capacity = max(end, MIN_ROWS, 2 * self.num_rows)
+            capacity = max(end, MIN_ROWS, 2 * self.num_rows)  # doubling: few copies per row
             self._buffers_2JCD = keys_RJD.new_zeros(2, J, capacity, D)
             if used is not None:
                 self._rows(self.num_rows).copy_(used[:, :, : self.num_rows])
@@ -381,7 +381,7 @@ class KeyValues:
 
     def keep(self, first: int, places: list[int]) -> None:
         """Drop rows from ``first`` on, except those at ``places`` (relative, ascending)."""
-        if places and places != list(range(len(places))):
+        if places and places != list(range(len(places))):  # a prefix is in place already
             rows_2JKD = self._rows(self.num_rows)[:, :, first:]
             rows_2JKD[:, :, : len(places)] = rows_2JKD[:, :, places]
         self.num_rows = first + len(places)
@@ -409,7 +409,7 @@ class FixedKeyValues(KeyValues):
         super().__init__()
         self.num_rows = num_places
         self.slots_R = torch.empty(0, dtype=torch.long)
-        """Places for the next rows."""
+        """Buffer places for the next rows."""
 
     def append_rows(self, keys_RJD: Tensor, values_RJD: Tensor) -> None:
         self._write(keys_RJD, values_RJD)
@@ -506,6 +506,6 @@ def cached_layer(
     """
     normed_RH, attention = layer.input_layernorm(stream_RH), layer.self_attn
     keys_RJD, values_RJD = attention.key_value(normed_RH, cos_R1D, sin_R1D)
-    cache.append_rows(keys_RJD, values_RJD)
+    cache.append_rows(keys_RJD, values_RJD)  # before the query: a row sees itself, too
     query_RND = attention.query(normed_RH, cos_R1D, sin_R1D)
     return layer.finish(stream_RH, cache.attend(query_RND, visible_RC))

@@ -55,7 +55,7 @@ class OffsetRMSNorm(RMSNorm):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
-        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.weight)  # factor 1
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, (self.weight + 1).to(x.dtype), self.eps)
@@ -90,7 +90,7 @@ class MTP(TiedHead):
         norm = OffsetRMSNorm if config.native else RMSNorm
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(hidden, eps), norm(hidden, eps)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([DecoderLayer(layer)])
+        self.layers = nn.ModuleList([DecoderLayer(layer)])  # a list for Qwen3.5's names: layers.0
         if config.native:
             self.layer.self_attn = GatedAttention(layer)
             self.layer.input_layernorm = norm(hidden, eps)

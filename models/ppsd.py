@@ -97,7 +97,7 @@ class PPSD(StagedDraft):
         # Not strict: the head may have more layers than the target has after its first stage.
         for layer, index in zip(self.layers, self.initial_layers, strict=False):
             source = target.get_decoder().layers[index]
-            if _shapes(layer) == _shapes(source):
+            if _shapes(layer) == _shapes(source):  # recurrent and expert layers differ
                 layer.load_state_dict(source.state_dict())
 
     def forward(self, taps: Mapping[int, Tensor], lengths: Sequence[int] | None = None) -> Tensor:
@@ -147,7 +147,7 @@ class PPSD(StagedDraft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` with a CUDA graph's signature."""
+        """Run ``rows`` as a CUDA graph calls it."""
         return self.rows(stream_RH, positions_R=positions_R, caches=caches, visible_RC=visible_RC)
 
 

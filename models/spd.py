@@ -54,7 +54,8 @@ class SPDConfig(StagedDraftConfig):
     normed_last: bool = False
     """Index L means the state after the target's final norm, as in the authors' releases."""
     query: Literal["newest", "all"] = "newest"
-    """newest: only the depth-0 stream passes the layers. all: every depth does."""
+    """newest: only the newest token's stream passes the head's layers. all: the streams of all
+    depths do."""
     timing: Literal["input_states", "output_states"] = "input_states"
     """States the head reads: before a step, or after it (one stage deeper, fewer depths). Decode
     with the same timing."""
@@ -110,8 +111,8 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def max_in_flight(self) -> int:
-        """Rows before the newest one with their own depth; earlier rows are committed. With m
-        tokens per step: m n + m - 1 (m - 1 just drafted); n - 1 after a step."""
+        """Most rows in flight before the newest one: with m tokens per step m n + m - 1 (m - 1 of
+        them just drafted), one less with output states. Earlier rows are committed."""
         return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
 
 
@@ -178,7 +179,7 @@ class SPD(StagedDraft):
             for _ in range(config.num_layers * config.layer_projections)
         )
         self.make_layers(config.num_layers)
-        self.norm.requires_grad_(False)
+        self.norm.requires_grad_(False)  # stays the target's: ``normed_last`` features pass it, too
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -415,7 +416,7 @@ class SPD(StagedDraft):
         Args:
             taps: hidden states [r, H] for consecutive positions from ``first_position``.
         """
-        rows_RH = taps[self.feature_layers[-1][0]]
+        rows_RH = taps[self.feature_layers[-1][0]]  # any tapped layer has as many rows
         num_rows, num_before = len(rows_RH), caches[0].num_rows
         positions_R = torch.arange(num_rows, device=rows_RH.device) + first_position
         # A new row sees all earlier committed positions, and new ones up to itself.

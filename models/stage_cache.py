@@ -203,7 +203,7 @@ class StageCache:
         self._values: dict[int, Tensor] = {}
         # State tensors are never written again once a row has them, so rows share them freely.
         self._states = [RowState()]
-        """After the committed rows, then after each speculative one."""
+        """States after the committed rows, then after each speculative row."""
         self._new_states: list[RowState] = []
         self._parents: Sequence[int] | None = None
         self._before: list[RowState] = []
@@ -277,7 +277,7 @@ class StageCache:
         if committed:
             assert self.num_speculative == 0, "committed rows must precede all speculative rows"
             self.num_committed += self._num_new
-            self._states = self._new_states
+            self._states = self._new_states  # only the last state: nothing can be dropped before it
             return
         self.num_speculative += self._num_new
         if self.recurrent_layers:
@@ -336,7 +336,8 @@ class StageCache:
 
     @contextmanager
     def writing_to(self, slots_P: Tensor) -> Iterator[None]:
-        """Use fixed shapes inside: ``update`` writes to these places and returns whole buffers."""
+        """Context with fixed shapes: ``update`` writes to these places and returns whole
+        buffers."""
         self._slots = slots_P
         try:
             yield
@@ -391,7 +392,8 @@ class StageCache:
     def update_conv_state(
         self, inputs_BWT: Tensor, layer_idx: int, *, conv_kernel_size: int
     ) -> Tensor:
-        """Remember the last ``conv_kernel_size`` inputs; return the old state and the inputs."""
+        """Remember the last ``conv_kernel_size`` inputs; return the old state followed by the new
+        inputs."""
         before_BWK = self.get_conv_state(layer_idx)
         if before_BWK is not None:
             inputs_BWT = torch.cat([before_BWK, inputs_BWT], dim=-1)

@@ -41,7 +41,7 @@ MIN_COLUMNS = 32
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """Families whose layers launch the same kernels for any row contents."""
 READ_BY_HOST = ("dynamic", "longrope")
-"""Rotary tables depending on the longest position."""
+"""Rotary types whose table depends on the longest position, which the host must read."""
 
 
 def can_capture(config: "PreTrainedConfig") -> bool:
@@ -53,8 +53,8 @@ def can_capture(config: "PreTrainedConfig") -> bool:
 class StageGraphs(Graphs):
     """Runs rows through one stage's layers and into its cache.
 
-    A step is one copy to the device, the previous stage's hidden states, one graph, and one copy of
-    the output: five launches at most for any model.
+    A step takes five launches at most, for any model: they copy the packed inputs and the previous
+    stage's hidden states, run one graph, and copy its output.
     """
 
     def __init__(self, stage: "Stage") -> None:
@@ -62,7 +62,7 @@ class StageGraphs(Graphs):
         super().__init__(stage.device)
         self.stage = stage
         self._capacity = -1
-        stage.cache.spare_rows = MAX_ROWS
+        stage.cache.spare_rows = MAX_ROWS  # padding rows are written behind the cache
 
     def forward(
         self, hidden_or_ids: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
@@ -76,7 +76,7 @@ class StageGraphs(Graphs):
         cache, num_rows = self.stage.cache, len(positions_l)
         P, S = padded_rows(num_rows), padded_rows(max(visible_lS.shape[1], MIN_COLUMNS))
         packing = Packing(num_committed=1, slots_P=P, positions_P=P, ids_P=P, visible_PS=P * S)
-        cache.reserve(num_rows, self.stage.device)
+        cache.reserve(num_rows, self.stage.device)  # before the graphs: growing moves the buffers
         self._forget_smaller()
         own = [i for i in sorted(taps) if self.stage.start < i <= self.stage.end]
         if self.stage.start == 0 and 0 in taps:
@@ -87,13 +87,13 @@ class StageGraphs(Graphs):
         compute = partial(self._compute, packing, own)
         key = (P, S, tuple(own))
         out_KPH = self.run(key, packed, [] if is_first else [hidden_or_ids], compute)
-        out_KlH = out_KPH[:, :num_rows].clone()
+        out_KlH = out_KPH[:, :num_rows].clone()  # the next replay overwrites its buffer
         return out_KlH[0], dict(zip(own, out_KlH[1:], strict=True))
 
     def move(self, rows: list[int], first: int) -> None:
         """Run ``StageCache.move`` for all layers in one graph; spare rows stay in place."""
         cache, num_spare = self.stage.cache, padded_rows(len(rows)) - len(rows)
-        if num_spare > MAX_ROWS:
+        if num_spare > MAX_ROWS:  # more padding than the buffers have room for
             cache.move(rows, first)
             return
         self._forget_smaller()
@@ -198,7 +198,9 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
 
 
 def can_run_together(stage: "Stage") -> bool:
-    """Attention must be torch's and read what is cached, and nothing recurrent or of one shape."""
+    """Return True if rows of several sequences can share a pass.
+
+    Not with recurrent layers, ``bitwise``, latent caches, or attention other than "sdpa"."""
     if stage.cache.recurrent_layers or stage.is_bitwise:
         return False
     config = stage.layers[0].self_attn.config
@@ -325,7 +327,7 @@ _passing = threading.local()
 @contextmanager
 def attending_by(attend: Attend) -> Iterator[None]:
     # A TorchFunctionMode would work, but is called on every operation: a quarter of a small pass.
-    AttentionInterface.register("sdpa", _attend)
+    AttentionInterface.register("sdpa", _attend)  # outside of a pass it calls transformers' own
     _passing.attend = attend
     try:
         yield
@@ -340,7 +342,7 @@ def shared_heads(config: "PreTrainedConfig", device: torch.device) -> int:
 
 
 def folding_heads(groups: int) -> AbstractContextManager[None]:
-    """Expect masks with ``groups`` times the rows inside; see ``grouped_attention``."""
+    """Context in which masks have ``groups`` times the rows; see ``grouped_attention``."""
     return attending_by(grouped_attention) if groups > 1 else nullcontext()
 
 

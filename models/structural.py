@@ -33,7 +33,7 @@ class Fill:
     def count(self, depth: int) -> int:
         """Return entries along the axis up to the last example with rows at this depth."""
         count = len(self.occupancy)
-        if 0 < depth < self.max_in_flight:
+        if 0 < depth < self.max_in_flight:  # depths 0 and n have rows of every example
             count = max((b + 1 for b, a in enumerate(self.occupancy) if a > depth), default=0)
         return count if self.lengths is None else sum(self.lengths[:count])
 
@@ -135,13 +135,13 @@ def _bands(
     bands, start = [], 0
     for width, run in groupby(a - depth if depth < n else 0 for a in occupancy):
         stop = start + len(list(run))
-        if width > 0 or depth == n:
+        if width > 0 or depth == n:  # else no token of these examples has this depth
             bands.append(
                 Band(
                     examples.place(start, stop, first),
                     examples.place(start, stop),
-                    diagonals=tuple((blocks[depth + i], i) for i in range(width)),
-                    causal=(blocks[n], width),
+                    diagonals=tuple((blocks[depth + i], i) for i in range(width)),  # k = d + t - T'
+                    causal=(blocks[n], width),  # older positions have left the pipeline: depth n
                     lengths=examples.lengths_of(start, stop),
                 )
             )

@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 THREADED_HIDDEN_SIZE = 1024
-"""From this hidden size on several threads decode faster than one."""
+"""Smallest hidden size at which several threads decode faster than one."""
 NO_INPUT = "stage 0 needs token ids, later stages hidden states"
 ATTENTION_KERNELS = ("sdpa", "eager")  # those that honor an explicit additive mask
 
@@ -147,10 +147,10 @@ class Stage:
         on_gpu = self.device.type == "cuda"
         self.groups = stage_calls.shared_heads(decoder.config, self.device)
         self.graphs: StageGraphs | None = None
-        """Runs speculative rows; None: layer by layer."""
+        """Graphs that run speculative rows; None: rows run layer by layer."""
         if on_gpu and can_capture:
             self.graphs = stage_calls.lend_graphs(self)
-            self.cache = self.graphs.stage.cache
+            self.cache = self.graphs.stage.cache  # graphs write to this cache
 
     @property
     def num_committed(self) -> int:
@@ -206,7 +206,7 @@ class Stage:
             self.cache.advance(committed=False)
             return segment.after(hidden_lH, collected)
         visible_lS = segment.visible.to(self.device)
-        parents = segment.parents if self.cache.recurrent_layers else None
+        parents = segment.parents if self.cache.recurrent_layers else None  # else the mask does
         positions_C = self.cache.begin(segment.positions.to(self.device), parents)
         hidden_lH, collected = self._run(
             self._enter(entering), positions_C, visible_lS, taps, is_wanted
@@ -279,7 +279,7 @@ class Stage:
         return hidden_1lH[0], collected
 
     def _call_recurrent(self, call: Callable[[Tensor], Tensor], hidden_1lH: Tensor) -> Tensor:
-        """Speculative rows start from the states of their parents: a batch of one-row sequences."""
+        """Run speculative rows as a batch of one-row sequences, each from its parent's state."""
         parts, order = [], []
         for rows in self.cache.recurrent_calls():
             if rows is None:
@@ -377,7 +377,7 @@ class StagedTarget:
                 f"prompt: token {int(input_ids.max())} is beyond the target's {self.vocab_size} "
                 "embeddings; its tokenizer has tokens that the model does not, give the model's own"
             )
-        self.reset()
+        self.reset()  # after the checks: a refused prompt changes nothing
         parts: dict[int, list[Tensor]] = {index: [] for index in taps}
         for ids, positions in zip(
             input_ids.split(chunk_rows), torch.arange(num_rows).split(chunk_rows), strict=True

@@ -35,7 +35,7 @@ from pipedraft.pretrained import (
     weight_files,
 )
 
-SAMPLE_BYTES = 4096
+SAMPLE_BYTES = 4096  # three samples per tensor: enough to see a training step
 
 
 def load_target_part(
@@ -77,7 +77,7 @@ def load_target_part(
     model.config.loaded_revision = revision
     model.eval().requires_grad_(False)
     _read(model, files, _wanted(model, layers, has_embedding, has_head), device)
-    model.tie_weights()
+    model.tie_weights()  # after reading: a tied LM head has no tensor of its own
     materialize(model, device)
     model.generation_config = load_generation_config(name_or_path, revision, config)
     return model
@@ -127,7 +127,7 @@ def _read(
         own.discard("lm_head.weight")
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     further = {x for x in sources.keys() - own if not any(re.search(y, x) for y in ignored)}
-    further.discard("lm_head.weight")
+    further.discard("lm_head.weight")  # some files repeat a tied LM head
     check_tensors({"missing": own - sources.keys(), "unexpected": further}, "target", name)
     # Processes may outnumber experts: transformers cannot stack none of them.
     nothing = {key for key in wanted if isinstance(x := state[key], DTensor) and not _size(x)}
@@ -177,8 +177,8 @@ def _sources(
 def weights_identity(name: str, revision: str | None = None) -> str:
     """Identify a target's weights without reading them all.
 
-    For a folder, hash each tensor's name, type, shape and some bytes; training changes a matrix
-    everywhere, so also there. For a Hub repository, return its commit.
+    For a folder, hash each tensor's name, type, shape and some bytes: training changes a whole
+    matrix, so these bytes, too. For a Hub repository, return its commit.
 
     Raises:
         ValueError: no safetensors weights there.

@@ -109,7 +109,7 @@ def step_folder(output_dir: Path, step: int) -> Path:
 
 
 def step_folders(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; they may be damaged."""
+    """Return the complete checkpoints, oldest first; they may be damaged."""
     folders = sorted((output_dir / "checkpoints").glob(f"{STEP_PREFIX}*"))
     return [folder for folder in folders if (folder / COMPLETE).exists()]
 
@@ -332,8 +332,8 @@ class TrainingState:
         plain = [LossScaler, ZeroStageEnum, fragment_address]  # numbers and nothing that acts
 
         class TensorsAndValues(TorchCheckpointEngine):
-            """Checkpoint reader for tensors and plain values; DeepSpeed's own runs any code a file
-            names."""
+            """Checkpoint reader for tensors and plain values only: DeepSpeed's own runs code named
+            in a file."""
 
             def load(self, path: str, map_location: Any = None) -> object:
                 try:

@@ -15,7 +15,7 @@ from pipedraft.train.objective import DraftObjective
 NEW_TOKENS = 32
 """Maximum answer length."""
 DECODED_TAU, DECODED_LENGTH = "decoded_acceptance_length", "decoded_equivalent_acceptance_length"
-"""Names in the log."""
+"""Names of the decoded figures in the log."""
 
 
 def first_turns(rows: Dataset, count: int, *, max_positions: int) -> list[list[int]]:

@@ -29,7 +29,7 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
     """Loss weights within a block. decay: exp(-i / decay_gamma) for draft token i, from 0. dpace:
     D-PACE, by the probability of the block's prefix."""
     decay_gamma: float = 7.0
-    """In the paper: 7 for blocks of 16, 5 for 10, 4 for 8."""
+    """Speed of the decay; the paper's values are 7 for blocks of 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = 0.5
     """D-PACE's smoothing: 1 weighs a row only by the rows after it."""
 
@@ -50,7 +50,7 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
     """Return supervised rows per block at every position, int64 [P] on the host, and the documents.
 
-    An anchor and its labels are in one turn, as in decoding, whose anchor is never a prompt token.
+    An anchor and its labels must be in one turn: in decoding, the anchor is never a prompt token.
     """
     mask_BT = batch["loss_mask"]
     lengths = document_lengths(batch) or [mask_BT.shape[1]] * len(mask_BT)

@@ -20,7 +20,7 @@ class DSparkTrainConfig(DSparkConfig, DFlashTrainConfig):
     """DSpark head and its loss."""
 
     loss: Divergence = "ce_l1"
-    """As in DFlash; ce_l1 is the paper's, with one tenth ce."""
+    """Loss per row, with the same choices as for DFlash. ce_l1 is the paper's: 0.1 ce + 0.9 l1."""
     decay_gamma: float = 4.0
     """4 is the paper's value for blocks of 7."""
     confidence_weight: float = 1.0

@@ -69,8 +69,8 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
 def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor:
     """Return bool [B, T, S]: True if step i counts at a row; see ``Eagle3TrainConfig.rows``.
 
-    A document has the same rows alone, padded or packed. As in these packages, its last token never
-    counts, so a row reads the target's distribution inside its document.
+    A document has the same rows alone, padded or packed. As in these packages its last token never
+    counts, so the target's distribution at a row belongs to the same document.
     """
     if rows == "turn":
         steps_S = torch.arange(num_steps, device=batch["loss_mask"].device)

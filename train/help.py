@@ -1,4 +1,4 @@
-"""What `pipedraft train` answers before it imports torch: --help, and that --config is no file."""
+"""Answer `pipedraft train --help`, or report a missing --config file, before torch is imported."""
 
 import sys
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ to resume."""
 
 
 def answer_early(words: Sequence[str]) -> None:
-    """Print the help, or name a --config that does not exist, and exit; else return."""
+    """Print the help, or report a missing --config file, and exit; else return."""
     if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
         print(SHORT_HELP)
         sys.exit(0)

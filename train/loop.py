@@ -46,10 +46,11 @@ STATE = "training_state"
 """Folder in a checkpoint, needed only to resume."""
 
 OF_THE_HOST = ("lengths", "rows")
-"""Parts of a batch that stay on the host: shapes depend on them, and reading a device waits."""
+"""Parts of a batch that stay on the host: shapes depend on them, and reading them from a device
+would wait for its work."""
 
 EVALUATED_ROWS = 8
-"""Maximum number per forward pass and process."""
+"""Maximum validation rows per forward pass and process."""
 
 
 class Trainer:

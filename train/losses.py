@@ -37,11 +37,11 @@ class LossKind:
 
     kind: Divergence = "kl"
     eta: float = 3.0
-    """Parameter of lk_hybrid."""
+    """eta in lk_hybrid: a larger one moves from kl to tv at a lower acceptance."""
     top_k: int = 10
-    """Parameter of topk_kl."""
+    """Number of most likely tokens in topk_kl."""
     ce_share: float = 0.1
-    """Parameter of ce_l1."""
+    """Share of ce in ce_l1."""
     drops_outside: bool = False
     """Ignore rows whose top target token is missing from the draft vocabulary."""
 

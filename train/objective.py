@@ -40,7 +40,7 @@ EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of all heads compar
 
 
 class LossOutput(NamedTuple):
-    """Named tuple, so ZeRO-3 finds its tensors."""
+    """Loss and sums of one forward pass. A named tuple, so ZeRO-3 finds its tensors."""
 
     loss: Tensor
     """SUM over this forward pass's supervised tokens, differentiable."""
@@ -124,11 +124,11 @@ class DivergenceConfig(StartConfig):
     ce: the target's most likely token as the label. rkl, jsd: reverse KL and Jensen-Shannon.
     topk_kl: kl over the target's most likely tokens only."""
     loss_eta: float = 3.0
-    """For lk_hybrid: how soon tv takes over; 3 in its paper."""
+    """lk_hybrid: a larger value moves from kl to tv at a lower acceptance; 3 in its paper."""
     loss_top_k: int = 10
-    """For topk_kl: number of most likely tokens to compare."""
+    """topk_kl: number of most likely tokens to compare."""
     loss_ce: float = 0.1
-    """For ce_l1: share of ce, the rest is the distance; 0.1 in DSpark."""
+    """ce_l1: share of ce; the rest is l1, the sum of |p - q|. 0.1 in DSpark."""
     outside: Literal["count", "drop"] = "count"
     """Rows whose top target token is missing from the draft vocabulary: count them in the loss, or
     drop them as SpecForge and SPD's authors do."""
@@ -364,7 +364,7 @@ class DraftObjective(Objective):
 
 
 def own_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the draft's part of an objective's state; what is trained beside it is left out."""
+    """Return the draft's part of an objective's state, without other trained modules."""
     prefix = "draft."
     return {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
 

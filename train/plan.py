@@ -34,10 +34,10 @@ from pipedraft.train.objective import DraftObjective, StartConfig
 
 
 class LiveBytes(TorchDispatchMode):
-    """Memory counter: ``with LiveBytes() as memory:`` counts storages allocated inside.
+    """Memory counter: ``with LiveBytes() as memory:`` counts the storages that its block allocates.
 
-    Networks from ``without_numbers`` run inside, too. Ids, masks and lengths decide shapes, so they
-    stay real: everything after them gets the same shapes as in a run.
+    Networks from ``without_numbers`` run in this block, too. Ids, masks and lengths decide shapes,
+    so they stay real: everything after them gets the same shapes as in a run.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def without_numbers(self, network: nn.Module) -> None:
-        """Give a network on the meta device fake CPU tensors, so it can run inside."""
+        """Give a network on the meta device fake CPU tensors, so it can run in the block."""
         with self._shapes_alone:
             network.to_empty(device="cpu")
 
@@ -128,7 +128,7 @@ class RunSizes:
     trained: int
     draft: int
     step_bytes: float
-    """Training step with one pass over ``batch_tokens``, gradients included."""
+    """Peak bytes in a training step with one pass over ``batch_tokens``, gradients included."""
     evaluation_bytes: float
     flops: float
 

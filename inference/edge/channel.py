@@ -38,7 +38,7 @@ class Steps:
     """Periodic step function of time."""
 
     starts_s: tuple[float, ...]
-    """Ascending from 0."""
+    """Start of each step; ascending, the first is 0."""
     values: tuple[float, ...]
     period_s: float
 
@@ -96,10 +96,10 @@ class Link:
     """Bandwidth, latency and losses; ``Channel`` sends over it."""
 
     up_bytes_per_s: Steps
-    """0: an outage; messages being sent wait."""
+    """Bandwidth up. 0 is an outage: messages being sent wait."""
     down_bytes_per_s: Steps
     delay_s: Steps
-    """One way, the same in both directions."""
+    """Delay one way, the same in both directions."""
     jitter_s: float = 0.0
     """Maximum deviation of each message's delay, uniform either way (as netem's default)."""
     loss: float = 0.0
@@ -108,7 +108,7 @@ class Link:
     """Round trips from a lost packet's last bit to its retransmission: TCP's tail loss probe (RFC
     8985) waits two. Messages here are too small for later packets to reveal a loss."""
     header_bytes: int = 62
-    """Added to every message: IPv4 20, TCP 20, a TLS 1.3 record 22."""
+    """Header bytes per message: IPv4 20, TCP 20, a TLS 1.3 record 22."""
 
     def __post_init__(self) -> None:
         # Outages may last long, but not forever: ``reach`` divides by a period's sum.
@@ -188,7 +188,7 @@ class Traffic:
     messages: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
-    """Including headers and lost packets."""
+    """Bytes on the wire, headers and lost packets included."""
     lost_packets: int = 0
     airtime_s: float = 0.0
     """Time spent sending bits: T_up and T_down in the papers' energy models, including outages."""
@@ -356,9 +356,9 @@ TRACE_COLUMNS = ("rtt_ms", "up_mbps", "down_mbps")
 def read_trace(path: Path, *, base: Link | None = None) -> Link:
     """Read a CSV file with a header: ``t_ms`` from 0, and ``rtt_ms``, ``up_mbps`` or ``down_mbps``.
 
-    A row holds until the next one, the last one as long as the one before it. Further columns
-    (signal strength) are ignored. Jitter and loss come from ``base``, unless the file has round
-    trips: these were measured with both.
+    A row is valid until the next one, the last row as long as the one before it. Further columns
+    (signal strength) are ignored. Jitter and loss come from ``base``. With round trips in the file
+    they are 0, because the measurement contains both.
 
     Args:
         base: provides values without a column in the file.

@@ -30,18 +30,18 @@ class RoundShape:
     """Compute times and message sizes for one round, headers included."""
 
     draft_s: float
-    """One draft token on the edge."""
+    """Time for one draft token on the edge."""
     verify_s: float
-    """The target's pass over a round without draft tokens."""
+    """Time for the target's pass over a round without draft tokens."""
     verify_row_s: float = 0.0
-    """Added per draft token."""
+    """Time that each draft token adds to the pass."""
     up_bytes: int
-    """Request without draft tokens."""
+    """Size of a request without draft tokens."""
     up_bytes_per_token: int
     down_bytes: int
-    """Verification result."""
+    """Size of a verification result."""
     reject_bytes: int = 0
-    """Added to the result on a rejection: the distribution to resample from."""
+    """Size that a rejection adds to the result: the distribution to resample from."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class RoundCost:
     """Seconds per round by number of draft tokens, and the tokens it may emit."""
 
     hit_s_K: np.ndarray
-    """All draft tokens accepted."""
+    """Seconds for a round in which all draft tokens are accepted."""
     miss_s_K: np.ndarray
-    """One of them rejected."""
+    """Seconds for a round with a rejected draft token."""
     has_bonus: bool = True
     """True: a full acceptance emits K + 1 tokens. False: K; the next round, drafted already, tests
     its first token in place of the bonus."""
@@ -236,7 +236,7 @@ class Fixed(DraftLengthPolicy):
 
 
 class _Published(DraftLengthPolicy):
-    """FlexSpec's running acceptance, with tokens linear in it.
+    """Base of FlexSpec's published rules: a running acceptance gamma, and tokens linear in gamma.
 
     gamma <- gamma + mu (tau / K - gamma)       gamma 0.8 at first; mu is not published: 0.1 here
     Biased: the mean of tau / K is (S(1) + .. + S(K)) / K, the acceptance rate only for K = 1.

@@ -33,17 +33,17 @@ class Times:
     """Compute times in seconds."""
 
     draft_s: float
-    """One draft token on the edge."""
+    """Time for one draft token on the edge."""
     verify_s: float
-    """The target's pass over one row."""
+    """Time for the target's pass over one row."""
     verify_row_s: float = 0.0
-    """Each further row."""
+    """Time that each further row adds to this pass."""
     cloud_draft_s: float
-    """One draft token on the target's machine."""
+    """Time for one draft token on the target's machine."""
     alone_s: float | None = None
-    """One token of autoregressive decoding by the target; None: ``verify_s``."""
+    """Time for one token if the target decodes alone; None: ``verify_s``."""
     edge_layer_s: float = 0.0
-    """One target layer over one row on the edge."""
+    """Time for one target layer over one row on the edge."""
 
     def __post_init__(self) -> None:
         check_ranges(self, dict.fromkeys(vars(self), "[0, inf)"), "times.")

@@ -67,7 +67,7 @@ class RemoteTarget:
 
     eos_token_ids: tuple[int, ...] = ()
     max_positions: int = sys.maxsize
-    """Unlimited until a session is open."""
+    """Longest sequence; unlimited until a session is open."""
     vocab_size: int = sys.maxsize
     num_stages: int = field(default=1, init=False)
     boundaries: tuple[int, ...] = field(default=(0, 1), init=False)
@@ -88,10 +88,10 @@ def check_draft(source: DraftSource) -> None:
 
 @dataclass
 class Batch:
-    """Draft tokens sharing one verification result."""
+    """Draft tokens that share one verification result."""
 
     start: int
-    """Position of the first one."""
+    """Position of the first draft token."""
     size: int
     """Planned draft tokens; once sent, the actual number."""
     started_s: float
@@ -108,16 +108,16 @@ class LinkVerdict(Returned):
     """Verification result for the chain, from a reply."""
 
     num_rows: int = 1
-    """The root alone; link schedules use the fields below."""
+    """Always 1, the root: link schedules use the fields below."""
     verdicts: Tensor = torch.empty(0)
     num_accepted: int
     """Accepted draft tokens below the root."""
     token: int | None = None
     """The target's own token after them."""
     payload: Payload | None = None
-    """Replaces the rejected draft token after them."""
+    """Payload to draw the token that replaces the rejected one."""
     outcomes: tuple[tuple[int, int], ...] = ()
-    """Decided batches: draft tokens, accepted draft tokens."""
+    """For each decided batch: its draft tokens, and how many are accepted."""
 
 
 class LinkedPipeline(Pipeline):
@@ -137,7 +137,8 @@ class LinkedPipeline(Pipeline):
         self.anchor = ""
         """Hash of the target's last block contained in the draft; "": none."""
         self.fallback = ""
-        """Reason for the target decoding alone despite a draft; "": it does not."""
+        """Reason why the target decodes alone although there is a draft; "": the draft is in
+        use."""
 
     # -- what a subclass adds ---------------------------------------------------------------
 

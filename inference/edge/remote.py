@@ -222,8 +222,8 @@ class RemotePipeline(LinkedPipeline):
         """Fall back if drafting is slower than the target alone, one token per pass.
 
         Args:
-            num_pending: unverified draft tokens, assumed accepted: drafting too slow even then is
-                given up before the result.
+            num_pending: draft tokens without a result, assumed accepted. If drafting is too slow
+                even so, the fallback need not wait for the result.
         """
         if self.keeps_drafting or self._streams:
             return

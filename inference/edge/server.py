@@ -52,10 +52,10 @@ class Security:
     """Access settings for a server."""
 
     certificate: bytes | None = None
-    """PEM chain; None: plain text."""
+    """Certificate chain (PEM); None: connections in plain text."""
     key: bytes | None = None
     tokens: tuple[str, ...] = ()
-    """Every client must send one; (): no token needed."""
+    """Accepted tokens: every client must send one. (): none needed."""
 
 
 class Server:

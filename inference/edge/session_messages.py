@@ -47,7 +47,7 @@ MAX_BYTES = 16 * 2**20
 MAX_DRAFT_TOKENS = 256
 MAX_PROMPT = 2**20
 WINDOW = 64
-"""Messages accepted before a missing earlier one."""
+"""Most messages stored while an earlier one is missing."""
 
 Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -244,15 +244,15 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int
     max_new_tokens: int
     forward_s: Seconds
-    """One-row pass, measured before serving."""
+    """Time for a one-row pass, measured before serving."""
     row_s: Seconds
-    """Time added per further row."""
+    """Time that each further row adds to the pass."""
     sessions: int
-    """Open sessions."""
+    """Number of open sessions."""
     cache_bytes: int
     """Memory for the open sessions' keys and values."""
     is_serving: bool
-    """False: shutting down, accepts no new sessions."""
+    """False if the server shuts down and accepts no new session."""
 
 
 def prefix_hash(ids: Sequence[int]) -> bytes:

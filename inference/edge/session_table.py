@@ -18,7 +18,7 @@ UNSENT_BYTES = 4 * 2**20
 
 
 class SessionRefused(ValueError):
-    """Ends a stream with a status; the message is one line for its client."""
+    """Raised to end a stream with a status; the message is one line for its client."""
 
     def __init__(self, code: str, text: str) -> None:
         """
@@ -109,7 +109,7 @@ class SessionTable:
         self.target, self.limits, self.row_bytes = target, limits, row_bytes
         self._max_positions = target.staged().max_positions
         self.held: dict[int, HeldSession] = {}
-        """Open sessions by number."""
+        """Open sessions, by their number."""
         self.num_opened = self.num_expired = 0
         self.is_draining = False
 

@@ -102,7 +102,7 @@ class TargetSession:
         """Verified tokens; the last one is the root, whose row is the first speculative one."""
         self._num_prompt = 0
         self._draft_tokens: list[int] = []
-        """Untested draft tokens after the verified ones."""
+        """Draft tokens after the verified ones, not tested yet."""
         self._q: list[float] = []
         self._logits: deque[Tensor] = deque()
         """[V] for the root and the first draft tokens, as far as computed."""
@@ -115,7 +115,7 @@ class TargetSession:
         """First missing request."""
         self._waiting: dict[int, tuple[Request, float]] = {}
         self._streams_for: int | None = None
-        """``seq`` of the request to decode alone."""
+        """``seq`` of the request to let the target decode alone; None: the edge drafts."""
         self._stop_reason = ""
         self._segment: Segment | None = None
         """Rows in the current pass; None for a prefill."""

@@ -143,7 +143,7 @@ class Pipeline(ABC):
         """End the sequence.
 
         Returns:
-            Target passes after the prompt if no steps were counted, else None.
+            Target passes after the prompt, if the pipeline counts no steps (a link); else None.
         """
         return None
 

@@ -121,7 +121,7 @@ class LocalPipeline(Pipeline):
 
     @property
     def next_rows(self) -> list[int]:
-        """Rows each stage will process in the next step."""
+        """Number of rows that each stage will process in the next step."""
         first = self._entrance[0] if self._entrance else None
         return [0 if s is None else s.num_rows for s in (first, *self._waiting[1:])]
 

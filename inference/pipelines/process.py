@@ -108,7 +108,7 @@ class ProcessPipeline(Pipeline):
         self._has_started = False
         self._flights: list[_Flight] = []
         self._states = FeatureStore()
-        """States for live rows, including the segment ahead."""
+        """Hidden states for live rows, including the segment ahead."""
         self._keeps: list[KeepRows] = []
         self._ahead: _Flight | None = None
         """Segment sent before its step; joins the flights once injected."""

@@ -38,7 +38,7 @@ Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 PREFIX = struct.Struct("<IIQ")
 MAGIC = 0x50444632
-"""Its first byte on the wire is nonzero, so a posted buffer shows if a frame has arrived."""
+"""First bytes of a frame. The first one is not zero, so a posted buffer shows an arrival."""
 PIECE_BYTES = 1 << 16
 """Memory allocated for a frame before its bytes arrive."""
 MAX_AXES = 3
@@ -362,7 +362,7 @@ class Step(StageMessage, tag="step"):
     rows: Tensor | None
     """int64 [l] tokens for the first stage, [l, H] for the others, None if cancelled."""
     is_cancelled: bool = False
-    """No row is needed any more: caches make room, nothing is computed."""
+    """True if no row is needed any more: caches make room, nothing is computed."""
 
     @classmethod
     def of(cls, keeps: Sequence[KeepRows], segment: Segment, *, is_cancelled: bool = False) -> Self:

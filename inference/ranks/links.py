@@ -34,7 +34,7 @@ MEMORY_SIGNS = (
     "CUDA error: out of memory",  # CUDA itself, past torch's allocator
 )
 FORWARD, ANSWER, CANCEL = range(3)
-"""Channels: independent links between the same two ranks."""
+"""Independent channels between the same two ranks."""
 DAY = timedelta(days=1)
 """Receives have no timeout of their own: ``Watch`` ends a process if a peer is silent or dead."""
 

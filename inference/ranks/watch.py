@@ -25,7 +25,7 @@ from pipedraft.inference.ranks.links import LostLink, Receiver, Sender, is_out_o
 from pipedraft.inference.timeline import Timeline
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
-"""For ranks starting at the same time."""
+"""Longest wait for the other ranks, which start at the same time."""
 BEAT_S = 0.25
 REPEAT_S = 1.0
 """Repeated signals within it count once: Ctrl-C reaches a rank from terminal and launcher."""
@@ -39,11 +39,11 @@ class WatchLimits:
     """Failure timeouts in seconds; all below the 10 s within which every rank ends."""
 
     silence_s: float = 5.0
-    """Without a heartbeat from a rank, or an answer from the launch's store."""
+    """Longest time without a heartbeat from a rank, or an answer from the launch's store."""
     undelivered_s: float = 5.0
-    """After a rank reports a sent message not received yet."""
+    """Longest time between a rank's report of a sent message and its arrival."""
     step_s: float = 8.0
-    """For one forward pass of a stage or the draft. Raise it for slower targets."""
+    """Longest forward pass of a stage or the draft. Raise it for slower targets."""
 
     @classmethod
     def of_step(cls, step_s: float) -> Self:
@@ -64,7 +64,8 @@ class Beat(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass
 class Watch:
-    """Call ``start`` before torch creates threads: they inherit the blocked signals."""
+    """Watchdog for one rank. Call ``start`` before torch creates threads: they inherit the blocked
+    signals."""
 
     rank: int
     world_size: int

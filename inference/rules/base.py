@@ -37,7 +37,7 @@ from pipedraft.inference.rules.random import (
 from pipedraft.inference.tree import TokenTree
 
 PENALTY = 8.0
-"""Subtracted from the draft's log-probability for filtered tokens (docs/methods/index.md)."""
+"""Subtracted from the draft's log-probability for filtered tokens (docs/lab/log.md)."""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class Top(Message, tag="k"):
     p: Tensor
     """float64 [K + M]: their probabilities under the whole distribution."""
     num_top: Annotated[int, Meta(ge=1)]
-    """K."""
+    """K: number of most likely tokens."""
     tail_mass: Annotated[float, Meta(ge=0, le=1)]
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ class _Node:
     weight: float
     """Probability for the output to pass through this node."""
     p_V: Tensor
-    """Distribution for the token after it in this case."""
+    """Distribution of the token after this node, if the output passes through it."""
     q_V: Tensor
     """Distribution used to sample the next child."""
 

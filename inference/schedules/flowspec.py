@@ -90,6 +90,6 @@ class FlowSpec(PrunedPP):
 
 
 def beside_step(session: Session, asked: int | None, most: int) -> int:
-    """Return draft forwards per step: ``asked``, or those within a one-row step, at most
+    """Return draft forwards per step: ``asked``, else as many as fit into a one-row step, up to
     ``most``."""
     return asked or min(most, session.clock.hidden_forwards())

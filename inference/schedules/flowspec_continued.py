@@ -52,7 +52,7 @@ class FlowSpecContinued(Schedule):
 
     @property
     def is_chain(self) -> bool:
-        """A root that is continued again may get another draft token."""
+        """Return False: a root that is continued again may get a second draft token."""
         return False
 
     @property

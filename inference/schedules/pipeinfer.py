@@ -44,8 +44,9 @@ class PipeInfer(Schedule):
     to 0.4 and decay up to 0.01.
 
     Deviations: the stages keep step, with one entry per step. Each position is verified once. A
-    copy costs the stages and the links nothing else. Additions: a draft that is hardly ever
-    accepted is run rarely (``give_up``), and the cost model sizes ``auto`` micro-batches.
+    copied draft token costs its entry only, no time in stages or links. Additions: a draft that is
+    hardly ever accepted is run rarely (``give_up``), and the cost model sizes ``auto``
+    micro-batches.
     """
 
     name: ClassVar[str] = "pipeinfer"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrunedPP(SegmentSchedule):
-    """Ends a round at the first token outside the tree, or at a leaf."""
+    """Schedule that ends a round at the first token outside the tree, or at a leaf."""
 
     name: ClassVar[str] = "pruned_pp"
 

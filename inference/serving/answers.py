@@ -59,7 +59,7 @@ class Choice(Observer):
     tokenizer: "PreTrainedTokenizerBase"
     metrics: "Metrics"
     tell: Callable[[Piece], None]
-    """Called by the decoding thread."""
+    """Receives new pieces, on the decoding thread."""
     demands: Demands = Demands()
     end_ids: frozenset[int] = frozenset()
     """End tokens for the choice."""
@@ -69,9 +69,9 @@ class Choice(Observer):
     result: DecodeResult | None = None
     error: BaseException | None = None
     is_cancelled: bool = False
-    """Ends at the next token; set from any thread."""
+    """True to end the choice at its next token; any thread may set it."""
     is_stopped: bool = False
-    """Ended by a stop string."""
+    """True if a stop string ended the choice."""
     has_ended: bool = False
     handle: "Handle | None" = None
     """Sequence in the batch engine; None: ended."""

@@ -99,7 +99,7 @@ class Service:
         self.ending = asyncio.Event()
         """Set to end all answers now."""
         self.end: Callable[[], object] = lambda: None
-        """Ends the server like a signal; called from any thread."""
+        """Call from any thread to end the server as a signal does."""
 
     def describe(self) -> str:
         config, keys = self.decoder.base, len(self.keys)
@@ -306,7 +306,7 @@ class EventStream(Response):
 
 
 def engine_facts(engine: Engine) -> Json:
-    """Return what the page says of target, draft and pipeline; of a folder only its name."""
+    """Return facts on target, draft and pipeline for the page, without the path of a folder."""
     target, is_whole = engine.target, isinstance(engine.pipeline, LocalPipeline)
     assert isinstance(target, StagedTarget)
     name = str(target.model.name_or_path)

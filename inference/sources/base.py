@@ -51,7 +51,8 @@ class DraftSampling:
 
     @property
     def later(self) -> "DraftSampling":
-        """Sampling for draft tokens that could enter one step later: they save at most one step."""
+        """Same settings, with the price of draft tokens that could enter one step later: entering
+        now saves one step at most."""
         if self.costs is None:
             return self
         # A late token gains less, which is the same as a higher price for its row.
@@ -184,7 +185,7 @@ class DraftSource:
         raise NotImplementedError
 
     def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
-        """Continue each row once, and the root once per context; return the rows added."""
+        """Continue each row once, and the root once after every commit; return the rows added."""
         raise NotImplementedError
 
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:

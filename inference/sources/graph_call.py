@@ -71,7 +71,7 @@ class ChildQuery:
     """Continue each row by its best child, and by others with a higher probability than this, in
     order, up to the beams; None: by the best over all rows."""
     sampling: DraftSampling | None = None
-    """How children are scored."""
+    """Settings for scoring children."""
 
     @property
     def key(self) -> tuple[object, ...] | None:
@@ -129,7 +129,7 @@ class Places:
     leading: int
     """Leading text rows, visible to all rows."""
     first: int
-    """Rows behind them, cached before this call."""
+    """Rows behind the leading ones, cached before this call."""
     slots: list[int]
     """Place for each row behind the leading ones."""
     before: int
@@ -149,6 +149,6 @@ class Level:
     """Best children for some rows, on the host."""
 
     best_2QW: Tensor
-    """As in ``best_children``."""
+    """Tokens and cumulative scores, as from ``best_children``."""
     beams: list[int]
     """Children continued by the next level, as indices over all of them."""

@@ -94,7 +94,7 @@ class RowCache:
     def restart(self) -> None:
         """Start a new sequence."""
         self._num_leading = 0
-        """Text rows before all others: most of them, with no data needed for each."""
+        """Text rows before all others. Most rows are among them, and need no name."""
         self._names: list[int] = []
         """Name of each cached row behind them, in key-value order."""
         self.layers = [KeyValues() for _ in range(self._num_layers)]

@@ -41,8 +41,9 @@ class SPDSource(DraftSource):
     def __init__(self, draft: SPD, *, lead: int = 0) -> None:
         """
         Args:
-            lead: stages already passed by the deepest rows, beyond training. Rows before them are
-                presented as much deeper; the deepest rows stay the head's queries, at depth 0.
+            lead: stages that the deepest rows have passed, beyond the depth in training. The rows
+                before them are presented as that many stages deeper. The deepest rows remain the
+                head's queries, at depth 0.
         """
         self.draft, self.lead = draft, lead
         self.taps = draft.taps

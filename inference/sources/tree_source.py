@@ -301,9 +301,9 @@ class TreeSource(DraftSource):
     def _rows_to_continue(
         self, tree: TokenTree, width: int, by_score: bool, again: bool = False
     ) -> list[int]:
-        """Choose the rows to continue: the root once per context, and the best new rows.
+        """Choose the rows to continue: the root once after every commit, and the best new rows.
 
-        Children of a waiting root are left to the next forward, since they need this one's state.
+        The root's children wait for the next forward: they need the state that this one computes.
 
         Args:
             again: include rows whose children were not worth their cost in an earlier step. They
@@ -396,7 +396,7 @@ class TreeSource(DraftSource):
     def _children(
         self, fresh: _FreshTree, parents: list[int], width: int
     ) -> dict[int, list[_Child]]:
-        """Return each row's ``width`` best children, or as many sampled without replacement."""
+        """Return ``width`` children per row: the best, or sampled without replacement."""
         tree, rule = fresh.tree, fresh.sampling.rule
         if isinstance(rule, RecursiveVerifier):
             logits_RU = self._logits(tree, parents)

@@ -112,7 +112,7 @@ def render_card(source: CardSource) -> str:
 def plain(text: str) -> str:
     """Escape external text so that its Markdown and HTML have no effect."""
     line = one_line(text).replace("<", "&lt;").replace("`", "'").replace("|", "&#124;")
-    return line.replace("](", "] (")
+    return line.replace("](", "] (")  # no Markdown link
 
 
 def _shown(source: CardSource) -> CardSource:

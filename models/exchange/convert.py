@@ -1,7 +1,7 @@
 """Convert heads to the form assumed by serving engines, with the same draft tokens.
 
-Engines mostly load other forms without a message and accept less. So this module converts every
-difference, or refuses it by name.
+Most engines load other forms without a message, and then accept fewer draft tokens. So this module
+converts every difference, or refuses it by name.
 """
 
 # H hidden, U draft vocabulary, V target vocabulary, k fused layers
@@ -46,7 +46,7 @@ def sort_layers(head: Eagle3 | DFlash) -> None:
     # fc's columns follow the order of the fused layers; move both together.
     parts = head.fc.weight.chunk(len(layers), 1)  # k of [H, H]
     head.fc.weight.copy_(torch.cat([parts[i] for i in order], 1))
-    if not isinstance(head, Eagle3):
+    if not isinstance(head, Eagle3):  # block heads have no norms before fc
         return
     if head.config.fc_norm:
         head.fc_norm = nn.ModuleList(head.fc_norm[i] for i in order)
@@ -59,7 +59,7 @@ def sort_layers(head: Eagle3 | DFlash) -> None:
 def sort_vocabulary(head: Eagle3 | DFlash) -> None:
     """Order the LM head's rows by token: engines read no map for a whole vocabulary."""
     order_V = head.draft_ids.argsort()
-    if isinstance(head, Eagle3):
+    if isinstance(head, Eagle3):  # block heads use the target's LM head
         head.lm_head.weight.copy_(head.lm_head.weight[order_V])
     if isinstance(head, DSpark) and head.pair_UR is not None:
         head.pair_UR.copy_(head.pair_UR[order_V])

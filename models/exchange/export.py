@@ -104,7 +104,7 @@ def export(
             folder in use.
     """
     head, description = load_head(folder, layout)
-    if layout == "sglang" and target is not None:
+    if layout == "sglang" and target is not None:  # the other layout reads the target below
         head.reference.check_fingerprint(read_target(target, None).fingerprint)
     name, revision = (target, None) if target else (head.reference.name, head.reference.revision)
     if head.shares_head:  # engines load an LM head with every draft
@@ -118,10 +118,10 @@ def export(
     simulators = None
     if results is not None:
         chains = chains_of(Measured.read(results, digest).runs)
-        acceptance = sum_counts(chains[min(chains)])
+        acceptance = sum_counts(chains[min(chains)])  # the greedy chains, if there are any
         simulators = to_json(simulated(chains))
     num_tokens = best_chain(acceptance, relative_cost(head))
-    if isinstance(head, DFlash):
+    if isinstance(head, DFlash):  # a block has one length
         num_tokens = head.config.num_tokens
     # After the conversion: the configuration lists the layers in the order of fc's columns.
     config, weights = _parts(head, layout, name, revision, num_tokens)

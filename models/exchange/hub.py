@@ -44,7 +44,7 @@ class Upload:
 
     repo: str
     revision: str | None = None
-    """Branch; None: the main one."""
+    """Branch to upload to; None: the main one."""
     private: bool = False
     message: str | None = None
     results: Path | None = None
@@ -123,7 +123,7 @@ def _check_weights(folder: Path, *, is_export: bool) -> None:
     for needed in (folder / CONFIG_FILE, path):
         if not needed.is_file():
             raise ValueError(f"checkpoint: {needed} is missing; give a complete checkpoint")
-    if not is_export:
+    if not is_export:  # export has loaded its checkpoint
         load_untied(folder)
     try:
         with safe_open(path, framework="pt") as file:
@@ -179,7 +179,7 @@ def _halved(path: Path) -> dict[str, Tensor]:
     """
     weights = load_file(path)
     floats = {name: value for name, value in weights.items() if value.is_floating_point()}
-    for name, value in floats.items():
+    for name, value in floats.items():  # fp16 would turn large weights into infinity
         if not bool(value.half().isfinite().all()):
             largest = float(value.abs().max())
             raise ValueError(
@@ -227,7 +227,7 @@ def push(files: Files, upload: Upload) -> str:
                 f"HF_TOKEN: missing, and {repo!r} needs one that may write; set it, or run "
                 "hf auth login"
             )
-        ModelCard(str(files[CARD])).validate()
+        ModelCard(str(files[CARD])).validate()  # before a repository exists: the Hub may refuse it
         api.create_repo(repo, private=upload.private or None, exist_ok=True)
         info, is_new_branch = api.model_info(repo), False
         if upload.private and not info.private:
@@ -268,7 +268,7 @@ def _check_content(
         return
     found = {}
     for name in names & {CONFIG_FILE, ORIGIN_FILE}:
-        path = api.hf_hub_download(upload.repo, name, revision=info.sha)
+        path = api.hf_hub_download(upload.repo, name, revision=info.sha)  # info's own commit
         found[name] = Path(path).read_text(errors="replace")
     theirs, ours = identity_of(found), identity_of(files)
     if theirs == ours or (is_new_branch and theirs):

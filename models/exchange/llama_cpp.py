@@ -118,7 +118,7 @@ def check_head(head: Eagle3 | DFlash) -> None:
         found = {name: getattr(config, name) for name in UNREAD if getattr(config, name)}
         if len(config.feature_layers) != NUM_EAGLE_LAYERS:
             found["feature_layers"] = list(config.feature_layers)
-    if rope["rope_type"] != "default":
+    if rope["rope_type"] != "default":  # the writer below stores a base, no scaling
         found["rope_type"] = rope["rope_type"]
     for name, value in found.items():
         raise ValueError(
@@ -134,7 +134,7 @@ def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     heads = {"attn_q": layer.num_heads, "attn_k": layer.num_key_value_heads}
     weights = head.state_dict()
-    weights.pop("draft_ids", None)
+    weights.pop("draft_ids", None)  # written as d2t below
     for name, value in weights.items():
         stem = name.removesuffix(".weight")
         match = re.fullmatch(r"(?:midlayer|layers\.(\d+))\.(.+)", stem)
@@ -149,7 +149,7 @@ def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
         tensors[f"blk.{match[1] or 0}.{inner}.weight"] = value
     if len(head.draft_ids) < head.target_vocab_size:
         tensors["d2t"] = head.draft_ids
-        if isinstance(head, DFlash):
+        if isinstance(head, DFlash):  # an EAGLE-3 head has its own LM head
             found = read_target(head.reference.name, head.reference.revision)
             head.reference.check_fingerprint(found.fingerprint)
             tensors["output.weight"] = found.head_VH[head.draft_ids]

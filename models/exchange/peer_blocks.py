@@ -100,7 +100,7 @@ def block_head(peer: Peer, found: TargetFiles, reference: TargetReference) -> DF
     if not torch.equal(draft_ids, torch.arange(size_of(reference))):
         own |= {"draft_vocab_size": len(draft_ids)}
         weights |= {"draft_ids": draft_ids}
-    if kind is DFlash and given.sample_from_anchor:
+    if kind is DFlash and given.sample_from_anchor:  # our DFlash drafts from masks only
         kind = DSpark
     if kind is DSpark:
         own |= _pairs(peer, given, layer.hidden_size)
@@ -152,7 +152,7 @@ def _pairs(peer: Peer, given: _Given, hidden: int) -> Values:
     agree."""
     rank = peer.weights[PAIRS].shape[-1] if PAIRS in peer.weights else 0
     proj = peer.weights.get(CONFIDENCE)
-    reads_pair = proj is not None and proj.shape[-1] != hidden
+    reads_pair = proj is not None and proj.shape[-1] != hidden  # else it reads states alone
     for name, value in (
         ("markov_rank", rank),
         ("enable_confidence_head", proj is not None),

@@ -203,7 +203,7 @@ def layer_of(peer: Peer, settings: Values, reference: TargetReference) -> LayerC
         if kind in FAMILIES:
             config = AutoConfig.for_model(**known)
         else:
-            known.pop("model_type", None)
+            known.pop("model_type", None)  # heads of unknown families are read as Llama layers
             config = LlamaConfig(**known)
         layer = LayerConfig.from_target(config)
     check(peer, "hidden_size", layer.hidden_size, reference.fingerprint["hidden_size"])
@@ -231,13 +231,13 @@ def vocabulary_of(
     num_tokens, head = size_of(reference), weights.get("lm_head.weight")
     num_rows = num_tokens if head is None else len(head)
     check(peer, "draft_vocab_size", size or num_rows, num_rows)
-    if d2t is None:
+    if d2t is None:  # a whole vocabulary needs no map
         if num_rows != num_tokens:
             raise ValueError(f"--from: {peer.name!r} lacks d2t for {num_rows} of {num_tokens} ids")
         return weights, torch.arange(num_tokens)
     if d2t.shape != (num_rows,) or d2t.is_floating_point():
         raise peer.refuse("d2t", tuple(d2t.shape), f"{num_rows} integers belong to its LM head")
-    ids = torch.arange(num_rows) + d2t.long()
+    ids = torch.arange(num_rows) + d2t.long()  # d2t holds offsets, not ids
     check_ids(peer, "d2t", ids, num_tokens)
     if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
         raise peer.refuse("t2d", int(t2d.sum()), "it names other tokens than d2t")

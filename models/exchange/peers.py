@@ -174,7 +174,7 @@ def _eagle(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle:
     }
     config = EagleConfig(
         num_target_layers=int(reference.fingerprint["num_layers"]),
-        fc_bias="fc.bias" in weights,
+        fc_bias="fc.bias" in weights,  # dropped above if all zero
         attention_bias=layer.has_attention_bias,
     )
     return fill(peer, Eagle(config, layer, reference), weights, found)
@@ -196,7 +196,7 @@ def _mtp(peer: Peer, found: TargetFiles, reference: TargetReference) -> MTP:
     foreign = next((key for key in sorted(weights) if UNKNOWN_LAYER.search(key)), None)
     if foreign is not None:
         raise peer.refuse("tensor", foreign, "experts and latent attention cannot be expressed")
-    if peer.name != reference.name and EMBEDDING not in weights:
+    if peer.name != reference.name and EMBEDDING not in weights:  # none to compare
         reference.check_fingerprint(read_target(peer.name, peer.revision).fingerprint)
     head_VH = weights.pop("lm_head.weight", None)
     if head_VH is not None:
@@ -226,7 +226,7 @@ def _feature_layers(peer: Peer, given: _Fields, num_layers: int) -> tuple[int, .
     check(peer, "use_aux_hidden_state", given.eagle_config.get("use_aux_hidden_state", True), True)
     numbers, shift = given.eagle_aux_hidden_state_layer_ids, 0
     if numbers is None:
-        numbers, shift = given.eagle_config.get(key), 1
+        numbers, shift = given.eagle_config.get(key), 1  # SGLang counts outputs, we count inputs
     if numbers is None:
         return default_feature_layers(num_layers)
     is_known = isinstance(numbers, list) and all(isinstance(x, int) for x in numbers)
@@ -251,7 +251,7 @@ def _window(peer: Peer, given: _Fields) -> int | None:
 
 
 class _Module(msgspec.Struct):
-    """``config`` in the authors' file."""
+    """Contents of ``config`` in the authors' file."""
 
     num_stages: int
     num_spec_layers: int
@@ -290,7 +290,7 @@ def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
     )
     # The modules are Qwen3 decoder layers with the target's sizes, for any target family.
     settings = load_config(reference.name, None).get_text_config()
-    layer = LayerConfig.of_target_layer(settings)
+    layer = LayerConfig.of_target_layer(settings)  # rotates only the target's part of a head
     layer = replace(layer, has_query_key_norm=True, has_attention_bias=False)
     weights = {}
     for key, value in peer.weights.items():

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 PATIENCE_S = 60.0
-"""How long a trainer tries an unreachable or failing server."""
+"""Seconds for which a trainer retries an unreachable or failing server."""
 ANSWER_S = 120.0
 """Timeout for one row, its file included."""
 CONCURRENCY = 64
@@ -32,7 +32,7 @@ MAX_REPLY_BYTES = 1 << 20
 
 
 class FeaturesLost(ValueError):
-    """No server provides the states for a run in progress; start one, then resume."""
+    """Raised when no server can provide hidden states any more; start one, then resume the run."""
 
 
 class _Unavailable(Exception):
@@ -93,7 +93,7 @@ class ServedStates:
         """
         self.layers, self.hidden_size = sorted(layers), hidden_size
         self.addresses = deque(addresses)
-        """The current server is first."""
+        """Servers; the first one is asked next."""
         self.addresses.rotate(-first)
         self._models: dict[str, str] = {}
         limits = httpx2.Limits(max_connections=CONCURRENCY)

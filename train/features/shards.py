@@ -159,7 +159,7 @@ def _short(value: object) -> object:
 
 
 class DumpSettings(Struct):
-    """How hidden states were computed, stored and cut into shards."""
+    """Settings used to compute hidden states, store them and cut them into shards."""
 
     layers: list[int]
     dtype: Literal["fp32", "bf16", "fp16", "int8"]
