@@ -110,6 +110,12 @@ data/evolve_code.jsonl data/evolve_maths.jsonl:
 	gzip -cd assets/train/answers.jsonl.gz | grep 'Python\|Write code' > data/evolve_code.jsonl
 	gzip -cd assets/train/answers.jsonl.gz | grep 'The answer is' > data/evolve_maths.jsonl
 
+# Documents without a chat's roles, for FlexSpec's draft.
+data/general_text.jsonl:
+	mkdir -p data
+	gzip -cd assets/train/conversations.jsonl.gz | $(PYTHON) -c 'import json, sys; [print(json.dumps({"text": \
+	  "\n\n".join(turn["content"] for turn in json.loads(row)["messages"])})) for row in sys.stdin]' > $@
+
 REGENERATE := $(BIN)/python -m pipedraft.data_recipes.regenerate --data assets/train/prompts.jsonl --max-tokens 128
 
 data/target_answers.jsonl: | venv

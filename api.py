@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,7 +18,6 @@ from typing import TypeAlias
 
 import yaml
 from accelerate.state import AcceleratorState
-from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -210,8 +209,8 @@ def load(
         draft: folder or Hub id of a head or of a language model with the target's tokenizer, such a
             model object, "ngram", "suffix", or None to decode without a draft.
         device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
-        dtype: float32, bfloat16, float16; auto: float32 on a CPU, the target's stored dtype on a
-            GPU.
+        dtype: float32, bfloat16, float16, int8 (8-bit weights, on a CPU); auto: float32 on a CPU,
+            the target's stored dtype on a GPU.
         tokenizer: for a target object not loaded from a folder.
 
     Raises:
@@ -338,7 +337,7 @@ def train(
     method: str,
     *,
     target: Place | PreTrainedModel | Model,
-    dataset: Sequence[object] | Dataset | DataConfig | Place,
+    dataset: Iterable[object] | DataConfig | Place,
     output_dir: Place,
     data: Mapping[str, object] | None = None,
     **fields: object,
@@ -374,7 +373,7 @@ def train(
     return TrainedHead(folder=folder / "best", metrics=dict(trainer.progress.metrics))
 
 
-def _data_fields(dataset: Sequence[object] | Dataset | DataConfig | Place, folder: Path) -> Values:
+def _data_fields(dataset: Iterable[object] | DataConfig | Place, folder: Path) -> Values:
     """Return ``DataConfig`` fields; write in-memory conversations to a file."""
     if isinstance(dataset, DataConfig):
         return asdict(dataset)

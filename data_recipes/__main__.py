@@ -77,14 +77,12 @@ def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
     from pipedraft.data_recipes.recipe import load_data
     from pipedraft.pretrained import load_tokenizer
 
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     tokenizer = load_tokenizer(tokenizer_name, field="tokenizer")
     make_folder("out", out)
     with locked(out, "out"):
         data = load_data(config, tokenizer, side_file=out / "bad_rows.jsonl")
-        data.train.save_to_disk(out / "train")
-        data.valid.save_to_disk(out / "valid")
+        for name, part in (("train", data.train), ("valid", data.valid)):
+            datasets.Dataset(part.whole).select(part.chosen_N).save_to_disk(out / name)
         report = json.dumps(data.report.to_dict(), indent=2) + "\n"
         write_atomically(out / "report.json", report.encode())
     print(data.report.summary())

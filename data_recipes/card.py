@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
-from datasets import Dataset
 
 from pipedraft.data_recipes.config import DataConfig
 from pipedraft.data_recipes.overlap import (
@@ -15,6 +14,7 @@ from pipedraft.data_recipes.overlap import (
     Benchmarks,
 )
 from pipedraft.data_recipes.rows import FILTERED, TOO_LONG
+from pipedraft.data_recipes.table import Rows
 from pipedraft.files import Values
 
 EMPTY_MASK = "empty mask"
@@ -134,7 +134,7 @@ class DataReport:
 
 
 def build_report(
-    rows: Dataset,
+    rows: Rows,
     errors: np.ndarray,
     copies: np.ndarray,
     config: DataConfig,
@@ -147,10 +147,10 @@ def build_report(
         copies: occurrences per row in both sets together; 0 for a row left out.
     """
     kept = copies > 0
-    licenses = np.asarray(rows["license"][:], dtype=object)
-    names = np.asarray(rows["source"][:], dtype=object)
-    full = np.asarray(rows["num_tokens"][:], dtype=np.int64)
-    supervised = np.asarray(rows["num_supervised"][:], dtype=np.int64)
+    licenses = np.asarray(rows["license"], dtype=object)
+    names = np.asarray(rows["source"], dtype=object)
+    full = np.asarray(rows["num_tokens"], dtype=np.int64)
+    supervised = np.asarray(rows["num_supervised"], dtype=np.int64)
     lengths = full if config.pack else np.minimum(full, config.max_length)
     is_text = ~np.isin(names.astype(str), sorted(config.chat_sources))
     reasons = Counter(errors[errors != ""])
@@ -183,10 +183,10 @@ def build_report(
         bad_rows=dict(reasons.most_common()),
         empty_mask_rows=empty,
         truncated_rows=0 if config.pack else int((full[kept] > config.max_length).sum()),
-        missing_turns=sum(rows["num_missing"][:]),
+        missing_turns=sum(rows["num_missing"]),
         chat_template_kwargs=dict(config.chat_template_kwargs or {}),
         left_out_fields=_count_left_out(rows, kept),
-        thinking_back=int(np.asarray(rows["thinking_back"][:], dtype=np.int64)[kept].sum()),
+        thinking_back=int(np.asarray(rows["thinking_back"], dtype=np.int64)[kept].sum()),
         tokens=int((copies * (lengths + config.pack)).sum()),
         supervised_tokens=int((copies * (supervised + config.pack * is_text)).sum()),
         length_p50=p50,
@@ -214,19 +214,19 @@ def count_groups(groups: Mapping[str, np.ndarray], copies_N: np.ndarray) -> dict
     return dict(counts.most_common())
 
 
-def _count_left_out(rows: Dataset, kept: np.ndarray) -> dict[str, int]:
+def _count_left_out(rows: Rows, kept: np.ndarray) -> dict[str, int]:
     """Count kept rows by field missing from their text, the most frequent first."""
     counts: Counter[str] = Counter()
-    for listed, times in Counter(np.asarray(rows["left_out"][:], dtype=object)[kept]).items():
+    for listed, times in Counter(np.asarray(rows["left_out"], dtype=object)[kept]).items():
         for name in json.loads(listed) if listed else ():
             counts[name] += times
     return dict(counts.most_common())
 
 
-def _count_benchmarks(rows: Dataset, benchmarks: Benchmarks | None) -> dict[str, dict[str, int]]:
+def _count_benchmarks(rows: Rows, benchmarks: Benchmarks | None) -> dict[str, dict[str, int]]:
     if benchmarks is None:
         return {}
-    masks = np.asarray(rows["contamination"][:], dtype=np.int64)
+    masks = np.asarray(rows["contamination"], dtype=np.int64)
     sizes = zip(benchmarks.names, benchmarks.num_prompts, benchmarks.num_short, strict=True)
     return {
         name: {

@@ -216,7 +216,7 @@ class DataConfig:
     num_proc: int = 1
     """Number of processes that tokenize."""
     cache_dir: str | None = None
-    """Folder for the Arrow files; null: the ``datasets`` cache folder."""
+    """Folder for the Arrow files; null: pipedraft/data in HF_HOME."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Chat template variables, as {enable_thinking: false}; a row's own chat_template_kwargs take
     precedence."""

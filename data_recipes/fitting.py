@@ -44,8 +44,8 @@ def load_fitting(
 def check_ids(data: TokenizedData, vocab_size: int) -> None:
     """Raise ValueError for a token that has no row in the embedding."""
     for part in (data.train, data.valid):
-        for ids in part["input_ids"]:
-            if (largest := max(ids)) >= vocab_size:
+        for _, ids in part.pieces("input_ids"):
+            if (largest := ids.max(initial=0)) >= vocab_size:
                 raise ValueError(
                     f"target: a row has token {largest}, and its embedding {vocab_size} rows; the "
                     "tokenizer has tokens that the model does not, give the model's own"

@@ -1,19 +1,24 @@
 """Build data sets from sources: tokenize, filter, mix, split, optionally pack; count every row.
 
-``datasets`` caches reading and tokenizing under a fingerprint: files (path, size, modification
-time), tokenizer and settings. A second call only reads the Arrow files. Rows stay on disk: memory
-holds a few numbers per row (and all tokens, if packed).
+Reading and tokenizing are cached under a fingerprint: files (path, size, modification time),
+tokenizer and settings. A second call only reads the Arrow files. Rows stay on disk: memory holds a
+few numbers per row (and all tokens, if packed).
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
+from itertools import islice
+from multiprocessing.pool import Pool
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
-from datasets import Dataset, Features, concatenate_datasets
-from datasets.exceptions import DatasetGenerationError
+import pyarrow
+from huggingface_hub import constants
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.card import EMPTY_MASK, DataReport, build_report, count_groups
@@ -28,13 +33,13 @@ from pipedraft.data_recipes.overlap import (
     read_benchmarks,
 )
 from pipedraft.data_recipes.rows import (
-    RAW_FEATURES,
+    RAW,
+    TABLE,
     draw_copies,
     pack_documents,
     separator_token,
     settings_key,
     split_rows,
-    table_features,
     tokenize_batch,
 )
 from pipedraft.data_recipes.sources import (
@@ -45,9 +50,10 @@ from pipedraft.data_recipes.sources import (
     parse_json,
     read_source,
 )
+from pipedraft.data_recipes.table import Rows, cached_rows
 
 # Part of every cache fingerprint: raise it when the meaning of a cached column changes.
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 ROWS_PER_CALL = 512
 
 
@@ -55,8 +61,8 @@ ROWS_PER_CALL = 512
 class TokenizedData:
     """Columns in both sets: ``input_ids`` list[int32], ``loss_mask`` list[int8], ``source``."""
 
-    train: Dataset
-    valid: Dataset
+    train: Rows
+    valid: Rows
     report: DataReport
 
 
@@ -86,14 +92,14 @@ def load_data(
     """
     benchmarks = read_benchmarks(config.decontaminate) if config.decontaminate else None
     rows, source_N = _tokenize_rows(config, tokenizer, benchmarks)
-    errors = np.asarray(rows["error"][:], dtype=object)
-    supervised = np.asarray(rows["num_supervised"][:], dtype=np.int64)
+    errors = np.asarray(rows["error"], dtype=object)
+    supervised = np.asarray(rows["num_supervised"], dtype=np.int64)
     if not config.pack:
         errors[(errors == "") & (supervised == 0)] = EMPTY_MASK
     repeated_N = _mark_duplicates(config, rows, errors)
     if side_file is not None:
         _write_side_file(side_file, rows, errors, repeated_N)
-    hashes = np.asarray(rows["hash"][:], np.int64)
+    hashes = np.asarray(rows["hash"], np.int64)
     weights = np.array([source.weight for source in config.sources])
     weights_N = np.where(errors == "", weights[source_N], 0.0)
     groups = row_groups(rows)
@@ -123,50 +129,67 @@ def load_data(
 
 def _tokenize_rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks | None
-) -> tuple[Dataset, np.ndarray]:
+) -> tuple[Rows, np.ndarray]:
     """Return one table row per raw row in all sources, bad ones included, and each row's source."""
     if config.chat_sources:
         ChatRenderer(tokenizer)
     identity = tokenizer_identity(tokenizer)
+    folder = Path(config.cache_dir or Path(constants.HF_HOME, "pipedraft", "data"))
     tables = []
     for source in config.sources:
-        raw = _read_raw(source, config.cache_dir, explodes=config.explode_turns)
+        raw_key = _reading_key(source, explodes=config.explode_turns)
+        raw_rows = partial(_raw_batches, source, explodes=config.explode_turns)
+        raw = cached_rows(folder / f"{raw_key}.arrow", RAW, raw_rows)
         settings = {"config": config, "source": source, "benchmarks": benchmarks}
-        key = tuple(settings_key(config, source, benchmarks))
-        tables.append(
-            raw.map(
-                tokenize_batch,
-                batched=True,
-                batch_size=ROWS_PER_CALL,
-                num_proc=config.num_proc if config.num_proc > 1 else None,
-                fn_kwargs={"tokenizer": tokenizer, **settings},
-                features=table_features(),
-                new_fingerprint=_fingerprint([identity, raw._fingerprint, key]),
-                desc=f"Tokenizing {source.name}",
-            )
-        )
-    return concatenate_datasets(tables), np.repeat(np.arange(len(tables)), [len(t) for t in tables])
+        work = partial(tokenize_batch, tokenizer=tokenizer, **settings)
+        progress = tqdm(raw.batches, f"Tokenizing {source.name}", unit="batch", disable=None)
+        key = _fingerprint([identity, raw_key, tuple(settings_key(config, source, benchmarks))])
+        apply = partial(_apply, work, progress, config.num_proc)
+        tables.append(cached_rows(folder / f"{key}.arrow", TABLE, apply))
+    batches = [batch for table in tables for batch in table.batches]
+    return Rows(batches), np.repeat(np.arange(len(tables)), [len(t) for t in tables])
 
 
-def row_groups(rows: Dataset) -> dict[str, np.ndarray]:
+Work: TypeAlias = Callable[[pyarrow.RecordBatch], pyarrow.RecordBatch]
+_inherited: list[Work] = []
+
+
+def _apply(
+    work: Work, batches: Iterable[pyarrow.RecordBatch], num_proc: int
+) -> Iterator[pyarrow.RecordBatch]:
+    """Yield the results in order, from this process or from ``num_proc`` others."""
+    if num_proc == 1:
+        yield from map(work, batches)
+        return
+    # Sent once per process: a tokenizer may be larger than its batch.
+    with Pool(num_proc, _inherited.append, (work,)) as pool:
+        yield from pool.imap(_work_inherited, batches)
+
+
+def _work_inherited(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    return _inherited[-1](batch)
+
+
+def row_groups(rows: Rows) -> dict[str, np.ndarray]:
     """Return each row's group, by dimension (language, segment, context)."""
-    found = {name: np.asarray(rows[name][:], dtype=object) for name in ("language", "segment")}
-    lengths = [context_of(length) for length in rows["num_tokens"][:]]
+    found = {name: np.asarray(rows[name], dtype=object) for name in ("language", "segment")}
+    lengths = [context_of(length) for length in rows["num_tokens"]]
     return {"context": np.array(lengths, dtype=object), **found}
 
 
-def _mark_duplicates(config: DataConfig, rows: Dataset, errors: np.ndarray) -> np.ndarray:
+def _mark_duplicates(config: DataConfig, rows: Rows, errors: np.ndarray) -> np.ndarray:
     """Write each duplicate's reason into ``errors``; return [N] the row it repeats, else -1."""
     repeated_N = np.full(len(errors), -1, dtype=np.int64)
     if config.duplicates == "keep":
         return repeated_N
-    identity_N = np.asarray(rows["identity"][:], dtype=np.int64)
+    identity_N = np.asarray(rows["identity"], dtype=np.int64)
     repeated_N = exact_duplicates(identity_N, errors == "")
     errors[repeated_N >= 0] = EXACT_DUPLICATE
     return repeated_N
 
 
-def _read_raw(source: Source, cache_dir: str | None, *, explodes: bool) -> Dataset:
+def _reading_key(source: Source, *, explodes: bool) -> str:
+    """Return a key that changes with a source's files."""
     files = list_files(source)
     stamp: object = None
     if files is None:
@@ -174,33 +197,21 @@ def _read_raw(source: Source, cache_dir: str | None, *, explodes: bool) -> Datas
     else:
         stats = [(str(file.resolve()), file.stat()) for file in files]
         stamp = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    try:
-        return Dataset.from_generator(
-            _raw_columns,
-            features=Features(RAW_FEATURES),
-            cache_dir=cache_dir,
-            gen_kwargs={"source": source, "explodes": explodes},
-            fingerprint=_fingerprint([source.reading_key, stamp, explodes]),
-        )
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        raise
+    return _fingerprint([source.reading_key, stamp, explodes])
 
 
-def _raw_columns(source: Source, explodes: bool) -> Iterator[dict[str, str]]:
-    row = None
+def _raw_batches(source: Source, *, explodes: bool) -> Iterator[pyarrow.RecordBatch]:
     found = read_source(source)
     if explodes and source.kind == "conversations":
         found = (turn for row in found for turn in _one_per_turn(row))
-    for row in found:
-        yield {
-            "raw": row.text,
-            "location": row.location,
-            "error": row.error,
-            "source": source.name,
-        }
-    if row is None:
+    columns = ((row.text, row.location, row.error, source.name) for row in found)
+    is_empty = True
+    while rows := list(islice(columns, ROWS_PER_CALL)):
+        is_empty = False
+        yield pyarrow.RecordBatch.from_pydict(
+            dict(zip(RAW.names, zip(*rows, strict=True), strict=True)), schema=RAW
+        )
+    if is_empty:
         raise ValueError(
             f"sources.path: {source.name!r} (kind {source.kind!r}) holds no rows; remove the "
             "source or fill the file"
@@ -232,7 +243,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return _fingerprint([json.dumps(state), tokenizer.chat_template, tokenizer.special_tokens_map])
 
 
-def _write_side_file(path: Path, rows: Dataset, errors: np.ndarray, repeated_N: np.ndarray) -> None:
+def _write_side_file(path: Path, rows: Rows, errors: np.ndarray, repeated_N: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     bad = np.flatnonzero(errors != "")
     found = rows.select_columns(["source", "location", "raw", "detail"])

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.chat import ChatRenderer, RenderedChat
@@ -24,21 +23,30 @@ from pipedraft.data_recipes.overlap import (
     mix_bits,
 )
 from pipedraft.data_recipes.sources import check_unicode, parse_json
+from pipedraft.data_recipes.table import Rows
 from pipedraft.files import Values
 
 FILTERED = "filter: "
 TOO_LONG = "too long"
-RAW_FEATURES = {
-    "raw": Value("large_string"),
-    "location": Value("large_string"),
-    "error": Value("string"),
-    "source": Value("string"),
+RAW = pyarrow.schema(
+    {"raw": pyarrow.large_string(), "location": pyarrow.large_string()}
+    | dict.fromkeys(("error", "source"), pyarrow.string())
+)
+SEQUENCES = {
+    "input_ids": pyarrow.list_(pyarrow.int32()),
+    "loss_mask": pyarrow.list_(pyarrow.int8()),
+    "source": pyarrow.string(),
 }
-SEQUENCE_FEATURES = {
-    "input_ids": List(Value("int32")),
-    "loss_mask": List(Value("int8")),
-    "source": Value("string"),
-}
+TABLE = pyarrow.schema(
+    {
+        **{field.name: field.type for field in RAW},
+        **dict.fromkeys(("detail", "license", "left_out", "language", "segment"), pyarrow.string()),
+        **dict.fromkeys(("hash", "identity", "contamination"), pyarrow.int64()),
+        **dict.fromkeys(("thinking_back", "num_missing"), pyarrow.int32()),
+        **dict.fromkeys(("num_tokens", "num_supervised"), pyarrow.int64()),
+        **SEQUENCES,
+    }
+)
 
 
 @dataclass(slots=True)
@@ -83,38 +91,25 @@ def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | No
     return [*fields, *shape, config.seed, max_length, drops_long, config.duplicates, found]
 
 
-def table_features() -> Features:
-    return Features(
-        {
-            **RAW_FEATURES,
-            **{name: Value("string") for name in ("detail", "license", "left_out")},
-            **{name: Value("string") for name in ("language", "segment")},
-            **{name: Value("int64") for name in ("hash", "identity", "contamination")},
-            **{name: Value("int32") for name in ("thinking_back", "num_missing")},
-            **{name: Value("int64") for name in ("num_tokens", "num_supervised")},
-            **SEQUENCE_FEATURES,
-        }
-    )
-
-
 def tokenize_batch(
-    batch: dict[str, list[str]],
+    batch: pyarrow.RecordBatch,
     *,
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     source: Source,
     benchmarks: Benchmarks | None,
-) -> dict[str, list[object]]:
-    """Return table columns for raw rows; a bad row keeps its place, with the reason."""
+) -> pyarrow.RecordBatch:
+    """Return table rows for raw rows; a bad row keeps its place, with the reason."""
+    columns = batch.to_pydict()
     renderer = None
     if source.kind == "conversations":
         variables = config.chat_template_kwargs
         renderer = ChatRenderer(tokenizer, variables, keeps_thinking=True)
-    rows = [TableRow(error) for error in batch["error"]]
+    rows = [TableRow(error) for error in columns["error"]]
     good: list[TableRow] = []
     chats: list[RenderedChat] = []
     texts: list[str] = []
-    for row, text in zip(rows, batch["raw"], strict=True):
+    for row, text in zip(rows, columns["raw"], strict=True):
         if row.error:
             continue
         try:
@@ -146,8 +141,9 @@ def tokenize_batch(
         pairs = [(ids, [1] * len(ids)) for ids in found]
     for row, (ids, mask) in zip(good, pairs, strict=True):
         _store_tokens(row, ids, mask, config, source)
-    names = [name for name in table_features() if name in TableRow.__slots__]
-    return {name: [getattr(row, name) for row in rows] for name in names}
+    names = [name for name in TABLE.names if name in TableRow.__slots__]
+    found = {name: [getattr(row, name) for row in rows] for name in names}
+    return pyarrow.RecordBatch.from_pydict(columns | found, schema=TABLE)
 
 
 def _judge(
@@ -288,18 +284,16 @@ def separator_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return token_id
 
 
-def pack_documents(part: Dataset, config: DataConfig, separator: int) -> Dataset:
+def pack_documents(part: Rows, config: DataConfig, separator: int) -> Rows:
     """Shuffle the documents, end each with the separator, concatenate, cut in blocks.
 
     After conversations the separator is not supervised.
     """
-    features = Features(SEQUENCE_FEATURES)
     if not len(part):
-        return Dataset.from_dict({name: [] for name in features}, features=features)
-    order = np.random.default_rng(config.seed).permutation(len(part))
-    table = part.select(order).with_format("arrow")[:].combine_chunks()
-    flat_ids, flat_mask, names = (table[name].combine_chunks() for name in features)
-    ends = flat_ids.value_lengths().to_numpy().cumsum()
+        return part
+    table = part.table(np.random.default_rng(config.seed).permutation(len(part)))
+    flat_ids, flat_mask, names = (table[name].combine_chunks() for name in SEQUENCES)
+    ends = np.diff(flat_ids.offsets.to_numpy()).cumsum()
     sources, chat_sources = names.to_pylist(), config.chat_sources
     is_text = [name not in chat_sources for name in sources]
     ids = np.insert(flat_ids.flatten().to_numpy(), ends, separator)
@@ -313,4 +307,4 @@ def pack_documents(part: Dataset, config: DataConfig, separator: int) -> Dataset
         "loss_mask": pyarrow.ListArray.from_arrays(offsets, pyarrow.array(mask)),
         "source": pyarrow.array([sources[first] for first in first_documents]),
     }
-    return Dataset(pyarrow.table(blocks).cast(features.arrow_schema))
+    return Rows(pyarrow.table(blocks).cast(pyarrow.schema(SEQUENCES)).to_batches())

@@ -7,6 +7,7 @@ import codecs
 import gzip
 import json
 import re
+import sys
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -279,6 +280,8 @@ def _load(loader: str, source: Source, **options: object) -> Any:
     import datasets
     from datasets.exceptions import DatasetsError
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     place = {"name": source.subset, "data_files": source.files, "revision": source.revision}
     try:
         return getattr(datasets, loader)(source.path, **place, **options)

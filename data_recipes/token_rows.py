@@ -6,41 +6,33 @@ row) and ``prompt`` (int32 [rows], tokens before the answer, excluded from the l
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pyarrow
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pipedraft.data_recipes.card import DataReport
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.data_recipes.rows import SEQUENCES
+from pipedraft.data_recipes.table import Rows
 
 
-class TokenRows:
-    """Rows of token ids with their loss masks, indexed as a ``datasets.Dataset`` is."""
+def token_rows(ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> Rows:
+    """Return rows of token ids with their loss masks.
 
-    def __init__(self, ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> None:
-        """
-        Args:
-            ids: per row.
-            prompt_lengths: leading tokens per row that are no labels; the first never is.
-        """
-        self.columns: dict[str, list[np.ndarray]] = {"input_ids": list(ids), "loss_mask": []}
-        for row, length in zip(ids, prompt_lengths, strict=True):
-            mask = np.ones(len(row), np.int8)
-            mask[: max(1, length)] = 0
-            self.columns["loss_mask"].append(mask)
-
-    def __len__(self) -> int:
-        return len(self.columns["input_ids"])
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return a column by its name, or the columns of rows by slice or list of indices."""
-        if isinstance(key, str):
-            return self.columns[key]
-        rows = range(len(self))[key] if isinstance(key, slice) else key
-        return {name: [column[row] for row in rows] for name, column in self.columns.items()}
+    Args:
+        ids: per row.
+        prompt_lengths: leading tokens per row that are no labels; the first never is.
+    """
+    masks = [
+        (np.arange(len(row)) >= max(1, length)).astype(np.int8)
+        for row, length in zip(ids, prompt_lengths, strict=True)
+    ]
+    columns = {"input_ids": ids, "loss_mask": masks}
+    schema = pyarrow.schema({name: SEQUENCES[name] for name in columns})
+    return Rows([pyarrow.RecordBatch.from_pydict(columns, schema=schema)])
 
 
 def write_token_rows(path: Path, ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> None:
@@ -97,8 +89,8 @@ def token_data(
     kept = [(row, n) for row, n in cut if len(row) - n >= min_answer]
     valid, train = kept[:num_valid], kept[num_valid:]
     prompts_of_train = [1 if labels == "all" else n for _, n in train]
-    train_rows = TokenRows([row for row, _ in train], prompts_of_train)
-    valid_rows = TokenRows([row for row, _ in valid], [n for _, n in valid])
+    train_rows = token_rows([row for row, _ in train], prompts_of_train)
+    valid_rows = token_rows([row for row, _ in valid], [n for _, n in valid])
     lengths = np.array([len(row) for row, _ in kept])
     p50, p90, p99, longest = (int(np.percentile(lengths, q)) for q in (50, 90, 99, 100))
     tokens = int(lengths.sum())
@@ -110,7 +102,7 @@ def token_data(
         truncated_rows=sum(len(row) > max_length for row in ids),
         missing_turns=0,
         tokens=tokens,
-        supervised_tokens=int(sum(mask.sum() for mask in train_rows["loss_mask"])),
+        supervised_tokens=sum(int(mask.sum()) for _, mask in train_rows.pieces("loss_mask")),
         length_p50=p50,
         length_p90=p90,
         length_p99=p99,
@@ -119,4 +111,4 @@ def token_data(
         licenses={"unknown": len(kept)},
     )
     report.train_rows, report.valid_rows = len(train), len(valid)
-    return TokenizedData(train=train_rows, valid=valid_rows, report=report)  # type: ignore[arg-type]
+    return TokenizedData(train=train_rows, valid=valid_rows, report=report)

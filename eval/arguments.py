@@ -221,7 +221,8 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     """comma list of temperatures"""
     times: str = option("picospec", metavar="TIMES")
     """picospec, picospec_llama, flexspec, flexspec_145ms, flexspec_12ms, flexspec_10.5ms, or a JSON
-    file with draft_s, verify_s, cloud_draft_s and perhaps verify_row_s, alone_s, edge_layer_s"""
+    file with draft_s, verify_s, cloud_draft_s and perhaps verify_row_s, alone_s, edge_layer_s,
+    prompt_row_s, jitter"""
     draft_length: int = option(4, metavar="K", least=1)
     """draft length for stop_and_wait and dssd"""
     rule: RuleName | None = None

@@ -33,7 +33,7 @@ from jinja2 import Environment, StrictUndefined
 
 from pipedraft.data_recipes.answers import AnswerSampling, RowFailed, TargetLost
 from pipedraft.data_recipes.server import ChatServer, ChatServerOptions, TryAgain, read_choice
-from pipedraft.eval.audit_tests import FEATURES, POWER, PairedTest, compare
+from pipedraft.eval.audit_tests import FEATURES, OF_THE_END, POWER, PairedTest, compare
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.files import Values, to_json, write_atomically
 
@@ -207,16 +207,17 @@ class Endpoint:
         self, prompts: Sequence[Prompt], seed: int
     ) -> tuple[list[Answer], list[list[Answer]]]:
         """Return greedy answers [prompts] and sampled answers [prompts][samples]."""
-        options = self.options
+        size, temperature = self.options.samples, self.options.temperature
         greedy = await _all([self.ask(prompt) for prompt in prompts])
+        # A seed for every answer: with one seed, answers to two prompts depend on each other, and
+        # the tests would take one chance event for many.
+        asked = [prompt for prompt in prompts for _ in range(size)]
         sampled = await _all(
             [
-                self.ask(prompt, temperature=options.temperature, seed=seed + number)
-                for prompt in prompts
-                for number in range(options.samples)
+                self.ask(prompt, temperature=temperature, seed=seed + number)
+                for number, prompt in enumerate(asked)
             ]
         )
-        size = options.samples
         return greedy, [sampled[i : i + size] for i in range(0, len(sampled), size)]
 
 
@@ -287,7 +288,7 @@ class Audit:
 
     def _said(self, test: PairedTest) -> str:
         said = f"{test.name} do not follow the model's distribution (p = {test.p_value:.2g}). "
-        if test.name in ("lengths", "stop reasons"):
+        if test.name in OF_THE_END:
             share, usual = self.ended
             how = f"{share:.0%} of the answers end by themselves, {usual:.0%} in the baseline"
             return f"{said}{how}: look at how the end of a sequence is treated inside a draft."
@@ -315,11 +316,14 @@ class Audit:
         if not self.has_logprobs:
             lines.append("no log-probabilities: every difference counts as a fault; words compared")
         for test in self.tests:
-            share = test.detectable_share
-            finds = "is too weak to find a server that is wrong"
+            share, fault = test.detectable_share, "the most frequent one"
+            if test.name in OF_THE_END:
+                fault = "one without an end"
+            finds = f"is too weak to find a server that replaces its answers by {fault}"
             if share:
                 finds = (
-                    f"finds with {POWER:.0%} a server that is wrong in {share:.0%} of its answers"
+                    f"finds with {POWER:.0%} a server that replaces {share:.0%} of its answers by "
+                    f"{fault}"
                 )
             lines.append(
                 f"{test.name}: p = {test.p_value:.2g}, {test.num_answers} answers of each server; "
@@ -374,9 +378,12 @@ async def audit(options: AuditOptions, prompts: list[Prompt], place: tuple[str, 
         first_difference(name, a, b, options.tie) for name, (a, b) in zip(named, pairs, strict=True)
     ]
     rng, tests = np.random.default_rng(options.seed), []
+    longest = max((a.tokens for s in (sampled_a, sampled_b) for p in s for a in p), key=len)
     for name, read in FEATURES.items():
         sides = [[[read(a.tokens, a.ended) for a in p] for p in s] for s in (sampled_a, sampled_b)]
-        tests.append(compare(name, *sides, level=LEVEL / len(FEATURES), rng=rng))
+        wrong = read(longest, False) if name in OF_THE_END else None
+        level = LEVEL / len(FEATURES)
+        tests.append(compare(name, *sides, level=level, rng=rng, wrong=wrong))
     return Audit(
         endpoint=options.endpoint,
         baseline=options.baseline or str(options.target),

@@ -64,6 +64,7 @@ def compare(
     *,
     level: float,
     rng: np.random.Generator,
+    wrong: Features | None = None,
 ) -> PairedTest:
     """Test two servers' answers for equal features.
 
@@ -71,16 +72,20 @@ def compare(
         ours: features by prompt and answer.
         theirs: the same for the other server, with as many answers.
         level: false-alarm probability.
+        wrong: a faulty answer's features, for the power; None: the prompt's most frequent answer.
     """
     found, drawn_R, tables = 0.0, np.zeros(NUM_PERMUTATIONS), []
     for one, other in zip(ours, theirs, strict=True):
-        counts = counts_of([*one, *other])
+        counts = counts_of([*one, *other, *([wrong, wrong] if wrong else [])])
+        counts, faulty_K = counts[: len(one) + len(other)], counts[-1]
+        if wrong is None:
+            faulty_K = counts[(counts @ counts.sum(0)).argmax()]
         labels = np.repeat([1.0, 0.0], [len(one), len(other)]).astype(np.float32)
         total_K = counts.sum(0)
         mixed_RN = rng.permuted(np.tile(labels, (NUM_PERMUTATIONS, 1)), axis=1)
         found += float(homogeneity(labels @ counts, total_K))
         drawn_R += homogeneity(mixed_RN @ counts, total_K)
-        tables.append((counts, len(one)))
+        tables.append((counts, faulty_K, len(one)))
     critical = float(np.quantile(drawn_R, 1 - level))
     p_value = (1 + int((drawn_R >= found - 1e-6).sum())) / (1 + NUM_PERMUTATIONS)
     return PairedTest(
@@ -94,21 +99,17 @@ def compare(
 
 
 def _detectable(
-    tables: Sequence[tuple[np.ndarray, int]], critical: float, rng: np.random.Generator
+    tables: Sequence[tuple[np.ndarray, np.ndarray, int]], critical: float, rng: np.random.Generator
 ) -> float | None:
-    """Return the smallest detectable share of wrong answers, by simulation.
-
-    A wrong answer is the prompt's most frequent one.
-    """
+    """Return the smallest detectable share of wrong answers, by simulation."""
     for share in SHARES:
         hits = 0
         for _ in range(NUM_SIMULATIONS):
             value = 0.0
-            for counts, size in tables:
+            for counts, faulty_K, size in tables:
                 sides = rng.choice(len(counts), (2, size))  # one distribution for both
-                usual = counts[(counts @ counts.sum(0)).argmax()]
                 wrong_N = rng.random(size) < share
-                ours_NK = np.where(wrong_N[:, None], usual, counts[sides[0]])
+                ours_NK = np.where(wrong_N[:, None], faulty_K, counts[sides[0]])
                 ours_K, theirs_K = ours_NK.sum(0), counts[sides[1]].sum(0)
                 value += float(homogeneity(ours_K, ours_K + theirs_K))
             hits += value > critical
@@ -124,3 +125,5 @@ FEATURES: dict[str, Callable[[Sequence[str], bool], Features]] = {
     "stop reasons": lambda tokens, ended: [ended],
 }
 """Tests by name: features from an answer's tokens, and from its having ended by itself."""
+OF_THE_END = ("lengths", "stop reasons")
+"""Tests for which a wrong answer is one without an end."""

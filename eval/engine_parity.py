@@ -13,7 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import permutations, zip_longest
 from os.path import commonprefix
@@ -252,6 +252,23 @@ def _norm_faults(draft: Draft) -> Iterator[EngineFault]:
         weights = [x for other, x in norms.items() if other == name or other.startswith(f"{name}.")]
         detail = f"the weights of {name} are 1"
         yield EngineFault(what="norm", detail=detail, change=_filled(weights, 1.0))
+    if isinstance(draft, DFlash) and len(draft.decoder_layers) > 1:
+        detail = "every layer norms the context's keys with the weights of layers.0"
+        yield EngineFault(what="norm", detail=detail, change=lambda: _first_key_norm(draft))
+
+
+@contextmanager
+def _first_key_norm(draft: DFlash) -> Iterator[None]:
+    """Compute as a kernel for all layers' keys that reads one row of their stacked norms."""
+    first, *others = (layer.self_attn.k_norm for layer in draft.decoder_layers)
+    with ExitStack() as patches:
+        for norm in others:
+
+            def forward(x: Tensor, own: Callable[[Tensor], Tensor] = norm.forward) -> Tensor:
+                return first(x) if x.ndim == 3 else own(x)  # [P, J, D]; a block: [A, R, J, D]
+
+            patches.enter_context(patch.object(norm, "forward", forward))
+        yield
 
 
 def _position_faults(draft: Draft) -> Iterator[EngineFault]:

@@ -57,6 +57,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.models.fingerprint import weights_hash
+from pipedraft.models.int8 import is_int8
 from pipedraft.models.target import StagedTarget
 from pipedraft.pretrained import context_length
 
@@ -325,8 +326,9 @@ class Evaluation:
                 save_answers(self.answers / name, _described(method), records)
             check, is_greedy, has_reference = None, not config.temperature, bool(self.reference)
             is_compared = has_reference or self.trusts_plain
-            repeats_draws = config.bitwise or (is_compared and self.target.dtype.itemsize >= 4)
-            if has_reference and is_greedy and not (config.bitwise and name in plain):
+            is_bitwise = config.bitwise or is_int8(self.target)
+            repeats_draws = is_bitwise or (is_compared and self.target.dtype.itemsize >= 4)
+            if has_reference and is_greedy and not (is_bitwise and name in plain):
                 reference = references.setdefault(
                     config.max_new_tokens, self._greedy_reference(config.max_new_tokens)
                 )

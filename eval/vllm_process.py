@@ -2,17 +2,16 @@
 
 python vllm_process.py decode REQUEST.json ANSWER.json     draft tokens: eval/engine_parity.py
 
-python vllm_process.py states REQUEST.json FOLDER          hidden states: train/features/vllm.py
-
-python vllm_process.py serve REQUEST.json FOLDER           the same, for train/features/online.py
+python vllm_process.py serve REQUEST.json FOLDER           hidden states: train/features/vllm.py
 """
 
 import contextlib
-import fcntl
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 
@@ -112,71 +111,35 @@ def without_cuda():
     torch.empty_like = lambda *a, pin_memory=False, **more: empty_like(*a, **more)
 
 
-def is_written(path):
-    """Return True once a file's writer has released its lock."""
-    if not os.path.exists(path):
-        return False
-    with open(f"{path}.lock") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+def end_with_stdin():
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
-def extraction(request, folder):
-    """Return vLLM's settings for writing a request's hidden states into a folder."""
+def serve(request, folder):
+    """Run vLLM's server, which writes each row's hidden states into the folder."""
+    if request.get("ends_with_stdin"):
+        threading.Thread(target=end_with_stdin, daemon=True).start()
     layers = {"eagle_aux_hidden_state_layer_ids": request["layers"]}
-    return {
-        "speculative_config": {
+    settings = {
+        "speculative-config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": layers},
         },
-        "kv_transfer_config": {
+        "kv-transfer-config": {
             "kv_connector": "ExampleHiddenStatesConnector",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": str(folder)},
         },
-        "max_model_len": request["max_model_len"],
-        "dtype": request["dtype"],
         **request["settings"],
     }
-
-
-def serve(request, folder):
-    """Run vLLM's server with hidden-state extraction."""
-    words = ["serve", request["target"], "--host", request["host"], "--port", str(request["port"])]
-    words += ["--enforce-eager", "--no-enable-prefix-caching", "--no-enable-chunked-prefill"]
-    for name, value in extraction(request, folder).items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        words += ["--" + name.replace("_", "-"), text]
+    words = ["serve", request["target"], "--enforce-eager", "--no-enable-prefix-caching"]
+    words.append("--no-enable-chunked-prefill")
+    for name, value in settings.items():
+        words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
     sys.argv = ["vllm", *words]
     importlib.import_module("vllm.entrypoints.cli.main").main()
-
-
-def states(request, folder):
-    """Read a line with rows from stdin and answer with a line of files, until stdin ends."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keep vLLM's own output out of the replies
-    vllm = importlib.import_module("vllm")
-    llm = vllm.LLM(
-        request["target"],
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        enable_chunked_prefill=False,
-        **extraction(request, folder),
-    )
-    without_cuda()
-    one = vllm.SamplingParams(temperature=0.0, max_tokens=1)
-    for line in sys.stdin:
-        prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
-        outputs = llm.generate(prompts, one, use_tqdm=False)
-        paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
-        # vLLM writes in the steps after a request's last step. Nothing else triggers them here.
-        while not all(map(is_written, paths)):
-            llm.llm_engine.step()
-        print(json.dumps(paths), file=replies, flush=True)
 
 
 if __name__ == "__mp_main__" and "serve" in sys.argv:  # in a process started by vLLM's server
@@ -184,7 +147,7 @@ if __name__ == "__mp_main__" and "serve" in sys.argv:  # in a process started by
 
 if __name__ == "__main__":
     task, place, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    if task in ("states", "serve"):
-        {"states": states, "serve": serve}[task](json.loads(place.read_text()), out)
+    if task == "serve":
+        serve(json.loads(place.read_text()), out)
     else:
         out.write_text(json.dumps(decode(json.loads(place.read_text()))))

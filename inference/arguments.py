@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FILTER_NAMES = [f.name for f in fields(TokenFilters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 MAX_SECONDS = 1_000_000
 
 
@@ -188,7 +188,8 @@ class PlaceOptions(Options):
     device: str = option("auto", metavar="DEVICE")
     """device for target and draft: cpu, cuda or cuda:N; auto: an accelerator if there is one"""
     dtype: Dtype = "auto"
-    """dtype for target and draft; auto: float32 on a CPU, the target's stored dtype on a GPU"""
+    """dtype for target and draft; auto: float32 on a CPU, the target's stored dtype on a GPU; int8:
+    8-bit weights, float32 sums (CPU)"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ with 16 rows outputs differed from autoregressive decoding.
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size
 
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from pipedraft.models.families import PLAIN
+from pipedraft.models.plain_layers import plain_calls
 from pipedraft.models.stage_cache import Segment, StageCache
 from pipedraft.models.stage_calls import attending_by
 
@@ -26,27 +29,29 @@ ROWS = 16
 """Rows per product on a CPU."""
 PROMPT_ROWS = 512
 """Rows per prompt chunk, in every pipeline: whole chunks have one shape without padding."""
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-"""Families without recurrent layers and experts. (Routing changes the row count of an expert.)"""
 
 
 def check_bitwise(config: PreTrainedConfig) -> None:
     """Raise ValueError for a target whose products cannot all have one shape."""
-    if config.model_type not in FAMILIES or config._attn_implementation != "sdpa":
+    if config.model_type not in PLAIN or config._attn_implementation != "sdpa":
         raise ValueError(
             f"bitwise: targets of model_type {config.model_type!r} with attention "
             f"{config._attn_implementation!r} have no passes of one shape; leave it out, or take "
-            f"one of {', '.join(FAMILIES)}"
+            f"one of {', '.join(PLAIN)}"
         )
 
 
-def rows_of_a_pass(device: torch.device) -> int:
+def rows_of_a_pass(device: torch.device, is_int8: bool) -> int | None:
+    """Return the fixed row count; None: any, as products in 8 bits have independent rows."""
+    if is_int8:
+        return None
     return ROWS if device.type == "cpu" else 1  # 16 rows were not enough on a GPU
 
 
-def pad(rows_lH: Tensor) -> Tensor:
+def pad(rows_lH: Tensor, is_int8: bool) -> Tensor:
     """Pad a pass to its fixed row count with copies of the last row."""
-    num_copies = rows_of_a_pass(rows_lH.device) - len(rows_lH)
+    count = rows_of_a_pass(rows_lH.device, is_int8)
+    num_copies = 0 if count is None else count - len(rows_lH)
     return torch.cat([rows_lH, rows_lH[-1:].expand(num_copies, *rows_lH.shape[1:])])
 
 
@@ -56,7 +61,7 @@ def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
     entering = segment.ids if stage.embedding is not None else segment.hidden
     assert entering is not None, "stage 0 needs token ids, later stages hidden states"
     hidden_lH, collected = [], {index: list[Tensor]() for index in taps}
-    size = rows_of_a_pass(stage.device)
+    size = rows_of_a_pass(stage.device, stage.is_int8) or segment.num_rows
     for start in range(0, segment.num_rows, size):
         rows = slice(start, min(start + size, segment.num_rows))
         seen_lS = segment.visible[rows, : segment.lo + rows.stop].to(stage.device)
@@ -76,25 +81,33 @@ def _pass(
     positions_C = cache.begin(positions_l.to(stage.device))
     # Every row sees all committed rows; the mask covers only the segment's.
     committed_lC = visible_lS.new_ones(num_rows, cache.num_committed)
-    hidden_1PH = pad(entering_lH)[None]
-    places = stage.places(hidden_1PH, pad(positions_C[-num_rows:]), stage.kinds)
+    hidden_1PH = pad(entering_lH, stage.is_int8)[None]
+    positions_P = pad(positions_C[-num_rows:], stage.is_int8)
+    places = stage.places(hidden_1PH, positions_P, stage.kinds)
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1PH.new_zeros(1, 1, 1, hidden_1PH.shape[1])
     outputs = {stage.start: entering_lH} if stage.start == 0 else {}
     alone = _RowByRow(cache, torch.cat([committed_lC, visible_lS], 1), stage.window)
+    attends = dict.fromkeys(stage.kinds, alone.attend)
+    given = (stage.layers, stage.kinds, hidden_1PH.shape[1])
+    calls = plain_calls(*given, places=places, cache=alone, attends=attends) or [
+        partial(layer, attention_mask=unused_mask, past_key_values=alone, **places[kind])
+        for layer, kind in zip(stage.layers, stage.kinds, strict=True)
+    ]
     with attending_by(alone.attend):
-        layers = zip(stage.layers, stage.kinds, strict=True)
-        for index, (layer, kind) in enumerate(layers, start=stage.start + 1):
+        passes = zip(calls, stage.kinds, strict=True)
+        for index, (call, kind) in enumerate(passes, start=stage.start + 1):
             alone.is_windowed = kind == "sliding_attention"
-            hidden_1PH = layer(
-                hidden_1PH,
-                attention_mask=unused_mask,
-                past_key_values=alone,
-                **places[kind],
-            )
+            hidden_1PH = call(hidden_1PH)
             outputs[index] = hidden_1PH[0, :num_rows]
     cache.advance(committed=False)
     return outputs
+
+
+def _places(seen_C: Tensor) -> Tensor | slice:
+    """Return a slice instead of adjacent places: no copy of their keys and values."""
+    first, last = int(seen_C[0]), int(seen_C[-1])
+    return slice(first, last + 1) if last - first + 1 == len(seen_C) else seen_C
 
 
 class _RowByRow:
@@ -107,9 +120,10 @@ class _RowByRow:
             window: for layers limited to this many last positions.
         """
         self.cache = cache
-        self._seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]
+        seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]
+        self._seen = [_places(seen_C) for seen_C in seen]
         # The last positions seen, by ancestry, as autoregressive decoding would have them.
-        self._near = self._seen if window is None else [seen[-window:] for seen in self._seen]
+        self._near = self._seen if window is None else [_places(x[-window:]) for x in seen]
         self._known: tuple[Tensor, Tensor] | None = None
         self.is_windowed = False
         """True while a windowed layer runs."""

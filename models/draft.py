@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from pipedraft.files import Values, make_readable, packaged, read_bounded
 from pipedraft.models.cpu import lay_out
 from pipedraft.models.families import norm_factor
+from pipedraft.models.int8 import is_int8, round_draft
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from pipedraft.models.target import (
     StagedTarget,
@@ -352,6 +353,8 @@ def load_draft(
     draft = load_untied(resolve_folder(path_or_repo, revision=revision))
     draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
     draft.attach(target)
+    if is_int8(target):
+        round_draft(draft)
     lay_out(draft)
     return draft
 

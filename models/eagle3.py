@@ -28,6 +28,8 @@ from pipedraft.models.layers import (
     rotate,
 )
 
+NUM_CANDIDATES = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
@@ -55,6 +57,12 @@ class Eagle3Config:
     """Biases in the query, key and value projections."""
     sliding_window: int | None = None
     """Positions that a row sees in training and decoding, its own included; None: all."""
+    candidate_rank: int | None = None
+    """Rank of a second LM head that only picks candidates; the LM head scores these alone. Training
+    then fits this second head to the LM head, in a head given by init_from. None: the LM head
+    scores every token."""
+    num_candidates: int | None = None
+    """Candidates per row; None: 64."""
     rope_theta: float | None = None
     """Base for the head's rotary positions; None: the target's."""
     rope_scaling: dict[str, Any] | None = None
@@ -68,6 +76,9 @@ class Eagle3Config:
             raise ValueError(
                 f"model.sliding_window: {self.sliding_window} is below 1; leave it out"
             )
+        for name in ("candidate_rank", "num_candidates"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"model.{name}: {value} is below 1; leave it out")
         kind = (self.rope_scaling or {}).get("rope_type", "default")
         if kind not in HEAD_ROPES:
             raise ValueError(
@@ -159,6 +170,10 @@ class Eagle3(EagleHead):
         self.lm_head.requires_grad_(not config.share_head)  # a shared one stays the target's
         self.rotary = RotaryEmbedding(layer)
         self.register_buffer("draft_ids", torch.arange(size))
+        if config.candidate_rank is not None:
+            self.requires_grad_(False)
+            self.candidate_down = nn.Linear(hidden, config.candidate_rank, bias=False)
+            self.candidate_up = nn.Linear(config.candidate_rank, size, bias=False)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -178,6 +193,21 @@ class Eagle3(EagleHead):
         # The last H columns read the deepest layer if feature_layers ascends.
         self.fc.weight[:, -hidden:] = torch.eye(hidden)
         initialize_matrices(self.midlayer, 1)
+
+    @torch.no_grad()
+    def fit_candidates(self) -> None:
+        """Set the second head to the LM head's best approximation of its rank."""
+        left_UR, values_R, right_RH = torch.linalg.svd(
+            self.lm_head.weight.float(), full_matrices=False
+        )
+        rank = len(self.candidate_down.weight)
+        if rank > len(values_R):
+            raise ValueError(
+                f"model.candidate_rank: {rank} is above the LM head's {len(values_R)}; give less"
+            )
+        roots_R = values_R[:rank].sqrt()
+        self.candidate_up.weight.copy_(left_UR[:, :rank] * roots_R)
+        self.candidate_down.weight.copy_(roots_R[:, None] * right_RH[:rank])
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
         fused = [taps[layer] for layer in self.config.feature_layers]
@@ -263,4 +293,12 @@ class Eagle3(EagleHead):
         return state_H if self.config.norm_output else self.norm(state_H)
 
     def logits(self, state_H: Tensor) -> Tensor:
-        return self.lm_head(self.normed(state_H))
+        hidden_H = self.normed(state_H)
+        if self.config.candidate_rank is None:
+            return self.lm_head(hidden_H)
+        rough_U = self.candidate_up(self.candidate_down(hidden_H))
+        # Candidates keep their exact logits, so only the others' probability is lost.
+        count = min(self.config.num_candidates or NUM_CANDIDATES, rough_U.shape[-1])
+        best_C = rough_U.topk(count).indices
+        exact_C = (self.lm_head.weight[best_C] @ hidden_H[..., None]).squeeze(-1)
+        return torch.full_like(rough_U, -torch.inf).scatter(-1, best_C, exact_C)

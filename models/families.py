@@ -23,7 +23,10 @@ from pipedraft.files import Values
 from pipedraft.models.stage_cache import StageCache, additive_mask
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
-"""Layer kinds whose cached rows a KeepRows can drop."""
+"""Layer kinds with rows droppable by a KeepRows."""
+PLAIN = ("llama", "qwen2", "qwen3", "mistral")
+"""Model types with pre-norm layers, RMSNorm, rotary positions for whole heads, and SwiGLU: no
+experts, whose row counts vary with routing, and no recurrent layers."""
 OFFSET_NORMS = ("gemma", "qwen3_5", "qwen3_next")
 """Prefixes of model types with an RMSNorm that adds one to its weight."""
 PARTS = {"layers": nn.ModuleList, "embed_tokens": nn.Embedding, "norm": nn.Module}

@@ -25,8 +25,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
-from pipedraft.models.families import has_latents
+from pipedraft.models.families import PLAIN, has_latents
 from pipedraft.models.layers import grouped_attention
+from pipedraft.models.plain_layers import plain_calls
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
 if TYPE_CHECKING:
@@ -38,14 +39,13 @@ MAX_ROWS = 64
 """Maximum rows per graph; longer segments gain nothing, as their kernels run long enough."""
 MIN_COLUMNS = 32
 """Minimum mask columns, so smaller speculative sets share a graph."""
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-"""Families whose layers launch the same kernels for any row contents."""
 READ_BY_HOST = ("dynamic", "longrope")
 """Rotary types whose table depends on the longest position, which the host must read."""
 
 
 def can_capture(config: "PreTrainedConfig") -> bool:
-    if config.model_type not in FAMILIES or config._attn_implementation != "sdpa":
+    # Such layers launch the same kernels for any row contents.
+    if config.model_type not in PLAIN or config._attn_implementation != "sdpa":
         return False
     return config.rope_parameters.get("rope_type", "default") not in READ_BY_HOST
 
@@ -251,17 +251,18 @@ def forward_together(
     unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
     collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
     # Weights are read once for all rows; `apart` runs attention per sequence.
+    given = (first.layers, first.kinds, sum(sizes))
+    attends = dict.fromkeys(first.kinds, apart.attend)
+    calls = plain_calls(*given, places=places, cache=apart, attends=attends) or [
+        partial(layer, attention_mask=unused_mask, past_key_values=apart, **places[kind])
+        for layer, kind in zip(first.layers, first.kinds, strict=True)
+    ]
     with attending_by(apart.attend):
-        for index, (layer, kind) in enumerate(
-            zip(first.layers, first.kinds, strict=True), start=first.start + 1
+        for index, (call, kind) in enumerate(
+            zip(calls, first.kinds, strict=True), start=first.start + 1
         ):
             apart.masks = masks[kind]
-            hidden_1RH = layer(
-                hidden_1RH,
-                attention_mask=unused_mask,
-                past_key_values=apart,
-                **places[kind],
-            )
+            hidden_1RH = call(hidden_1RH)
             if index in taps:
                 collected[index] = hidden_1RH[0].split(sizes)
     for cache in caches:
@@ -298,7 +299,7 @@ class _Apart:
 
     def attend(self, query_1NRD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
         """Return rows in sequence order: [1, N, R, D]."""
-        attend = grouped_attention if self.is_folded else _masked
+        attend = grouped_attention if self.is_folded else masked
         outs = [
             attend(query_1NlD, *known, mask, scale)
             for query_1NlD, known, mask in zip(
@@ -308,9 +309,10 @@ class _Apart:
         return torch.cat(outs, 2)
 
 
-def _masked(
+def masked(
     query_1NlD: Tensor, keys_1JCD: Tensor, values_1JCD: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
+    """Run attention [1, N, l, D] by torch's kernel, query heads sharing key heads."""
     is_shared = query_1NlD.shape[1] != keys_1JCD.shape[1]
     inputs = (query_1NlD, keys_1JCD, values_1JCD, mask)
     return F.scaled_dot_product_attention(*inputs, scale=scale, enable_gqa=is_shared)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipedraft.models import bitwise, cpu, stage_boundaries, stage_calls
+from pipedraft.models import bitwise, cpu, int8, stage_boundaries, stage_calls
 from pipedraft.models.families import (
     LayerPositions,
     check_packable,
@@ -29,6 +29,7 @@ from pipedraft.models.families import (
 )
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.layers import packed_call
+from pipedraft.models.plain_layers import plain_calls
 from pipedraft.models.stage_cache import (
     Abandoned,
     KeepRows,
@@ -79,6 +80,7 @@ def load_target(
 
     Args:
         name_or_path: a folder, or a repository name on the Hub.
+        dtype: int8 rounds the linear layers' weights to 8 bits; see ``int8.py``.
         attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it. None: "sdpa"
             if the model supports it.
         quantization: a transformers quantization_config.
@@ -90,14 +92,17 @@ def load_target(
     _check_attention(attention or "sdpa")
     config = load_config(name_or_path, revision)
     check_target(config, name_or_path)
+    is_int8 = dtype == torch.int8
     model = load_model(
         name_or_path,
         revision=revision,
-        dtype=dtype,
+        dtype=torch.float32 if is_int8 else dtype,
         attention=attention or choose_attention(config),
         quantization=quantization,
         device=device,
     )
+    if is_int8:
+        int8.round_target(model)
     return model.eval().requires_grad_(False)
 
 
@@ -142,7 +147,8 @@ class Stage:
         self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
-        self.is_bitwise = False
+        self.is_int8 = int8.is_int8(self.layers[0])
+        self.is_bitwise = self.is_int8
         can_capture = stage_calls.can_capture(decoder.config)
         on_gpu = self.device.type == "cuda"
         self.groups = stage_calls.shared_heads(decoder.config, self.device)
@@ -259,18 +265,19 @@ class Stage:
         hidden_1lH = hidden_lH[None]
         places = self.places(hidden_1lH, positions_C[-len(hidden_lH) :], self.kinds)
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
-        layers = zip(self.layers, self.kinds, strict=True)
+        given = (self.layers, self.kinds, len(hidden_lH))
+        attends = {k: partial(stage_calls.masked, mask=mask) for k, mask in masks.items()}
+        calls = plain_calls(*given, places=places, cache=self.cache, attends=attends)
+        if calls is None:
+            calls = [
+                partial(layer, attention_mask=masks[k], past_key_values=self.cache, **places[k])
+                for layer, k in zip(self.layers, self.kinds, strict=True)
+            ]
         with stage_calls.folding_heads(self.groups):
-            for index, (layer, kind) in enumerate(layers, start=self.start + 1):
+            for index, call in enumerate(calls, start=self.start + 1):
                 if is_wanted is not None and not is_wanted():
                     raise Abandoned
-                call = partial(
-                    layer,
-                    attention_mask=masks[kind],
-                    past_key_values=self.cache,
-                    **places[kind],
-                )
-                if kind == "linear_attention":
+                if self.kinds[index - 1 - self.start] == "linear_attention":
                     hidden_1lH = self._call_recurrent(call, hidden_1lH)
                 else:
                     hidden_1lH = call(hidden_1lH)
@@ -321,7 +328,8 @@ class StagedTarget:
         self._config, self._norm = config, decoder.norm
         self._lm_head = model.lm_head
         cpu.lay_out(model)
-        self._is_bitwise = False
+        self._is_int8 = int8.is_int8(model)
+        self._is_bitwise = self._is_int8
 
     @property
     def device(self) -> torch.device:
@@ -336,9 +344,9 @@ class StagedTarget:
         """Let every row's numbers depend on its own past alone; see ``bitwise.py``."""
         if is_on:
             bitwise.check_bitwise(self.model.get_decoder().config)
-        self._is_bitwise = is_on
+        self._is_bitwise = is_on or self._is_int8
         for stage in self.stages:
-            stage.is_bitwise = is_on
+            stage.is_bitwise = is_on or stage.is_int8
 
     def reserve(self, num_rows: int) -> None:
         """Reset and make room for a sequence, so decoding it captures no graph again."""
@@ -398,9 +406,10 @@ class StagedTarget:
     def logits(self, hidden_lH: Tensor) -> Tensor:
         """Return logits, from raw hidden states (index L); float32 [l, V]."""
         if self._is_bitwise:
-            parts = hidden_lH.split(bitwise.rows_of_a_pass(hidden_lH.device))
-            padded = (self._lm_head(self._norm(bitwise.pad(x)))[: len(x)] for x in parts)
-            return torch.cat(list(padded)).float()
+            count = bitwise.rows_of_a_pass(hidden_lH.device, self._is_int8) or len(hidden_lH)
+            parts = (bitwise.pad(x, self._is_int8) for x in hidden_lH.split(count))
+            padded = (self._lm_head(self._norm(x)) for x in parts)
+            return torch.cat(list(padded))[: len(hidden_lH)].float()
         logits_lV = self._lm_head(self._norm(hidden_lH))
         return finish_logits(self._config, logits_lV).float()
 

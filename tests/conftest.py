@@ -161,7 +161,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """World for short training runs: see train_runs, imported by training tests only."""
     from train_runs import make_world
 
-    from pipedraft.train.__main__ import quieten
+    from pipedraft.pretrained import quieten
 
     quieten()
     return make_world(tmp_path_factory.mktemp("world"))

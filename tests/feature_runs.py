@@ -8,7 +8,7 @@ import pytest
 import yaml
 from train_runs import World, make_world
 
-from pipedraft.train.__main__ import quieten
+from pipedraft.pretrained import quieten
 from pipedraft.train.features import __main__ as command
 
 ROWS = {"data__valid_fraction": 0.3}

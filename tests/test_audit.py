@@ -5,6 +5,7 @@ faulty one.
 """
 
 import json
+import re
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -76,6 +77,7 @@ def complete(body, fault):
 def audit(tmp_path, monkeypatch, capsys):
     def run(fault, *words):
         async def answer(self, body):
+            seeds.update([body["seed"]] if "seed" in body else [])
             is_audited = self.address.endswith(":1")
             return complete(body, fault if is_audited else "")
 
@@ -89,6 +91,7 @@ def audit(tmp_path, monkeypatch, capsys):
         out, err = capsys.readouterr()
         return status, out, err, tmp_path / "audit"
 
+    seeds = run.seeds = Counter()
     return run
 
 
@@ -99,7 +102,11 @@ def test_a_lossless_server_passes_and_the_power_is_stated(audit):
     tests = {test["name"]: test for test in found["tests"]}
     assert tests["first tokens"]["num_answers"] == 400
     assert tests["first tokens"]["detectable_share"] <= 0.3
-    assert "p = " in out and "finds with 90% a server that is wrong in" in out
+    assert "p = " in out and "finds with 90% a server that replaces" in out
+    for name in ("lengths", "stop reasons"):
+        assert 0 < tests[name]["detectable_share"] <= 0.5
+        assert re.search(f"{name}: .* of its answers by one without an end", out)
+    assert set(audit.seeds.values()) == {1} and len(audit.seeds) == 2 * 400
     page = (folder / "audit.html").read_text()
     assert "no fault found" in page and "http://127.0.0.1:1" in page
 

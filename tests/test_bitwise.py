@@ -22,7 +22,7 @@ from tiny_drafts import make_exit
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom
-from pipedraft.models import bitwise
+from pipedraft.models.families import PLAIN as PLAIN_FAMILIES
 from pipedraft.models.stage_cache import KeepRows, Segment
 from pipedraft.models.target import StagedTarget
 
@@ -136,7 +136,7 @@ def test_a_target_without_one_shape_is_refused():
             engine = engine_for(tiny(name), num_stages=2, connect=connect, **PLAIN)
             with pytest.raises(ValueError, match=f"bitwise: targets of model_type '{name}"):
                 engine.decode(PROMPT)
-    StagedTarget(tiny(bitwise.FAMILIES[0]), 2).set_bitwise(True)
+    StagedTarget(tiny(PLAIN_FAMILIES[0]), 2).set_bitwise(True)
 
 
 def test_a_pass_on_a_gpu_has_the_one_row_of_plain_decodings(target):

@@ -18,7 +18,7 @@ from pipedraft.models.cpu import argmax, lay_out, muon_in_float32, torch_orthogo
 @pytest.fixture(autouse=True)
 def any_cpu_counts_as_avx512(monkeypatch):
     """Test oneDNN's products also where torch's own would be taken."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: True)
 
 
 def large_layer(has_bias=False):
@@ -47,6 +47,20 @@ def test_few_rows_times_a_laid_out_weight_are_the_product(rows, has_bias):
             found = layer(x)
         assert found.shape == exact.shape and (found - exact).abs().max() < tolerance
     assert layer._copy is not None
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, cpu.MOST_ROWS])
+def test_without_avx512_few_rows_are_the_columns_of_the_product(rows, has_bias, monkeypatch):
+    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: False)
+    layer = large_layer(has_bias)
+    for x in (torch.randn(rows, 300)[:, 44:], torch.randn(1, rows, 256)):
+        exact, tolerance = product(layer, x)
+        with torch.inference_mode():
+            found = layer(x)
+        assert found.shape == exact.shape and (found - exact).abs().max() < tolerance
+        assert found.is_contiguous()
+    assert layer._copy is None
 
 
 def test_a_laid_out_weight_that_changes_is_laid_out_again():
@@ -100,11 +114,14 @@ def laid_out_engine(monkeypatch, tree_width):
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 def test_laid_out_layers_decode_what_transformers_generates(tree_width, monkeypatch):
-    """transformers' layers are the same objects, and take torch's products."""
+    """transformers' layers are the same objects, and take torch's products.
+
+    Those joined by plain_layers run within the joined one."""
     engine = laid_out_engine(monkeypatch, tree_width)
     for prompt in PROMPTS:
         decode_exactly(engine, prompt)
-    layers = [x for x in engine.target.model.modules() if isinstance(x, cpu.LaidOutLinear)]
+    named = engine.target.model.named_modules()
+    layers = [x for name, x in named if name.endswith(("o_proj", "down_proj", "lm_head"))]
     assert layers and all(layer._copy is not None for layer in layers)
 
 

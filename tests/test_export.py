@@ -37,7 +37,7 @@ from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.fingerprint import read_target
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import target_fingerprint
-from pipedraft.train.__main__ import quieten
+from pipedraft.pretrained import quieten
 
 LAYERS, HIDDEN, VOCABULARY = 8, 32, 64
 LENGTH = 10

@@ -321,6 +321,30 @@ def test_round_costs_are_those_of_the_schedule():
     assert [estimates.window(size) for size in (1, 2, 3, 8)] == [6, 3, 2, 1]
 
 
+def test_the_edge_drafts_once_it_has_read_the_prompt():
+    """Prompt of 3 tokens: the first token arrives after RTT + T_v = 5.25 s, drafting may begin 9 s
+    after the request."""
+    for prompt_row_s, wait_s in ((0.0, 0.0), (1.0, 0.0), (3.0, 9 - AWAY_S)):
+        times = replace(EXACT_TIMES, prompt_row_s=prompt_row_s)
+        source = BernoulliSource([1, 2, 3], 1.0)
+        result = run_exactly(source, policy="fixed:4", times=times, max_new_tokens=11)
+        first_s, second_s = result.token_times_s[:2]
+        assert first_s == AWAY_S and second_s - first_s == pytest.approx(wait_s + 4 + AWAY_S)
+
+
+def test_computing_times_vary_and_texts_do_not():
+    spans, texts = [], set()
+    for jitter, seed in ((0.0, 0), (0.5, 0), (0.5, 0), (0.5, 1)):
+        times, source = replace(EXACT_TIMES, jitter=jitter), BernoulliSource([1, 2], 0.8)
+        result = run_exactly(
+            source, (1, 2), plan="picospec", times=times, seed=seed, max_new_tokens=80
+        )
+        spans.append(result.token_times_s[-1])
+        texts.add(tuple(result.token_ids))
+    assert len(texts) == 1 and spans[1] == spans[2] and len(set(spans)) == 3
+    assert spans[1] == pytest.approx(spans[0], rel=0.25)
+
+
 # -- bytes and energy -----------------------------------------------------------------------
 
 

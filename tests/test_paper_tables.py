@@ -34,7 +34,7 @@ from pipedraft.eval.spec import (
 )
 from pipedraft.inference.shapes import segment_sizes
 from pipedraft.models.target import load_target, load_tokenizer
-from pipedraft.train.__main__ import quieten
+from pipedraft.pretrained import quieten
 
 EXPECTED = ["spd1", "spd2", "spd_release_greedy", "spd_release_sampled", "spd_modules"]
 EXPECTED += [f"picospec{i}" for i in range(1, 5)]

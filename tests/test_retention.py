@@ -18,7 +18,7 @@ from pipedraft.benchmarks import retention
 from pipedraft.files import read_yaml
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.target import load_target, load_tokenizer
-from pipedraft.train.__main__ import quieten
+from pipedraft.pretrained import quieten
 
 LAST = 3
 

@@ -19,8 +19,9 @@ from small_tokenizers import train_tokenizer
 from torch.distributed import TCPStore
 
 from pipedraft.data_recipes.config import DataConfig, Source
+from pipedraft.pretrained import quieten
 from pipedraft.train import checkpoint
-from pipedraft.train.__main__ import build_trainer, main, methods, quieten
+from pipedraft.train.__main__ import build_trainer, main, methods
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import CLOCK_METRICS
 

@@ -19,16 +19,14 @@ if __name__ == "__main__":
     leave_at_interrupts()
     answer_early(sys.argv[1:])
 
-import datasets
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft import pretrained
 from pipedraft.data_recipes.fitting import load_fitting
 from pipedraft.files import locked, make_place, write_atomically
 from pipedraft.models.exchange.hub import model_card
 from pipedraft.models.target import check_packable, load_tokenizer
-from pipedraft.pretrained import load_config
+from pipedraft.pretrained import load_config, quieten
 from pipedraft.train.config import RunConfig, make_parser, parse_run
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
@@ -147,13 +145,6 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     # After Trainer has handed the draft to DeepSpeed.
     gather_together(objective, accelerator)
     return trainer
-
-
-def quieten() -> None:
-    """Hide libraries' loading bars; show data preparation bars only on a terminal."""
-    pretrained.quieten()
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
 
 
 def take_plan(arguments: list[str]) -> tuple[list[str], bool]:

@@ -1,8 +1,8 @@
 """Measure acceptance during training: decode held-out prompts with the current head."""
 
-from datasets import Dataset
 from torch import Tensor
 
+from pipedraft.data_recipes.table import Rows
 from pipedraft.files import Values
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.custom_generate import NoText
@@ -18,7 +18,7 @@ DECODED_TAU, DECODED_LENGTH = "decoded_acceptance_length", "decoded_equivalent_a
 """Names of the decoded figures in the log."""
 
 
-def first_turns(rows: Dataset, count: int, *, max_positions: int) -> list[list[int]]:
+def first_turns(rows: Rows, count: int, *, max_positions: int) -> list[list[int]]:
     """Return prompts from the first rows: the tokens before the assistant's first turn.
 
     Rows without such a prompt are skipped.

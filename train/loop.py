@@ -10,11 +10,11 @@ from typing import NoReturn
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 from torch import Tensor
 
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.data_recipes.table import Rows, row_lengths
 from pipedraft.files import partial
 from pipedraft.models.cpu import muon_in_float32
 from pipedraft.pretrained import context_length
@@ -79,7 +79,7 @@ class Trainer:
         self.config, self.objective, self.data = config, objective, data
         self.accelerator, self.pad_id = accelerator, pad_id
         self.progress = Progress()
-        self.lengths = [len(ids) for ids in data.train["input_ids"]]
+        self.lengths = row_lengths(data.train)
         self.progress.batch_group = config.batch_group or self.world
         if self.progress.batch_group % self.world:
             raise ValueError(
@@ -154,7 +154,7 @@ class Trainer:
             ids = [self.data.train[rows]["input_ids"] for rows in mine]
             self.objective.features.expect(list(zip(mine, ids, strict=True)))
 
-    def load(self, dataset: Dataset, rows: list[int]) -> dict[str, Tensor]:
+    def load(self, dataset: Rows, rows: list[int]) -> dict[str, Tensor]:
         columns = dataset[rows]
         examples = [
             {"input_ids": ids, "loss_mask": mask}

@@ -189,6 +189,8 @@ class DraftObjective(Objective):
     config: Any
     """Draft architecture and loss, as the method's dataclass."""
     draft: Draft
+    addable: ClassVar[tuple[str, ...]] = ()
+    """Architecture settings that the draft in init_from may lack."""
     card: Callable[[Values], str] | None = None
     """Creates a checkpoint's README.md from its config.json."""
 
@@ -228,7 +230,8 @@ class DraftObjective(Objective):
         if config.init_from is not None and not next(self.draft.parameters()).is_meta:
             self._start_from(config.init_from)
 
-    def _start_from(self, place: str) -> None:
+    def _start_from(self, place: str) -> Draft:
+        """Load the weights of a trained draft, and return it."""
         start = load_start(place, self.draft_class)
         start.reference.check_fingerprint(dict(self.reference.fingerprint))
         differing = [
@@ -239,6 +242,7 @@ class DraftObjective(Objective):
             )
             for name, value in vars(own).items()
             if (found := getattr(given, name)) != value
+            and not (name in self.addable and found is None)
         ]
         if differing:
             raise ValueError(
@@ -247,7 +251,8 @@ class DraftObjective(Objective):
             )
         # A head shared with the target is not in the file; the state loaded next must have it.
         start.attach(self.target)
-        self.draft.load_state_dict(start.state_dict())
+        self.draft.load_state_dict(self.draft.state_dict() | start.state_dict())
+        return start
 
     @classmethod
     def check_start(cls, config: StartConfig) -> None:

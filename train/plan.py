@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
 
+import pyarrow
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipedraft.data_recipes.table import Rows
 from pipedraft.files import Values
 from pipedraft.models.families import layer_kinds
 from pipedraft.models.layers import LayerConfig
@@ -183,9 +184,11 @@ class Plan:
         """Build the run's objective on fake tensors; empty tensors replace hidden states."""
         config, vocab_size = self.config, self.config.vocab_size
         # Every token once, so a draft vocabulary can be chosen at any size.
-        rows = {"input_ids": [list(range(vocab_size))], "loss_mask": [[1] * vocab_size]}
+        rows = pyarrow.RecordBatch.from_pydict(
+            {"input_ids": [list(range(vocab_size))], "loss_mask": [[1] * vocab_size]}
+        )
         report = SimpleNamespace(to_dict=dict)
-        data: Any = SimpleNamespace(train=Dataset.from_dict(rows), report=report)
+        data: Any = SimpleNamespace(train=Rows([rows]), report=report)
         with torch.device("meta"):
             objective = self.objective_class(
                 self.model,

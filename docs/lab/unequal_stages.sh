@@ -1,36 +1,54 @@
-# Compare --boundaries auto with every other cut of the embedded target on two ranks, the second one
-# slowed by a program that shares its core. Needs two idle cores. Last line: auto's tokens/s over the
-# best cut's.
+# Compare --boundaries auto with every other cut of the embedded target on two ranks. The second rank takes twice its
+# time: after each pass of its layers it spins as long again. Needs two idle cores, about ten minutes. Last line:
+# auto's time per step over the best cut's.
 set -eu
-out=${1:-out/unequal}
-taskset -c 1 sh -c 'while :; do :; done' &
-busy=$!
-trap 'kill $busy' EXIT
-export MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 WORLD_SIZE=2 OMP_NUM_THREADS=1
+out=${1:-out/unequal} limit=${2:-3} cuts=${3:-"1 2 3 4 5 6 7 8 9 10 11 12 13 14 15"}
+export OMP_NUM_THREADS=1
+mkdir -p "$out"
+cat >"$out/rank.py" <<'END'
+import os, runpy, time
+rank = int(os.environ["RANK"])
+os.sched_setaffinity(0, {rank})
+if rank:
+    from pipedraft.models.target import Stage
+    run = Stage.forward
+    def forward(*inputs):
+        start = time.perf_counter()
+        output = run(*inputs)
+        end = 2 * time.perf_counter() - start
+        while time.perf_counter() < end:
+            pass
+        return output
+    Stage.forward = forward
+runpy.run_module("pipedraft.eval", run_name="__main__", alter_sys=True)
+END
 run() {
     name=$1
     shift
-    set -- --target assets/target --draft ngram --schedule pipeinfer --draft-tokens 1 --stages 2 --backend process \
-        --benchmarks gsm8k --limit 3 --no-lossless --fresh --out "$out/$name" "$@"
-    RANK=1 LOCAL_RANK=1 taskset -c 1 python -m pipedraft.eval "$@" >"$out/rank1.log" 2>&1 &
-    second=$!
-    RANK=0 LOCAL_RANK=0 taskset -c 0 python -m pipedraft.eval "$@" >"$out/rank0.log" 2>&1
-    wait $second
+    python -c "import sys
+from pipedraft.inference.ranks.launch import run_ranks
+run_ranks(2, [sys.executable, *sys.argv[1:]])" "$out/rank.py" --target assets/target --draft ngram \
+        --schedule pipeinfer --draft-tokens 1 --stages 2 --backend process --benchmarks gsm8k --limit "$limit" \
+        --repeats 2 --no-lossless --fresh --out "$out/$name" "$@" >"$out/$name.log" 2>&1
 }
-mkdir -p "$out"
 run even --calibrate "$out/cost.json"
 run auto --cost "$out/cost.json" --boundaries auto
-for layer in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do
+for layer in $cuts; do
     run "cut$layer" --boundaries "0,$layer,16"
 done
 python - "$out" <<'END'
 import json, pathlib, sys
-speed = {}
-for path in pathlib.Path(sys.argv[1]).glob("*/results.json"):
+out, steps = pathlib.Path(sys.argv[1]), {}
+print((out / "cost.json").read_text())
+for path in out.glob("*/results.json"):
     runs = json.loads(path.read_text())["runs"]
     drafted = next(run for run in runs if run["schedule"] == "pipeinfer")
-    speed[path.parent.name] = drafted["wallclock"]["tokens_per_s"]
-for name, value in sorted(speed.items(), key=lambda item: -item[1]):
-    print(f"{name:<8}{value:8.1f} tokens/s with a draft token a step")
-print("auto over the best cut", speed["auto"] / max(speed.values()))
+    prompts = drafted["per_prompt"]
+    ms = 1e3 * sum(prompt["decode_s"] for prompt in prompts) / sum(prompt["steps"] for prompt in prompts)
+    cut = json.loads((path.parent / "manifest.json").read_text())["config"]["boundaries"]
+    steps[path.parent.name] = ms, drafted["wallclock"]["tokens_per_s"], cut
+for name, (ms, speed, cut) in sorted(steps.items(), key=lambda item: item[1]):
+    print(f"{name:<8}{ms:8.3f} ms a step{speed:9.1f} tokens/s   cut {cut}")
+best = min(step for name, step in steps.items() if name != "auto")
+print(f"auto over the best cut: {steps['auto'][0] / best[0]:.3f} in time per step")
 END

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from pipedraft.cli import check_ranges
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.channel import Channel, Direction, Link, LinkEstimate, LinkState
@@ -44,9 +46,14 @@ class Times:
     """Time for one token if the target decodes alone; None: ``verify_s``."""
     edge_layer_s: float = 0.0
     """Time for one target layer over one row on the edge."""
+    prompt_row_s: float = 0.0
+    """Time for the draft's pass over one prompt token on the edge, next to the target's pass."""
+    jitter: float = 0.0
+    """Maximum deviation of each draft and target pass, as a fraction, uniform either way."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, dict.fromkeys(vars(self), "[0, inf)"), "times.")
+        ranges = dict.fromkeys(vars(self), "[0, inf)")
+        check_ranges(self, ranges | {"jitter": "[0, 1]"}, "times.")
 
     def forward_s(self, num_rows: int, *, alone: bool = False) -> float:
         if alone and num_rows == 1 and self.alone_s is not None:
@@ -94,6 +101,9 @@ class LinkPipeline(LinkedPipeline):
         # Ties in the heap keep their order; callables cannot be compared.
         self._order = itertools.count()
         self._is_computing = False
+        # Separate generators: another draft token must not change the target's times.
+        self._jitter = [np.random.default_rng([seed, side]) for side in range(2)]
+        self._drafts_from_s = 0.0
         state, header_bytes = self.link.state(0.0), self.link.header_bytes
         if self.is_colocated:
             state = LinkState(up_bytes_per_s=math.inf, down_bytes_per_s=math.inf, round_trip_s=0.0)
@@ -120,10 +130,18 @@ class LinkPipeline(LinkedPipeline):
         return self._now_s
 
     def drafted(self, num_tokens: int, started_s: float) -> None:
+        if self._drafts_from_s > self._now_s:
+            self._pass_time(self._drafts_from_s)
+            started_s = self._now_s
         for _ in range(num_tokens):
-            self._pass_time(self._now_s + self.draft_s)
+            self._pass_time(self._now_s + self.draft_s * self._deviation(0))
         self._hear_of_link()
         super().drafted(num_tokens, started_s)
+
+    def _deviation(self, side: int) -> float:
+        """Return a random factor for the next pass of the draft (0) or the target (1)."""
+        jitter = self.times.jitter
+        return 1.0 + jitter * self._jitter[side].uniform(-1, 1) if jitter else 1.0
 
     def _wait(self) -> None:
         self._hear_of_link()
@@ -167,7 +185,7 @@ class LinkPipeline(LinkedPipeline):
             self._session.run()
             self.num_passes += not is_prompt
             alone = self._session.is_streaming and not is_prompt
-            pass_s = self.times.forward_s(num_rows, alone=alone)
+            pass_s = self.times.forward_s(num_rows, alone=alone) * self._deviation(1)
             self._at(self._now_s + pass_s, self._end_pass)
 
     def _end_pass(self) -> None:
@@ -192,6 +210,10 @@ class LinkPipeline(LinkedPipeline):
         if self.is_colocated and isinstance(request, Open):
             # The user is on the edge, wherever the draft runs: the prompt crosses the link.
             self._now_s = self.channel.transmit(0.0, len(data), "up")
+        elif isinstance(request, Open):
+            # The draft reads the prompt while it crosses the link and the target reads it.
+            prompt_s = self.times.prompt_row_s * len(request.prompt_ids)
+            self._drafts_from_s = self._now_s + prompt_s
 
         def arrive() -> None:
             self._send_down(self._session.receive(REQUESTS.decode(data), self._now_s))

@@ -15,9 +15,6 @@ from pipedraft.inference.timeline import Timeline
 from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
 
-MAX_JUDGED_ROWS = 256
-"""Maximum rows of several sequences whose logits are computed at once."""
-
 
 class LocalPipeline(Pipeline):
     """Runs all stages of a target in this process; one ``tick`` is one pipeline step."""
@@ -141,6 +138,11 @@ class LocalPipeline(Pipeline):
         return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
 
     def leave_stage(self, index: int, output: Segment, logits_RV: Tensor | None = None) -> None:
+        """Pass rows on to the next stage, or judge them.
+
+        Args:
+            logits_RV: for ``judged_rows``, if they are known.
+        """
         start, end = self.target.boundaries[index : index + 2]
         own = [layer for layer in self._deeper if start < layer <= end]
         # Only this stage's layers: earlier ones were appended when the rows left their stage.
@@ -154,7 +156,8 @@ class LocalPipeline(Pipeline):
     def _deeper(self) -> list[int]:
         return [layer for layer in self.taps if layer > 0]
 
-    def rows_to_judge(self, segment: Segment) -> Tensor:
+    def judged_rows(self, segment: Segment) -> Tensor:
+        """Return the last stage's rows with logits of use: a prompt's last row, or all: [R, H]."""
         assert segment.hidden is not None
         return segment.hidden[-1:] if self.is_prefilling else segment.hidden
 
@@ -162,7 +165,7 @@ class LocalPipeline(Pipeline):
         assert self._verifier is not None
         with self.timeline.span("verify", segment.num_rows):
             if logits_RV is None:
-                logits_RV = self.target.logits(self.rows_to_judge(segment))
+                logits_RV = self.target.logits(self.judged_rows(segment))
             if self.is_prefilling:
                 return Returned(segment.num_rows, logits_RV)
             masked_RV = self._mask.apply(logits_RV, segment.positions)
@@ -212,30 +215,29 @@ def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) ->
             outputs = forward_together(stages, segments, taps)
     except Exception:  # The caller runs each alone to find the failing sequence.
         return False
-    pipelines = [pipeline for pipeline, _ in pairs]
-    is_last = index == pipelines[0].num_stages - 1
-    logits = _logits_together(pipelines, outputs) if is_last else [None] * len(pairs)
-    for (pipeline, segment), stage, output, own in zip(pairs, stages, outputs, logits, strict=True):
+    logits = _logits_together(index, pairs, outputs)
+    rows = zip(pairs, stages, outputs, logits, strict=True)
+    for (pipeline, segment), stage, output, logits_RV in rows:
         try:
             if pipeline.is_prefilling:
                 stage.keep(KeepRows(tuple(range(segment.num_rows)), segment.num_rows))
-            pipeline.leave_stage(index, output, own)
+            pipeline.leave_stage(index, output, logits_RV)
         except Exception as error:
             pipeline.error = error
     return True
 
 
 def _logits_together(
-    pipelines: Sequence[LocalPipeline], outputs: Sequence[Segment]
+    index: int, pairs: Sequence[tuple[LocalPipeline, Segment]], outputs: Sequence[Segment]
 ) -> Sequence[Tensor | None]:
-    """Read the LM head's weights once for all sequences; None: each is to do so itself."""
-    rows = [p.rows_to_judge(output) for p, output in zip(pipelines, outputs, strict=True)]
-    sizes = [len(part) for part in rows]
-    # Many rows gain nothing, and their logits would take much memory at once.
-    if sum(sizes) > MAX_JUDGED_ROWS:
-        return [None] * len(rows)
+    """Return logits after the last stage, from one pass over the LM head's weights."""
+    first, unknown = pairs[0][0], [None] * len(pairs)
+    if index < first.num_stages - 1:
+        return unknown
+    rows = [one.judged_rows(output) for (one, _), output in zip(pairs, outputs, strict=True)]
+    sizes = [len(rows_RH) for rows_RH in rows]
     try:
-        with pipelines[0].timeline.span("verify", sum(sizes)):
-            return pipelines[0].target.logits(torch.cat(rows)).split(sizes)
-    except Exception:  # Only the faulty sequence gets the error.
-        return [None] * len(rows)
+        with first.timeline.span("verify", sum(sizes)):
+            return first.target.logits(torch.cat(rows)).split(sizes)
+    except Exception:  # Each sequence computes its own, and gets its own error.
+        return unknown

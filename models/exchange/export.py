@@ -104,6 +104,10 @@ def export(
             folder in use.
     """
     head, description = load_head(folder, layout)
+    if getattr(head.config, "candidate_rank", None) is not None:
+        raise ValueError(
+            "--format: no engine reads model.candidate_rank; export the head that it came from"
+        )
     if layout == "sglang" and target is not None:  # the other layout reads the target below
         head.reference.check_fingerprint(read_target(target, None).fingerprint)
     name, revision = (target, None) if target else (head.reference.name, head.reference.revision)

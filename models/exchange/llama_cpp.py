@@ -27,7 +27,7 @@ from pipedraft.models.fingerprint import read_target
 
 FILE = "draft.gguf"
 KINDS: dict[str, type[Eagle3 | DFlash]] = {"eagle3": Eagle3, "dflash": DFlash}
-UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window")
+UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window", "candidate_rank")
 """EAGLE-3 settings ignored by llama.cpp."""
 NUM_EAGLE_LAYERS = 3
 AROUND = {

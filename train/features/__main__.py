@@ -95,7 +95,7 @@ def main() -> None:
         value = getattr(own, name)
         if not is_server and value != getattr(FeatureOptions, name):
             raise ValueError(f"{name}: {value} without serve; give serve as first word, or drop it")
-    from pipedraft.train.__main__ import quieten
+    from pipedraft.pretrained import quieten
     from pipedraft.train.features.dump import dump_features, layers_of, serve_states, size_table
     from pipedraft.train.features.reader import decoder_config
 

@@ -24,6 +24,7 @@ from pipedraft.cli import make_folder
 from pipedraft.data_recipes.batch import collate, length_bucketed_batches
 from pipedraft.data_recipes.fitting import load_fitting
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.data_recipes.table import row_lengths
 from pipedraft.files import Values, publish, write_atomically
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.__main__ import load_tokenizer_of, registry
@@ -39,7 +40,6 @@ from pipedraft.train.features.shards import (
     identity_of,
     open_shard,
     read_index,
-    row_lengths,
     shard_name,
 )
 from pipedraft.train.features.vllm import VllmStates, serve, states_request
@@ -314,7 +314,8 @@ def dump_features(
 
     def load() -> States | VllmStates:
         if own.engine is not None:
-            return VllmStates(own.engine_python, vllm_request(run, layers, accelerator))
+            request = vllm_request(run, layers, accelerator)
+            return VllmStates(own.engine_python, request, decoder_config(run).hidden_size)
         target = load_frozen_target(run, accelerator)
         for head in heads:
             registry()[head.run.method][1].check(head.model, target)

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.data_recipes.table import row_lengths
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.families import check_target, finish_logits
 from pipedraft.models.layers import LayerConfig
@@ -30,7 +31,6 @@ from pipedraft.train.features.shards import (
     identity_of,
     open_shard,
     read_index,
-    row_lengths,
     shard_name,
 )
 from pipedraft.train.launch import resolve_dtype, uses_autocast

@@ -13,20 +13,20 @@ The embeddings (layer 0) are not stored: they follow from the token ids.
 # M positions in sequences, H hidden
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 import torch
-from datasets import Dataset
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.recipe import TokenizedData
+from pipedraft.data_recipes.table import Rows
 from pipedraft.models.fingerprint import template_hash
 from pipedraft.models.target_part import weights_identity
 from pipedraft.train.config import RunConfig
@@ -82,23 +82,10 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
 # -- identity -------------------------------------------------------------------------------
 
 
-def _ids(dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield row lengths and ids, piece by piece."""
-    # As Arrow: Python lists of all ids would need many times the memory.
-    columns = dataset.select_columns(["input_ids"]).with_format("arrow")
-    for start in range(0, len(dataset), 10_000):
-        ids = columns[start : start + 10_000]["input_ids"].combine_chunks()
-        yield ids.value_lengths().to_numpy(), ids.flatten().to_numpy()
-
-
-def row_lengths(dataset: Dataset) -> list[int]:
-    return [int(length) for lengths, _ in _ids(dataset) for length in lengths]
-
-
-def data_identity(split: str, dataset: Dataset) -> dict[str, int | str]:
+def data_identity(split: str, dataset: Rows) -> dict[str, int | str]:
     """Return rows, tokens and an id hash for one side of the data, ignoring its masks."""
     digest, num_tokens = hashlib.sha256(), 0
-    for lengths, flat in _ids(dataset):
+    for lengths, flat in dataset.pieces("input_ids"):
         # Lengths count, too: the same ids may be cut into other rows.
         digest.update(lengths.astype(np.int32).tobytes())
         digest.update(flat.astype(np.int32).tobytes())

@@ -1,23 +1,19 @@
-"""Get hidden states from a target in vLLM, through vLLM's own hidden-states connector.
-
-vLLM runs in a process with its own environment. For each row it writes a safetensors file with
-``hidden_states`` [tokens, layers, H] and ``token_ids``, as the speculators package reads them.
-"""
+"""Run vLLM's server for hidden states, in a process with its own environment."""
 
 # M tokens in all rows, H hidden
 
-import json
+import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
-from safetensors.torch import load_file
+import httpx2
 from torch import Tensor
 
-from pipedraft.cli import Failure, make_folder
+from pipedraft.cli import make_folder
 from pipedraft.eval.engine_parity import (
     SCRIPT,
     check_python,
@@ -25,6 +21,7 @@ from pipedraft.eval.engine_parity import (
     engine_failure,
 )
 from pipedraft.files import Values, to_json
+from pipedraft.train.features.online import FeaturesLost, ServedStates
 
 CPU_CACHE_BYTES = 2**30
 
@@ -43,54 +40,79 @@ def states_request(
         layers: layer i is the input of the target's layer i.
         max_length: tokens in the longest row.
     """
-    settings = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "max_num_seqs": 16} if on_cpu else {}
     return {
         "target": str(Path(target).resolve()) if Path(target).exists() else target,
-        "dtype": dtype,
         "layers": sorted(layers),
-        "max_model_len": max_length + 2,
-        "settings": settings,
+        "settings": {
+            "dtype": dtype,
+            "max-model-len": max_length + 2,
+            **({"kv-cache-memory-bytes": CPU_CACHE_BYTES, "max-num-seqs": 16} if on_cpu else {}),
+        },
     }
 
 
-def serve(python: Path, request: Values, folder: Path, *, host: str, port: int) -> int:
-    """Run vLLM's server for ``ServedStates`` until it ends; return its exit status.
+def server_command(python: Path, request: Values, folder: Path) -> list[str | Path]:
+    """Return the command that runs vLLM's server for ``ServedStates``.
 
     Args:
+        request: see ``states_request``.
         folder: for the files with hidden states.
     """
     check_python(python)
     make_folder("out", folder)
     place = folder / "request.json"
-    place.write_bytes(to_json(request | {"host": host, "port": port}))
-    command: list[str | Path] = [python, SCRIPT, "serve", place, folder.resolve()]
+    place.write_bytes(to_json(request))
+    return [python, SCRIPT, "serve", place, folder.resolve()]
+
+
+def serve(python: Path, request: Values, folder: Path, *, host: str, port: int) -> int:
+    """Run vLLM's server until it ends; return its exit status."""
+    request["settings"] |= {"host": host, "port": port}
+    command = server_command(python, request, folder)
     return subprocess.run(command, env=engine_environment(python), check=False).returncode
 
 
 class VllmStates:
-    """Process that runs the frozen target in vLLM on token rows."""
+    """Server of this process alone that runs the frozen target in vLLM on token rows."""
 
-    def __init__(self, python: Path, request: Values) -> None:
+    def __init__(self, python: Path, request: Values, hidden_size: int) -> None:
         """
         Args:
             request: see ``states_request``.
+
+        Raises:
+            Failure: vLLM ended before it answered.
         """
-        check_python(python)
-        self.layers: list[int] = request["layers"]
         self._place = tempfile.TemporaryDirectory()
         folder = Path(self._place.name)
-        place = folder / "request.json"
-        place.write_bytes(to_json(request))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        request["settings"] |= {"host": "127.0.0.1", "port": port}
         # A file, because nobody reads while vLLM works: a full pipe would stop it.
         self._said = (folder / "said.txt").open("w+")
         self._process = subprocess.Popen(
-            [python, SCRIPT, "states", place, folder / "rows"],
+            server_command(python, request | {"ends_with_stdin": True}, folder),
             env=engine_environment(python),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self._said,
             stderr=self._said,
             text=True,
         )
+        address = f"http://127.0.0.1:{port}"
+        self._source = ServedStates([address], request["layers"], hidden_size)
+        while True:
+            try:
+                httpx2.get(f"{address}/v1/models")
+                return
+            except httpx2.TransportError:
+                self._check()
+                time.sleep(0.1)
+
+    def _check(self) -> None:
+        if (status := self._process.poll()) is not None:
+            self._said.seek(0)
+            raise engine_failure(self._said.read(), status)
 
     def close(self) -> None:
         self._process.communicate()  # close stdin; a process that has died is no error here
@@ -101,26 +123,12 @@ class VllmStates:
         """Return hidden states {layer: [M, H]}, row after row.
 
         Raises:
-            Failure: vLLM ended, or wrote states for other tokens.
+            Failure: vLLM ended.
+            FeaturesLost: vLLM refuses a row, or wrote states for other tokens.
         """
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
         try:
-            print(json.dumps([list(row) for row in ids]), file=stdin, flush=True)
-            line = stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            self._said.seek(0)
-            raise engine_failure(self._said.read(), self._process.wait())
-        found: list[Tensor] = []
-        for path, row in zip(json.loads(line), ids, strict=True):
-            held = load_file(path)
-            if held["token_ids"].tolist() != list(row):
-                raise Failure(f"vllm: {path} holds the states of other tokens")
-            found.append(held["hidden_states"][: len(row)])
-            # Kept, a data set's files would need room for all states at once.
-            for file in (Path(path), Path(f"{path}.lock")):
-                file.unlink(missing_ok=True)
-        states = torch.cat(found)
-        return {layer: states[:, self.layers.index(layer)] for layer in layers}
+            states = self._source.fetch([], ids)
+        except FeaturesLost:
+            self._check()
+            raise
+        return {layer: states[f"layer.{layer}"] for layer in layers}

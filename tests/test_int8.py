@@ -1,0 +1,178 @@
+"""--dtype int8: rows with the same bits alone and together, so drafts change no output."""
+
+import pytest
+import torch
+from conftest import REPOSITORY, tiny_llama, tiny_mistral, tiny_qwen3
+from decode_runs import (
+    PROMPTS,
+    WAYS,
+    SimulatedSource,
+    engine_for,
+    friendly_module,
+    plain_text,
+    way_name,
+)
+from inline_ranks import connect_inline
+from staged_targets import chain_segment, tiny
+from tiny_drafts import make_head
+
+from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.models import int8, plain_layers
+from pipedraft.models.cpu import MOST_ROWS
+from pipedraft.models.int8 import Int8Linear, Int8Part, round_draft, round_target
+from pipedraft.models.target import StagedTarget, load_target
+from pipedraft.models.target_part import load_target_part
+
+TOKENS = 24
+ASSETS = str(REPOSITORY / "assets" / "target")
+MAKERS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "mistral": tiny_mistral}
+SPD_WAYS = [{"schedule": "spd"}, {"schedule": "spd", "tree_width": 3}]
+
+
+def rounded(family="llama", **sizes):
+    """Target with logits so close that other bits change its texts."""
+    target = MAKERS[family](layers=4, hidden=64, vocab=1000, **sizes)
+    round_target(target)
+    return target
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_product_is_the_rounded_weights_and_a_row_has_the_same_bits_alone(has_bias):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(48, 80), torch.randn(48) if has_bias else None
+    weight[5] = 0
+    x = torch.randn(9, 80) * torch.tensor([1.0] * 79 + [40.0])  # an outlier, as in real states
+    x[3] = 0
+    layer = Int8Linear(weight, bias, keep_weight=False)
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    exact = x.double() @ ((weight / scale.clamp(min=1e-30)).round() * scale).double().T
+    exact += 0 if bias is None else bias
+    together = layer(x)
+    assert (together - exact).abs().max() < 2e-3 * exact.abs().max()
+    assert (together - x @ weight.T - (0 if bias is None else bias)).abs().max() > 1e-3
+    assert torch.equal(together, torch.cat([layer(row) for row in x.split(1)]))
+    assert torch.equal(together, torch.cat([layer(x[:4]), layer(x[4:])]))
+    joined = Int8Part(layer, slice(10, 30))
+    assert torch.equal(joined(x), together[:, 10:30])
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_every_row_of_a_segment_has_the_bits_of_one_row_at_a_time(family):
+    window = {"sliding_window": 12} if family == "mistral" else {}
+    target = StagedTarget(rounded(family, **window), 2)
+    prompt, ids = torch.arange(20), torch.arange(30, 36)
+
+    def logits_of(sizes):
+        target.prefill(prompt)
+        rows, first = [], 0
+        for size in sizes:
+            segment = chain_segment(target, ids[first : first + size])
+            for stage in target.stages:
+                segment = stage.forward(segment)
+            rows.append(target.logits(segment.hidden))
+            first += size
+        return torch.cat(rows)
+
+    alone = logits_of([1] * 6)
+    assert torch.equal(alone, logits_of([6])) and torch.equal(alone, logits_of([4, 2]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.all)])
+@pytest.mark.parametrize("way", [*WAYS, *SPD_WAYS], ids=way_name)
+def test_text_is_that_of_plain_decoding_with_the_same_weights(way, temperature):
+    target, prompt = rounded(), PROMPTS[2]
+    options = {"temperature": temperature, "verifier": "match", "seed": 3}
+    expected = plain_text(target, prompt, max_new_tokens=TOKENS, **options)
+    options |= {"num_stages": 4, "max_new_tokens": TOKENS}
+    if way["schedule"] == "spd":
+        draft = friendly_module(tiny_llama(layers=4, hidden=64, vocab=1000), num_stages=4)
+        round_draft(draft)
+        engine = engine_for(target, draft=draft, **way, **options)
+    else:
+        source = SimulatedSource(target, prompt, 0.7, TOKENS, text=[*prompt, *expected])
+        engine = engine_for(target, source=source, **way, **options)
+    assert engine.decode(prompt).token_ids == expected
+
+
+def test_processes_have_the_text_of_one():
+    target = rounded()
+    options = {"schedule": "spd", "num_stages": 4, "max_new_tokens": TOKENS}
+    draft = friendly_module(tiny_llama(layers=4, hidden=64, vocab=1000), num_stages=4)
+    found = [
+        engine_for(target, draft=draft, connect=connect, **options).decode(PROMPTS[1]).token_ids
+        for connect in (LocalPipeline, connect_inline)
+    ]
+    assert found[0] == found[1] == plain_text(target, PROMPTS[1], max_new_tokens=TOKENS)
+
+
+def test_masked_attention_instead_of_rows_alone_changes_bits(monkeypatch):
+    """Known-bad: a pass whose rows attend together, as in float32."""
+    target = StagedTarget(rounded(), 1)
+    found = []
+    for is_bitwise in (True, False):
+        target.stages[0].is_bitwise = is_bitwise
+        target.prefill(torch.arange(200))
+        segment = chain_segment(target, torch.arange(30, 46))
+        found.append(target.stages[0].forward(segment).hidden)
+    assert torch.allclose(*found, atol=0.05) and not torch.equal(*found)
+
+
+def test_a_loaded_target_and_its_parts_agree_and_keep_their_fingerprint():
+    whole = load_target(ASSETS, dtype=torch.int8)
+    half = range(whole.config.num_hidden_layers // 2)
+    part = load_target_part(
+        ASSETS, layers=half, has_embedding=True, has_head=True, dtype=torch.int8
+    )
+    x = torch.randn(3, whole.config.hidden_size)
+    for name, module in part.named_modules():
+        if isinstance(module, Int8Linear | Int8Part) and module.in_features == x.shape[1]:
+            assert torch.equal(module(x), whole.get_submodule(name)(x)), name
+    plain = load_target(ASSETS)
+    head = make_head(plain)
+    assert head.fingerprint(whole) == head.fingerprint(plain)
+    assert not any(isinstance(x, torch.nn.Linear) for x in whole.modules())
+
+
+def test_other_families_are_refused():
+    with pytest.raises(ValueError, match="--dtype: int8 is for targets of the families llama"):
+        round_target(tiny("qwen3_5"))
+
+
+# -- joined weights in float32 -----------------------------------------------------------------
+
+
+def test_joined_weights_are_read_by_both_ways_and_joined_again_once_replaced():
+    target = tiny_llama(layers=2)
+    staged, rows = StagedTarget(target, 1), torch.arange(5)
+
+    def check():
+        staged.prefill(rows)
+        segment = chain_segment(staged, torch.tensor([7, 8]))
+        hidden = staged.stages[0].forward(segment).hidden
+        expected = target(torch.tensor([[*rows, 7, 8]])).logits[0, -2:]
+        assert torch.allclose(staged.logits(hidden), expected, atol=1e-4)
+
+    check()
+    attention = target.model.layers[1].self_attn
+    joined = plain_layers._plain[target.model.layers[1]].query_key_value.weight
+    assert joined.data_ptr() == attention.q_proj.weight.data_ptr()
+    attention.k_proj.weight.mul_(2)  # both ways read one memory
+    check()
+    attention.v_proj.weight = torch.nn.Parameter(attention.v_proj.weight * 3, requires_grad=False)
+    check()
+    target.model.layers[0].mlp.up_proj = torch.nn.Sequential(target.model.layers[0].mlp.up_proj)
+    assert not plain_layers._is_plain(target.model.layers[0])
+    check()
+
+
+def test_long_prompts_trained_weights_and_other_activations_take_transformers_way():
+    target = tiny_llama(layers=1)
+    layers, kinds = target.model.layers, ("full_attention",)
+    given = {"places": {}, "cache": None, "attends": {}}
+    assert plain_layers.plain_calls(layers, kinds, MOST_ROWS + 1, **given) is None
+    target.config.hidden_act = "gelu"
+    assert plain_layers.plain_calls(layers, kinds, 1, **given) is None
+    target.config.hidden_act = "silu"
+    layers[0].mlp.up_proj.requires_grad_(True)
+    assert plain_layers.plain_calls(layers, kinds, 1, **given) is None
+    assert int8.is_int8(rounded()) and not int8.is_int8(target)
