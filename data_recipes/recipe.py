@@ -140,8 +140,13 @@ def _tokenize_rows(
         raw_key = _reading_key(source, explodes=config.explode_turns)
         raw_rows = partial(_raw_batches, source, explodes=config.explode_turns)
         raw = cached_rows(folder / f"{raw_key}.arrow", RAW, raw_rows)
-        settings = {"config": config, "source": source, "benchmarks": benchmarks}
-        work = partial(tokenize_batch, tokenizer=tokenizer, **settings)
+        work = partial(
+            tokenize_batch,
+            tokenizer=tokenizer,
+            config=config,
+            source=source,
+            benchmarks=benchmarks,
+        )
         progress = tqdm(raw.batches, f"Tokenizing {source.name}", unit="batch", disable=None)
         key = _fingerprint([identity, raw_key, tuple(settings_key(config, source, benchmarks))])
         apply = partial(_apply, work, progress, config.num_proc)

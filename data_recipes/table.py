@@ -36,6 +36,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.chosen_N)
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
     def __getitem__(self, key: Any) -> Any:
         """Return a column by its name, a row by its index, or columns of some rows."""
         if isinstance(key, str):

@@ -42,6 +42,9 @@ from pipedraft.models.target import (
 from pipedraft.models.target_part import weights_identity
 from pipedraft.pretrained import quieten, resolve_dtype
 
+LoadedDraft = tuple[str, str, DraftNetwork]
+"""Name in tables, place, network. Heads of one type for different stages share a name."""
+
 
 def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:
     """Return the draft's type; add the folder if another draft has the same type and stages."""
@@ -59,20 +62,15 @@ def _load_drafts(
     drafts: dict[Path, Values],
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, tuple[str, DraftNetwork]]:
-    """Return draft name -> its place and network."""
+) -> list[LoadedDraft]:
     if options.draft_model is not None:
         network = load_draft_model(options.draft_model, target, tokenizer)
-        return {"draft model": (options.draft_model, network)}
+        return [("draft model", options.draft_model, network)]
     if options.draft is not None:
-        return {options.draft: (options.draft, make_lookup(options.draft, target))}
-    return {
-        _method_name(folder, drafts): (
-            str(folder),
-            load_head(folder, target),
-        )
-        for folder in drafts
-    }
+        return [(options.draft, options.draft, make_lookup(options.draft, target))]
+    return [
+        (_method_name(folder, drafts), str(folder), load_head(folder, target)) for folder in drafts
+    ]
 
 
 def _check_settings(given: Values, schedules: Collection[str]) -> None:
@@ -108,17 +106,16 @@ def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedul
 
 def make_methods(
     options: EvalOptions,
-    drafts: Mapping[str, tuple[str, DraftNetwork]],
+    drafts: Sequence[LoadedDraft],
     target: "_Target",
     cost: CostModel,
 ) -> list[EvalMethod]:
     """Return a method per draft x schedule x temperature x schedule setting."""
-    schedules_of = {
-        name: options.schedule or (default_schedule(network.draft_type),)
-        for name, (_, network) in drafts.items()
-    }
+    schedules = [
+        options.schedule or (default_schedule(network.draft_type),) for _, _, network in drafts
+    ]
     # Check all drafts together: a setting may belong to only one draft's schedule.
-    used = dict.fromkeys(schedule for own in schedules_of.values() for schedule in own)
+    used = dict.fromkeys(schedule for own in schedules for schedule in own)
     _check_settings(options.settings, used)
     shared = {
         "verifier": options.verifier,
@@ -131,12 +128,12 @@ def make_methods(
         **options.filters,
     }
     methods = []
-    for name, (place, network) in drafts.items():
+    for (name, place, network), own in zip(drafts, schedules, strict=True):
         num_stages = target.num_stages or network.num_stages
         cut = {"num_stages": num_stages} if num_stages else {}
-        for schedule in schedules_of[name]:
+        for schedule in own:
             # One draft may run under several schedules; its type alone would not tell them apart.
-            label = name if len(schedules_of[name]) == 1 else f"{name}: {schedule}"
+            label = name if len(own) == 1 else f"{name}: {schedule}"
             ways = ways_of(schedule, options.settings, label)
             methods += [
                 EvalMethod(
@@ -294,7 +291,7 @@ def evaluate_drafts(
         tokenizer=tokenizer,
         benchmarks=benchmarks,
         checkpoints=list(drafts),
-        draft=loaded["draft model"][1] if options.draft_model else None,
+        draft=loaded[0][2] if options.draft_model else None,
         config=config | {"device": str(target.model.device)},
         argv=["python", "-m", "pipedraft.eval", *argv],
         seed=options.seed,

@@ -32,12 +32,13 @@ class PlainLayer:
         self.mlp: Any = layer.mlp
         self.norms: Any = layer.input_layernorm, layer.post_attention_layernorm
         self._projections, self._gates = _parts(layer)
-        self.head_size: int = self.attention.head_dim
-        self.num_values = self._projections[2].out_features // self.head_size
+        self.head_size: Any = self.attention.head_dim
+        self.num_values: int = self._projections[2].out_features // self.head_size
         self.has_head_norms = hasattr(self.attention, "q_norm")
         # Decoding runs in inference mode; a weight made there could not be trained or read later.
         with torch.inference_mode(False), torch.no_grad():
-            self.query_key_value, self.gate_up = _join(self._projections), _join(self._gates)
+            self.query_key_value: Any = _join(self._projections)
+            self.gate_up: Any = _join(self._gates)
 
     @property
     def is_current(self) -> bool:

@@ -310,7 +310,11 @@ class _Apart:
 
 
 def masked(
-    query_1NlD: Tensor, keys_1JCD: Tensor, values_1JCD: Tensor, mask: Tensor, scale: float | None
+    query_1NlD: Tensor,
+    keys_1JCD: Tensor,
+    values_1JCD: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
 ) -> Tensor:
     """Run attention [1, N, l, D] by torch's kernel, query heads sharing key heads."""
     is_shared = query_1NlD.shape[1] != keys_1JCD.shape[1]

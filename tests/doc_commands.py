@@ -161,8 +161,8 @@ def stopping_after_the_parser() -> Iterator[None]:
 def check(command: Command) -> None:
     """Fail if the command has an unknown option, choice or configuration."""
     if command.launcher == "make":
-        targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-        assert set(command.arguments) <= set(targets), command
+        targets = re.findall(r"^([\w./ -]+):", (REPOSITORY / "Makefile").read_text(), re.M)
+        assert set(command.arguments) <= set(" ".join(targets).split()), command
     elif command.launcher == "pip":
         check_extras(command)
     elif re.match(r"pipedraft\b|.*\.py$", command.module):

@@ -359,6 +359,25 @@ def test_two_checkpoints_make_one_table_with_one_baseline(folders, engine) -> No
     assert methods == [AUTOREGRESSIVE, "spd (run/spd)", "spd (other/spd)"]
 
 
+def test_heads_for_other_stages_are_all_decoded(folders, engine, monkeypatch) -> None:
+    second = folders.root / "n8"
+    second.mkdir()
+    text = (folders.draft / "config.json").read_text()
+    (second / "config.json").write_text(text.replace('"num_stages": 4', '"num_stages": 8'))
+    (second / "model.safetensors").write_bytes(b"weights")
+
+    def load(folder, target):
+        draft = AnyDraft()
+        draft.num_stages = 8 if folder == second else 4
+        return draft
+
+    monkeypatch.setattr(command_module, "load_head", load)
+    assert status(command(folders, "--checkpoint", str(second), "--no-lossless")) == 0
+    results = json.loads((folders.out / "results.json").read_text())
+    methods = [(r["method"], r["stages"]) for r in results["runs"]]
+    assert methods == [(AUTOREGRESSIVE, 4), ("spd", 4), ("spd", 8)]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

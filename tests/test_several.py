@@ -32,6 +32,7 @@ from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import Observer
+from pipedraft.models.target import StagedTarget
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,25 @@ def test_windows_and_recurrent_layers_decode_as_alone(name):
     asked = [([index, *range(20)], config, 0) for index, config in enumerate(configs * 2)]
     _, handles = decode_several(target, None, 2, asked)
     assert check_as_alone(target, None, handles) == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_reads_the_lm_head_once_for_all(llama, fails, monkeypatch):
+    """If there is no room for all logits at once, each sequence computes its own."""
+    rows, right = [], StagedTarget.logits
+
+    def counted(self, hidden_lH):
+        rows.append(len(hidden_lH))
+        if fails and len(hidden_lH) > 1:
+            raise MemoryError
+        return right(self, hidden_lH)
+
+    config = DecodeConfig.of(**PLAIN, num_stages=1, max_new_tokens=6)
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedTarget, "logits", counted)
+        _, handles = decode_several(llama, None, 1, [([i], config, 0) for i in range(4)])
+    assert rows == ([4, 1, 1, 1, 1] * 6 if fails else [4] * 6)
+    assert check_as_alone(llama, None, handles) == 0
 
 
 # -- mutants --------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ and the standard deviation of L' over prompts. With processes also tokens/s per 
 memory on all ranks, and segments that the ranks skipped.
 """
 
+import argparse
 import statistics
-import sys
 from pathlib import Path
 
 import msgspec
@@ -38,7 +38,9 @@ def fates(result: DecodeResult) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="an evaluation's --out")
+    folder = parser.parse_args().folder
     lines = []
     results = msgspec.json.decode((folder / "results.json").read_bytes(), type=Results)
     # The last one with these settings covers all benchmarks.
