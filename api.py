@@ -45,6 +45,7 @@ from pipedraft.models.draft import Draft, resolve_folder
 from pipedraft.models.exchange.export import Layout, export
 from pipedraft.models.exchange.hub import Upload, check_repo_id, prepare_upload, push
 from pipedraft.models.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
+from pipedraft.models.int8 import dtype_of
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 from pipedraft.pretrained import (
@@ -95,7 +96,7 @@ class Model:
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else f"draft {self.draft.draft_type}"
         name = self.target_name or type(self.target).__name__
-        return f"Model({name}, {draft}, {self.target.device}, {self.target.dtype})"
+        return f"Model({name}, {draft}, {self.target.device}, {dtype_of(self.target)})"
 
     def generate(
         self,
@@ -464,7 +465,7 @@ def evaluate(
     if isinstance(model, Model):
         if model.draft_options in (None, {}):
             raise ValueError("model: its draft has no name; load it by a folder or Hub id")
-        dtype = str(model.target.dtype).removeprefix("torch.")
+        dtype = str(dtype_of(model.target)).removeprefix("torch.")
         given: Values = {"target": _name_of(model), "dtype": dtype}
         given["device"] = str(model.target.device)
         given |= model.draft_options or {}

@@ -192,8 +192,6 @@ def leave_at_interrupts() -> None:
 
     Libraries may turn KeyboardInterrupt into another error while they load.
     """
-    # No command needs these two, but transformers imports them if it can: 34 MB and half a second.
-    sys.modules |= dict.fromkeys({"scipy", "sklearn"} - sys.modules.keys())  # type: ignore[arg-type]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 

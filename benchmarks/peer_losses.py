@@ -1,17 +1,18 @@
-"""Losses, their gradients and blocks, by the packages that others train heads with and by this one.
+"""Compare losses, gradients and drafted blocks with those computed by speculators and SpecForge.
 
     python -m venv --system-site-packages PEERS
     PEERS/bin/pip install --no-deps speculators==0.9.0 specforge==0.2.0 hs-connectors==0.9.0 \\
       loguru pydantic-settings python-dotenv
     PYTHONPATH=.. PEERS/bin/python benchmarks/peer_losses.py --json
 
-Divergences of random rows, then heads that were exported and loaded by a package: EAGLE-3 on three
-texts of different length, each alone, padded and packed, one of which ends on an assistant's token;
-DFlash and DSpark on the same anchors of a text that the target wrote. The package's training pass
-and ours. Of every case: by how much the loss, the gradients and the logits differ at most, over the
-largest of their kind, and whether the most likely draft tokens are the same. SpecForge's EAGLE-3
-imports triton, which torch's wheels for a CPU lack. --train OUT trains an EAGLE-3 head for the
-embedded target with each package's pass instead, and saves it with the package.
+The first cases are divergences between random rows. The others are heads, exported here and loaded
+by a package. EAGLE-3 reads three texts with different lengths, each alone, padded and packed; the
+second text ends on an assistant token. DFlash and DSpark read a text written by the target, with
+equal anchors. Each case runs the package's training pass and ours. It prints the largest relative
+difference between losses, gradients and logits, and compares the most likely draft tokens.
+
+SpecForge's EAGLE-3 imports triton, missing in torch's CPU wheels. --train OUT trains an EAGLE-3
+head for the embedded target with each package's pass instead, and saves it with the package.
 """
 
 import importlib.util
@@ -61,7 +62,7 @@ LENGTH, BLOCK, PROMPT = 40, 7, 6
 TARGET, TEXTS = "assets/target", "assets/train/answers.jsonl.gz"
 STEPS, DECAY = 4, 0.8
 MASKS = [[0] * 4 + [1] * 9 + [0], [0] * 3 + [1] * 6, [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]]
-"""Of the texts of chains; the second one ends on an assistant's token."""
+"""Text lengths for chains; the second text ends on an assistant token."""
 EAGER = {
     "kl": "kl_div",
     "rkl": "rkl",
@@ -71,7 +72,7 @@ EAGER = {
     "lk": "nla",
     "lk_hybrid": "lk_hybrid",
 }
-"""Our divergences, and what speculators calls them."""
+"""Our divergences -> their names in speculators."""
 Found = dict[str, float | bool]
 Block = tuple[Tensor, dict[str, Tensor], Tensor]
 """Loss, gradients by name, logits [A S, U]."""
@@ -93,14 +94,14 @@ def kl(logits_MU: Tensor, p_MU: Tensor) -> Tensor:
 
 
 def rows(M: int, U: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Hidden, head, the teacher's hidden and head, and the ids of the draft vocabulary."""
+    """Return random hidden states and head, the teacher's, and the draft vocabulary's ids."""
     hidden, head = torch.randn(M, 32, requires_grad=True), torch.randn(U, 32, requires_grad=True)
     ids = torch.randperm(VOCABULARY)[:U].sort().values
     return hidden, head, torch.randn(M, 32), torch.randn(VOCABULARY, 32), ids
 
 
 def compare_rows(kind: str, M: int, U: int, theirs: Callable[[Tensor, Tensor, Tensor], Tensor]):
-    """A divergence of ours with one of theirs: of draft logits, target logits and draft ids."""
+    """Compare our divergence with ``theirs``, a function (draft logits, target logits, ids)."""
     torch.manual_seed(0)
     hidden, head, teacher, teacher_head, ids = rows(M, U)
     is_part = U < VOCABULARY
@@ -163,7 +164,7 @@ def divergences() -> Iterator[tuple[str, Found]]:
 
 
 def written_by(target: PreTrainedModel) -> Tensor:
-    """Token ids [T] whose answer is the target's own, so that its best token is the text's."""
+    """Return token ids [T] with a greedy answer by the target, so each token is its best one."""
     ids = torch.randint(VOCABULARY, (PROMPT,))
     while len(ids) < LENGTH:
         best = target(input_ids=ids[None]).logits[0, -1].argmax()
@@ -196,7 +197,7 @@ def make_objective(kind: str, target: PreTrainedModel, name: str, **options: Any
 
 @contextmanager
 def these_anchors(anchors_A: Tensor) -> Iterator[None]:
-    """Ours are drawn by one function."""
+    """Context in which our objective uses these anchors instead of random ones."""
     with patch.object(dflash, "draw_anchors", lambda *_: [anchors_A]):
         yield
 
@@ -219,7 +220,7 @@ def ours(objective: DFlashObjective, ids_T: Tensor, anchors_A: Tensor) -> Block:
 def states_of(
     target: PreTrainedModel, ids_T: Tensor, layers: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    """Joined hidden states [1, T, k H], and those of the last layer, raw and normed."""
+    """Return joined hidden states [1, T, k H], and the last layer's, raw and normed."""
     taps = capture_hidden(target, ids_T[None], {*layers, LAYERS})
     joined = torch.cat([taps[layer] for layer in layers], -1)
     return joined, taps[LAYERS], target.get_decoder().norm(taps[LAYERS])
@@ -360,7 +361,7 @@ def compare_blocks(package: str, kind: str, layout: Layout, **options: Any) -> F
 
 
 def taps_of(target: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, Any]:
-    """The joined states that EAGLE-3 fuses, and the target's whole output."""
+    """Return the joined states for EAGLE-3, and the target's output."""
     output = target(input_ids=ids_BT, output_hidden_states=True)
     depth = target.config.num_hidden_layers
     layers = (2, depth // 2, depth - 3)
@@ -368,7 +369,7 @@ def taps_of(target: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, Any]:
 
 
 def last_of(target: PreTrainedModel, ids_BT: Tensor) -> Tensor:
-    """The last layer's states, before the final norm."""
+    """Return the last layer's states, before the final norm."""
     depth = target.config.num_hidden_layers
     return capture_hidden(target, ids_BT, {depth})[depth]
 
@@ -384,7 +385,7 @@ def load_by_specforge(place: Path, target: Any) -> Any:
 
 
 def chain_by_specforge(model: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Loss of a padded batch."""
+    """Return a padded batch's loss."""
     from specforge.algorithms.eagle3 import model as eagle3
 
     def kl_mean(logits: Tensor, p: Tensor, mask: Tensor) -> Tensor:
@@ -418,7 +419,7 @@ def load_by_speculators(place: Path, target: Any) -> Any:
 
 
 def chain_by_speculators(model: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Loss of one document, or of several in one row."""
+    """Return the loss for one document, or for several in one row."""
     from speculators.losses.utils import resolve_loss_config
     from speculators.models.eagle3 import core
 
@@ -453,7 +454,7 @@ CHAINS: dict[str, tuple[Layout, Callable[..., Any], Callable[..., Tensor]]] = {
 
 
 def compare_chains(package: str) -> Iterator[tuple[str, Found]]:
-    """Sums over the texts: alone, padded and packed by us, alone or padded by the package."""
+    """Compare sums over the texts: ours alone, padded and packed, theirs alone or padded."""
     torch.manual_seed(0)
     layout, load, run = CHAINS[package]
     target = random_target()

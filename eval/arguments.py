@@ -9,6 +9,7 @@ from pipedraft.inference.arguments import (
     BackendOptions,
     Dtype,
     FilterOptions,
+    FloatDtype,
     PlaceOptions,
     Rule,
     ScheduleOptions,
@@ -337,7 +338,7 @@ class ParityOptions(PlaceOptions):
     """draft tokens per chain, for drafts without a fixed number"""
     max_new_tokens: int = option(48, metavar="M", least=2)
     """new tokens per answer"""
-    dtype: Dtype = "float32"
+    dtype: FloatDtype = "float32"
     """dtype for target and draft; rounding in other dtypes hides small differences"""
     engine: Literal["vllm"] | None = None
     """also decode the prompts in this engine, and compare its draft tokens"""

@@ -20,6 +20,7 @@ from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values
 from pipedraft.inference.engine import DraftNetwork
 from pipedraft.models.fingerprint import tokenizer_hash
+from pipedraft.models.int8 import dtype_of
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import target_fingerprint
 from pipedraft.pretrained import unapplied_settings
@@ -107,7 +108,7 @@ def build_manifest(
         "command": shlex.join(argv),
         "config": dict(config),
         "seed": seed,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": str(dtype_of(target)).removeprefix("torch."),
         "versions": {
             "pipedraft": pipedraft.__version__,
             "python": platform.python_version(),

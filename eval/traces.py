@@ -30,6 +30,7 @@ from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
+from pipedraft.models.int8 import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,7 +177,7 @@ def traces_of(
     index, _, number = (shard or "1/1").partition("/")
     identity = {
         "target": weights,
-        "dtype": str(target.dtype),
+        "dtype": str(dtype_of(target)),
         "device": target.device.type,
         "backend": backend,
         "versions": [version(name) for name in ("torch", "transformers")],

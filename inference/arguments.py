@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 FILTER_NAMES = [f.name for f in fields(TokenFilters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
-Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+FloatDtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal[FloatDtype, "int8"]
 MAX_SECONDS = 1_000_000
 
 

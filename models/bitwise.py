@@ -1,9 +1,10 @@
-"""Forward passes with the same numbers whatever other rows they contain: ``--bitwise``.
+"""Run forward passes with equal bits for a row in any company: ``--bitwise``.
 
-Kernels are chosen by shape and sum in their own order, so in bfloat16 a row's logits depend on the
-other rows. Here every product has the same number of rows, padded, and each row attends alone to
-its ancestors in order, exactly as in autoregressive decoding. On a GPU this number is 1, because
-with 16 rows outputs differed from autoregressive decoding.
+Libraries choose kernels by shape, and each sums in its own order. So in bfloat16 a row's logits
+depend on the other rows. Here every product has the same number of rows, padded, and each row
+attends alone to its ancestors in order, exactly as in autoregressive decoding. On a GPU this number
+is 1, because with 16 rows outputs differed from autoregressive decoding. Targets in 8 bits always
+run this way; their products have independent rows, so they need no padding.
 """
 
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size
@@ -42,7 +43,7 @@ def check_bitwise(config: PreTrainedConfig) -> None:
 
 
 def rows_of_a_pass(device: torch.device, is_int8: bool) -> int | None:
-    """Return the fixed row count; None: any, as products in 8 bits have independent rows."""
+    """Return the fixed row count; None: no fixed one."""
     if is_int8:
         return None
     return ROWS if device.type == "cpu" else 1  # 16 rows were not enough on a GPU
@@ -105,7 +106,7 @@ def _pass(
 
 
 def _places(seen_C: Tensor) -> Tensor | slice:
-    """Return a slice instead of adjacent places: no copy of their keys and values."""
+    """Return a slice if the places are adjacent, so reading them copies nothing."""
     first, last = int(seen_C[0]), int(seen_C[-1])
     return slice(first, last + 1) if last - first + 1 == len(seen_C) else seen_C
 

@@ -31,13 +31,13 @@ LEAST_ROWS, MOST_ROWS = 4, 64
 def lay_out(module: nn.Module) -> None:
     """Let a module's large linear layers take the fastest product for few rows.
 
-    On an AVX-512 CPU that is oneDNN's, which has its own layout. With 382 MB weights on one Zen 4
-    core, one row takes 24 instead of 31 ms, four 24 instead of 42, eight 31 instead of 49, sixty
-    117 instead of 144. The first product with at most ``MOST_ROWS`` rows makes the copy, in as much
+    On an AVX-512 CPU this is oneDNN's, which has its own layout. On one Zen 4 core with 382 MB of
+    weights, products with 1, 4, 8 and 60 rows take 24, 24, 31 and 117 ms instead of 31, 42, 49 and
+    144. The first product with at most ``MOST_ROWS`` rows makes the copy, in as much
     memory as the weights. If this exceeds half the free memory, nothing is copied.
 
-    Elsewhere the rows become columns: with 538 MB on a Zen 3 core, four rows take 65 instead of
-    141 ms, one row 53. Verifying three draft tokens then costs little more than decoding one.
+    On other CPUs the rows become columns. With 538 MB on a Zen 3 core, products with 1, 2, 4 and 8
+    rows take 52, 72, 71 and 105 ms instead of 52, 113, 120 and 120.
     """
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
     num_bytes = sum(layer.weight.nbytes for layer in large)

@@ -1,7 +1,7 @@
-"""Target and draft weights in 8 bits on a CPU: ``--dtype int8``.
+"""Round target and draft weights to 8 bits on a CPU: ``--dtype int8``.
 
-Every output channel of a linear layer has its own scale, and each row is multiplied by itself, so a
-row's numbers never depend on the rows next to it. Embeddings, norms and attention stay float32.
+Each output channel has its own scale, and each input row too. Integer sums are exact, so a row's
+numbers never depend on the other rows. Embeddings, norms and attention stay in float32.
 """
 
 # M rows, H inputs, G output channels
@@ -19,53 +19,54 @@ from pipedraft.models.families import PLAIN
 JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 """Linear layers in a decoder layer with the same input: block -> names."""
 STEPS = 63
-"""Steps from zero to a row's largest input: 7 bits, so AVX2's 16-bit sums cannot overflow."""
+"""Steps from zero to a row's largest input. Inputs have 7 bits, as AVX2 adds two products in 16."""
 
 
 class Int8Linear(nn.Module):
-    """x W^T + b with W = round(W / s) s, s the largest weight of a channel / 127.
+    """Compute x W^T + b with W = round(W / s) s, s = max |W| / 127 per channel.
 
-    Kernels exist for 8-bit inputs alone. So an input is split in two, x = a (hi + lo / 126) with
-    a = max |x| and both parts on a grid of 63 steps: two rows in one product, rounded to 2^-14.
+    The kernel takes 8-bit inputs. Rounding x to 8 bits would lose more than rounding W, so x enters
+    as two rows, x = s' (high + low / 126) with s' = max |x| / 63 and both in -63 .. 63. What is
+    left is at most max |x| / 2^13.
     """
 
     def __init__(self, weight_GH: Tensor, bias_G: Tensor | None, *, keep_weight: bool) -> None:
-        """``keep_weight``: keep the float32 weight too, for others to read."""
+        """``keep_weight``: also keep the float32 weight, for code that reads it."""
         super().__init__()
         self.out_features, self.in_features = weight_GH.shape
         scale_G = (weight_GH.abs().amax(1).double() / 127).clamp(min=1e-30)
         zeros_G = torch.zeros_like(scale_G, dtype=torch.long)
-        with warnings.catch_warnings():  # the kernel is packed from a tensor kind on its way out
+        with warnings.catch_warnings():  # torch will remove this kind of tensor one day
             warnings.simplefilter("ignore")
             rounded = torch.quantize_per_channel(weight_GH, scale_G, zeros_G, 0, torch.qint8)
         self._packed = torch.ops.quantized.linear_prepack(rounded, None)
         self.bias = None if bias_G is None else nn.Parameter(bias_G.float(), requires_grad=False)
         if keep_weight:
-            self.weight = weight_GH  # the same object: a tied head stays tied
+            self.weight = weight_GH  # the same object, so a tied head stays tied
 
     def forward(self, x: Tensor) -> Tensor:
         rows_MH = x.reshape(-1, self.in_features)
-        # Few operators: a token passes here 121 times in a model with 30 layers.
-        largest_M1 = torch.linalg.vector_norm(rows_MH, torch.inf, 1, keepdim=True).clamp_(min=1e-30)
-        rows_MH = rows_MH / largest_M1
-        high_MH = torch.fake_quantize_per_tensor_affine(rows_MH, 1 / STEPS, 0, -STEPS, STEPS)
+        # Few operators: a model with 30 layers comes here 121 times per token.
+        step_M1 = rows_MH.abs().amax(1, keepdim=True).clamp_(min=1e-30).div_(STEPS)
+        rows_MH = rows_MH / step_M1
+        high_MH = rows_MH.round()
         low_MH = rows_MH.sub_(high_MH).mul_(2 * STEPS)
         out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            torch.cat([high_MH, low_MH]), 1 / STEPS, STEPS + 1, self._packed
+            torch.cat([high_MH, low_MH]), 1.0, STEPS + 1, self._packed
         )
         high_MG, low_MG = out.chunk(2)
-        out_MG = torch.add(high_MG, low_MG, alpha=0.5 / STEPS).mul_(largest_M1)
+        out_MG = torch.add(high_MG, low_MG, alpha=0.5 / STEPS).mul_(step_M1)
         if self.bias is not None:
             out_MG += self.bias
         return out_MG.view(*x.shape[:-1], self.out_features)
 
 
 class Int8Part(nn.Module):
-    """Some output channels of joined linear layers."""
+    """One of several joined linear layers: some of their output channels."""
 
     def __init__(self, joined: Int8Linear, channels: slice) -> None:
         super().__init__()
-        # In a list: the joined layer is no part of the module's tree, it would be saved twice.
+        # In a list, so the parts do not each register the joined layer as a submodule.
         self._joined, self.channels = [joined], channels
         self.out_features, self.in_features = channels.stop - channels.start, joined.in_features
 
@@ -81,12 +82,17 @@ def is_int8(module: nn.Module) -> bool:
     return any(isinstance(x, Int8Linear | Int8Part) for x in module.modules())
 
 
+def dtype_of(model: PreTrainedModel) -> torch.dtype:
+    """Return the weights' dtype as given to ``load_target``: int8, or the model's own."""
+    return torch.int8 if is_int8(model) else model.dtype
+
+
 @torch.no_grad()
 def round_target(model: PreTrainedModel) -> None:
-    """Replace the layers' and the LM head's linear layers; weights on the meta device stay.
+    """Replace all linear layers in decoder layers, and the LM head; meta weights stay.
 
     Raises:
-        ValueError: no CPU, or a family without a pass whose rows are independent.
+        ValueError: another device, or a family without a pass in ``plain_layers``.
     """
     config = model.get_decoder().config
     if config.model_type not in PLAIN or config.hidden_act != "silu":
@@ -107,9 +113,9 @@ def round_target(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def round_draft(draft: nn.Module) -> None:
-    """Replace the linear layers of a draft's decoder layers, and its LM head.
+    """Replace a draft's projections in attention and MLP, and its LM head.
 
-    Others stay: they are small, and heads read parts of their weights.
+    Others stay in float32: they are small, and some heads read parts of their weights.
     """
     for parent, name, linear in _linear_layers(draft):
         if name.endswith("_proj") or name == "lm_head":
@@ -125,6 +131,7 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linea
 
 
 def _join(block: Any, names: tuple[str, ...]) -> None:
+    """Join some of a block's linear layers in one, and put parts of it in their places."""
     parts = [getattr(block, name) for name in names]
     if parts[0].weight.device.type != "cpu":
         return

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.models.draft import CONFIG_FILE
 from pipedraft.models.families import finish_logits, layer_kinds
+from pipedraft.models.int8 import dtype_of
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.stage_calls import can_capture, folding_heads, shared_heads
 from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
@@ -170,7 +171,7 @@ def load_draft_model(
     name_or_path = model_folder(name_or_path)
     try:
         own_tokenizer = load_tokenizer(name_or_path)
-        model = load_target(name_or_path, dtype=target.dtype, device=target.device)
+        model = load_target(name_or_path, dtype=dtype_of(target), device=target.device)
     except ValueError as error:  # its field is the target's or the tokenizer's
         raise ValueError(f"draft_model: {str(error).partition(': ')[2]}") from error
     _check_tokenizers(str(name_or_path), own_tokenizer, tokenizer)

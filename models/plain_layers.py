@@ -1,7 +1,7 @@
-"""A target's layers for few rows on a CPU: transformers' arithmetic in a third of its calls.
+"""Decoder layers for few rows on a CPU: transformers' arithmetic in fewer calls.
 
-One product makes queries, keys and values, another gate and up. Their weights are joined in memory
-once; the modules keep views of them, so nothing is stored twice and both ways see every change.
+One product computes queries, keys and values, another gate and up. We join their weights in memory
+once, and transformers' modules keep views, so nothing is stored twice.
 """
 
 # R rows, H hidden, N query heads, J key heads, D head size, G joined outputs, I intermediate size
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from pipedraft.files import Values
 from pipedraft.models.cpu import MOST_ROWS, LaidOutLinear
 from pipedraft.models.families import PLAIN
-from pipedraft.models.int8 import JOINED, Int8Linear, Int8Part
+from pipedraft.models.int8 import JOINED, Int8Part
 
+HFModule: TypeAlias = Any
+"""One of transformers' modules: its submodules and settings are known by name, not by type."""
 Attend: TypeAlias = Callable[..., Tensor]
 """(query [1, N, R, D], keys [1, J, C, D], values, scale=) -> [1, N, R, D]."""
 
@@ -28,36 +30,28 @@ class PlainLayer:
     """One layer with joined weights."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.attention: Any = layer.self_attn
-        self.mlp: Any = layer.mlp
-        self.norms: Any = layer.input_layernorm, layer.post_attention_layernorm
-        self._projections, self._gates = _parts(layer)
-        self.head_size: Any = self.attention.head_dim
-        self.num_values: int = self._projections[2].out_features // self.head_size
+        self.attention: HFModule = layer.self_attn
+        self.mlp: HFModule = layer.mlp
+        self.norms: HFModule = layer.input_layernorm, layer.post_attention_layernorm
+        projections, gates = _parts(layer)
+        self.head_size: HFModule = self.attention.head_dim
+        self.num_values: int = projections[2].out_features // self.head_size
         self.has_head_norms = hasattr(self.attention, "q_norm")
-        # Decoding runs in inference mode; a weight made there could not be trained or read later.
+        # Decoding runs in inference mode; autograd could not use weights created there.
         with torch.inference_mode(False), torch.no_grad():
-            self.query_key_value: Any = _join(self._projections)
-            self.gate_up: Any = _join(self._gates)
+            self.query_key_value, self.gate_up = _join(projections), _join(gates)
+        self._identity = _identity(layer)
 
-    @property
-    def is_current(self) -> bool:
-        """False once a module was given another weight: moved, merged or loaded."""
-        if isinstance(self.query_key_value, Int8Linear):
-            return True
-        joined = (self.query_key_value, self._projections), (self.gate_up, self._gates)
-        return all(
-            part.weight.data_ptr() == place.data_ptr()
-            for whole, parts in joined
-            for part, place in zip(parts, _split(whole.weight, parts), strict=True)
-        )
+    def is_current(self, layer: nn.Module) -> bool:
+        """Return False once a module or weight was replaced: moved, merged or loaded."""
+        return self._identity == _identity(layer)
 
     def __call__(
         self,
         hidden_1RH: Tensor,
         *,
         turn: tuple[Tensor, Tensor],
-        cache: Any,
+        cache: HFModule,
         attend: Attend,
     ) -> Tensor:
         """Return the layer's output [1, R, H], as transformers' layer does.
@@ -66,7 +60,9 @@ class PlainLayer:
             turn: from ``_turning``.
             cache: ``update(keys, values, layer_idx)`` returns all keys and values.
         """
-        (first, second), (cos_R1D, sin_R1D), rows_RH = self.norms, turn, hidden_1RH[0]
+        first, second = self.norms
+        cos_R1D, sin_R1D = turn
+        rows_RH = hidden_1RH[0]
         heads = self.query_key_value(_norm(first, rows_RH)).unflatten(-1, (-1, self.head_size))
         turned, values_RJD = heads.tensor_split([heads.shape[1] - self.num_values], 1)
         if self.has_head_norms:
@@ -100,7 +96,7 @@ def plain_calls(
     num_rows: int,
     *,
     places: Mapping[str, Values],
-    cache: Any,
+    cache: HFModule,
     attends: Mapping[str, Attend],
 ) -> list[Callable[[Tensor], Tensor]] | None:
     """Return each layer as a function of hidden states [1, R, H]; None: transformers' must run.
@@ -114,7 +110,7 @@ def plain_calls(
     if num_rows > MOST_ROWS and not isinstance(layers[0].self_attn.q_proj, Int8Part):
         return None
     for layer in layers:
-        if layer not in _plain or not _plain[layer].is_current:
+        if layer not in _plain or not _plain[layer].is_current(layer):
             _plain[layer] = PlainLayer(layer)
     turns = {kind: _turning(places[kind]["position_embeddings"]) for kind in set(kinds)}
     return [
@@ -124,32 +120,47 @@ def plain_calls(
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Adapters, quantized and sharded weights, and layers elsewhere keep transformers' way."""
-    attention: Any = getattr(layer, "self_attn", None)
+    """Return False for adapters, hooks, quantized or sharded weights, and other devices."""
+    attention: HFModule = getattr(layer, "self_attn", None)
     if attention is None or attention.config.model_type not in PLAIN:
         return False
     if attention.config._attn_implementation != "sdpa" or attention.config.hidden_act != "silu":
         return False
+    blocks: HFModule = layer, attention, layer.mlp
+    if any(block._forward_hooks or block._forward_pre_hooks for block in blocks):
+        return False  # the pass below calls none of these modules
     return all(_can_join(part) for parts in _parts(layer) for part in parts)
 
 
-def _can_join(part: nn.Module) -> bool:
-    if type(part) not in (nn.Linear, LaidOutLinear):
-        return isinstance(part, Int8Part)
-    weight: Any = part.weight
-    # Views are no leaves: an optimizer would go on updating the weights they replace.
-    is_frozen = type(weight) is nn.Parameter and not weight.requires_grad
-    return is_frozen and weight.device.type == "cpu"
+def _can_join(part: HFModule) -> bool:
+    if isinstance(part, Int8Part):
+        return True
+    if type(part) not in (nn.Linear, LaidOutLinear) or part._forward_hooks:
+        return False
+    # An optimizer would go on updating the weights that the views replace.
+    is_frozen = type(part.weight) is nn.Parameter and not part.weight.requires_grad
+    return is_frozen and part.weight.device.type == "cpu"
 
 
-def _parts(layer: Any) -> list[list[Any]]:
-    """Return the layer's modules that are joined: for attention, for the MLP."""
+def _identity(layer: HFModule) -> list[object]:
+    """Return the modules read by ``PlainLayer``, and the addresses of joined weights."""
+    found = [layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+    for part in [part for parts in _parts(layer) for part in parts]:
+        if isinstance(part, Int8Part):
+            found.append(part.joined)
+        else:
+            found += [x.data_ptr() for x in (part.weight, part.bias) if x is not None]
+    return found
+
+
+def _parts(layer: HFModule) -> list[list[HFModule]]:
+    """Return the modules to join: for attention, for the MLP."""
     blocks = ((getattr(layer, block), names) for block, names in JOINED.items())
     return [[getattr(block, name) for name in names] for block, names in blocks]
 
 
-def _join(parts: Sequence[Any]) -> nn.Module:
-    """Join the parts' weights and biases; the parts' become views."""
+def _join(parts: Sequence[HFModule]) -> nn.Module:
+    """Join weights and biases into one layer; the parts then hold views."""
     if isinstance(parts[0], Int8Part):
         return parts[0].joined
     joined = type(parts[0])(1, 1, bias=parts[0].bias is not None, device="meta")
@@ -158,14 +169,11 @@ def _join(parts: Sequence[Any]) -> nn.Module:
             continue
         whole = torch.cat([getattr(part, name) for part in parts])
         setattr(joined, name, nn.Parameter(whole, requires_grad=False))
-        for part, rows in zip(parts, _split(whole, parts), strict=True):
+        rows_of = whole.split([part.out_features for part in parts])
+        for part, rows in zip(parts, rows_of, strict=True):
             setattr(part, name, nn.Parameter(rows, requires_grad=False))
     return joined
 
 
-def _split(joined: Tensor, parts: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    return joined.split([part.out_features for part in parts])
-
-
-def _norm(norm: Any, x: Tensor) -> Tensor:
+def _norm(norm: HFModule, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

@@ -1,4 +1,4 @@
-"""--bitwise: bfloat16 outputs also equal the baseline's, because every row has the same bits."""
+"""--bitwise, and 8-bit weights: outputs equal the baseline's, as every row has the same bits."""
 
 from copy import deepcopy
 
@@ -23,6 +23,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom
 from pipedraft.models.families import PLAIN as PLAIN_FAMILIES
+from pipedraft.models.int8 import is_int8, round_draft, round_target
 from pipedraft.models.stage_cache import KeepRows, Segment
 from pipedraft.models.target import StagedTarget
 
@@ -38,10 +39,29 @@ def target():
     return tiny_llama(layers=4, hidden=64, vocab=1000).to(torch.bfloat16)
 
 
+@pytest.fixture(scope="module")
+def rounded():
+    """The same target with 8-bit weights."""
+    target = tiny_llama(layers=4, hidden=64, vocab=1000)
+    round_target(target)
+    return target
+
+
+@pytest.fixture(params=["bfloat16", "int8"])
+def exact(request, target, rounded):
+    """Return a target, and the options that promise equal bits."""
+    return (rounded, {}) if request.param == "int8" else (target, {"bitwise": True})
+
+
 def decode(target, prompt, text, way, **options) -> list[int]:
     options |= {"num_stages": 4, "max_new_tokens": TOKENS}
     if way["schedule"] == "spd":
-        draft = friendly_module(target, num_stages=4, num_layers=1).to(torch.bfloat16)
+        base = tiny_llama(layers=4, hidden=64, vocab=1000)
+        draft = friendly_module(base, num_stages=4, num_layers=1)
+        if is_int8(target):
+            round_draft(draft)
+        else:
+            draft.to(torch.bfloat16)
         return engine_for(target, draft=draft, **way, **options).decode(prompt).token_ids
     source = SimulatedSource(target, prompt, 0.7, TOKENS, text=[*prompt, *text])
     return engine_for(target, source=source, **way, **options).decode(prompt).token_ids
@@ -49,16 +69,18 @@ def decode(target, prompt, text, way, **options) -> list[int]:
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.all)])
 @pytest.mark.parametrize("way", [*WAYS, *SPD_WAYS], ids=way_name)
-def test_text_in_bfloat16_is_that_of_plain_decoding(target, way, temperature):
-    options = {"bitwise": True, "temperature": temperature, "verifier": "match", "seed": 3}
+def test_text_is_that_of_plain_decoding(exact, way, temperature):
+    target, promise = exact
+    options = {"temperature": temperature, "verifier": "match", "seed": 3} | promise
     expected = plain_text(target, PROMPT, max_new_tokens=TOKENS, **options)
     assert decode(target, PROMPT, expected, way, **options) == expected
 
 
 @pytest.mark.parametrize("way", [SPD_WAYS[1], WAYS[0]], ids=way_name)
-def test_processes_have_the_text_of_plain_decoding_in_one(target, way):
-    expected = plain_text(target, PROMPT, max_new_tokens=TOKENS, bitwise=True)
-    found = decode(target, PROMPT, expected, way, bitwise=True, connect=connect_inline)
+def test_processes_have_the_text_of_plain_decoding_in_one(exact, way):
+    target, promise = exact
+    expected = plain_text(target, PROMPT, max_new_tokens=TOKENS, **promise)
+    found = decode(target, PROMPT, expected, way, connect=connect_inline, **promise)
     assert found == expected
 
 

@@ -1,11 +1,11 @@
-"""Count what became of each segment in recorded runs: PipeInfer's runs, and what they cost.
+"""Count invalidated segments and their cost in recorded runs.
 
     python docs/lab/runs.py out/eval
 
-A segment is PipeInfer's run. A verification result that empties a segment invalidates it, and later
-stages leave it out. Columns: the share of invalidated segments, the share of stage passes left out,
-and the standard deviation of L' over prompts. With processes also tokens/s per GB of resident
-memory on all ranks, and segments that the ranks skipped.
+PipeInfer calls a segment a run. If verification rejects all rows in a segment, it is invalidated,
+and later stages leave it out. The table has the share of invalidated segments, the share of stage
+passes left out, and the standard deviation of L' over prompts. Runs in processes also have tokens/s
+per GB (resident, all ranks) and the segments skipped by ranks.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from pipedraft.inference.result import DecodeResult
 
 
 def fates(result: DecodeResult) -> tuple[int, int, int, int]:
-    """Return segments entered, those emptied before the last stage, stage passes made, left out.
+    """Return four counts: segments, invalidated segments, stage passes made, stage passes left out.
 
-    Segments still on their way at the end of a text are not counted.
+    Segments in flight at the end of a text do not count.
     """
     steps = [event for times, *event in result.step_log for _ in range(times) if len(event) > 1]
     rows = [event[2:] for event in steps]

@@ -1,12 +1,12 @@
-"""Many edge users on one link and one cloud: milliseconds per token, and a storm of new drafts.
+"""Simulate many edge users on one link and one cloud: milliseconds per token.
 
     python docs/lab/shared_link.py --users 1 10 100 1000
 
-No model: recorded acceptance of a small draft (assets/acceptance) decides each round. All users
-share a link's bandwidth (presets without jitter and loss, which would hold up other users'
-messages) and a target that verifies everything that has arrived in one pass. "cloud": the target
-alone, streamed. "storm": seconds until every user has fetched a new draft, as after fine-tuning a
-target without FlexSpec's frozen parts.
+No model runs: recorded acceptance for a small draft (assets/acceptance) decides each round. All
+users share a link's bandwidth, and a target verifies all waiting drafts in one pass. Presets lose
+jitter and loss here, because they would delay other users' messages. "cloud" streams the target's
+own tokens, without a draft. "storm" is the time in seconds until every user has a new draft, as
+needed after fine-tuning a target without FlexSpec's frozen parts.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pipedraft.inference.edge.channel import PRESETS, Channel
 
 
 def ms_per_token(network: str, num_users: int, length: int, row: float, seconds: float) -> float:
-    """Return the mean over users of time per token; ``length`` 0: the cloud alone.
+    """Return the mean time per token; ``length`` 0: the cloud alone.
 
     Args:
         row: price of a further row in a pass, relative to the first.

@@ -73,7 +73,7 @@ def serve(python: Path, request: Values, folder: Path, *, host: str, port: int) 
 
 
 class VllmStates:
-    """Server of this process alone that runs the frozen target in vLLM on token rows."""
+    """Private vLLM server: runs the frozen target on token rows."""
 
     def __init__(self, python: Path, request: Values, hidden_size: int) -> None:
         """
@@ -89,7 +89,7 @@ class VllmStates:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         request["settings"] |= {"host": "127.0.0.1", "port": port}
-        # A file, because nobody reads while vLLM works: a full pipe would stop it.
+        # A file: nobody reads while vLLM works, and a full pipe would stop it.
         self._said = (folder / "said.txt").open("w+")
         self._process = subprocess.Popen(
             server_command(python, request | {"ends_with_stdin": True}, folder),

@@ -1,32 +1,20 @@
-"""--dtype int8: rows with the same bits alone and together, so drafts change no output."""
+"""8-bit and joined weights: products, passes, loading. test_bitwise.py compares decoded texts."""
 
 import pytest
 import torch
 from conftest import REPOSITORY, tiny_llama, tiny_mistral, tiny_qwen3
-from decode_runs import (
-    PROMPTS,
-    WAYS,
-    SimulatedSource,
-    engine_for,
-    friendly_module,
-    plain_text,
-    way_name,
-)
-from inline_ranks import connect_inline
+from decode_runs import PROMPTS, decode_exactly, engine_for
 from staged_targets import chain_segment, tiny
 from tiny_drafts import make_head
 
-from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.models import int8, plain_layers
 from pipedraft.models.cpu import MOST_ROWS
-from pipedraft.models.int8 import Int8Linear, Int8Part, round_draft, round_target
+from pipedraft.models.int8 import Int8Linear, Int8Part, dtype_of, round_target
 from pipedraft.models.target import StagedTarget, load_target
 from pipedraft.models.target_part import load_target_part
 
-TOKENS = 24
 ASSETS = str(REPOSITORY / "assets" / "target")
 MAKERS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "mistral": tiny_mistral}
-SPD_WAYS = [{"schedule": "spd"}, {"schedule": "spd", "tree_width": 3}]
 
 
 def rounded(family="llama", **sizes):
@@ -77,34 +65,6 @@ def test_every_row_of_a_segment_has_the_bits_of_one_row_at_a_time(family):
     assert torch.equal(alone, logits_of([6])) and torch.equal(alone, logits_of([4, 2]))
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.all)])
-@pytest.mark.parametrize("way", [*WAYS, *SPD_WAYS], ids=way_name)
-def test_text_is_that_of_plain_decoding_with_the_same_weights(way, temperature):
-    target, prompt = rounded(), PROMPTS[2]
-    options = {"temperature": temperature, "verifier": "match", "seed": 3}
-    expected = plain_text(target, prompt, max_new_tokens=TOKENS, **options)
-    options |= {"num_stages": 4, "max_new_tokens": TOKENS}
-    if way["schedule"] == "spd":
-        draft = friendly_module(tiny_llama(layers=4, hidden=64, vocab=1000), num_stages=4)
-        round_draft(draft)
-        engine = engine_for(target, draft=draft, **way, **options)
-    else:
-        source = SimulatedSource(target, prompt, 0.7, TOKENS, text=[*prompt, *expected])
-        engine = engine_for(target, source=source, **way, **options)
-    assert engine.decode(prompt).token_ids == expected
-
-
-def test_processes_have_the_text_of_one():
-    target = rounded()
-    options = {"schedule": "spd", "num_stages": 4, "max_new_tokens": TOKENS}
-    draft = friendly_module(tiny_llama(layers=4, hidden=64, vocab=1000), num_stages=4)
-    found = [
-        engine_for(target, draft=draft, connect=connect, **options).decode(PROMPTS[1]).token_ids
-        for connect in (LocalPipeline, connect_inline)
-    ]
-    assert found[0] == found[1] == plain_text(target, PROMPTS[1], max_new_tokens=TOKENS)
-
-
 def test_masked_attention_instead_of_rows_alone_changes_bits(monkeypatch):
     """Known-bad: a pass whose rows attend together, as in float32."""
     target = StagedTarget(rounded(), 1)
@@ -131,6 +91,7 @@ def test_a_loaded_target_and_its_parts_agree_and_keep_their_fingerprint():
     head = make_head(plain)
     assert head.fingerprint(whole) == head.fingerprint(plain)
     assert not any(isinstance(x, torch.nn.Linear) for x in whole.modules())
+    assert (dtype_of(whole), dtype_of(plain)) == (torch.int8, torch.float32)
 
 
 def test_other_families_are_refused():
@@ -160,9 +121,35 @@ def test_joined_weights_are_read_by_both_ways_and_joined_again_once_replaced():
     check()
     attention.v_proj.weight = torch.nn.Parameter(attention.v_proj.weight * 3, requires_grad=False)
     check()
+    other = torch.nn.Linear(32, 64, bias=False).requires_grad_(False)
+    target.model.layers[1].mlp.gate_proj = other  # another module
+    check()
     target.model.layers[0].mlp.up_proj = torch.nn.Sequential(target.model.layers[0].mlp.up_proj)
     assert not plain_layers._is_plain(target.model.layers[0])
     check()
+
+
+@pytest.mark.parametrize("fault", ["turning", "order"])
+def test_a_wrong_pass_is_found_by_the_text(fault, monkeypatch):
+    if fault == "turning":  # the sign of the first half is lost
+        monkeypatch.setattr(
+            plain_layers, "_turning", lambda tables: tuple(x[0][:, None] for x in tables)
+        )
+    else:
+        join = plain_layers._join
+        monkeypatch.setattr(plain_layers, "_join", lambda parts: join(parts[::-1]))
+    engine = engine_for(tiny_llama(), schedule="autoregressive", num_stages=2, max_new_tokens=8)
+    with pytest.raises((AssertionError, RuntimeError)):
+        decode_exactly(engine, PROMPTS[0])
+
+
+def test_hooks_are_called():
+    target, calls = tiny_llama(layers=1), []
+    staged = StagedTarget(target, 1)
+    target.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    staged.prefill(torch.arange(5))
+    staged.stages[0].forward(chain_segment(staged, torch.tensor([7])))
+    assert len(calls) == 2
 
 
 def test_long_prompts_trained_weights_and_other_activations_take_transformers_way():
