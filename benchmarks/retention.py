@@ -225,7 +225,8 @@ class Retention:
         """Decode the prompts with every draft; the base refuses a draft for another target."""
         spec, tokens = self.spec, self.spec.max_new_tokens
         room = model.config.get_text_config().max_position_embeddings - tokens
-        traces, found = traces_of(self.out, model, weights=weights_identity(folder)), {}
+        weights, found = weights_identity(folder), {}
+        traces = traces_of(self.out, model, weights=weights, dtype=model.dtype)
         for name, place in spec.drafts.items():
             draft = load(place, model, self.tokenizer, allow_evolved=model is not self.base)
             config = DecodeConfig.of(

@@ -32,6 +32,7 @@ from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.lookup import make_lookup
+from pipedraft.models.int8 import dtype_of
 from pipedraft.models.language_model import load_draft_model
 from pipedraft.models.target import (
     StagedTarget,
@@ -233,7 +234,12 @@ def _traces(options: EvalOptions, target: PreTrainedModel, weights: str) -> Trac
     if options.calibrate:
         return Traces()
     return traces_of(
-        options.out, target, weights=weights, backend=options.backend, shard=options.shard
+        options.out,
+        target,
+        weights=weights,
+        dtype=dtype_of(target),
+        backend=options.backend,
+        shard=options.shard,
     )
 
 

@@ -25,6 +25,7 @@ from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.edge.link import Times
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
+from pipedraft.models.int8 import dtype_of
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
 from pipedraft.pretrained import resolve_device, resolve_dtype
@@ -130,7 +131,13 @@ def _prepare_pipeline(
         benchmarks={name: list(prompts) for name, prompts in context.benchmarks.items()},
         reference=context.target,
         sequences=context.sequences,
-        traces=traces_of(context.out, context.target, weights=weights, shard=context.shard),
+        traces=traces_of(
+            context.out,
+            context.target,
+            weights=weights,
+            dtype=dtype_of(context.target),
+            shard=context.shard,
+        ),
     )
     return outcomes, methods, comparison
 

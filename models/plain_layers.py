@@ -120,15 +120,19 @@ def plain_calls(
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Return False for adapters, hooks, quantized or sharded weights, and other devices."""
+    """Return False for adapters, hooks, other weights than float32 on a CPU, and sharded ones.
+
+    In other dtypes transformers' norms round between steps, and the results would differ.
+    """
     attention: HFModule = getattr(layer, "self_attn", None)
     if attention is None or attention.config.model_type not in PLAIN:
         return False
     if attention.config._attn_implementation != "sdpa" or attention.config.hidden_act != "silu":
         return False
     blocks: HFModule = layer, attention, layer.mlp
-    if any(block._forward_hooks or block._forward_pre_hooks for block in blocks):
-        return False  # the pass below calls none of these modules
+    # The pass calls none of these modules, so nobody may expect to be called by them.
+    if any(x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in blocks):
+        return False
     return all(_can_join(part) for parts in _parts(layer) for part in parts)
 
 
@@ -139,7 +143,8 @@ def _can_join(part: HFModule) -> bool:
         return False
     # An optimizer would go on updating the weights that the views replace.
     is_frozen = type(part.weight) is nn.Parameter and not part.weight.requires_grad
-    return is_frozen and part.weight.device.type == "cpu"
+    is_float32 = part.weight.dtype == torch.float32 and part.weight.device.type == "cpu"
+    return is_frozen and is_float32
 
 
 def _identity(layer: HFModule) -> list[object]:
