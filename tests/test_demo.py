@@ -29,8 +29,10 @@ def test_both_answers_are_printed_and_compared(at_home, monkeypatch, capfd):
     assert lines[second].startswith("with assets/heads/eagle3 (eagle, chain:5): ")
     text = lines[first + 1 : second - 1]
     assert text == lines[second + 1 : second + 1 + len(text)] and text[0].startswith("def ")
-    assert lines[-2].endswith("verification rounds instead of 11 steps")
-    assert "times as fast (1 runs of each in turn: " in lines[-1] and "the same text" in lines[-1]
+    # A draft that loses, as on a busy machine, gets one more line of advice.
+    end = [line for line in lines if line.endswith("verification rounds instead of 11 steps")]
+    (speed,) = lines[lines.index(*end) + 1 :][:1]
+    assert "times as fast (1 runs of each in turn: " in speed and "the same text" in speed
 
 
 @pytest.mark.parametrize(
