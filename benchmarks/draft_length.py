@@ -3,12 +3,12 @@
     python benchmarks/draft_length.py
     python benchmarks/draft_length.py --protocols dssd --processes bursty --json
 
-No model: a random process decides acceptance, or a recording of a small draft (t0_, t1_:
-temperature 0 and 1, and the rule). Messages with the protocol's sizes travel over the virtual link,
-and a policy gets a runtime's information. All policies with one seed decode the same sequence:
-acceptance at each place is sampled once. picospec_published and picospec keep drafting without a
-bonus while one batch, or enough to hide the link, are in flight; early passes and batches cut by
-time are left out.
+No model runs. A random process decides acceptance, or a small draft's recording, named by
+temperature and rule (t0_match, t1_rejection). Messages with the protocol's sizes travel over the
+virtual link, and a policy sees what it would see at run time. All policies with one seed decode the
+same sequence: acceptance at each place is sampled once. picospec_published keeps one batch in
+flight and picospec enough to hide the link; both keep drafting, without a bonus token. Early passes
+and batches cut by time are left out.
 
 The denominator, "oracle", knows each round's true survival (for a recording: over the whole
 sequence) and the link's true state at the round's start, and takes the length with the highest mean
@@ -73,7 +73,8 @@ PICOSPEC = RoundShape(
 class Protocol:
     shape: RoundShape
     cost: Callable[[RoundShape, LinkState, int], RoundCost] = RoundCost.stop_and_wait
-    """Any other: the edge keeps drafting while batches are in flight."""
+    """Cost per round. With any other than the default the edge keeps drafting while batches are in
+    flight."""
     window: int | None = 1
     """Batches in flight; None: enough to hide the link, ceil((RTT + T_v) / T_d)."""
 
@@ -85,34 +86,37 @@ PROTOCOLS = {
     "picospec_published": Protocol(PICOSPEC, RoundCost.asynchronous),
     "picospec": Protocol(PICOSPEC, RoundCost.pipelined, None),
 }
-"""Ids alone and one id back; ids and q, the whole fp32 distribution back; ids and q, ten pairs
-back: waiting for each verdict, with one batch away, with several. Draft times: FlexSpec's Jetson
-AGX, and PicoSpec's Qwen3-0.6B (97 ms for 4 tokens); cloud times: PicoSpec's of 70B and of 32B."""
+"""Payload up and down, and batches in flight. flexspec: ids up, one id down; waits. dssd: ids and q
+up, the whole fp32 distribution down; waits. picospec: ids and q up, ten pairs down; waits (serial),
+one batch in flight (published), or several. Draft times: FlexSpec's Jetson AGX, and PicoSpec's
+Qwen3-0.6B (97 ms for 4 tokens). Cloud times: PicoSpec's 70B target for flexspec, its 32B for the
+others."""
 
 
 def iid(random: np.random.Generator, length: int) -> np.ndarray:
-    """One rate for all, sampled per seed."""
+    """Return one rate for all places, sampled per seed."""
     return np.full((length, MAX_LENGTH), random.uniform(0.4, 0.95))
 
 
 def falling(random: np.random.Generator, length: int) -> np.ndarray:
-    """Falling with the position in a round: a drifting draft, like EAGLE's."""
+    """Return rates that fall with the position in a round: a drifting draft, like EAGLE's."""
     return np.tile([0.92, 0.86, 0.80, 0.72, 0.62, 0.5, 0.4, 0.3], (length, 1))
 
 
 def rising(random: np.random.Generator, length: int) -> np.ndarray:
-    """Rising with the position in a round: passing the first tests means an easy passage."""
+    """Return rates that rise with the position in a round: passing the first tests means an easy
+    passage."""
     return np.tile([0.6, 0.75, 0.85, 0.9, 0.93, 0.95, 0.95, 0.95], (length, 1))
 
 
 def drifting(random: np.random.Generator, length: int) -> np.ndarray:
-    """Between 0.48 and 0.92 and back within 1500 tokens."""
+    """Return rates that move between 0.48 and 0.92 and back within 1500 tokens."""
     phase_T = np.arange(length) / 1500 + random.random()
     return np.repeat(0.7 + 0.22 * np.sin(2 * np.pi * phase_T)[:, None], MAX_LENGTH, axis=1)
 
 
 def bursty(random: np.random.Generator, length: int) -> np.ndarray:
-    """Prompts with 150 tokens on average, each with its own rate."""
+    """Return one rate per prompt, with 150 tokens per prompt on average."""
     rate_T = np.empty(length)
     start = 0
     while start < length:
@@ -138,7 +142,7 @@ class DraftedText:
     num_tokens: int
     survival_TK: np.ndarray
     num_right: list[int]
-    """By place: number of consecutive draft tokens accepted, if drafted."""
+    """Consecutive draft tokens accepted by a batch that starts at each place."""
     place: int = field(default=0, init=False)
 
 
@@ -155,8 +159,8 @@ def simulated_text(process: str, num_tokens: int, seed: int) -> DraftedText:
 def recorded_text(name: str, num_tokens: int, seed: int) -> DraftedText:
     """Join recorded answers in an order sampled per seed.
 
-    The oracle knows the survival over the whole sequence, not its local variation: a policy that
-    notices it may win.
+    The oracle knows the mean survival over the whole sequence only, so a policy that notices local
+    changes may win.
     """
     answers = recorded_answers(name)
     random = np.random.default_rng([seed, 1])
@@ -193,12 +197,12 @@ def energy_model(shape: RoundShape, radio: str) -> EnergyModel:
 
 
 class World:
-    """Information available only to the simulation at a round's start."""
+    """The simulation's knowledge at a round's start, hidden from runtime policies."""
 
     def __init__(self, text: DraftedText, link: Link, protocol: Protocol, start_s: float) -> None:
         self.text, self.link, self.protocol, self.now_s = text, link, protocol, start_s
         self.shape = protocol.shape
-        self.state = LinkState(  # bandwidths: of the first moment that has any
+        self.state = LinkState(  # bandwidths: from the first moment with any
             up_bytes_per_s=link.up_bytes_per_s.at(link.up_bytes_per_s.reach(start_s, 1)),
             down_bytes_per_s=link.down_bytes_per_s.at(link.down_bytes_per_s.reach(start_s, 1)),
             round_trip_s=2 * link.delay_s.at(start_s),
@@ -225,7 +229,7 @@ class Contestant:
 
 
 class Informed(DraftLengthPolicy):
-    """Highest rate under the true survival, known only to a simulation."""
+    """Policy with the highest rate under the true survival, which only a simulation knows."""
 
     def __init__(self, world: World) -> None:
         super().__init__(MAX_LENGTH)
@@ -272,7 +276,7 @@ class PolicyRun:
         self.estimate = LinkEstimate(world.state)
         self.policy = contestant.make(world)
         self.num_drafted, self.pass_s = 0, (-1.0, -1.0)
-        """Draft tokens, and start and end of the cloud's latest pass."""
+        """Draft tokens so far; start and end of the cloud's latest pass."""
 
     def choose(self) -> int:
         world = self.world
@@ -285,10 +289,10 @@ class PolicyRun:
         return self.policy.choose(world.protocol.cost(world.shape, state, MAX_LENGTH))
 
     def send(self, drafted: int, accepted: int, sent_s: float, *, is_stale: bool) -> Verdict:
-        """Send a batch, verify it with all others arrived, return its result.
+        """Send a batch, verify it together with all others that have arrived, return its result.
 
         Args:
-            is_stale: follows a rejected one: dropped on arrival.
+            is_stale: the batch follows a rejected one and is dropped on arrival.
         """
         shape = self.world.shape
         self.num_drafted += drafted
@@ -316,7 +320,7 @@ class PolicyRun:
         self.policy.observe(verdict.drafted, verdict.accepted)
 
     def round(self) -> None:
-        """Draft, send, wait."""
+        """Run one round of a protocol that waits: draft, send, wait."""
         world, text = self.world, self.world.text
         drafted = self.choose()
         accepted = min(drafted, text.num_right[text.place])

@@ -64,7 +64,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "picospec_slow": {"slow": True},
     "picospec_full": {"rule": "rejection"},
 }
-"""PicoSpec without one of its parts."""
+"""Name -> settings: PicoSpec without one of its parts."""
 
 
 def all_drafts(target: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def all_drafts(target: Any) -> dict[str, Any]:
 
 
 def all_runs(target: Any) -> Iterator[tuple[str, str, Simulation]]:
-    """Yield name, method, and simulated place."""
+    """Yield each run's name, method and simulation."""
     drafts = all_drafts(target)
     for number, given in enumerate(WAYS):
         way = dict(given)

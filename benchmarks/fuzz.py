@@ -319,7 +319,7 @@ def late(number: int, frame: object) -> None:
 def attempt(
     area: Callable[[random.Random], None], rng: random.Random, limit_s: float, wait_s: float
 ) -> str:
-    """ "taken", "refused", or the traceback of what should not be."""
+    """Return "taken", "refused", or an unexpected failure's traceback."""
     signal.signal(signal.SIGPROF, late)
     me = threading.get_ident()
     waiting = threading.Timer(wait_s, lambda: signal.pthread_kill(me, signal.SIGPROF))

@@ -74,7 +74,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def counted(work: Callable[[], object]) -> Findings:
-    """Count the driver calls made by some work."""
+    """Count the driver calls during some work."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         work()
         torch.cuda.synchronize()
@@ -119,9 +119,9 @@ def kernels(args: Namespace) -> Findings:
 
 
 def rows(args: Namespace) -> Findings:
-    """Return a row's bfloat16 outputs that differ next to other rows, or on repetition.
+    """Count a row's bfloat16 outputs that differ next to other rows, or on repetition.
 
-    Also its best entry if several are equal.
+    Also count differing choices of the best entry among equal ones.
     """
     model = random_model(args, torch.bfloat16)
     layer, found = model.model.layers[0], {}

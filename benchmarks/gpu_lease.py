@@ -1,16 +1,16 @@
-"""A short loan of one GPU, used well: measure, generate text, train the heads that ship.
+"""Use a short loan of one GPU well: measure, generate text, train the heads that ship.
 
     python benchmarks/gpu_lease.py prepare --target DIR --prompts FILE.jsonl --out LEASE
     python benchmarks/gpu_lease.py measure --sizes LEASE/sizes --out OUT
-    python benchmarks/gpu_lease.py generate --target DIR --prompts LEASE/prompts.safetensors \\
+    python benchmarks/gpu_lease.py generate --target DIR --prompts LEASE/prompts.safetensors \
         --seconds 120 --out OUT
     python benchmarks/gpu_lease.py trials --target DIR --data OUT --seconds 75 --out OUT
     python benchmarks/gpu_lease.py heads --target DIR --data OUT --seconds 240 --out OUT
 
-``prepare`` runs on any machine before the loan; the others run on the GPU, each within the seconds
-that it is given, and write JSON, token rows and heads. A step of training on a small model is
-launches and Python more than arithmetic, so ``generate``, ``trials`` and ``heads`` run several
-processes on one device. A part that is repeated skips what is there.
+``prepare`` runs on any machine before the loan. The others run on the GPU for the given seconds,
+and write JSON, token rows and heads. For a small model, a training step is mostly launches and
+Python, so ``generate``, ``trials`` and ``heads`` run several processes on one device. A repeated
+part skips what is already there.
 """
 
 import argparse
@@ -33,7 +33,8 @@ SMOLLM2_LISTED = {
     "spd_n4": "[[7], [14], [22], [22, 30]]",
     "spd_n8": "[[2], [6], [6], [14], [14], [22], [22], [30]]",
 }
-"""States per depth: few distinct ones, so depths share projections and a head stays small."""
+"""Hidden states per depth: only a few distinct ones, so depths share projections and a head stays
+small."""
 
 COMMON = ["--optim.name", "muon", "--optim.lr", "3e-3", "--max_steps", "1000000"]
 

@@ -44,7 +44,7 @@ NUM_LAYERS = 8
 PROMPTS = [[5], [index * 5 % 60 for index in range(29)]]
 NEW_TOKENS = 18
 Found = dict[str, list[dict[str, Any]]]
-"""By run name: compared values for each of its sequences."""
+"""Run name -> values to compare, per sequence."""
 SMALL, WIDE = "dynamic:4:3:8", "dynamic:5:6:20"
 
 LAYERED: list[dict[str, Any]] = [{"tree_width": width} for width in (1, 2, 4)]
@@ -167,7 +167,7 @@ def make_draft(kind: str, target: PreTrainedModel, num_stages: int) -> Any:
 
 
 def all_runs(num_stages: int) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
-    """Yield name, schedule, draft, the schedule's settings, the shared settings."""
+    """Yield each run's name, schedule, draft, schedule settings and shared settings."""
     for schedule, ways in RUNS.items():
         for draft in DRAFTS[schedule]:
             for settings in ways:
@@ -212,7 +212,8 @@ def decode_all(stages: list[int], cluster: Cluster | None, folder: str, only: st
 
 
 def summarize(result: Any, has_stable_steps: bool) -> dict[str, Any]:
-    """Return everything required to stay equal. On processes PipeInfer's steps depend on timing."""
+    """Return the values that must stay equal: only tokens if the steps depend on timing (PipeInfer
+    on processes)."""
     summary: dict[str, Any] = {"token_ids": result.token_ids}
     if has_stable_steps:
         log = json.dumps([result.step_log, result.round_lengths, result.round_ends])

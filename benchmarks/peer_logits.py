@@ -1,14 +1,14 @@
-"""Logits of seven draft tokens, by the packages that others train heads with and by this one.
+"""Compare logits for seven draft tokens with those computed by speculators and SpecForge.
 
     python -m venv --system-site-packages PEERS
-    PEERS/bin/pip install --no-deps speculators==0.9.0 specforge==0.2.0 hs-connectors==0.9.0 \\
+    PEERS/bin/pip install --no-deps speculators==0.9.0 specforge==0.2.0 hs-connectors==0.9.0 \
       loguru pydantic-settings python-dotenv
     PYTHONPATH=.. PEERS/bin/python benchmarks/peer_logits.py --json
 
-A random EAGLE-3 head for a random target is exported, loaded by the package, and imported again:
-the package's logits at every row and step are compared with those of the imported head. A package
-that is not installed is left out. --json prints one object: for each package and kind of head the
-largest difference over the largest logit, and whether every greedy draft token is the same.
+A random EAGLE-3 head for a random target is exported, loaded by each package, and imported again.
+The package's logits at every row and step are compared with the imported head's. A package that is
+not installed is left out. --json prints one object: per package and kind of head, the largest
+difference relative to the largest logit, and if every greedy draft token is the same.
 """
 
 import importlib.util
@@ -77,7 +77,7 @@ def random_head(target: PreTrainedModel, name: str, options: dict[str, Any]) -> 
 
 
 def ours(head: Eagle3, target: PreTrainedModel, ids_T: Tensor) -> list[Tensor]:
-    """Logits [R, U] of each step, by the code that decodes."""
+    """Return each step's logits [R, U], by the code that decodes."""
     states_RH = head.feature(capture_hidden(target, ids_T[None], head.taps))[0, :-1]
     rows, caches, out = len(ids_T) - 1, [KeyValues()], []
     visible, tokens = torch.ones(rows, rows, dtype=torch.bool).tril(), F.pad(ids_T, (0, STEPS))

@@ -1,25 +1,27 @@
-"""Wall clock of a pipeline of processes: its steady step, and SPD's speed-up over plain decoding.
+"""Wall clock for a pipeline of processes: its steady step, and SPD's measured speed-up.
 
     python benchmarks/pipeline_step.py --json
-    python benchmarks/pipeline_step.py --apart --json      # the draft on a rank of its own
+    python benchmarks/pipeline_step.py --apart --json      # the draft on its own rank
 
-A target with random weights, large enough that a stage takes several milliseconds, is cut into
-stages of one process and one thread each; the first stage shares its process with the draft and has
-fewer layers for it. The draft is a speculation module with random weights that runs in full at
-every step; what it proposes is then replaced by the target's own token with probability
---acceptance (the texts are known from plain decoding, on the same processes). Every text is decoded
-in each way twice: plain, SPD, SPD without running ahead (the first stage then waits for the verdict
-of every step), and in the opposite order. Reported for both SPDs:
+A random target, large enough that a stage takes several milliseconds, is cut into stages with one
+process and one thread each. The first stage shares its process with the draft, and has fewer layers
+for it. The draft is a random SPD head that runs in full at every step. Its token is then replaced
+by the target's own with probability --acceptance; the outputs are known from autoregressive
+decoding on the same processes.
 
-step_over_slowest_stage: median time between two verdicts inside a round, over what the busiest
-    process computes in a step (layers, draft or LM head; means of the same run).
-wallclock_over_theoretical: speed-up over plain decoding, over L' of the same run; also text by
-    text, with a 95 % bootstrap interval over the texts.
-draft_share: the draft's part of what all processes compute in a step. With the first stage cut by
-    it, a step cannot be shorter than the mean of their work: wallclock_over_balanced compares
-    with that (1 would be a pipeline without any overhead).
-layers_ms: what the layers of a process take for one segment; of plain decoding, too, where only one
-    process computes at a time.
+Each output is decoded twice in each way, in one order and in the opposite one: autoregressively,
+with SPD, and with SPD without running ahead (the first stage then waits for every step's
+verification result). Reported for both SPDs:
+
+step_over_slowest_stage: median time between two verification results inside a round, over the
+    busiest process's work in a step (layers, draft or LM head; means in the same run).
+wallclock_over_theoretical: measured speed-up over L' in the same run; also per output, with a 95 %
+    bootstrap interval over outputs.
+draft_share: the draft's part in all processes' work per step. With layers cut to make room for it,
+    a step takes at least the processes' mean work. wallclock_over_balanced compares with this
+    bound; 1 means a pipeline without overhead.
+layers_ms: a process's time for its layers and one segment; also in autoregressive decoding, where
+    only one process computes at a time.
 """
 
 import argparse
@@ -43,7 +45,7 @@ TIMEOUT_S = 900
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Options of the target and of how it is cut."""
+    """Return a parser with the target's sizes and cut."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,7 +93,7 @@ def boundaries(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: int) -> Any:
-    """A speculation module at full cost whose token is put right as often as asked."""
+    """Return an SPD head at full cost whose token is corrected as often as --acceptance asks."""
     from pipedraft.inference.sources.spd import SPDSource
     from pipedraft.models.draft import TargetReference
     from pipedraft.models.fingerprint import target_fingerprint
@@ -119,7 +121,7 @@ def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: in
 
 
 class Tokenizer:
-    """Of a target with random weights: token ids are its text."""
+    """Tokenizer for a random target: token ids are its text."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, ids))
@@ -127,22 +129,22 @@ class Tokenizer:
 
 @dataclass
 class Phase:
-    """What one way of decoding took, over all texts."""
+    """Measurements for one way of decoding, over all outputs."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of each text, from its first token to its last."""
+    """Per output, from its first token to its last."""
     work: list[Counter[str]] = field(default_factory=list)
-    """Of each process: seconds by kind of work."""
+    """Per process: seconds by kind of work."""
     calls: list[Counter[str]] = field(default_factory=list)
-    """Of each process: spans by kind of work."""
+    """Per process: spans by kind of work."""
     gaps: list[float] = field(default_factory=list)
-    """Between two verdicts inside a round."""
+    """Seconds between two verification results inside a round."""
     peak_rss_mb: list[float] = field(default_factory=list)
     tokens: int = 0
     steps: int = 0
 
     def decode(self, engine: Any, prompt: list[int]) -> list[int]:
-        """The text; its time and the processes' work are added to what was measured before."""
+        """Decode; return the tokens, and add time and work to the totals."""
         engine.pipeline.clear()
         result = engine.decode(prompt)
         times = result.token_times_s
@@ -164,19 +166,19 @@ class Phase:
         return [*prompt, *result.token_ids]
 
     def busy_s(self) -> list[float]:
-        """Mean seconds of computing in each process and step."""
+        """Return mean seconds of computing per step, for each process."""
         kinds = ("stage", "verify", "draft")
         return [sum(work[kind] for kind in kinds) / self.steps for work in self.work]
 
     def layers_ms(self) -> list[float]:
-        """Of each process, mean time of its layers for one segment."""
+        """Return the mean time for a segment through each process's layers."""
         pairs = zip(self.work, self.calls, strict=True)
         return [work["stage"] / calls["stage"] * 1e3 for work, calls in pairs if calls["stage"]]
 
 
 def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
-    """Each text is decoded twice in every way, in an order and in its opposite, so that a machine
-    that grows slower or faster does so to all."""
+    """Decode each output twice in every way, in one order and in its opposite: a machine that grows
+    slower or faster then affects all ways alike."""
     from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.engine import Engine
     from pipedraft.inference.pipelines.process import ProcessPipeline
@@ -189,7 +191,7 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
     plain_engine = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)
     plain_engine.decode(PROMPT)  # warm up
     plain, ways = Phase(), {"ahead": Phase(), "waiting": Phase()}
-    ratios: dict[str, list[float]] = {way: [] for way in ways}  # of each text: speed-up over L'
+    ratios: dict[str, list[float]] = {way: [] for way in ways}  # speed-up over L', per output
     for index in range(args.texts):
         prompt = [token + index for token in PROMPT]
         text = plain.decode(plain_engine, prompt)
@@ -222,10 +224,10 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 def summary(
     args: argparse.Namespace, plain: Phase, spd: Phase, ratios: list[float]
 ) -> dict[str, Any]:
-    """Figures of all texts as one JSON object: speed-up, its share of L', where the time went.
+    """Return figures over all outputs: speed-up, its share of L', time by kind of work.
 
     Args:
-        ratios: of each text, the speed-up over L'.
+        ratios: speed-up over L', per output.
     """
     work = spd.busy_s()
     draft_s = sum(process["draft"] for process in spd.work) / spd.steps
@@ -270,7 +272,7 @@ def main() -> None:
 def run_ranks(
     args: argparse.Namespace, controller: Callable[[argparse.Namespace, Any], dict[str, Any]]
 ) -> None:
-    """Start this script again on every rank; the controller's outcome is printed as JSON."""
+    """Start this script again on every rank, and print the controller's outcome as JSON."""
     if args.folder is not None:  # one of the ranks
         from pipedraft.inference.ranks.cluster import Cluster
         from pipedraft.inference.ranks.watch import WatchLimits

@@ -1,13 +1,14 @@
-"""Two hundred clients of `pipedraft serve` at once, not all of them friendly, and a rank that dies.
+"""Load test for `pipedraft serve`: 200 clients, not all of them friendly, and a rank that dies.
 
     python benchmarks/serve_storm.py --json
 
-The server decodes the embedded target on ranks. Each client asks again and again: for a whole
-answer or a stream; it leaves in the middle or without reading a word, reads slowly, or sends what
-is no request. Every text is compared with the one that ``Engine.decode`` gives alone, up to where
-its reader left. Half-way one rank is killed: the server must end with status 1, and is started
-again, as a service manager would; at the end SIGTERM comes while all ask on, and what is open must
-be finished. Resident memory is that of the ranks together.
+The server decodes the embedded target on ranks. Each client sends one request after another: for a
+whole answer, or for a stream that it reads slowly, leaves in the middle, or never reads. Some send
+malformed requests. Every text must equal ``Engine.decode``'s, as far as the client read it.
+
+Half-way one rank is killed. The server must exit with status 1, and is started again, as a service
+manager would. At the end SIGTERM arrives under full load, and open requests must finish. Resident
+memory is the sum over ranks.
 """
 
 import argparse
@@ -41,7 +42,7 @@ TASKS = ("mt_bench", "gsm8k", "humaneval")
 DRAFT = str(ASSETS / "heads" / "eagle3")
 SCHEDULE = "flowspec_continued"
 KINDS = {"whole": 6, "stream": 6, "leaves": 3, "crawls": 2, "hostile": 3}
-"""How many of 20 requests are of each kind."""
+"""Requests per kind, out of 20."""
 BUSY = (429, 503)
 LIMIT_S = 120
 CHAT = "/v1/chat/completions"
@@ -55,19 +56,19 @@ NO_REQUESTS: list[tuple[bytes, tuple[int, ...]]] = [
     (b'{"prompt": [99999999], "max_tokens": 1}', (400,)),
     (b'{"messages": [{"role": "user", "content": "' + b"x" * 2_000_000 + b'"}]}', (413,)),
 ]
-"""Bodies, and the statuses of which one must answer each."""
+"""Malformed bodies, and the statuses that may answer each."""
 
 
 @dataclass
 class Asked:
-    """A request and the text that belongs to it."""
+    """Request, and the text that must answer it."""
 
     fields: dict[str, Any]
     text: str
 
 
 def make_requests(num_stages: int, count: int) -> list[Asked]:
-    """Prompts of the embedded benchmarks, greedy and sampled, each decoded alone."""
+    """Return requests for the embedded prompts, greedy and sampled, each decoded alone."""
     target = load_target(str(ASSETS / "target"))
     tokenizer = load_tokenizer(str(ASSETS / "target"))
     draft = load_draft(DRAFT, target)
@@ -84,13 +85,13 @@ def make_requests(num_stages: int, count: int) -> list[Asked]:
 
 
 class ServerUnderLoad:
-    """The command, and the ranks that it starts."""
+    """Server process, with the ranks it starts."""
 
     def __init__(self, port: int, num_ranks: int) -> None:
         words = f"--checkpoint {DRAFT} --schedule {SCHEDULE} --stages {num_ranks} --port {port}"
         ranks = f"--backend process --processes {num_ranks} --step-timeout 60"
         ranks += " --max-client-sequences 1000"
-        # A pipe that nobody reads would stop it.
+        # Use a file: the server would block on a full pipe that nobody reads.
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed at its end)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipedraft.inference.serving", *words.split(), *ranks.split()],
@@ -103,7 +104,7 @@ class ServerUnderLoad:
             raise Failure(f"the server did not begin: {self.end()}")
 
     def ranks(self) -> list[int]:
-        """Process ids; the first child is their meeting place."""
+        """Return the ranks' process ids; the first child is their store, not a rank."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return sorted(map(int, children))[1:]
@@ -117,7 +118,7 @@ class ServerUnderLoad:
         return total_kb / 1024
 
     def end(self) -> dict[str, Any]:
-        """How it ended, having been told to or not."""
+        """Wait for the exit; return status, seconds and last lines."""
         started_s = time.monotonic()
         out, _ = self.process.communicate(timeout=120)
         seconds = round(time.monotonic() - started_s, 1)
@@ -128,7 +129,7 @@ class ServerUnderLoad:
 
 
 class Storm:
-    """The clients and what they found."""
+    """All clients, and their findings."""
 
     def __init__(self, requests: list[Asked], port: int, seed: int) -> None:
         self.requests, self.port, self.seed = requests, port, seed
@@ -186,7 +187,8 @@ class Storm:
         return "right so far" if left else "cut, right so far"
 
     def failed(self) -> list[str]:
-        """What must not be: outside the kill a request without an answer, or a text that is cut."""
+        """List failures: wrong texts; outside the kill also error statuses and cut texts; in normal
+        operation also missing answers."""
         bad = {"up": ("status", "cut", "no answer"), "ending": ("status", "cut"), "killed": ()}
         return [
             what
@@ -204,7 +206,7 @@ class Storm:
             await asyncio.sleep(rng.random())
             return "left inside"
         body, expected = NO_REQUESTS[kind]
-        with suppress(ConnectionError):  # refused before all of it was sent
+        with suppress(ConnectionError):  # the server may refuse before it has read everything
             send(writer, body)
             await writer.drain()
         status = await read_head(reader)
@@ -223,7 +225,7 @@ async def read_head(reader: asyncio.StreamReader) -> int:
 
 
 async def read_stream(reader: asyncio.StreamReader, most: int, pause_s: float) -> tuple[str, bool]:
-    """The text of so many events, and whether the stream said that it was all."""
+    """Read at most ``most`` events; return their text, and True if the stream was complete."""
     told, count = "", 0
     while count < most:
         line = await reader.readline()
@@ -256,7 +258,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     os.kill(server.ranks()[-1], signal.SIGKILL)
     killed = await asyncio.to_thread(server.end)
     server = await asyncio.to_thread(ServerUnderLoad, port, options.processes)
-    await asyncio.sleep(1)  # who was cut off has noticed
+    await asyncio.sleep(1)  # until the interrupted clients have noticed
     storm.phase = "up"
     memory.append([])
     await watch(server, half_s, memory[-1])
@@ -290,7 +292,8 @@ async def watch(
 
 
 def summary(samples: list[tuple[float, float]]) -> dict[str, Any]:
-    """Memory at every eighth of the time, and its growth over the last half, in MB a minute."""
+    """Return memory at every eighth of the time, and its growth over the last half in MB per
+    minute."""
     late = samples[len(samples) // 2 :]
     at, mb = (torch.tensor(column) for column in zip(*late, strict=True))
     at, mb = at - at.mean(), mb - mb.mean()

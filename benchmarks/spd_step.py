@@ -1,11 +1,11 @@
-"""CPU time and memory of one whole training step of the SPD module, in float32 on one thread.
+"""CPU time and memory for one complete SPD training step, in float32 on one thread.
 
     python benchmarks/spd_step.py --json
     python benchmarks/spd_step.py --counted 0.4 --n 4 --query all
 
-A step is what the training loop runs: target without gradients, module, distillation on the counted
-rows, backward, gradient clipping, AdamW. Every example has all n tokens in flight (the most
-expensive occupancy). For what is measured see `training_step.py`.
+A step is the training loop's: target without gradients, head, distillation on the supervised rows,
+backward, gradient clipping, AdamW. Every example has all n tokens in flight, the most expensive
+occupancy. See `training_step.py` for the measured quantities.
 """
 
 import argparse
@@ -49,10 +49,10 @@ def build_objective(args: argparse.Namespace) -> SPDObjective:
 
 
 def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
-    """Products and attention of one step; everything elementwise is left out.
+    """Return products and attention per step, without elementwise operations.
 
-    The fused backward of attention is five products to the forward's two. Taps need no gradient, so
-    a feature projection has only that of its weight.
+    The fused attention backward is five products to the forward's two. Taps need no gradient, so a
+    feature projection has only its weight's.
     """
     rows, layers = args.batch * args.length, args.num_layers
     layer = layer_gigaflop(args, rows, args.hidden)

@@ -1,9 +1,8 @@
-"""One optimizer step of a draft on a random target, measured: shared by the step benchmarks.
+"""Measure one optimizer step for a draft on a random target: shared by the step benchmarks.
 
-Two cases, each in its own process: every row counted, and a share of the rows (those of the
-assistant). Times are CPU seconds; memory is the peak of the whole process, imports included. The
-floor is the arithmetic of the step at the rate at which this core multiplies float32 matrices,
-measured between the steps.
+Two cases run, each in its own process: all rows supervised, and a share of them (the assistant's).
+Times are CPU seconds. Memory is the whole process's peak, imports included. The floor is the step's
+arithmetic at this core's rate for float32 matrix products, measured between the steps.
 """
 
 import argparse
@@ -61,7 +60,8 @@ def random_target(args: argparse.Namespace) -> Any:
 
 
 def make_batch(args: argparse.Namespace, counted: float, length: int) -> dict[str, Tensor]:
-    """Turns of 128 positions, each a prompt and an answer; all one answer if all is counted."""
+    """Return turns with 128 positions, a prompt and an answer each; only an answer if all rows are
+    supervised."""
     answered_T = torch.arange(length) % 128 >= 128 * (1 - counted)
     return {
         "input_ids": torch.randint(args.vocabulary, (args.batch, length)),
@@ -71,7 +71,7 @@ def make_batch(args: argparse.Namespace, counted: float, length: int) -> dict[st
 
 
 def make_step(objective: Any) -> Callable[[dict[str, Tensor]], int]:
-    """One optimizer step on a batch; returns how many rows were counted."""
+    """Return a function that runs one optimizer step and returns the number of supervised rows."""
     parameters = [p for p in objective.parameters() if p.requires_grad]
     (optimizer,) = make_optimizers(list(objective.named_parameters()), OptimConfig())
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def make_step(objective: Any) -> Callable[[dict[str, Tensor]], int]:
 def measure_case(
     args: argparse.Namespace, objective: Any, parts: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Of the case --case, in this process."""
+    """Measure the case --case in this process."""
     torch.set_num_threads(1)
     step, batch = make_step(objective), make_batch(args, args.case, args.length)
     num_counted = step(batch)
@@ -117,7 +117,7 @@ def compare_cases(
     """Measure both cases, each in its own process, and print them.
 
     Args:
-        gigaflop: share of the rows that is counted -> GFLOP of each part of the step.
+        gigaflop: share of supervised rows -> GFLOP for each part of the step.
     """
     every = measure_apart("--case", "1.0", "--breakdown")
     some = measure_apart("--case", str(args.counted))
@@ -153,10 +153,10 @@ def run(
     gigaflop: Callable[[argparse.Namespace, float], dict[str, float]],
     **more: Any,
 ) -> None:
-    """Measure the case --case of an objective, or compare both cases.
+    """Measure an objective's case --case, or compare both cases.
 
     Args:
-        more: in the line of JSON.
+        more: fields to add to the JSON line.
     """
     if args.case is not None:
         print(json.dumps(measure_case(args, build(args), parts)))
@@ -169,7 +169,7 @@ def run(
 def print_summary(
     args: argparse.Namespace, every: dict[str, Any], some: dict[str, Any], **more: Any
 ) -> None:
-    """One line of JSON: the case of all rows at the top level, the other in `assistant_rows`."""
+    """Print one JSON line: the case with all rows at the top level, the other as `assistant_rows`."""
 
     def rounded(case: dict[str, Any]) -> dict[str, Any]:
         names = ("cpu_s", "cpu_s_median", "peak_rss_mb", "gflop", "floor_s", "fraction_of_floor")
@@ -201,7 +201,8 @@ def print_summary(
 
 
 def layer_gigaflop(args: argparse.Namespace, rows: float, hidden_in: int) -> dict[str, float]:
-    """Forward products of one decoder layer, and its causal attention: two over half a square."""
+    """Return GFLOP for a decoder layer's forward products, and for causal attention: two products
+    over half a square."""
     heads, key_heads = args.heads * HEAD_SIZE, args.key_heads * HEAD_SIZE
     return {
         "query": 2e-9 * rows * hidden_in * heads,
