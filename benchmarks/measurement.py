@@ -27,7 +27,7 @@ def make_parser(text: str | None) -> ArgumentParser:
 
 
 def measure_apart(*options: str) -> dict[str, Any]:
-    """Run the script again with further options and one thread; it prints one line of JSON."""
+    """Run the script again with further options and one thread, and return the JSON line it prints."""
     child = subprocess.run(
         [sys.executable, *sys.argv, *options],
         env={**os.environ, **CHILD_ENVIRONMENT},
@@ -46,7 +46,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 class ProductRate:
-    """This core's GFLOP/s on float32 matrix products, the best of many tries."""
+    """Meter for this core's GFLOP/s on float32 matrix products: the best of many tries."""
 
     def __init__(self) -> None:
         self.rows, self.weight = torch.randn(2048, 512), torch.randn(512, 512)

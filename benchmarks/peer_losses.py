@@ -197,7 +197,7 @@ def make_objective(kind: str, target: PreTrainedModel, name: str, **options: Any
 
 @contextmanager
 def these_anchors(anchors_A: Tensor) -> Iterator[None]:
-    """Context in which our objective uses these anchors instead of random ones."""
+    """Make our objective use these anchors instead of random ones."""
     with patch.object(dflash, "draw_anchors", lambda *_: [anchors_A]):
         yield
 
@@ -385,7 +385,7 @@ def load_by_specforge(place: Path, target: Any) -> Any:
 
 
 def chain_by_specforge(model: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return a padded batch's loss."""
+    """Return SpecForge's loss for a padded batch."""
     from specforge.algorithms.eagle3 import model as eagle3
 
     def kl_mean(logits: Tensor, p: Tensor, mask: Tensor) -> Tensor:
@@ -419,7 +419,7 @@ def load_by_speculators(place: Path, target: Any) -> Any:
 
 
 def chain_by_speculators(model: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss for one document, or for several in one row."""
+    """Return speculators' loss for one document, or for several in one row."""
     from speculators.losses.utils import resolve_loss_config
     from speculators.models.eagle3 import core
 
@@ -454,7 +454,7 @@ CHAINS: dict[str, tuple[Layout, Callable[..., Any], Callable[..., Tensor]]] = {
 
 
 def compare_chains(package: str) -> Iterator[tuple[str, Found]]:
-    """Compare sums over the texts: ours alone, padded and packed, theirs alone or padded."""
+    """Compare sums over the texts: ours alone, padded and packed, the package's alone or padded."""
     torch.manual_seed(0)
     layout, load, run = CHAINS[package]
     target = random_target()
@@ -494,7 +494,7 @@ def compare_chains(package: str) -> Iterator[tuple[str, Found]]:
 
 
 def train_chains(out: Path) -> None:
-    """Train an EAGLE-3 head with each package, a text a step, and save it by the package."""
+    """Train an EAGLE-3 head with each package, one text per step, and save it with the package."""
     target, source = load_target(TARGET, dtype=torch.float32), Source(path=TEXTS, max_rows=64)
     recipe = DataConfig(sources=[source], max_length=192)
     rows = list(load_data(recipe, load_tokenizer(TARGET)).train)

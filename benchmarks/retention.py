@@ -106,7 +106,8 @@ def add_up(
     num_prompts: int,
     measure: Callable[[DecodeResult], Sequence[float]],
 ) -> np.ndarray:
-    """Sum X values over each prompt's turns: [X, P]; 0 for a prompt without a decoded turn."""
+    """Return sums over each prompt's turns, for each of X values: [X, P]; 0 for a prompt without a
+    decoded turn."""
     values_RX = np.array([measure(record.result) for record in records], dtype=np.float64)
     sums_XP = np.zeros((values_RX.shape[1], num_prompts))
     np.add.at(sums_XP.T, [record.conversation[1] for record in records], values_RX)
@@ -122,8 +123,8 @@ def count(result: DecodeResult) -> tuple[int, int, int, int]:
 def describe(counts_4P: np.ndarray, base_4P: np.ndarray, *, seed: int = 0) -> dict[str, Any]:
     """Compute alpha, tau and alpha's share relative to the base, with intervals over prompts.
 
-    Both alphas in the share use the same prompts, resampled together. Each target still writes its
-    own output.
+    The share compares the same prompts, resampled together. Each target still writes its own
+    output.
     """
     accepted_P, tested_P, emitted_P, rounds_P = counts_4P
     numerator_SP, denominator_SP = np.stack([base_4P, counts_4P], 1)[:2]
@@ -165,7 +166,7 @@ class DraftRun:
 
     records: list[DecodedTurn]
     loads: bool
-    """The draft would load on this target even without the exception for evolved targets."""
+    """True if the draft would load on this target without the exception for fine-tuned ones."""
     draft_bytes: int
 
 
@@ -267,7 +268,8 @@ def load(
 
 
 def would_load(draft: DraftNetwork, model: PreTrainedModel) -> bool:
-    """Return True if the draft loads here without the exception; a language model always does."""
+    """Return True if the draft loads on this model without the exception; a language model always
+    does."""
     if not isinstance(draft, Draft):
         return True
     return fingerprint_mismatch(draft.reference.fingerprint, draft.fingerprint(model)) is None
@@ -284,7 +286,7 @@ def sync_seconds(draft_bytes: int) -> dict[str, float]:
 
 
 def agreement(runs: Iterable[DraftRun]) -> tuple[int, int]:
-    """Count the turns, and the turns with one output for all drafts; greedy decoding gives all."""
+    """Count the turns, and those in which all drafts have one output: with greedy decoding all."""
     outputs = zip(*([r.result.token_ids for r in found.records] for found in runs), strict=True)
     same = [all(output == turn[0] for output in turn) for turn in outputs]
     return len(same), sum(same)
@@ -311,7 +313,8 @@ def retention_table(targets: Sequence[dict[str, Any]], measure: str) -> Table:
 
 
 def sync_table(drafts: dict[str, dict[str, Any]]) -> Table:
-    """Return FlexSpec's table I: the cost to send a draft again after training it for a target."""
+    """Return FlexSpec's table I: the cost of sending a draft again after training it for a new
+    target."""
     rows = [
         [name, number(entry["draft_bytes"] / 1e6, 1)]
         + [number(s, 2) for s in sync_seconds(entry["draft_bytes"]).values()]
@@ -416,7 +419,7 @@ def out_of_scope(base: str, evolved: str) -> list[str]:
 
 
 def _copied_part(name: str, *, is_weightless: bool = False) -> PreTrainedModel:
-    """Load only the target's parts that drafts copy; weightless: only module names."""
+    """Load only the target's parts that drafts copy; if weightless, only their module names."""
     part = load_target_part(name, layers=(), has_embedding=False, has_head=False)
     if is_weightless:
         return part

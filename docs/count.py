@@ -1,8 +1,8 @@
-"""The figures that the budgets limit, one line each: run `python docs/count.py` in the checkout.
+"""Print figures with a budget, one per line: run `python docs/count.py` in the checkout.
 
 Source is every Python file outside benchmarks, docs and tests. A circle is a group of source files
-of which each imports all the others, directly or not, when it runs. A class name has two meanings
-where two classes have it.
+that all import each other at run time, directly or through others. A class name has two meanings if
+two classes have it.
 """
 
 import ast
@@ -28,7 +28,7 @@ def imports_in_functions(tree: ast.Module) -> int:
 
 
 def imports_at_run_time(node: ast.AST) -> Iterator[IMPORTS]:
-    """Imports, but for those that only type checkers follow."""
+    """Yield imports, without those only for type checkers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, IMPORTS):
             yield child
@@ -56,7 +56,7 @@ def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Largest groups of modules that reach one another."""
+    """Return the largest groups of modules that reach one another."""
     reach = {name: set(used) for name, used in graph.items()}
     for middle in graph:
         for name in graph:
@@ -73,7 +73,7 @@ def names_of_several_classes(trees: Iterable[ast.Module]) -> list[str]:
 
 
 def figures() -> dict[str, tuple[int, int]]:
-    """Name: figure and budget."""
+    """Return name -> figure and budget."""
     source = sorted(ROOT.glob("*.py"))
     source += [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     trees = {module_name(path): ast.parse(path.read_text()) for path in source}

@@ -32,7 +32,8 @@ class PairedTest:
     name: str
     p_value: float
     critical: float
-    """Largest statistic for equal servers, at the test's level."""
+    """Critical value: equal servers reach a larger statistic only with the test's level as
+    probability."""
     statistic: float
     detectable_share: float | None
     """Smallest share of wrong answers found with probability ``POWER``; None: no share."""
@@ -126,4 +127,4 @@ FEATURES: dict[str, Callable[[Sequence[str], bool], Features]] = {
 }
 """Tests by name: features from an answer's tokens, and from its having ended by itself."""
 OF_THE_END = ("lengths", "stop reasons")
-"""Tests for which a wrong answer is one without an end."""
+"""Tests in which a wrong answer has no end; in the others it is the prompt's most frequent one."""

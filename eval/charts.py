@@ -52,11 +52,11 @@ MARKERS = "osD^vP*"
 WIDTH = 420
 """Chart width in points: 11-point letters stay readable on a phone."""
 MAX_SERIES = 12
-"""Most lines in a chart that stay readable; the tables list the rest."""
+"""Maximum lines in a readable chart; the tables list the rest."""
 MAX_LETTERS = 22
-"""Longest name next to an axis."""
+"""Maximum letters in a name next to an axis."""
 LEGEND_LETTERS = 56
-"""Longest name in a legend or above a panel."""
+"""Maximum letters in a name in a legend or above a panel."""
 # Color and bar height per kind of work. Work is tall, hand-over low, waiting lowest.
 KINDS = {
     "stage": (0, 0.8),
@@ -131,9 +131,9 @@ class Chart:
     table: Table | None = None
     """Table with the chart's numbers, if no other table shows them."""
     missing: str = ""
-    """Reason for an empty chart, if it is one."""
+    """Reason for an empty chart; "": it has data."""
     COLUMNS: ClassVar[tuple[str, ...]]
-    """Columns of the CSV file."""
+    """Columns in the CSV file."""
 
     @property
     def is_empty(self) -> bool:

@@ -66,7 +66,7 @@ class Quantity:
     denominator: str
     times_stages: bool = False
     place: int | None = None
-    """Index to compare in fields with lists; None: the field is a number."""
+    """Index to compare, for fields with lists; None: the field is a number."""
     group: str = ""
     """Text group for tokens per round."""
 

@@ -34,7 +34,7 @@ from pipedraft.models.target import KeepRows
 def published_times(
     draft_s: float, verify_s: float, alone_s: float, draft_weights: float, layer_weights: float
 ) -> Times:
-    """Derive the times of a method's parts from a paper's few published numbers.
+    """Derive a method's times from a paper's few published numbers.
 
     Args:
         draft_weights, layer_weights: billions of weights in the draft and in one target layer. Edge
@@ -97,8 +97,8 @@ RADIOS: dict[str, Radio] = {
     "cellular": {"uj_per_bit": (0.43839, 0.05197), "idle_w": 1.060, "tail_s": 11.576},
     "wifi": {"uj_per_bit": (0.28317, 0.13701), "idle_w": 0.119, "tail_s": 0.238},
 }
-"""Phones from 2012 (Huang et al., MobiSys 2012: LTE and WiFi). Between messages the radio stays in
-its tail state, whose power is used as idle power here."""
+"""Energy measured on phones from 2012 (Huang et al., MobiSys 2012: LTE and WiFi). Between messages
+the radio stays in its tail state, so idle power here is the tail's."""
 
 
 def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
@@ -147,8 +147,8 @@ class EdgeMethod:
     has_own_rule: bool = False
     """True if the method works with its own acceptance rule only."""
     asks_with: Literal["id", "state"] | None = None
-    """Upload for every single token: the previous token's id, or its hidden state after the
-    target's first layers, which the edge computes. None: nothing, the tokens are streamed."""
+    """Upload per token: the previous token's id, or its hidden state after the target's first
+    layers, which the edge computes. None: nothing is uploaded, the cloud streams."""
     caveat: str = ""
     """Reason why the output distribution differs from the target's; "": it is the same."""
 

@@ -44,7 +44,8 @@ from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import KeepRows
 
 SAME_TEXT_RULES = ("match", "gumbel")
-"""Rules with output independent of the draft tokens: the same random numbers give the same text."""
+"""Rules whose output does not depend on the draft tokens: the same random numbers give the same
+text."""
 
 
 @dataclass
@@ -200,8 +201,8 @@ def _latency_record(
 
 @torch.inference_mode()
 def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: DecodeResult) -> float:
-    """Return the mean over the output of the ``topk`` loss at tested tokens; bonus tokens lose
-    nothing."""
+    """Return ``topk``'s mean bias per token, as if every token were tested: an upper bound, because
+    bonus tokens have no bias."""
     source, first = make_source(draft), len(result.prompt_ids)
     source.begin({}, [*result.prompt_ids, result.token_ids[0]])
     logits_NV = output_logits(simulation.target.model, result.prompt_ids, result.token_ids)

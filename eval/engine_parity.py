@@ -54,18 +54,18 @@ ENVIRONMENT = {
 }
 MALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 ROTARY_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
-"""RoPE bases in use; 10,000 first, the default for a reader without this setting."""
+"""RoPE bases to try; 10,000 first, the default of engines that ignore this setting."""
 EXPLAINED = 0.97
 """Name a fault only if it reproduces this share of the engine's draft tokens."""
 REDUCED = 0.25
-"""A fault may leave this share of the differences unexplained."""
+"""Maximum share of differences that a named fault may leave unexplained."""
 
 # -- the engine's process ---------------------------------------------------------------------
 
 
 class EngineRound(msgspec.Struct):
     root: int
-    """Index of the round's root token, in prompt and output."""
+    """Index of the round's root token, counted over prompt and output."""
     drafted: list[int]
 
 
@@ -260,7 +260,8 @@ def _norm_faults(draft: Draft) -> Iterator[EngineFault]:
 
 @contextmanager
 def _first_key_norm(draft: DFlash) -> Iterator[None]:
-    """Compute as a kernel for all layers' keys that reads one row of their stacked norms."""
+    """Norm every layer's context keys with the first layer's weights, as a faulty batched kernel
+    does."""
     first, *others = (layer.self_attn.k_norm for layer in draft.decoder_layers)
     with ExitStack() as patches:
         for norm in others:

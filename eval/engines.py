@@ -36,7 +36,7 @@ from pipedraft.pretrained import quieten
 
 CONFIG = "config.json"
 LARGEST_DIFFERENCE = 0.02
-"""Largest accepted difference in tau, there and here."""
+"""Maximum difference between the engine's tau and ours."""
 EMBEDDED, SMOLLM2 = "assets/target", "out/smollm2"
 SMOLLM2_HEAD, EAGLE3_HEAD = "assets/heads/smollm2_eagle3", "assets/heads/eagle3"
 FOLDER = "out/engines"

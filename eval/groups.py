@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 GroupCounts = dict[str, list[int]]
 """DIMENSION/GROUP -> tests, accepted tests, rounds, tokens in these rounds."""
 TAIL_TOKENS = 8
-"""Prompt tail that may open the thinking, in tokens."""
+"""Tokens at the prompt's end to search for an opened thinking block."""
 ENDS = {str(low): f"{low} to {high - 1}" for low, high in pairwise(CONTEXT_EDGES)}
 ENDS[str(CONTEXT_EDGES[-1])] = f"{CONTEXT_EDGES[-1]} up"
 

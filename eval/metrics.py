@@ -32,8 +32,8 @@ AUTOREGRESSIVE = "autoregressive"
 OVERALL = "overall"
 """Benchmark name for all of them pooled."""
 ENTROPY_EDGES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
-"""Bin edges in nats. Each bin ends below the next edge, the last is open; fixed, so that runs can
-be compared bin by bin."""
+"""Bin edges in nats, fixed so that runs can be compared bin by bin. A bin ends below the next edge;
+the last is open."""
 Turn = TypeVar("Turn", bound=Hashable)
 
 

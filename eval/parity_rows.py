@@ -89,7 +89,7 @@ class Text:
         self.taps = capture_hidden(target, self.ids_T[None], layers | {last})
         head, norm = target.get_output_embeddings(), target.get_decoder().norm
         self.teacher_T = head(norm(self.taps[last][0])).argmax(-1)  # type: ignore[misc]
-        """The target's own token after each one."""
+        """The target's most likely token after each text token."""
 
     def states(self, draft: Draft, depth: int) -> list[Tensor]:
         """Return LM head inputs in training for draft tokens 1 .. depth: [T, ...] each, by root.
@@ -164,7 +164,8 @@ class Drafted:
     read: list[Read]
     """All draft inputs: the committed text, and these rows in flight."""
     state: Tensor | None = None
-    """LM head input; None, as the next two, under a CUDA graph, which does not expose them."""
+    """LM head input. This field and the next two are None under a CUDA graph, which does not expose
+    them."""
     logits_U: Tensor | None = None
     position: int | None = None
     """Rotary position of the draft's last row."""

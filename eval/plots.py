@@ -23,12 +23,12 @@ from pipedraft.eval.record import (
 from pipedraft.eval.tables import Table
 
 MIN_TESTS = 20
-"""Fewest tests for a drawn position: with fewer, its acceptance is noise."""
+"""Minimum tests to draw a position: with fewer, its acceptance is noise."""
 MAX_POSITIONS = 16
 FEW_PROMPTS = 30
-"""Fewest prompts for bands: with fewer, wide intervals would overlap."""
+"""Minimum prompts to draw bands: with fewer, wide intervals would overlap."""
 MAX_SPANS = 40
-"""Spans for the busiest process in a timeline: more bars would be indistinguishable."""
+"""Maximum spans for a timeline's busiest process: more bars would be indistinguishable."""
 PLAIN = "The dashed line is autoregressive decoding, 1 by construction."
 Series = dict[str, dict[Any, Estimate]]
 """label -> place -> estimate."""

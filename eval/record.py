@@ -1,8 +1,9 @@
 """Types for results.json: used by the evaluation to write it, and by every reader.
 
-A field has its key's name and place. Readers skip unknown keys; keys missing from older versions
-have a default. A missing number (a rate over nothing) is null in a file and None once read; until
-it is written it may be NaN: see ``is_known``. Unset fields are left out of the file.
+Fields have the same names and nesting as the file's keys. Readers skip unknown keys; keys missing
+from older versions have a default. A missing number (a rate over nothing) is null in a file and
+None once read; until it is written it may be NaN: see ``is_known``. Unset fields are left out of
+the file.
 """
 
 import json
@@ -87,7 +88,7 @@ class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
     faults: Count | UnsetType = UNSET
     """Mismatched turns whose first difference exceeds the noise."""
     near_ties: Count | None | UnsetType = UNSET
-    """Reference positions where the two best logits are within the noise, so a tie could fall
+    """Reference positions whose two best logits are within the noise, so a tie could fall
     differently."""
     positions: Count | UnsetType = UNSET
     """Positions checked for near ties."""
@@ -143,8 +144,8 @@ class CategoryRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Draft tokens tested at target entropies from ``entropy_from`` to below ``entropy_to``
-    nats."""
+    """Draft tokens tested where the target's entropy is from ``entropy_from`` to below
+    ``entropy_to`` nats."""
 
     entropy_from: float
     entropy_to: Figure
@@ -421,7 +422,8 @@ def parse(content: bytes, kind: type[T], where: str) -> T:
 
 
 def _value_at(content: Any, place: str) -> object:
-    """Value at a path as msgspec writes it, $.runs[0].stages; [...] is any entry of an object."""
+    """Return the value at a path in msgspec's form, $.runs[0].stages; [...] is any entry of an
+    object."""
     for key, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", place):
         if index == "...":
             return content

@@ -47,7 +47,7 @@ over conversations. link: latency of one link, in target passes over one token."
 UNEQUAL = 1.1
 """Speed ratio between two ranks above which a calibrated cost model separates them."""
 STAGED_DRAFTS = ("spd", "ppsd")
-"""Drafts that read the stages' outputs, so that another cut changes their draft tokens."""
+"""Drafts that read the stages' outputs: another cut changes their draft tokens."""
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -276,14 +276,14 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
     """Fit the cost model to a comparison's measurements.
 
     - A target pass is the sum of the stages' mean one-row times, in autoregressive decoding.
-    - ``row``, ``sharing``: least squares for the stages' times, over calls, extra rows, and calls
-    times the other processes computing at the same time on average, for all methods.
+    - ``row``, ``sharing``: least-squares fit, over all methods, of the stages' times to their
+        calls, their extra rows, and their calls weighted by the other busy processes.
     - ``verify``: mean verification time for one row.
     - ``link``: autoregressive time beyond stages and verification, over its n + 1 links. In one
-    process: 0.
+        process: 0.
     - ``draft_forward``: drafting time over forward passes, for all methods.
     - ``stages``: if a rank's layers take at least ``UNEQUAL`` times as long as another's, each
-    rank's speed, from autoregressive decoding.
+        rank's speed, from autoregressive decoding.
 
     Args:
         runs: entries from results.json with "processes", one number of stages, autoregressive
@@ -324,7 +324,8 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
 
 
 def _stage_speeds(plain: RunRecord, boundaries: Sequence[int]) -> tuple[StageCost, ...]:
-    """Return each rank's device speed, if they differ; 1: a pass over all layers is the unit."""
+    """Return each rank's device speed, if they differ; a device with speed 1 takes one time unit
+    for all layers."""
     seconds = [process.seconds.get("stage", 0.0) for process in plain.processes]
     seconds = [each for each in seconds if each]
     if len(seconds) == 1 or len(seconds) != len(boundaries) - 1:
@@ -369,7 +370,7 @@ def _row_and_sharing(runs: Sequence[RunRecord]) -> tuple[float, float]:
 
 
 def _others_busy(run: RunRecord) -> float:
-    """Return how many processes computed alongside a busy one on average during the run."""
+    """Return the mean number of other processes that compute alongside a busy one."""
     if run.wallclock is None or len(run.processes) == 1:
         return 0.0
     kinds = ("stage", "verify", "draft")

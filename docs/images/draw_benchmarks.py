@@ -23,9 +23,9 @@ FIGURES = Path(__file__).parents[1] / "lab" / "figures.csv"
 WIDTH, HEIGHT, ROW, EDGE = 12.4, 4.5, 0.29, 0.7
 """Inches: picture width, its height, height per row with dots, room for the axis below them."""
 LETTERS = 0.062
-"""Least distance between two names, as a share of the panel's height."""
+"""Minimum distance between two names, as a share of the panel's height."""
 FAR_UP = 2
-"""The axis does not begin at 0 if all its lines are above this."""
+"""The axis begins above 0 if all its values exceed this."""
 PRICE = "price: "
 Series = dict[str, list[tuple[float, float]]]
 
@@ -36,7 +36,7 @@ class Question:
     y_axis: str
     is_log: bool = False
     has_baseline: bool = True
-    """Autoregressive decoding has the value 1 by construction."""
+    """True if autoregressive decoding is 1 by construction."""
 
 
 QUESTIONS = {
@@ -75,7 +75,7 @@ def read_panels(question: str) -> dict[str, Series]:
 
 
 def spread(heights: Sequence[float]) -> list[float]:
-    """Move overlapping names apart, as little as needed."""
+    """Return heights with overlapping names moved apart, as little as needed."""
     places = list(heights)
     order = sorted(range(len(places)), key=places.__getitem__)
     for _ in range(100):

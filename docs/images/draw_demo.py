@@ -1,4 +1,4 @@
-"""Draw the animated answer of the README, token by token as record_demo.py has timed it.
+"""Draw the README's animated answer, token by token, with the times from record_demo.py.
 
 python docs/images/draw_demo.py --out docs/images
 """
@@ -14,9 +14,9 @@ from pipedraft.inference.diagram import Diagram
 
 WIDTH, GAP, TOP, LINE, LETTER = 880, 40, 86, 21, 7.8
 COLUMNS = int(((WIDTH - GAP) / 2) / LETTER)
-"""Letters in a line."""
+"""Letters per line."""
 HOLD_S = 2.5
-"""The whole answer is shown so long before it begins again."""
+"""Seconds to show the whole answer before it begins again."""
 MARKS = {"accepted": "right", "rejected": "wrong", "plain": ""}
 
 
@@ -29,7 +29,7 @@ def appear(at_s: float, whole_s: float) -> str:
 def draw_answer(
     diagram: Diagram, left: float, tokens: list[list[Any]], whole_s: float, has_draft: bool
 ) -> None:
-    """Draw the tokens of one answer in lines of fixed letters, each from its time on."""
+    """Draw one answer's tokens in a fixed-width font; each appears at its time."""
     column, line = 0, 0
     for text, kind, time_s in tokens:
         shapes = []

@@ -1,4 +1,4 @@
-"""Draw the way from conversations to a served head: which command makes what.
+"""Draw the way from conversations to a served head: each command and its result.
 
 python docs/images/draw_flow.py --out docs/images
 """

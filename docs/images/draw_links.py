@@ -1,9 +1,9 @@
-"""Draw decoding across a link: who drafts, what travels, what the cloud computes, and when.
+"""Draw decoding across a link: drafting, messages and the cloud's passes over time.
 
     python docs/images/draw_links.py --out docs/images
 
-Schedules run on the virtual clock of inference/edge/link.py with PicoSpec's constants (24 ms
-for a draft token, 87 ms for a pass of the target) and a link of 60 ms; known_text.py has the draft.
+Schedules run on the virtual clock in inference/edge/link.py, with PicoSpec's constants (24 ms per
+draft token, 87 ms per target pass) and a link of 60 ms. known_text.py has the draft.
 """
 
 from collections.abc import Iterator
@@ -38,14 +38,15 @@ SHOWN_S = 1.3
 LEFT = 78.0
 TEXT_Y, EDGE_Y, CLOUD_Y, HEIGHT = 22.0, 44.0, 142.0, 28.0
 CLOSE_TO_GREEDY = 1e-3
-"""A temperature: corrections are drawn from distributions, and the text is the greedy one."""
+"""Temperature above 0, so corrections are drawn from distributions, but so low that the text is the
+greedy one."""
 PICTURES: dict[str, tuple[str, str, float, str]] = {
     "flexspec": ("FlexSpec", "flexspec", 0.0, "geometric"),
     "dssd": ("DSSD", "dssd", CLOSE_TO_GREEDY, "fixed:4"),
     "pearl": ("PEARL", "pearl", 0.0, "fixed:4"),
     "picospec": ("PicoSpec", "picospec", 0.0, "geometric"),
 }
-"""File, title, schedule, temperature, draft length."""
+"""File -> title, schedule, temperature, draft length."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class RecordingChannel(Channel):
 
 
 class RecordingTarget(TargetSession):
-    """Keeps when each pass of the target began, and its rows."""
+    """Target session that records each pass: its start and rows."""
 
     def __init__(self, target: SharedTarget) -> None:
         super().__init__(target)
@@ -90,7 +91,7 @@ class RecordingTarget(TargetSession):
 
 
 class RecordingPipeline(LinkPipeline):
-    """Keeps what was drafted when, what the messages are, and the passes."""
+    """Pipeline that records draft tokens and messages with their times."""
 
     def __init__(self, target: Any, text: list[int]) -> None:
         link = Link.constant(up_mbps=50, rtt_ms=60)
@@ -107,7 +108,7 @@ class RecordingPipeline(LinkPipeline):
         return estimates
 
     def note(self, tree: TokenTree) -> None:
-        """A draft token is there, behind all others."""
+        """Record the newest draft token."""
         right = [t == self.text[tree.position(row)] for row, t in enumerate(tree.tokens)]
         place = tree.position(len(tree) - 1) - len(PROMPT)
         self.made.append(Drafted(self.now() + self.draft_s, place, all(right)))
@@ -123,7 +124,7 @@ class RecordingPipeline(LinkPipeline):
 
 
 class NotingText(KnownText):
-    """Tells the pipeline of every draft token."""
+    """Draft that reports every draft token to the pipeline."""
 
     pipeline: RecordingPipeline
 
@@ -136,7 +137,7 @@ class NotingText(KnownText):
 def record(
     target: Any, text: list[int], name: str, temperature: float, policy: str
 ) -> RecordingPipeline:
-    """The run of one schedule."""
+    """Run one schedule and return its records."""
     pipeline, source = RecordingPipeline(target, text), NotingText(text, draw_luck(SEED))
     source.pipeline = pipeline
     settings = {"policy": policy, "temperature": temperature, "max_new_tokens": 36}

@@ -1,9 +1,9 @@
-"""Draw what every schedule does: which tokens are at which stage at which time.
+"""Draw every schedule: the tokens in each stage at each step.
 
     python docs/images/draw_schedules.py --out docs/images
 
-The engine itself decodes; nothing is drawn by hand. Four stages, one draft pass takes a quarter of
-a stage's time, and the same Bernoulli draft for all (known_text.py).
+The engine itself decodes; nothing is drawn by hand. All schedules have four stages, the same
+Bernoulli draft (known_text.py), and a draft forward that takes a quarter of a stage's time.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class PlainTokenizer:
 
 
 def record(target: Any, text: list[int], options: dict[str, Any]) -> tuple[Any, DecodeResult]:
-    """Steps and result of a schedule; the text is compared with the target's own."""
+    """Run a schedule; return its steps and result, after comparing the text with the target's own."""
     cost = CostModel(draft_forward=DRAFT_PASS)
     config = DecodeConfig.of(num_stages=NUM_STAGES, max_new_tokens=40, cost=cost, **options)
     source = None

@@ -1,7 +1,7 @@
-"""A draft for pictures and tests: at every position it is right, second best or wrong by a table.
+"""Draft for pictures and tests: its first choice, its second, or neither is right, by a table.
 
-Which of the three is drawn once for each position (Bernoulli), so that every schedule is shown with
-the same text and the same luck, and a picture does not depend on the target's weights.
+The table is drawn once per position (Bernoulli). So every schedule runs with the same text and the
+same luck, and a picture does not depend on the target's weights.
 """
 
 # U vocabulary
@@ -26,7 +26,7 @@ RIGHT, SECOND, MISSING = 0, 1, 2
 
 
 def make_target() -> LlamaForCausalLM:
-    """Four random layers, without an end of text."""
+    """Return a random target with four layers and no end-of-sequence token."""
     torch.manual_seed(0)
     config = LlamaConfig(
         num_hidden_layers=4,
@@ -45,7 +45,7 @@ def make_target() -> LlamaForCausalLM:
 
 
 def greedy_text(target: Any) -> list[int]:
-    """The prompt and what the target makes of it, by transformers alone."""
+    """Return the prompt and the target's greedy continuation, by transformers alone."""
     ids = torch.tensor([PROMPT])
     output = target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LENGTH
@@ -54,13 +54,13 @@ def greedy_text(target: Any) -> list[int]:
 
 
 def draw_luck(seed: int) -> list[int]:
-    """For each position: the draft's best token is the text's, its second best, or neither is."""
+    """Draw for each position: the draft's first choice is right, its second is, or neither."""
     generator = random.Random(seed)
     return generator.choices([RIGHT, SECOND, MISSING], weights=[72, 16, 12], k=2 * LENGTH)
 
 
 class KnownText(TreeSource):
-    """A draft that reads the text alone, as a language model does, and knows it."""
+    """Draft that knows the text; like a language model it reads no hidden states."""
 
     def __init__(self, text: list[int], luck: list[int]) -> None:
         draft = SimpleNamespace(
@@ -77,7 +77,7 @@ class KnownText(TreeSource):
         self._root_is_new = True
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """The text is known."""
+        """Do nothing: the text is known."""
 
     def _root_output(self, tree: TokenTree) -> Tensor:
         self.num_forwards += self._root_is_new
@@ -95,10 +95,10 @@ class KnownText(TreeSource):
         super()._keep_rows(keep)
 
     def _after(self, position: int) -> Tensor:
-        """Logits [U] of the next token: the best one has about 0.73, the second 0.16.
+        """Return the next token's logits [U]: the best one has about 0.73, the second 0.16.
 
-        No two positions have the same odds: branches of equal scores would be ordered by how a
-        processor rounds, and the pictures would differ from one to another.
+        No two positions have the same odds. With equal scores, rounding would order the branches,
+        and pictures would differ between processors.
         """
         position += 1
         right = self.text[position] if position < len(self.text) else 0

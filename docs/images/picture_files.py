@@ -1,4 +1,4 @@
-"""Command line of the scripts that draw: where their pictures are written."""
+"""Command line for the drawing scripts: the folder for their pictures."""
 
 import argparse
 from collections.abc import Iterable
@@ -6,9 +6,10 @@ from pathlib import Path
 
 
 def write_pictures(script: str, pictures: Iterable[tuple[str, str]]) -> None:
-    """
+    """Write the pictures into --out.
+
     Args:
-        script: its docstring: a first line that says what is drawn, then the example.
+        script: the script's docstring: a first line for --help, then an example.
         pictures: names and SVG texts.
     """
     description, _, example, *_ = script.splitlines()

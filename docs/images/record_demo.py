@@ -2,8 +2,8 @@
 
     python docs/images/record_demo.py --target out/smollm2 --draft assets/heads/smollm2_eagle3 --out docs/images/demo.json
 
-Times are CPU seconds of the one thread that decodes, so that other programs hardly change them; of
-several runs the fastest is kept.
+Times are the decoding thread's CPU seconds, so other programs hardly change them. The fastest of
+several runs is kept.
 """  # noqa: E501
 
 import argparse
@@ -22,7 +22,7 @@ WAYS = {"without": {"schedule": "autoregressive"}, "with": {"schedule": "eagle",
 
 
 class TimedPieces(TextPieces):
-    """Texts of the tokens, with the CPU time of each."""
+    """Token texts, with each token's CPU time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, None)

@@ -1,11 +1,11 @@
-"""Compare the tables in configs/papers with published.csv beside this file.
+"""Compare the tables in configs/papers with published.csv in this folder.
 
     python docs/lab/seeds.py                         counts, and every cell that differs
-    python docs/lab/seeds.py NUMBERS.yaml            also against a file of the papers' numbers
-    python docs/lab/seeds.py --fill table.json ..    write our figures of `eval table` in, too
+    python docs/lab/seeds.py NUMBERS.yaml            also against a file with the papers' numbers
+    python docs/lab/seeds.py --fill table.json ..    write our figures from `eval table` in, too
 
-A line of published.csv is one published cell: the table, row and column that hold it, its number,
-and where one compares with it the measure of ours and its value. ``cell`` is the number's path in
+A line in published.csv is one published cell: its table, row, column and number. If we measured a
+comparable value, the line also has our measure and value. ``cell`` is the number's path in
 NUMBERS.yaml.
 """
 
@@ -32,7 +32,7 @@ def read_lines() -> dict[Key, Line]:
 
 
 def in_tables() -> dict[Key, float | str]:
-    """Every published cell of every table that ships."""
+    """Return every published cell in the shipped tables."""
     found = {}
     for name in table_names():
         spec = read_spec(name)
@@ -44,7 +44,7 @@ def in_tables() -> dict[Key, float | str]:
 
 
 def in_numbers(values: object, path: str = "") -> Iterator[tuple[str, float]]:
-    """Paths and numbers of a file; "2.70 / 2.47" holds two."""
+    """Yield a file's numbers with their paths; "2.70 / 2.47" has two."""
     if isinstance(values, dict):
         for name, value in values.items():
             yield from in_numbers(value, f"{path}/{name}" if path else str(name))
@@ -58,7 +58,7 @@ def in_numbers(values: object, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def differences(numbers: Path | None = None) -> list[str]:
-    """A line for each cell that is missing somewhere or has two values."""
+    """Return a line for each cell that is missing somewhere or has two values."""
     lines, cells = read_lines(), in_tables()
     found = [f"{key}: only in one of the two" for key in lines.keys() ^ cells.keys()]
     for key in lines.keys() & cells.keys():
@@ -77,7 +77,7 @@ def differences(numbers: Path | None = None) -> list[str]:
 
 
 def fill(tables: list[Path]) -> None:
-    """Write our figures beside the published ones."""
+    """Write our figures next to the published ones."""
     lines = read_lines()
     for path in tables:
         content = json.loads(path.read_text())
