@@ -27,7 +27,7 @@ def make_parser(text: str | None) -> ArgumentParser:
 
 
 def measure_apart(*options: str) -> dict[str, Any]:
-    """Run the script again with further options and one thread, and return the JSON line it prints."""
+    """Run the script again with further options and one thread; return its JSON line."""
     child = subprocess.run(
         [sys.executable, *sys.argv, *options],
         env={**os.environ, **CHILD_ENVIRONMENT},

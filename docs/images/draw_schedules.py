@@ -54,7 +54,7 @@ class PlainTokenizer:
 
 
 def record(target: Any, text: list[int], options: dict[str, Any]) -> tuple[Any, DecodeResult]:
-    """Run a schedule; return its steps and result, after comparing the text with the target's own."""
+    """Run a schedule and return its steps and result; its text must be the target's own."""
     cost = CostModel(draft_forward=DRAFT_PASS)
     config = DecodeConfig.of(num_stages=NUM_STAGES, max_new_tokens=40, cost=cost, **options)
     source = None
