@@ -44,7 +44,7 @@ from pipedraft.models.target_part import weights_identity
 from pipedraft.pretrained import quieten, resolve_dtype
 
 LoadedDraft = tuple[str, str, DraftNetwork]
-"""Name in tables, place, network. Heads of one type for different stages share a name."""
+"""Name in tables, folder or name, network. Heads of one type for different stages share a name."""
 
 
 def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:

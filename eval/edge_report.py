@@ -89,7 +89,7 @@ class LinkRun:
 
     @property
     def place(self) -> tuple[str, str, Times]:
-        """Return network, temperature and filters, compute times."""
+        """Return network, sampling label and compute times: rows with equal ones can be compared."""
         return self.network, self.simulation.sampling, self.simulation.times
 
     @property

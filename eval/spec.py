@@ -48,7 +48,7 @@ class Column(NamedTuple):
 
     quantity: str
     over: str | None
-    """Name of the divisor row, at the same place."""
+    """Name of the row to divide by, at the same temperature and network; None: do not divide."""
     benchmark: str | None
     """Benchmark to measure; None: all benchmarks pooled."""
 

@@ -3,10 +3,10 @@
     python docs/lab/shared_link.py --users 1 10 100 1000
 
 No model runs: recorded acceptance for a small draft (assets/acceptance) decides each round. All
-users share a link's bandwidth, and a target verifies all waiting drafts in one pass. Presets lose
-jitter and loss here, because they would delay other users' messages. "cloud" streams the target's
-own tokens, without a draft. "storm" is the time in seconds until every user has a new draft, as
-needed after fine-tuning a target without FlexSpec's frozen parts.
+users share a link's bandwidth, and a target verifies all waiting drafts in one pass. The presets
+run without jitter and loss here, because these would delay other users' messages. "cloud" streams
+the target's own tokens, without a draft. "storm" is the time in seconds until every user has a new
+draft, as needed after fine-tuning a target without FlexSpec's frozen parts.
 """
 
 import argparse
