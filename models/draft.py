@@ -271,7 +271,7 @@ class Draft(nn.Module):
     def _read_parts(
         cls, description: Description, num_tensors: int
     ) -> "tuple[Any, LayerConfig, TargetReference]":
-        """Read the draft's constructor arguments; check sizes, no more layers than tensors."""
+        """Read the draft's constructor arguments; refuse bad sizes, or more layers than tensors."""
         architecture, layer = description["architecture"], description["layer"]
         kinds = (cls.config_class, architecture), (LayerConfig, layer)
         for kind, values in kinds:

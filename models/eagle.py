@@ -45,7 +45,7 @@ class EagleHead(Draft):
     draft_ids: Tensor
     num_caches: ClassVar[int] = 1
     shift: ClassVar[int] = 1
-    """A row joins a token to the state at the position before it, and uses that position."""
+    """A row joins a token to the state one position earlier; its rotary position is the state's."""
     reads_rows: ClassVar[bool] = False
     joins_rows: ClassVar[bool] = True
 

@@ -219,7 +219,7 @@ class SPD(StagedDraft):
         return sum(others, start=first)
 
     def _of_layer(self, index: int, rows_RH: Tensor, depths: Sequence[int]) -> Tensor:
-        """Return a layer's input for rows with non-increasing depths; depth-0 rows are streams."""
+        """Return a layer's input. Depths are non-increasing; rows at depth 0 stay as they are."""
         if not self.config.layer_projections:
             return rows_RH
         projections, parts = cast(list[nn.Linear], self.layer_projections[index]), []
@@ -354,7 +354,7 @@ class SPD(StagedDraft):
         num_queries: int | None = None,
         axis: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return heads-first keys and values for all rows, queries for the first along an axis."""
+        """Return queries (for the first rows along ``axis``), keys and values, all heads first."""
         normed = layer.input_layernorm(stream_STH)
         keys, values = layer.self_attn.key_value(normed, *rotation)
         asked = normed if num_queries is None else normed.narrow(axis, 0, num_queries)

@@ -464,8 +464,8 @@ def dspark_config(head: DSpark) -> Config:
 
 
 def _block_config(head: DFlash, lowest: int) -> Config:
-    """Return entries for both block heads; a layer number means a layer's output, -1 the
-    embedding."""
+    """Return config.json entries for DFlash and DSpark. A layer number means this layer's output,
+    -1 the embedding."""
     layers, last = head.config.feature_layers, head.config.num_target_layers
     if not all(lowest <= layer < last for layer in layers):
         raise ValueError(
