@@ -135,9 +135,9 @@ class RunConfig:
     max_steps: int | None = None
     """Optimizer steps, instead of epochs."""
     batch_group: int | None = None
-    """Consecutive batches with similar length, a multiple of the number of processes; null: that
-    number at the first launch. With matching accumulation, every number of processes that divides
-    the group trains the same run, and can resume it."""
+    """Number of consecutive batches with similar lengths; a multiple of the number of processes.
+    null: the number of processes at the first launch. With matching accumulation, any number of
+    processes that divides the group trains the same run, and can resume it."""
     max_minutes: float | None = None
     """Wall-clock minutes for this launch, loading included; the run then saves and ends at the next
     step. The same command resumes it."""

@@ -249,7 +249,7 @@ class Plan:
     def _decoder_flops(self, layers: nn.Module) -> float:
         """Return FLOPs per token in the frozen decoder's layers, counted as torch does.
 
-        Experts count by the fraction each token is routed to. Linear layers' attention is left out.
+        Experts count by the fraction each token is routed to, recurrent layers by weights alone.
         """
         weights = 0.0
         for name, parameter in layers.named_parameters():

@@ -115,7 +115,7 @@ def identity_of(
     tokenizer: PreTrainedTokenizerBase,
     data: TokenizedData,
 ) -> dict[str, int | str]:
-    """Return the hidden states' identity: a dump with another one cannot replace a run's target."""
+    """Return the hidden states' identity; a dump must have the run's to replace its target."""
     return {
         **target_identity(run, target_config),
         "tokenizer": template_hash(tokenizer),
