@@ -77,7 +77,7 @@ class SelfPrompting:
         self.ends = {self.markers.end, *(ends if isinstance(ends, list) else [ends])} - {None}
         self.benchmarks: Benchmarks | None = read_benchmarks(benchmarks) if benchmarks else None
         self.seen: set[str] = set()
-        """User turns so far."""
+        """User turns so far; a repeated one is dropped."""
         self.num_tokens, self.num_cut = 0, 0
 
     def fill(self, answers: AnswerFile, num_rows: int, batch_size: int, bar: tqdm) -> None:
