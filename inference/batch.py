@@ -489,8 +489,8 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Return True if a sequence may join this step. Each new one gets one of n step phases, the
-        emptiest.
+        """Return True if a sequence may join this step. A new sequence gets the emptiest of n step
+        phases.
 
         With ``counts_alone`` all sequences share a phase: one pass over a stage's weights serves
         all.

@@ -50,7 +50,7 @@ class BatchClock:
         self.drafts_together = drafts_together
         self.num_steps = 0
         self.num_tokens = 0
-        """Tokens emitted by all sequences, except the first of each."""
+        """Tokens emitted by all sequences, without each sequence's first."""
         self.live: list[SharedPipeline] = []
         """Decoding sequences, without those still in prefill."""
         self._stages = VirtualClock(cost, boundaries, draft_forward)

@@ -349,7 +349,7 @@ COST_PRESETS = {
 
 
 ROW_COSTS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1)
-"""Row costs for curves with the speed-up S."""
+"""Row costs at which curves show the speed-up S."""
 
 
 def read_cost(text: str) -> CostModel:

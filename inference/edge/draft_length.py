@@ -62,8 +62,9 @@ class RoundCost:
     def stop_and_wait(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
         """FlexSpec, DSSD: draft, send, verify, answer, in sequence.
 
-        T_step = T_fixed + K T_marg        FlexSpec Eq. 10 Addition: a rejection may cost more, due
-        to its larger answer.
+        T_step = T_fixed + K T_marg        FlexSpec Eq. 10
+
+        Addition: a rejection may cost more, due to its larger answer.
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         return cls(drafted_K + away_K, drafted_K + away_K + reject_s)
@@ -116,7 +117,7 @@ class RoundCost:
 def _times(
     shape: RoundShape, link: LinkState, max_length: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return seconds to draft [K], from last draft token to result [K], and per rejection."""
+    """Return seconds to draft [K], from then to the result [K], and added by a rejection."""
     assert link.up_bytes_per_s > 0 and link.down_bytes_per_s > 0, "an outage: ask the one before"
     number_K = np.arange(1, max_length + 1)
     up_bytes_K = shape.up_bytes + shape.up_bytes_per_token * number_K
@@ -289,7 +290,7 @@ class Geometric(DraftLengthPolicy):
 
         a = sum tau / sum (tau + [tau < K])     tau accepted of K drafted: accepted over tested
 
-    The maximum-likelihood estimate under i.i.d. acceptance, with fading counts.
+    This is the maximum-likelihood estimate under i.i.d. acceptance, with fading counts.
     """
 
     def __init__(

@@ -135,7 +135,7 @@ class LinkedPipeline(Pipeline):
         self.timeline = Timeline("draft")
         self.last_rows = []
         self.anchor = ""
-        """Hash of the target's last block contained in the draft; "": none."""
+        """Hash of the copy of the target's last block in the draft; "": no copy."""
         self.fallback = ""
         """Reason why the target decodes alone although there is a draft; "": the draft is in
         use."""

@@ -104,7 +104,7 @@ class Open(Message, kw_only=True, tag="open"):
     prompt_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_PROMPT)]
     settings: Settings
     anchor: Annotated[str, Meta(max_length=128)] = ""
-    """Hash of the target's last block contained in the draft; "": none."""
+    """Hash of the copy of the target's last block in the draft; "": no copy."""
     streams: bool = False
     """The cloud decodes alone, token by token."""
 
@@ -124,7 +124,7 @@ class _OfSession(Message):
 
 
 class _Continues(_OfSession):
-    """Tokens following ``base`` earlier ones, including draft tokens awaiting verification."""
+    """Tokens that continue the first ``base`` ones, some of which may await verification."""
 
     base: Count
     prefix_hash: PrefixHash
@@ -138,7 +138,8 @@ class _DraftTokens(_Continues):
     q: Annotated[list[Probability], Meta(max_length=MAX_DRAFT_TOKENS)]
     """Probability used to sample each draft token, if the rule needs it; else empty."""
     next_s: Seconds
-    """Time until the edge completes its next batch, from this message or from its result."""
+    """Time until the edge completes a batch. ``Preverify``: this batch, counted from the message.
+    ``Verify``: the next batch, counted from the result."""
 
 
 class Preverify(_DraftTokens, tag="pre"):
@@ -189,7 +190,7 @@ class Opened(_Numbered, tag="opened"):
 
 class _Verdict(_Numbered):
     length: Count
-    """Verified tokens, without the one in this result."""
+    """Number of verified tokens, without the one in this result."""
     held_s: Seconds
     """Seconds from the message's arrival to this answer."""
     forward_s: Seconds

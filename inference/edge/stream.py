@@ -96,7 +96,7 @@ class Break:
 
 @dataclass
 class Bytes:
-    """Payload bytes, without gRPC's 5, HTTP/2's 9 and lower headers."""
+    """Payload bytes, without the headers of gRPC (5 bytes), HTTP/2 (9) and lower layers."""
 
     up: int = 0
     down: int = 0

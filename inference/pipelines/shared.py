@@ -40,7 +40,7 @@ class Sharing(TypedDict):
 
 
 class SharedPipeline(Pipeline):
-    """Pipeline with its own caches and a shared step: ``tick`` waits for it."""
+    """Pipeline with its own caches, but shared steps: ``tick`` waits for the next one."""
 
     is_prefilling: bool
     next_rows: list[int]

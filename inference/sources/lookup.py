@@ -94,7 +94,7 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _reached(self, state: int, token: int) -> int:
-        """Return the state for ``token`` after ``state``'s longest substring; split if longer."""
+        """Return the state for ``state``'s longest substring plus ``token``; split a longer one."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
@@ -171,8 +171,8 @@ def make_lookup(kind: LookupKind, target: PreTrainedModel) -> Lookup:
 class LookupSource(TextSource):
     """Draft tokens from a ``Lookup`` under every schedule.
 
-    A forward is a free lookup. Results are forgotten when the sequence grows, since it may then say
-    more.
+    A forward is a free lookup. When the sequence grows, the root is looked up again; other rows
+    retain their results.
     """
 
     draft: Lookup

@@ -56,7 +56,7 @@ class NewText:
 class GraphText:
     """Keys and values for text rows in fixed-size buffers, read and written by CUDA graphs.
 
-    Buffers and graphs outlive the sequence. Spare rows go behind its places.
+    Buffers and graphs outlive the sequence. Padding rows are written behind its places.
     """
 
     def __init__(self, num_layers: int, draft_ids: Tensor) -> None:
