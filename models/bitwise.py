@@ -77,7 +77,7 @@ def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
 def _pass(
     stage: "Stage", entering_lH: Tensor, positions_l: Tensor, visible_lS: Tensor
 ) -> dict[int, Tensor]:
-    """Return layer index -> hidden states [l, H]; for the first stage also after the embedding."""
+    """Return layer index -> hidden states [l, H]; for the first stage also 0, the embedding."""
     cache, num_rows = stage.cache, len(entering_lH)
     positions_C = cache.begin(positions_l.to(stage.device))
     # Every row sees all committed rows; the mask covers only the segment's.

@@ -132,7 +132,7 @@ class EagleHead(Draft):
         t + i. See `ttt_attention` for visible rows.
 
         Args:
-            rows: requested rows b T + t per step; each a prefix of the ones before.
+            rows: requested rows b T + t per step; each step's are a prefix of the previous step's.
             lengths: document lengths in a packed row [1, T].
 
         Returns:

@@ -196,7 +196,7 @@ class Eagle3(EagleHead):
 
     @torch.no_grad()
     def fit_candidates(self) -> None:
-        """Set the second head to the LM head's best approximation of its rank."""
+        """Set the second head to the best approximation of the LM head with ``candidate_rank``."""
         left_UR, values_R, right_RH = torch.linalg.svd(
             self.lm_head.weight.float(), full_matrices=False
         )

@@ -34,7 +34,7 @@ from pipedraft.models.target_part import load_target_part
 
 MAX_STEM_LAYERS = 2
 SAME_BLOCK = 0.05
-"""Relative difference below which two blocks are one, in 16 bits as well."""
+"""Relative difference below which two blocks count as equal, also in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

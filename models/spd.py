@@ -106,7 +106,7 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def lead(self) -> int:
-        """Stages passed by the newest token at depth 0."""
+        """Stages that the newest token, at depth 0, has passed: 1 with output states, else 0."""
         return int(self.timing == "output_states")
 
     @property
@@ -123,7 +123,7 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
     With m tokens per step, distance i has depth max((i - m + 1) // m, 0): exact for the last of the
     m forwards in a step, a lower bound for the earlier ones.
     Index 0 is the embedding, index i the raw output of layer i - 1, never after the final norm.
-    Let l be the last layer index passed at depth k:
+    Let l be the last layer index passed at depth k, and lps the layers per stage:
       paper    (0, l // 2, l)                              Eq. 1
       thirds   (0, l) and (0, lps, l) at depths 1 and 2, then (0, l // 3, 2 * (l // 3), l), as in
                the authors' first release. Deviation: they clamp l to L - 1 because their index L

@@ -31,7 +31,7 @@ class KeepRows:
     rows: tuple[int, ...]
     """I: indices into S as it was before this message, strictly ascending."""
     num_committed: int
-    """a: the accepted path; its rows precede every retained row, as parents precede children."""
+    """a: length of the accepted path, whose rows precede the others as parents precede children."""
 
     def __post_init__(self) -> None:
         ascending = all(i < j for i, j in zip(self.rows, self.rows[1:], strict=False))
@@ -284,7 +284,7 @@ class StageCache:
             self._states += self._new_states
 
     def skip(self, positions_l: Tensor) -> None:
-        """Count speculative rows without computing them; zeros, since 0 * NaN would spread."""
+        """Count speculative rows without computing them; fill with zeros, since 0 * NaN is NaN."""
         end = self.begin(positions_l).shape[0]
         for buffer_1NCD in (*self._keys.values(), *self._values.values()):
             buffer_1NCD[:, :, self.num_rows : end] = 0

@@ -512,8 +512,8 @@ def block_speculators_config(head: DFlash, target: str, architectures: list[str]
 
 
 def block_speculators_weights(head: DFlash, head_VH: Tensor) -> dict[str, Tensor]:
-    """Return the weights: embedding and LM head come from the target, except draft-vocabulary
-    rows."""
+    """Return the weights to write. The engine takes embedding and LM head from the target, except
+    the LM head's rows for a draft vocabulary."""
     weights = head.state_dict()
     if weights.pop("draft_ids", None) is None:
         return weights

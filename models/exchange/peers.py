@@ -183,7 +183,7 @@ def _eagle(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle:
 def _mtp(peer: Peer, found: TargetFiles, reference: TargetReference) -> MTP:
     """Return an MTP layer from a target's weights, or from an export with only some of them.
 
-    DeepSeek's and GLM's layers contain copies of the embedding and the LM head instead. Their
+    DeepSeek's and GLM's layers contain their own copies of the embedding and the LM head. Their
     states are fed back normed, as in SGLang; vLLM norms them only for the LM head.
     """
     settings = load_config(reference.name, None).get_text_config()
