@@ -122,7 +122,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Validation; see the section evaluation."""
     batch_tokens: int = 4096
-    """Tokens per forward pass and process, padding included."""
+    """Maximum tokens per forward pass and process, padding included."""
     packing: bool = False
     """Join a forward pass's examples into one row without padding; they do not see each other.
     (With data.pack they do, and form blocks with one length.)"""

@@ -31,7 +31,7 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
     decay_gamma: float = 7.0
     """Speed of the decay; the paper's values are 7 for blocks of 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = 0.5
-    """D-PACE's smoothing: 1 weighs a row only by the rows after it."""
+    """D-PACE's smoothing; at 1 a row's weight is only the number of rows from it on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

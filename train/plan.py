@@ -115,7 +115,7 @@ def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 ASSUMED_UTILIZATION = 0.35
-"""Fraction of the device's peak FLOPS; compare with ``mfu`` in a real run's log."""
+"""Assumed fraction of the device's peak FLOPS; compare with ``mfu`` in a real run's log."""
 STRATEGIES = ("ddp", "zero2", "fsdp2, zero3")
 BITS = {None: 0, "8bit": 8, "4bit": 4}
 
