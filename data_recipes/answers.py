@@ -115,7 +115,7 @@ class AnswerFile:
         publish(self.out, write)
 
     def close(self) -> None:
-        """Write the rows without an answer next to the output; a later run resumes from here."""
+        """Write the rows without an answer next to the output; a later run can resume."""
         errors = self.database.execute("SELECT count(*) FROM rows WHERE reason != ''")
         if errors.fetchone()[0]:
             publish(self.errors_path, lambda place: self._write_lines(place, "!= ''"))

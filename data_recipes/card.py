@@ -74,7 +74,7 @@ class DataReport:
     the most frequent first."""
     train_rows: int = 0
     valid_rows: int = 0
-    """Training and validation rows (blocks, if packed), repetitions included."""
+    """``train_rows``, ``valid_rows``: rows per set (blocks, if packed), repetitions included."""
 
     def to_dict(self) -> Values:
         return asdict(self)

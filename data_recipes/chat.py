@@ -374,7 +374,7 @@ def mark_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) ->
     """Return 1 for every token that shares a character with a span, else 0.
 
     Byte-level post-processors may trim whitespace from offsets, down to an empty range. So a token
-    begins no later than the end of the one before.
+    is taken to begin no later than where the one before it ends.
     """
     if not offsets:
         return []

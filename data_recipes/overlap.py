@@ -213,7 +213,7 @@ EXACT_DUPLICATE = "duplicate: exact"
 
 
 def content_identity(parts: Sequence[str]) -> int:
-    """63 bits, equal for texts that differ in case, white space or Unicode form only.
+    """Return 63 bits, equal for texts that differ only in case, white space or Unicode form.
 
     Args:
         parts: roles and contents in turn, or the one document.

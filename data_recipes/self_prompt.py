@@ -105,7 +105,7 @@ class SelfPrompting:
             bar.update(len(rows))
 
     def _sample(self, rows: Sequence[int]) -> dict[int, SampledRow]:
-        """Sample a batch, with random numbers from the seed and its first row."""
+        """Sample a batch; the seed and the batch's first row decide the random numbers."""
         openings = [
             Opening(self.markers.user, self.sampling.is_greedy(row), writes_user=True)
             for row in rows

@@ -317,7 +317,7 @@ def error_message(data: bytes) -> str:
 
 
 def retry_after_s(header: str | None, now: float) -> float:
-    """Seconds to wait by a Retry-After header: a number, or a date; 0 without a usable one."""
+    """Return the seconds to wait by a Retry-After header, a number or a date; 0 if unusable."""
     if header is None:
         return 0.0
     try:
