@@ -100,7 +100,7 @@ class _Sequence:
         self.handle = handle
         self.last_step = self.rests_until = -1
         self.phase: int | None = None
-        """Step phase for entering tokens, if decoding autoregressively."""
+        """Step number modulo n at which tokens enter while it decodes autoregressively."""
         self.has_ended = False
         self.asked: DraftCall | None = None
         """Draft call to wait for; None: waits for the next step."""

@@ -224,7 +224,7 @@ class Channel:
         return self._lanes[direction].traffic
 
     def transmit(self, now_s: float, num_bytes: int, direction: Direction) -> float:
-        """Send a message; calls per direction are in sending order.
+        """Send a message; for each direction, call in sending order.
 
         A message waits until the one before it has left, and until lost packets have been resent:
         TCP could not deliver it earlier.

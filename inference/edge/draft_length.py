@@ -230,7 +230,7 @@ class DraftLengthPolicy(ABC):
 
 
 class Fixed(DraftLengthPolicy):
-    """Always ``max_length``."""
+    """Use ``max_length`` in every round."""
 
     def choose(self, cost: RoundCost) -> int:
         return self.max_length
@@ -274,7 +274,7 @@ class Alg2(_Published):
 
     The slope in K has the sign of gamma T_fixed - T_marg at every K, so the best K is at an end.
     The biased gamma is low after long rounds and right after short ones, so K can jump between
-    both.
+    both ends.
     """
 
     caveat = "published; always 1 or the longest, from a biased estimate"
@@ -300,7 +300,7 @@ class Geometric(DraftLengthPolicy):
         Args:
             memory: rounds; each one multiplies the counts by 1 - 1 / memory. Infinite: no fading.
             acceptance: prior before the first round.
-            weight: prior's weight in tests; it does not fade.
+            weight: prior's weight, as a number of tested tokens; it does not fade.
         """
         super().__init__(max_length)
         self.keep, self.prior, self.weight = 1 - 1 / memory, acceptance, weight
@@ -318,7 +318,7 @@ class Geometric(DraftLengthPolicy):
         return (self.accepted + self.weight * self.prior) / (self.tested + self.weight)
 
     def survival(self) -> np.ndarray:
-        """Probability for all first k draft tokens to be accepted, [K]: a^k."""
+        """Return the probability that the first k draft tokens are all accepted, [K]: a^k."""
         return self.acceptance ** np.arange(1, self.max_length + 1)
 
     def choose(self, cost: RoundCost) -> int:

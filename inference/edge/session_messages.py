@@ -74,7 +74,7 @@ class Settings(Message, kw_only=True):
     tail_samples: Annotated[int, Meta(ge=1, le=4096)] = 4
     """Samples in the first ``Top``."""
     has_bonus: bool = True
-    """A fully accepted batch gets one more token."""
+    """True: a fully accepted batch gets one more token."""
     pre_verifies: bool = False
     """True: the cloud may compute a known prefix's rows before the batch is complete."""
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 128
@@ -106,7 +106,7 @@ class Open(Message, kw_only=True, tag="open"):
     anchor: Annotated[str, Meta(max_length=128)] = ""
     """Hash of the copy of the target's last block in the draft; "": no copy."""
     streams: bool = False
-    """The cloud decodes alone, token by token."""
+    """True: the cloud decodes alone, token by token."""
 
     @property
     def seq(self) -> int:
@@ -128,7 +128,7 @@ class _Continues(_OfSession):
 
     base: Count
     prefix_hash: PrefixHash
-    """Hash of these ``base`` tokens."""
+    """Hash of the first ``base`` tokens."""
     certain: Ids
     """Tokens sampled by the edge itself from a payload."""
 
@@ -174,9 +174,9 @@ Request: TypeAlias = Open | Preverify | Verify | More | Stream | Close
 class _Numbered(Message):
     number: Count
     seq: Count
-    """``seq`` in the message answered."""
+    """``seq`` of the message that this one answers."""
     epoch: Count
-    """Epoch in the message answered."""
+    """Epoch of the message that this one answers."""
 
 
 class Opened(_Numbered, tag="opened"):

@@ -79,7 +79,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Break:
-    """End of a call."""
+    """End of a gRPC call: its status code and text."""
 
     code: str
     text: str

@@ -205,7 +205,7 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
 
 
 def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) -> bool:
-    """Return False after a failure, with every cache unchanged."""
+    """Run one stage for several sequences; return False, with caches unchanged, if it fails."""
     stages = [pipeline.target.stages[index] for pipeline, _ in pairs]
     segments = [segment for _, segment in pairs]
     taps = {layer for pipeline, _ in pairs for layer in pipeline._deeper}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SSD(Schedule):
-    """Speculative speculative decoding, Saguaro (arXiv 2603.03251), on stages.
+    """Speculative speculative decoding, Saguaro (arXiv 2603.03251), on pipeline stages.
 
     An outcome is a possible verification result: the number of accepted draft tokens and the token
     after them. While a batch travels, the draft predicts likely outcomes and drafts a chain for

@@ -42,7 +42,7 @@ class Admissions:
         self.tokenizer, self.target = decoder.engine.tokenizer, decoder.engine.target
         self.is_draining = False
         self.num_open = self.num_answered = 0
-        """Open requests, and answered ones."""
+        """Number of open requests, and of answered ones."""
         self.of_client: Counter[str] = Counter()
         """Open sequences per client."""
 

@@ -87,7 +87,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     pipedraft_events: bool = False
-    """Every chunk says who made its tokens and how full the stages were."""
+    """True: every chunk tells who made its tokens and how full the stages were."""
     pipedraft_draft: bool = True
     """False: decode without the draft, to compare."""
 

@@ -128,7 +128,7 @@ class DFlashSource(TreeSource):
 class GraphBlocks(GraphText):
     """Proposes DFlash's blocks by CUDA graphs.
 
-    Block rows are written behind the text rows, then forgotten. One forward pass gives all depths'
+    Block rows are written after the text rows, then forgotten. One forward pass gives all depths'
     marginals, so the host reads them together.
     """
 
@@ -136,7 +136,7 @@ class GraphBlocks(GraphText):
         super().__init__(len(draft.layers), draft.draft_ids)
         self.draft = draft
         self._num_depths = self._width = 0
-        """Largest values requested so far; later reads use them at once."""
+        """Largest depth count and width requested so far; later reads use them at once."""
 
     def propose(self, text: NewText, token: int, num_rows: int) -> Tensor:
         """Return a block's hidden states, as in ``DFlash.propose``: a reused buffer [S, H]."""

@@ -60,9 +60,9 @@ class NGrams:
 class SuffixAutomaton:
     """Contexts of any length: the online automaton of all substrings (Blumer et al. 1985).
 
-    A state represents substrings with the same end positions; ``counts`` holds their number. With
-    it SuffixDecoding (arXiv:2411.04975) drafts from the longest suffix with an earlier occurrence.
-    Deviation: uses this sequence alone, so its draft tokens depend on nothing else.
+    A state represents substrings with the same end positions; ``counts`` is their number. With
+    this automaton, SuffixDecoding (arXiv:2411.04975) drafts from the longest suffix that occurred
+    earlier. Deviation: uses this sequence alone, so its draft tokens depend on nothing else.
     """
 
     def __init__(self) -> None:

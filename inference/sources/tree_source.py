@@ -158,7 +158,7 @@ class TreeSource(DraftSource):
         self._root_waits = True
 
     def _name(self, tree: TokenTree, row: int) -> int:
-        """Name of a stored row: the row, or ~row in the fresh tree; its own inverse."""
+        """Return a stored row's name: row, or ~row in the fresh tree; also maps names to rows."""
         is_fresh = self._fresh is not None and tree is self._fresh.tree
         return ~row if is_fresh else row
 
