@@ -452,7 +452,7 @@ def evaluate(
     """Decode benchmarks and compare with autoregressive decoding, as ``pipedraft eval`` does.
 
     Args:
-        model: a model from ``load`` with names, or a head.
+        model: a model loaded by name, not from objects, or a head.
         benchmarks: names, or .jsonl files with prompts.
         limit: use the first prompts in each benchmark; None: all.
         out: results folder.
