@@ -111,8 +111,8 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def max_in_flight(self) -> int:
-        """Most rows in flight before the newest one: with m tokens per step m n + m - 1 (m - 1 of
-        them just drafted), one less with output states. Earlier rows are committed."""
+        """Maximum rows in flight before the newest one; earlier rows are committed. With m tokens
+        per step: m n + m - 1 (m - 1 of them just drafted), and one less with output states."""
         return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
 
 

@@ -73,9 +73,9 @@ class Segment:
     """bool [l, hi]: ancestors-or-self among the speculative rows. Committed rows are always
     visible and have no column."""
     ids: Tensor | None = None
-    """int64 [l]: tokens, before stage 0."""
+    """int64 [l]: token ids; only before stage 0."""
     hidden: Tensor | None = None
-    """[l, H]: the previous stage's output, after stage 0."""
+    """[l, H]: the previous stage's output; only after stage 0."""
     taps: dict[int, Tensor] = field(default_factory=dict)
     """Layer index -> [l, H]: hidden states collected so far, for the draft."""
 

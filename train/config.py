@@ -76,8 +76,8 @@ class EvaluationConfig:
     """Held-out prompts decoded at each evaluation with the current head: greedily, 32 tokens each.
     The log then has the decoded tau and L'. 0: none."""
     best_by: Literal["expected", "decoded"] = "expected"
-    """Score for best/ and patience: acceptance expected from teacher-forced rates, or L' as
-    decoded."""
+    """Score for best/ and patience. expected: acceptance from teacher-forced rates. decoded: L'
+    measured on the decoded prompts."""
     patience: int = 0
     """End the run after this many evaluations without a better score; 0: never."""
 

@@ -281,7 +281,7 @@ def load_embedding_and_head(
 
 
 TIE = 0.5
-"""Gap in nats between the most likely tokens here and on the server that rounding may cause."""
+"""Largest gap in nats that rounding may cause between the most likely tokens here and there."""
 
 
 @torch.no_grad()
