@@ -133,8 +133,8 @@ class BatchClock:
 
     @property
     def sharpness(self) -> float:
-        """Exponent for draft probabilities, in quarters: captured CUDA graphs hold it as a
-        constant."""
+        """Exponent for draft probabilities, rounded to quarters: captured CUDA graphs contain it as
+        a constant."""
         return round(4 * self._sharpness) / 4
 
     def leave(self, pipeline: SharedPipeline) -> None:

@@ -294,7 +294,7 @@ class LinkedPipeline(Pipeline):
 
     @property
     def is_streaming(self) -> bool:
-        """Return True once the target was asked to decode alone, from the current epoch on."""
+        """Return True if the target was asked to decode alone from the current epoch on."""
         return self._stream_request is not None
 
     def stream(self, certain: list[int]) -> None:

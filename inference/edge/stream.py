@@ -52,7 +52,7 @@ class Access:
     """host:port"""
     uses_tls: bool = False
     root_certificates: bytes | None = None
-    """PEM certificates that sign the server's; None: the system's."""
+    """PEM certificates of authorities for the server's certificate; None: the system's."""
     token: str = ""
     connect_s: float = 10.0
     """Seconds per connection attempt."""
@@ -87,7 +87,7 @@ class Break:
 
     @classmethod
     def of(cls, call: wire.Untyped) -> "Break":
-        """Read a call's end; ``call``: a finished one, or the error it raised."""
+        """Read a call's end; ``call``: the finished call, or the error that it raised."""
         # From another machine: trust no format.
         passes = str(dict(call.trailing_metadata() or ()).get(wire.NUM_PASSES))
         num_passes = int(passes) if NUMBER.fullmatch(passes) else None

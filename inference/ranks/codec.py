@@ -333,7 +333,7 @@ class Prefill(StageMessage, tag="prefill"):
     rows: Tensor
     """int64 [l] tokens for the first stage, [l, H] for the others."""
     first_position: Count
-    """0: a new sequence; everything before is dropped."""
+    """Position of the first row. 0: a new sequence; everything before is dropped."""
     is_last: bool
     taps: Layers
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
