@@ -40,7 +40,7 @@ class FlowSpec(PrunedPP):
     refill_depth: int = 2
     """Levels added to the last tree if pruning emptied the returning segment; 0: none."""
     refill_tokens: int = 48
-    """New draft tokens sent from the ``refill_depth`` levels, best first."""
+    """New draft tokens sent from the levels that a refill adds, best first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
