@@ -25,7 +25,7 @@ PUBLIC = {
     "custom_generate": "pipedraft.api",
     "DecodeConfig": "pipedraft.inference.config",
 }
-"""Public name -> its module. ``train`` is the package; it can be called."""
+"""Public name -> its module. ``train`` is not listed: it is a package that can be called."""
 
 
 def __getattr__(name: str) -> object:

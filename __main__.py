@@ -60,7 +60,7 @@ SUBCOMMANDS = {
     ("train", "features"): "train/features",
     ("data", "regenerate"): "data_recipes/regenerate",
 }
-"""Two-word commands; other two-word forms are options of their first word."""
+"""Two-word commands with a module of their own; all other commands parse their second word."""
 DOTTED = {folder.replace("/", "."): " ".join(names) for names, folder in SUBCOMMANDS.items()}
 
 

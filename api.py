@@ -179,8 +179,7 @@ class Model:
         return DecodeConfig.of(schedule, num_stages=stages or own or 1, **settings)
 
     def engine(self, config: DecodeConfig) -> Engine:
-        """Return an engine for a configuration, reusing the last one if its stages are cut
-        alike."""
+        """Return an engine; reuse the last one if schedule, stages and boundaries are the same."""
         last = self._engine
         if last is None or _cut(last.config) != _cut(config):
             self._engine = last = self._make_engine(config, LocalPipeline)
@@ -396,7 +395,7 @@ def _name_of(target: Place | PreTrainedModel | Model) -> str:
     """Return a target's folder or Hub id.
 
     Raises:
-        ValueError: an object not loaded from one, or with weights changed since.
+        ValueError: an object was loaded from neither, or its weights have changed since.
     """
     if isinstance(target, Model):
         target = target.target
@@ -436,7 +435,7 @@ class EvaluationReport:
         return f"{screen_table(self.entries)}\n{self.folder}/report.html"
 
     def compare(self, other: EvaluationReport | Place) -> ComparisonText:
-        """Compare this evaluation with another, the baseline, prompt by prompt."""
+        """Compare this evaluation prompt by prompt with ``other``, the baseline."""
         baseline = other.folder if isinstance(other, EvaluationReport) else Path(other)
         runs = Evaluated.read(baseline), Evaluated.read(self.folder)
         return ComparisonText(format_comparison(*runs, compare_runs(*runs)))
@@ -453,7 +452,7 @@ def evaluate(
     """Decode benchmarks and compare with autoregressive decoding, as ``pipedraft eval`` does.
 
     Args:
-        model: a model from ``load`` with names, or a head.
+        model: a model loaded by name, not from objects, or a head.
         benchmarks: names, or .jsonl files with prompts.
         limit: use the first prompts in each benchmark; None: all.
         out: results folder.

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 Message: TypeAlias = Mapping[str, Any]
 """One turn: role, content, and other template fields."""
 DEFAULTS = "pipedraft_template_variables"
-"""Tokenizer attribute: template variables for conversations without values of their own."""
+"""Tokenizer attribute with default template variables; a conversation's own take precedence."""
 RESERVED_VARIABLES = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation"),
     *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
     *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
 }
-"""Names reserved for the rendering, or not for users to set."""
+"""Names that the rendering sets itself, or that users must not set."""
 
 
 def check_template_variables(variables: Mapping[str, object] | None, field: str) -> None:
@@ -113,8 +113,8 @@ def render_chat(
 
 
 def render_turns(messages: Sequence[Message], render: Callable[[list[Values]], str]) -> str:
-    """Render turns, with tool-call arguments as objects first: most templates write these as JSON.
-    Fall back to text for a template that fails on objects, or writes them in Python syntax."""
+    """Render turns. Pass tool-call arguments as objects: most templates write these as JSON. If the
+    template fails on objects or writes them in Python syntax, pass the arguments as text."""
     turns = [dict(turn) for turn in messages]
     if not any(turn.get("tool_calls") for turn in turns):
         with rendering():

@@ -149,11 +149,11 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 ALIASES = {"num_stages": "--stages"}
-"""Fields with another option name."""
+"""Field -> its option, where the names differ."""
 
 
 def as_typed(message: str, words: Sequence[str]) -> str:
-    """Return a message about a field with its option first, if the command line has it."""
+    """Replace the field that begins a message by its option, if the command line has it."""
     field, colon, rest = message.partition(": ")
     typed = {word.partition("=")[0] for word in words if word.startswith("--")}
     for flag in (ALIASES.get(field, ""), f"--{field}", flag_name(field)):
@@ -163,10 +163,10 @@ def as_typed(message: str, words: Sequence[str]) -> str:
 
 
 def needed(message: str, words: Sequence[str]) -> str:
-    """Return the command that makes a missing file, from the head of a YAML file on the command
-    line.
+    """Return the command that creates the missing file in a message; "" if none is known.
 
-    ``# Needs out/smollm2: make out/smollm2/config.json`` answers a message with 'out/smollm2'.
+    YAML files on the command line name such commands. For example, after ``# Needs out/smollm2:
+    make out/smollm2/config.json`` a message about 'out/smollm2' gets ``make ...``.
     """
     for word in words:
         file = Path(word.rpartition("=")[2])
@@ -179,7 +179,7 @@ def needed(message: str, words: Sequence[str]) -> str:
 
 
 def _tell_launcher(line: str) -> None:
-    """Pass the line to torchrun, which prints a lot when a rank ends; make it the last line."""
+    """Store the line for torchrun, which prints it last in its long report on an ended rank."""
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if place:
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -188,7 +188,7 @@ def _tell_launcher(line: str) -> None:
 
 
 def leave_at_interrupts() -> None:
-    """On Ctrl-C before ``run_command``, end the process with one line: imports take seconds.
+    """Let Ctrl-C end the process with one line during the imports, which take seconds.
 
     Libraries may turn KeyboardInterrupt into another error while they load.
     """
@@ -342,8 +342,7 @@ class Options:
 
     @classmethod
     def short_help(cls) -> str:
-        """Return the help without classes that are not ``IN_SHORT_HELP``; their options are
-        counted."""
+        """Return the text for --help, without options of classes that are not ``IN_SHORT_HELP``."""
         parser = ArgumentParser(
             prog=cls.PROG,
             usage=f"{cls.PROG} [options]",
@@ -564,7 +563,7 @@ def load_bounded_yaml(text: str) -> object:
 
 
 REPLACED = ("--data.sources", "--data.decontaminate")
-"""Lists of objects: the parser would merge them with earlier ones of the same length."""
+"""Lists of objects: a later one replaces an earlier one, which the parser would merge instead."""
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
@@ -589,7 +588,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
 
 
 def _lists_of_file(path: str, parser: ArgumentParser) -> list[str]:
-    """Return flags for the lists in a --config file; the parser reports its errors."""
+    """Return flags for the lists in a --config file; the parser reports the file's errors later."""
     if not any(flag in action.option_strings for action in parser._actions for flag in REPLACED):
         return []
     try:

@@ -41,7 +41,7 @@ Each line has ok, warning or FAILURE, the check, the finding, and what to do abo
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "huggingface-hub", "safetensors")
 """Libraries listed even if they are fine."""
 RECURRENT_KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
-"""Packages with kernels for Qwen3.5's recurrent layers, and the modules transformers imports."""
+"""Package with kernels for Qwen3.5's recurrent layers -> its module, imported by transformers."""
 EXTRA = re.compile(r'extra == "(.*)"')
 HUB_TIMEOUT_S = 5
 
@@ -98,7 +98,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_gpu() -> Iterator[Finding]:
-    """Run attention as SPD and EAGLE-3 train with it, and look for recurrent-layer kernels."""
+    """Run the attention used to train SPD and EAGLE-3, and look for recurrent-layer kernels."""
     import torch
 
     from pipedraft.models.banded_attention import ttt_attention

@@ -36,7 +36,7 @@ MAX_BYTES = 2**26
 
 
 def read_bounded(path: Path, field: str, most: int = MAX_BYTES) -> bytes:
-    """Read a regular file with at most ``most`` bytes; ``field`` is the option with its name.
+    """Read a regular file with at most ``most`` bytes; messages name it as option ``field``.
 
     Raises:
         UsageError: not a regular file, too large, or unreadable.
@@ -140,7 +140,7 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
 
 
 def partial(path: Path) -> Path:
-    """Return the path used to fill a file or folder before its rename, or to delete it after."""
+    """Return the temporary path of a file or folder: filled before a rename, deleted after one."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -239,7 +239,7 @@ def write_folder(
         out: must be new or empty.
         fill: writes the files into the folder it receives.
         inputs: folders read; ``out`` must not equal, contain or be inside one.
-        replaces: also accept a folder in which every file has a new file's name.
+        replaces: also accept a folder with files, if ``fill`` writes all of them again.
 
     Raises:
         UsageError: ``out`` has other content, is no folder, or cannot be created.

@@ -180,8 +180,8 @@ def unapplied_settings(model: PreTrainedModel) -> list[str]:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Return a model's positions. With YaRN added to config.json as Qwen's model cards say, these
-    are the factor times the original positions, even if max_position_embeddings is still lower."""
+    """Return the number of positions that a model accepts. If YaRN was added to config.json as in
+    Qwen's model cards, this is factor * original positions, even if config.json states fewer."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     own = int(text.max_position_embeddings)
@@ -234,7 +234,7 @@ def load_generation_config(
 
 
 def check_unquantized(config: Values, name: str, *, field: str = "target") -> None:
-    """Raise ValueError for weights without meaning unless scaled: FP8, GPTQ, AWQ, bitsandbytes.
+    """Raise ValueError for weights stored with separate scales: FP8, GPTQ, AWQ, bitsandbytes.
 
     Their files contain integers or 8-bit floats next to the scales; read as plain numbers they
     decode noise.
@@ -562,7 +562,7 @@ def resolve_dtype(
 
 
 def place_draft(draft: Network, target: PreTrainedModel) -> Network:
-    """Move a draft to the target's embedding device and dtype."""
+    """Move a draft to the device of the target's embedding, in the target's dtype."""
     device = target.get_input_embeddings().weight.device
     return draft.to(device, target.dtype)  # type: ignore[arg-type]  # Module's weight is untyped
 

@@ -1,7 +1,7 @@
 """Resumable store for on-policy answers: one SQLite row per conversation, exported as JSONL.
 
 Needs neither model nor network: the server path and the local path share it. The output follows the
-input order. A run can resume after any kind of exit:
+input order. A row is settled once it has an answer or has failed. A run can resume after any exit:
 
     answers.sqlite          settled rows, committed one by one, and the run's input and settings
     answers.jsonl           {"input_row": i, ...} per answered row, i ascending; written at the end
@@ -25,7 +25,7 @@ from pipedraft.data_recipes.conversations import SYSTEM_FIELDS, Message, read_ro
 from pipedraft.files import Values, publish
 
 WRITTEN = "written"
-"""Settings key for the output files written last. Option keys begin with dashes."""
+"""Settings key for the files written last. It never equals an option: these begin with dashes."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value BLOB);
 CREATE TABLE IF NOT EXISTS rows (row INTEGER PRIMARY KEY, reason TEXT, line BLOB);
@@ -58,7 +58,7 @@ class AnswerFile:
             )
         self.is_answered = bytearray(num_rows)
         self.reasons: dict[int, str] = {}
-        """Reasons for failed rows."""
+        """Failed row -> its reason."""
         self.database = self._open()
         try:
             self._check(settings)
@@ -115,7 +115,7 @@ class AnswerFile:
         publish(self.out, write)
 
     def close(self) -> None:
-        """Write the rows without an answer next to the output; a later run resumes from here."""
+        """Write the rows without an answer next to the output; a later run can resume."""
         errors = self.database.execute("SELECT count(*) FROM rows WHERE reason != ''")
         if errors.fetchone()[0]:
             publish(self.errors_path, lambda place: self._write_lines(place, "!= ''"))
@@ -244,12 +244,11 @@ class AnswerSampling(Options):
     chat_template_kwargs: Values | None = option(
         None, metavar="JSON", parse=read_template_variables
     )
-    """variables for the chat template, for example {"enable_thinking": false}; a row's own take
-    precedence"""
+    """variables for the chat template, for example {"enable_thinking": false}; a row's own
+    variables take precedence"""
 
     def is_greedy(self, row: int) -> bool:
-        """Return True for greedy rows, spread evenly: int(n * greedy_share) among rows 0 to n -
-        1."""
+        """Return True for a greedy row; int(n * greedy_share) of the first n rows are greedy."""
         return int(row * self.greedy_share) < int((row + 1) * self.greedy_share)
 
     def seed_of(self, row: int, turn: int, attempt: int = 0) -> int:
@@ -270,7 +269,7 @@ class TargetAnswer:
 
 @dataclass
 class Dialogue:
-    """A conversation whose assistant turns are being regenerated, from the first on."""
+    """Conversation whose assistant turns are regenerated one after the other."""
 
     row: int
     """Index in the input, from 0."""
@@ -279,7 +278,7 @@ class Dialogue:
     fields: dict[str, object]
     """Other fields of the input row; copied to the output."""
     prompts: list[Messages]
-    """Turns before each answer since the previous one; the last message is the user's."""
+    """For each answer: the turns between the previous answer and this one."""
     tools: list[Values] | None = None
     variables: Values = field(default_factory=dict)
     """Chat template variables from the row."""
@@ -351,8 +350,8 @@ def split_prompts(turns: Messages) -> list[Messages]:
     """Return the turns between answers: [system, user, assistant, user] -> [[system, user],
     [user]].
 
-    A tool call followed by its result stays from the input row, as context without loss: the result
-    belongs to this call and to no other.
+    An assistant turn followed by a tool result is not regenerated: the result belongs to its tool
+    call. The turn is kept as context without loss.
     """
     if not turns:
         raise RowFailed("no turns")

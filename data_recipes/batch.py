@@ -25,15 +25,15 @@ def length_bucketed_batches(
     """Return one epoch's batches of row indices, in training order.
 
     Every batch obeys max(length) * rows <= batch_tokens. Rows are shuffled, sorted by length inside
-    pools and cut into batches. Then groups with neighboring lengths are shuffled, so that processes
-    sharing a group do not wait long for each other. Every row is in exactly one batch. Halving the
-    largest batches makes their number a multiple of ``group``; the first batches are repeated only
-    if every batch is a single row.
+    pools and cut into batches. Each ``group`` consecutive batches, with similar lengths, then stay
+    together in a shuffle: processes that share them do not wait long for each other. Every row is
+    in exactly one batch. The largest batches are halved until their number is a multiple of
+    ``group``. If every batch is a single row, the first batches are repeated instead.
 
     Args:
         lengths: tokens per row, after any cut.
         batch_tokens: padded tokens per batch at most.
-        group: batches that stay together.
+        group: number of batches that stay together.
 
     Raises:
         ValueError: a row longer than batch_tokens, or no rows.
@@ -161,8 +161,8 @@ def document_places(batch: dict[str, Tensor]) -> Tensor:
 def inner_mask(batch: dict[str, Tensor]) -> Tensor:
     """Return the loss mask without each document's first and last position: bool [B, T].
 
-    Other packages clear the last position too: its label would be padding or the next document. No
-    row has the first token as its label, and `pack` clears it.
+    The last position is cleared as in other packages: its label would be padding or belong to the
+    next document. The first token is the label for no row, and `pack` clears it, too.
     """
     place_BT = document_places(batch)
     edge_B1 = place_BT.new_full((len(place_BT), 1), -2)

@@ -62,7 +62,7 @@ class DataReport:
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     """Chat template variables set by the recipe."""
     left_out_fields: dict[str, int] = field(default_factory=dict)
-    """Kept rows by field without effect: unread, or not rendered by the chat template."""
+    """Kept rows for each field without effect: unread, or not rendered by the chat template."""
     thinking_back: int = 0
     """Kept rows whose last turn got its thinking back after the template stripped it."""
     licenses: dict[str, int]
@@ -74,7 +74,7 @@ class DataReport:
     the most frequent first."""
     train_rows: int = 0
     valid_rows: int = 0
-    """Training and validation rows (blocks, if packed), repetitions included."""
+    """``train_rows``, ``valid_rows``: rows per set (blocks, if packed), repetitions included."""
 
     def to_dict(self) -> Values:
         return asdict(self)
@@ -206,7 +206,7 @@ def build_report(
 
 
 def count_groups(groups: Mapping[str, np.ndarray], copies_N: np.ndarray) -> dict[str, int]:
-    """Return rows per group, in the form ``DataReport.groups`` has."""
+    """Count rows per group, as stored in ``DataReport.groups``."""
     counts: Counter[str] = Counter()
     for dimension, group_N in groups.items():
         for group in dict.fromkeys(group_N[copies_N > 0]):
@@ -215,7 +215,7 @@ def count_groups(groups: Mapping[str, np.ndarray], copies_N: np.ndarray) -> dict
 
 
 def _count_left_out(rows: Rows, kept: np.ndarray) -> dict[str, int]:
-    """Count kept rows by field missing from their text, the most frequent first."""
+    """Count the kept rows for each field without effect, the most frequent field first."""
     counts: Counter[str] = Counter()
     for listed, times in Counter(np.asarray(rows["left_out"], dtype=object)[kept]).items():
         for name in json.loads(listed) if listed else ():

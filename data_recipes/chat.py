@@ -52,9 +52,9 @@ class ChatRenderer:
 
     With ``{% generation %}`` marks the template itself marks the assistant's text. Without them,
     turn i starts where render(messages[:i], add_generation_prompt=True) ends, if the whole text
-    begins like that. If a template rewrites turns (strips thinking, adds an empty thinking block),
-    search for the content after that point. Spans exclude text that the template adds around the
-    content, except tool calls and the special token that closes the turn.
+    begins with this prefix. A template may rewrite turns (strip thinking, add an empty thinking
+    block): then the content is searched for after the prefix. Spans exclude text that the template
+    adds around the content, except tool calls and the special token that closes the turn.
     """
 
     def __init__(
@@ -266,8 +266,7 @@ class TurnFinder:
         return len(prefix) if prefix is not None and self.text.startswith(prefix) else None
 
     def _find_whole(self, index: int, cursor: int) -> tuple[int, int] | None:
-        """Return the span from the prompt for turn ``index`` to its end: thinking, content and
-        calls."""
+        """Return the span with all of turn ``index``: thinking, content and tool calls."""
         prompt = self.prefix(index, prompt=True)
         start = None
         for candidate in () if prompt is None else (prompt, opened(prompt)):
@@ -322,7 +321,7 @@ class TurnFinder:
         return (at, self._close(at + len(answer))) if at >= 0 else None
 
     def _next_turn(self, index: int) -> int:
-        """Return a position before which turn ``index`` ends: the next turn's content."""
+        """Return an upper bound for the end of turn ``index``: the next turn's content."""
         if index + 1 == len(self.messages):
             return len(self.text)
         length = self._prefix_length(index + 2, prompt=False)
@@ -375,7 +374,7 @@ def mark_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) ->
     """Return 1 for every token that shares a character with a span, else 0.
 
     Byte-level post-processors may trim whitespace from offsets, down to an empty range. So a token
-    begins no later than the end of the one before.
+    is taken to begin no later than where the one before it ends.
     """
     if not offsets:
         return []

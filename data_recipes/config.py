@@ -58,7 +58,7 @@ class RowFilters:
                 )
 
     def refuse(self, texts: Sequence[str], num_turns: int | None) -> tuple[str, float]:
-        """Return the first limit that a row misses and its value there; ("", 0) for a good row.
+        """Return the first limit that a row violates, and the row's value; ("", 0) for a good row.
 
         Args:
             texts: contents of all turns, or the one document.
@@ -89,7 +89,7 @@ def count_letters(texts: Sequence[str]) -> int:
 
 
 def non_alphabetic_share(texts: Sequence[str]) -> float:
-    """Return the share that non-letters have among visible characters; 1 for a row without any."""
+    """Return the share of non-letters among visible characters; 1 without visible characters."""
     visible = sum(len(part) for text in texts for part in text.split())
     return 1 - count_letters(texts) / visible if visible else 1.0
 
@@ -129,7 +129,7 @@ class Source:
     """Read a Hub data set over the network row by row and store only the rows read. Local files are
     always read like this."""
     max_rows: int | None = None
-    """Read only this many rows, from the first."""
+    """Read only this many rows, starting with the first."""
     weight: float = 1.0
     """Expected occurrences per row in the training set: 0.25 draws a quarter of the rows; 2.5 takes
     every row twice, and half of them once more. The draw depends only on row content and data.seed,
@@ -224,9 +224,10 @@ class DataConfig:
     """Make one row per assistant turn: the conversation up to it, with loss on this turn only. For
     templates that keep only the last turn's thinking."""
     group_shares: dict[str, float] | None = None
-    """Target row shares by group, as {language/de: 0.2, segment/code: 0.3}: rows in these groups
-    are drawn less often or repeated, the others in proportion. Evaluation reports acceptance by the
-    same groups. A row's language and segment come from its answers, its context from all tokens."""
+    """Target row shares by group, as {language/de: 0.2, segment/code: 0.3}. Rows in these groups
+    are drawn less often or repeated to reach the shares; other rows keep their proportions.
+    Evaluation reports acceptance by the same groups. A row's language and segment come from its
+    answers, its context from all tokens."""
     pack: bool = False
     """Language-model training: concatenate all documents instead of one row per conversation."""
 

@@ -29,7 +29,7 @@ WORDS = {
     "vi": "và của là có trong được cho không một các với người này những để",
     "id": "yang dan di untuk dengan ini itu dari pada tidak adalah ke dalam akan saya",
 }
-"""Frequent words per language in Latin letters; other alphabets name themselves."""
+"""Frequent words per language in Latin letters; any other alphabet decides the group by itself."""
 WORD_SETS = {name: frozenset(words.split()) for name, words in WORDS.items()}
 ALPHABETS = {"cjk": "zh", "hangul": "ko", "hiragana": "ja", "katakana": "ja"}
 MOST_CHARACTERS = 4000

@@ -200,7 +200,7 @@ def answer_together(
     *,
     is_greedy: bool,
 ) -> None:
-    """Answer all turns in one batch; it shrinks as its shorter dialogues complete."""
+    """Answer all turns in one batch, which shrinks as dialogues complete."""
     while dialogues:
         prompts: dict[int, tuple[str, int]] = {}
         for index, dialogue in enumerate(dialogues):

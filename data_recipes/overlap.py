@@ -213,7 +213,7 @@ EXACT_DUPLICATE = "duplicate: exact"
 
 
 def content_identity(parts: Sequence[str]) -> int:
-    """63 bits, equal for texts that differ in case, white space or Unicode form only.
+    """Return 63 bits, equal for texts that differ only in case, white space or Unicode form.
 
     Args:
         parts: roles and contents in turn, or the one document.
@@ -224,7 +224,7 @@ def content_identity(parts: Sequence[str]) -> int:
 
 
 def exact_duplicates(identity_N: np.ndarray, usable_N: np.ndarray) -> np.ndarray:
-    """Return [N] the earlier usable row with equal content, the first one; -1 if there is none."""
+    """Return, for each row, the first earlier usable row with equal content, else -1: int64 [N]."""
     first_N = np.full(len(identity_N), -1, dtype=np.int64)
     rows = np.flatnonzero(usable_N)
     _, first, inverse = np.unique(identity_N[rows], return_index=True, return_inverse=True)

@@ -241,8 +241,7 @@ def _fingerprint(parts: list[object]) -> str:
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash the settings that decide the ids: pickling a tokenizer does not give the same bytes
-    twice."""
+    """Hash a tokenizer's settings. (Pickled twice, a tokenizer gives different bytes.)"""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["truncation"] = state["padding"] = None
     return _fingerprint([json.dumps(state), tokenizer.chat_template, tokenizer.special_tokens_map])

@@ -81,7 +81,7 @@ class RowRefused(Exception):
 
 
 def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | None) -> list[object]:
-    """Return settings that decide a row's columns: with the tokenizer, a table's fingerprint."""
+    """Return the settings that decide a row's columns, as a part of the table's fingerprint."""
     fields = [source.prompt_field, source.answer_field, source.license, repr(source.filters)]
     max_length = None if config.pack else config.max_length
     found = benchmarks.fingerprint if benchmarks else ""
@@ -178,7 +178,7 @@ def _judge(
 def _store_tokens(
     row: TableRow, ids: list[int], mask: list[int], config: DataConfig, source: Source
 ) -> None:
-    """Store a row's tokens, cut, unless their number refuses it."""
+    """Store a row's tokens, cut at the maximum length, or refuse a too short or too long row."""
     row.num_tokens = len(ids)
     limit = None if config.pack else config.max_length
     least = source.filters.min_tokens if source.filters is not None else None
@@ -221,7 +221,7 @@ def as_text(part: Any) -> str:
 
 
 def identifying_text(conversation: Conversation, config: DataConfig) -> str:
-    """Return the text hashed for split and draws; the turns in one row stay together."""
+    """Return the text whose hash decides split and draws; turns exploded from one row share it."""
     messages = conversation.messages
     if config.explode_turns:
         roles = [message["role"] for message in messages]
@@ -246,7 +246,7 @@ def content_hash(content: str, seed: int) -> int:
 
 
 def draw_copies(hashes_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
-    """Return copies per row, int64 [N]: floor(weight), and one more by chance for the rest.
+    """Return copies per row, int64 [N]: floor(weight), plus 1 with the remaining probability.
 
     Each row's copies depend only on its own hash and weight. A larger weight never removes a row.
     """

@@ -77,7 +77,7 @@ class SelfPrompting:
         self.ends = {self.markers.end, *(ends if isinstance(ends, list) else [ends])} - {None}
         self.benchmarks: Benchmarks | None = read_benchmarks(benchmarks) if benchmarks else None
         self.seen: set[str] = set()
-        """User turns so far."""
+        """User turns so far; a repeated one is dropped."""
         self.num_tokens, self.num_cut = 0, 0
 
     def fill(self, answers: AnswerFile, num_rows: int, batch_size: int, bar: tqdm) -> None:
@@ -105,7 +105,7 @@ class SelfPrompting:
             bar.update(len(rows))
 
     def _sample(self, rows: Sequence[int]) -> dict[int, SampledRow]:
-        """Sample a batch, with random numbers from the seed and its first row."""
+        """Sample a batch; the seed and the batch's first row decide the random numbers."""
         openings = [
             Opening(self.markers.user, self.sampling.is_greedy(row), writes_user=True)
             for row in rows

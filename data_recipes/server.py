@@ -38,7 +38,7 @@ CUT_OFF = {"abort", "error"}  # finish reasons of a server that gave up
 NO_ROOM = re.compile(r"max_tokens|context|positions", re.IGNORECASE)
 """Matches the refusal when prompt and --max-tokens together exceed the context."""
 FAILURES_IN_A_ROW = 100
-"""Stop the run after this many failed rows in sequence: the server is at fault."""
+"""Stop the run after this many consecutive failed rows: the server is at fault."""
 
 
 class TryAgain(Exception):
@@ -290,9 +290,9 @@ def read_answer_calls(payload: Any) -> list[Values]:
 
 
 def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:
-    """Read a chat completion: (content, reasoning, finish reason); TryAgain without any text.
+    """Read a chat completion: (content, reasoning, finish reason); raise TryAgain without any text.
 
-    The thinking that a server separates is ``reasoning_content``, in later vLLM ``reasoning``.
+    A server may return thinking in ``reasoning_content``, or in ``reasoning`` (later vLLM).
     """
     try:
         choice = payload["choices"][0]
@@ -317,7 +317,7 @@ def error_message(data: bytes) -> str:
 
 
 def retry_after_s(header: str | None, now: float) -> float:
-    """Seconds to wait by a Retry-After header: a number, or a date; 0 without a usable one."""
+    """Return the seconds to wait by a Retry-After header, a number or a date; 0 if unusable."""
     if header is None:
         return 0.0
     try:

@@ -104,9 +104,9 @@ def dump_row(row: object) -> str:
 
 
 def needed_columns(source: Source, names: list[str]) -> list[str] | None:
-    """Return the table columns worth reading for conversations or texts; null: all columns.
+    """Return the table columns to read for conversations or texts; None: all columns.
 
-    Embeddings next to the text can be larger than the text.
+    Other columns are skipped: embeddings, for example, can be larger than the text.
     """
     content = {"messages", "conversations", source.prompt_field, source.text_field} & {*names}
     if not content:

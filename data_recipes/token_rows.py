@@ -24,7 +24,7 @@ def token_rows(ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> Rows
 
     Args:
         ids: per row.
-        prompt_lengths: leading tokens per row that are no labels; the first never is.
+        prompt_lengths: prompt tokens per row, which are no labels; nor is any row's first token.
     """
     masks = [
         (np.arange(len(row)) >= max(1, length)).astype(np.int8)

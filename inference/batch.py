@@ -100,7 +100,7 @@ class _Sequence:
         self.handle = handle
         self.last_step = self.rests_until = -1
         self.phase: int | None = None
-        """Step phase for entering tokens, if decoding autoregressively."""
+        """Step number modulo n at which tokens enter while it decodes autoregressively."""
         self.has_ended = False
         self.asked: DraftCall | None = None
         """Draft call to wait for; None: waits for the next step."""
@@ -489,8 +489,8 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Return True if a sequence may join this step. Each new one gets one of n step phases, the
-        emptiest.
+        """Return True if a sequence may join this step. A new sequence gets the emptiest of n step
+        phases.
 
         With ``counts_alone`` all sequences share a phase: one pass over a stage's weights serves
         all.

@@ -30,14 +30,14 @@ PRIOR_STEPS = 64.0
 measurements are forgotten the prior gains weight, so drafting is tried again."""
 PRIOR_LENGTH = 2.0
 LEARNING = 0.1
-"""Change in log sharpness after a test, if the draft was sure and rejected."""
+"""Largest change in log sharpness after one test: the draft was sure, and was rejected."""
 SHARPEST = 4.0
 SWITCH = 1.02
 """Minimum gain in the rate to change the number of drafting sequences."""
 
 
 class BatchClock:
-    """T for shared steps; a step is priced after all sequences have reported their drafting."""
+    """Virtual time T for shared steps; prices a step once all sequences have reported drafting."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class BatchClock:
         self.drafts_together = drafts_together
         self.num_steps = 0
         self.num_tokens = 0
-        """Tokens emitted by all sequences, except the first of each."""
+        """Tokens emitted by all sequences, without each sequence's first."""
         self.live: list[SharedPipeline] = []
         """Decoding sequences, without those still in prefill."""
         self._stages = VirtualClock(cost, boundaries, draft_forward)
@@ -81,7 +81,7 @@ class BatchClock:
 
     @property
     def time(self) -> float:
-        """T in target passes over one token, up to the last priced step."""
+        """Return T, in target passes over one token, up to the last priced step."""
         return self._stages.time
 
     # -- what happens -----------------------------------------------------------------------
@@ -133,8 +133,8 @@ class BatchClock:
 
     @property
     def sharpness(self) -> float:
-        """Exponent for draft probabilities, in quarters: captured CUDA graphs hold it as a
-        constant."""
+        """Exponent for draft probabilities, rounded to quarters: captured CUDA graphs contain it as
+        a constant."""
         return round(4 * self._sharpness) / 4
 
     def leave(self, pipeline: SharedPipeline) -> None:
@@ -226,7 +226,7 @@ class BatchClock:
 
 
 class SequenceClock(VirtualClock):
-    """K and T for one sequence as if alone; reports its drafting to the shared clock, too."""
+    """Steps K and time T for one sequence as if alone; reports drafting to the shared clock."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class SequenceClock(VirtualClock):
         return self.batch.costs(self.row_price)
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Use own costs if alone in the pipeline; else every sequence pays for each row."""
+        """Return own costs if alone in the pipeline; else a row costs time for every sequence."""
         if len(self.batch.live) <= 1:
             return super().round_costs(num_segments, num_forwards)
         return self.batch.costs(self.num_stages * self.row_price)

@@ -23,7 +23,7 @@ class StageCost:
     """One stage's device, for pipelines with unequal stages. None: as in ``CostModel``."""
 
     speed: float = 1.0
-    """Relative to the device on which a full target pass takes time 1."""
+    """Speed relative to the device on which a full target pass takes time 1."""
     row: float | None = None
     """Extra stage time for each row after the first."""
     link: float | None = None
@@ -62,7 +62,7 @@ class CostModel:
     row: float = 0.0
     """Extra stage time per row after the first, relative to the one-row stage time."""
     link: float = 0.0
-    """Link latency: between stages, from the last to the controller, or to the first."""
+    """Link latency: between stages, from the last to the controller, or from it to the first."""
     link_row: float = 0.0
     """Link time per row after a segment's first."""
     verify: float = 0.0

@@ -25,10 +25,10 @@ from pipedraft.inference.schedules.spd import SPDSchedule
 from pipedraft.inference.shapes import Budget, TreeShape
 
 MIN_TEMPERATURE = 1e-4
-"""Logits divided by less than this may overflow."""
+"""Smallest temperature above 0: logits divided by less may overflow."""
 MAX_TEMPERATURE = 1e6
 SEEDS = f"[{-(2**63)}, {2**63})"
-"""int64, as in OpenAI's clients."""
+"""Range for seeds: int64, as in OpenAI's clients."""
 MAX_SETTING = "[-1024, 1024]"
 """Range for a schedule's numbers: no draft has more rows, and larger numbers would run forever."""
 RuleName = Literal[
@@ -349,7 +349,7 @@ COST_PRESETS = {
 
 
 ROW_COSTS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1)
-"""Row costs for curves with the speed-up S."""
+"""Row costs at which curves show the speed-up S."""
 
 
 def read_cost(text: str) -> CostModel:

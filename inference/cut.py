@@ -13,7 +13,7 @@ AUTO = -1
 
 
 def read_boundary(text: str | int) -> int:
-    """Parse one entry in ``--boundaries``: a layer number, or auto; returned values parse again."""
+    """Parse one entry in ``--boundaries``: a layer number or auto; accept parsed values, too."""
     if text in ("auto", AUTO):
         return AUTO
     if not str(text).isdecimal():

@@ -231,7 +231,7 @@ class Session:
         self.result.prefill_s = self.pipeline.now() - self.started
         self.tree = self._fresh_tree(token, len(prompt_ids))
         self.part = 1.0
-        """Part of the draft that is in use."""
+        """Fraction of the draft in use, as chosen by ``DraftMeter``."""
         if engine.meter is not None:
             engine.meter.begin(self.pipeline.now())
             self.part = engine.meter.choose()
@@ -514,7 +514,7 @@ class Session:
     # -- bookkeeping ------------------------------------------------------------------------
 
     def _end_round(self, accepted: bool | None) -> None:
-        """Record the end of a round, by its last token's test (None: no draft token there)."""
+        """Record a round; ``accepted``: result of its last draft-token test; None: not tested."""
         result, num_forwards = self.result, self.source.num_forwards if self.source else 0
         result.round_lengths.append(self.round_length)
         result.round_ends += "u" if accepted is None else "a" if accepted else "r"

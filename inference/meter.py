@@ -49,7 +49,7 @@ class DraftMeter:
         self._tokens, self._last = self._tokens + num_tokens, now
 
     def choose(self) -> float:
-        """Note the window and return the next part; call only while nothing is in flight."""
+        """Record the window and return the next part; call only while nothing is in flight."""
         if self._tokens < (WINDOW if self.part else PLAIN_WINDOW):
             return self.part
         self._windows[self.part].append((self._time, self._tokens))

@@ -27,7 +27,7 @@ class TextStream:
     ) -> None:
         self.tokenizer, self.skips_special = tokenizer, skip_special_tokens
         self.length = 0
-        """Characters returned."""
+        """Number of characters returned so far."""
         self._ids: list[int] = []
         self._shown = self._num_held = 0
         """Characters in the window already returned; tokens since its last complete character."""
@@ -81,7 +81,7 @@ class TextStream:
 
 
 class PrintedText(TextStream):
-    """Prints its text."""
+    """Text stream that prints its text."""
 
     def __call__(self, token: int) -> None:
         sys.stdout.write(self.add(token))

@@ -29,7 +29,7 @@ class Command(Options):
 
     @abstractmethod
     def run(self) -> None:
-        """Do it, and print what was made."""
+        """Run the subcommand, and print what it made."""
 
 
 @dataclass(frozen=True, kw_only=True)

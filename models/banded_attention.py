@@ -1,7 +1,7 @@
 """Causal attention against one key block plus diagonals against others, exact and without masks.
 
-B batch, S query sequences, N query heads, J key heads, G query heads per key head (N = J G) T
-positions, D head size, W diagonals
+B batch, S query sequences, N query heads, J key heads, G query heads per key head (N = J G),
+T positions, D head size, W diagonals
 
 A diagonal is one key per query, at a fixed distance behind it. Diagonals are elementwise work, the
 causal part runs in a fused kernel, and both are merged by their log-sum-exp. No mask or score
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Band:
-    """Band of a mask for adjacent examples."""
+    """Band of the mask: the keys visible to the queries of adjacent examples."""
 
     query: Place
     blocks: Place
@@ -235,7 +235,7 @@ def _attend_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     gradients: Rows,
 ) -> None:
-    """Add to `gradients`, zero on entry; diagonals may share a block, so everything adds."""
+    """Add to `gradients`, zero on entry. Never assign, because diagonals may share a block."""
     query_BNTD, keys, values = inputs
     grad_BNTD, out_BNTD, lse_BTN, probs_WBTN = saved
     dquery_BNTD, dkeys, dvalues = gradients
@@ -339,13 +339,13 @@ def ttt_attention(
     lengths: Sequence[int] | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention in step i, the last of the i + 1 steps in ``keys``.
+    """Compute attention in step i, the last of the i + 1 steps in ``keys``.
 
-    out_t = softmax over {K_0[T'] : T' <= t} and {K_j[t] : 1 <= j <= i}         EAGLE-3
-            (arXiv:2503.01840), Section 3.2: causal attention plus i diagonals at distance 0
+    out_t = softmax over {K_0[T'] : T' <= t} and {K_j[t] : 1 <= j <= i}
 
-    Row t in step i has drafted i tokens after position t. It sees target-feature rows up to t, and
-    only its own drafted rows. For memory order and dtypes see `banded_attention`.
+    This is EAGLE-3 (arXiv:2503.01840), Section 3.2: causal attention plus i diagonals at distance
+    0. Row t in step i has drafted i tokens after position t. It sees target-feature rows up to t,
+    and only its own drafted rows. For memory order and dtypes see `banded_attention`.
 
     Args:
         keys: of steps 0 .. i, [B, J, T, D] each.

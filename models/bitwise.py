@@ -1,4 +1,4 @@
-"""Run forward passes with equal bits for a row in any company: ``--bitwise``.
+"""Run forward passes in which no row's bits depend on the other rows: ``--bitwise``.
 
 Libraries choose kernels by shape, and each sums in its own order. So in bfloat16 a row's logits
 depend on the other rows. Here every product has the same number of rows, padded, and each row
@@ -43,7 +43,7 @@ def check_bitwise(config: PreTrainedConfig) -> None:
 
 
 def rows_of_a_pass(device: torch.device, is_int8: bool) -> int | None:
-    """Return the fixed row count; None: no fixed one."""
+    """Return the fixed number of rows per pass; None: any number."""
     if is_int8:
         return None
     return ROWS if device.type == "cpu" else 1  # 16 rows were not enough on a GPU
@@ -77,7 +77,7 @@ def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
 def _pass(
     stage: "Stage", entering_lH: Tensor, positions_l: Tensor, visible_lS: Tensor
 ) -> dict[int, Tensor]:
-    """Return layer index -> hidden states [l, H]; for the first stage also after the embedding."""
+    """Return layer index -> hidden states [l, H]; for the first stage also 0, the embedding."""
     cache, num_rows = stage.cache, len(entering_lH)
     positions_C = cache.begin(positions_l.to(stage.device))
     # Every row sees all committed rows; the mask covers only the segment's.
@@ -118,7 +118,7 @@ class _RowByRow:
         """
         Args:
             visible_lC: bool; cache rows visible to row i, including its own.
-            window: for layers limited to this many last positions.
+            window: visible positions in layers with a sliding window, the last ones.
         """
         self.cache = cache
         seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]

@@ -29,15 +29,15 @@ LEAST_ROWS, MOST_ROWS = 4, 64
 
 
 def lay_out(module: nn.Module) -> None:
-    """Let a module's large linear layers take the fastest product for few rows.
+    """Switch a module's large linear layers to the fastest matrix product for few rows.
 
-    On an AVX-512 CPU this is oneDNN's, which has its own layout. On one Zen 4 core with 382 MB of
-    weights, products with 1, 4, 8 and 60 rows take 24, 24, 31 and 117 ms instead of 31, 42, 49 and
-    144. The first product with at most ``MOST_ROWS`` rows makes the copy, in as much
-    memory as the weights. If this exceeds half the free memory, nothing is copied.
+    On an AVX-512 CPU this is oneDNN's, which reads a copy of the weights in its own layout. On one
+    Zen 4 core with 382 MB of weights, products with 1, 4, 8 and 60 rows take 24, 24, 31 and 117 ms
+    instead of 31, 42, 49 and 144. The first product with at most ``MOST_ROWS`` rows makes the copy,
+    as large as the weights. Nothing is copied if this would take more than half the free memory.
 
-    On other CPUs the rows become columns. With 538 MB on a Zen 3 core, products with 1, 2, 4 and 8
-    rows take 52, 72, 71 and 105 ms instead of 52, 113, 120 and 120.
+    On other CPUs the product is transposed: rows become columns. With 538 MB on a Zen 3 core,
+    products with 1, 2, 4 and 8 rows take 52, 72, 71 and 105 ms instead of 52, 113, 120 and 120.
     """
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
     num_bytes = sum(layer.weight.nbytes for layer in large)
@@ -129,7 +129,7 @@ def whole_rows(count: int) -> int:
 def argmax(x_NV: Tensor) -> Tensor:
     """Return each row's argmax [N]; torch's is not vectorized on CPUs.
 
-    Block maxima, the first block with the largest one, and its first entry: 5 times faster.
+    Find the first block with the largest maximum, then this maximum's place: 5 times faster.
     """
     width = gcd(x_NV.shape[-1], 128)  # blocks must divide the row
     if width < 8 or x_NV.device.type != "cpu":
@@ -144,9 +144,9 @@ CACHED_BYTES = 1 << 24
 
 
 def chunk_bytes(most: int, device: torch.device) -> int:
-    """Return the chunk size in bytes, at most ``most``, for logits computed and dropped together.
+    """Return the chunk size in bytes, at most ``most``, for logits processed in chunks.
 
-    Chunks in the CPU's caches are faster: 3,040 rows over 16,384 tokens take 1.1 instead of 1.7 s.
+    On a CPU they fit its caches: 3,040 rows over 16,384 tokens take 1.1 instead of 1.7 s.
     """
     return min(most, CACHED_BYTES) if device.type == "cpu" else most
 

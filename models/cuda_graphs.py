@@ -187,10 +187,10 @@ def borrow_for(
 ) -> Borrowed:
     """Borrow buffers and graphs left by an earlier holder of this key, or new ones.
 
-    They return when ``holder`` dies, so successive sequences share them, in one engine or several.
+    They are returned when ``holder`` dies, so successive sequences share them, in any engine.
 
     Args:
-        owner: retains idle buffers; a network with moved weights has none.
+        owner: network that retains idle buffers; after its weights move, it starts without any.
         make: creates new ones; must not refer to ``holder``.
     """
     weight = next(owner.parameters())  # graphs read its address, so a moved weight needs new ones

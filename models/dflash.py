@@ -48,7 +48,7 @@ class DFlashConfig:
     block_size: int = 16
     """Rows per block, including the anchor: one more than draft tokens."""
     feature_layers: tuple[int, ...] = ()
-    """Layer indices with fused raw hidden states, 0 = embedding; empty: five, from 2 to L - 2."""
+    """Layers whose raw hidden states are fused, 0 = embedding; empty: five, from 2 to L - 2."""
     mask_token_id: int | None = None
     """Token embedded at masked rows; None: the last token in the vocabulary."""
     draft_vocab_size: int | None = None
@@ -108,9 +108,9 @@ class _Group(NamedTuple):
 
     blocks: slice
     context: slice
-    """Rows before the last anchor in the group."""
+    """Context rows: all before the group's last anchor."""
     visible_GK: Tensor
-    """bool; keys are the context rows, then these blocks' rows."""
+    """bool [G, K]: G rows in these blocks; K keys, the context rows and then these G rows."""
 
 
 class DFlash(Draft):

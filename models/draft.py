@@ -51,7 +51,7 @@ DRAFTS = {
     "dspark": "pipedraft.models.dspark:DSpark",
     "flexspec": "pipedraft.models.flexspec:FlexSpec",
 }
-"""draft_type in a checkpoint -> the draft's module and class, which import this module."""
+"""draft_type in a checkpoint -> the draft's module and class, by name: they import this module."""
 
 Inputs = TypeVarTuple("Inputs")
 Result = TypeVar("Result")
@@ -181,7 +181,7 @@ class Draft(nn.Module):
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Cost of a forward pass, in target passes over one token: ratio of layers."""
+        """Return a forward's cost in target passes over one token: the ratio of layer counts."""
         return self.config.num_layers / target.num_layers
 
     @staticmethod
@@ -271,7 +271,7 @@ class Draft(nn.Module):
     def _read_parts(
         cls, description: Description, num_tensors: int
     ) -> "tuple[Any, LayerConfig, TargetReference]":
-        """Read the draft's constructor arguments; check sizes, no more layers than tensors."""
+        """Read the draft's constructor arguments; refuse bad sizes, or more layers than tensors."""
         architecture, layer = description["architecture"], description["layer"]
         kinds = (cls.config_class, architecture), (LayerConfig, layer)
         for kind, values in kinds:
@@ -440,7 +440,7 @@ class StagedDraftConfig:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Boundaries 0..L, even ones too."""
+        """Stage boundaries 0..L, computed if none are given."""
         return self.boundaries or stage_boundaries(self.num_target_layers, self.num_stages)
 
 

@@ -86,8 +86,8 @@ def call(function: Callable[..., R], *rows: Tensor, **options: object) -> R:
         function: draft method named in ``ORDER``. It computes row by row, except for attention
             through ``caches``.
         rows: tensors with this sequence's rows; each row has a result.
-        options: further data per row (or ``positions_R`` and more) by name, also tensors by layer;
-            ``caches``; ``visible_RC``, passed on to them.
+        options: other inputs by name: further tensors per row (or dicts with one per layer),
+            ``caches``, and ``visible_RC``, the mask for attention through them.
     """
     ask = getattr(_thread, "ask", None)
     if ask is None:

@@ -1,9 +1,9 @@
 """DSpark (arXiv:2607.05147): a DFlash block, where each token also depends on the one before it.
 
 One DFlash forward pass gives the block. Each place's logits get a bias from a low-rank table,
-indexed by the token before it. A draft token then fits the one it follows: chains are read left to
-right, and every tree row has its own distribution, without another pass. A second head predicts the
-acceptance probability.
+indexed by the token before it. So each draft token fits the one before it, without another
+forward pass: a chain is drafted left to right, and every tree row has its own distribution. A
+second head predicts the acceptance probability.
 """
 
 # ... any leading axes, H hidden, r rank of the table, U draft vocabulary

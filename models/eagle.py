@@ -45,7 +45,7 @@ class EagleHead(Draft):
     draft_ids: Tensor
     num_caches: ClassVar[int] = 1
     shift: ClassVar[int] = 1
-    """A row joins a token to the state at the position before it, and uses that position."""
+    """A row joins a token to the state one position earlier; its rotary position is the state's."""
     reads_rows: ClassVar[bool] = False
     joins_rows: ClassVar[bool] = True
 
@@ -132,7 +132,7 @@ class EagleHead(Draft):
         t + i. See `ttt_attention` for visible rows.
 
         Args:
-            rows: requested rows b T + t per step; each a prefix of the ones before.
+            rows: requested rows b T + t per step; each step's are a prefix of the previous step's.
             lengths: document lengths in a packed row [1, T].
 
         Returns:

@@ -36,7 +36,7 @@ class Eagle3Config:
     """Architecture of the EAGLE-3 head."""
 
     feature_layers: tuple[int, ...] = ()
-    """Layer indices with fused raw hidden states, 0 = embedding; empty: 2, L // 2, L - 3."""
+    """Layers whose raw hidden states are fused, 0 = embedding; empty: 2, L // 2, L - 3."""
     num_target_layers: int = 0
     """L; filled in from the target."""
     draft_vocab_size: int | None = None
@@ -58,9 +58,9 @@ class Eagle3Config:
     sliding_window: int | None = None
     """Positions that a row sees in training and decoding, its own included; None: all."""
     candidate_rank: int | None = None
-    """Rank of a second LM head that only picks candidates; the LM head scores these alone. Training
-    then fits this second head to the LM head, in a head given by init_from. None: the LM head
-    scores every token."""
+    """Rank of a second LM head, which picks candidates; the LM head scores only these. Training
+    fits the second head to the LM head of a draft given by init_from. None: no second head, and
+    the LM head scores every token."""
     num_candidates: int | None = None
     """Candidates per row; None: 64."""
     rope_theta: float | None = None
@@ -96,7 +96,7 @@ class Eagle3Config:
         return 1
 
     def rope(self, parameters: Values) -> Values:
-        """Return the head's rotary parameters, from the target's."""
+        """Return the head's rotary parameters, given the target's."""
         if self.rope_scaling is not None:
             theta = parameters.get("rope_theta", 1e4)
             parameters = {"rope_type": "default", "rope_theta": theta} | self.rope_scaling
@@ -196,7 +196,7 @@ class Eagle3(EagleHead):
 
     @torch.no_grad()
     def fit_candidates(self) -> None:
-        """Set the second head to the LM head's best approximation of its rank."""
+        """Set the second head to the best approximation of the LM head with ``candidate_rank``."""
         left_UR, values_R, right_RH = torch.linalg.svd(
             self.lm_head.weight.float(), full_matrices=False
         )

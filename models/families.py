@@ -23,7 +23,7 @@ from pipedraft.files import Values
 from pipedraft.models.stage_cache import StageCache, additive_mask
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
-"""Layer kinds with rows droppable by a KeepRows."""
+"""Layer kinds whose rows a KeepRows can drop."""
 PLAIN = ("llama", "qwen2", "qwen3", "mistral")
 """Model types with pre-norm layers, RMSNorm, rotary positions for whole heads, and SwiGLU: no
 experts, whose row counts vary with routing, and no recurrent layers."""
@@ -57,7 +57,7 @@ def has_latents(config: PreTrainedConfig) -> bool:
 
 
 def choose_attention(config: PreTrainedConfig) -> str:
-    """Return transformers' kernel name: "eager" for sinks and soft caps, missing in torch's."""
+    """Return transformers' kernel name: "eager" for sinks and soft caps, else "sdpa"."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
 
@@ -220,7 +220,7 @@ def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Value
 
 
 def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
-    """Run one layer of each form as a stage does, on the meta device; return its lack, if any."""
+    """Run one layer of each form as a stage does, on the meta device; return what is missing."""
     inputs = _inputs(decoder, kinds)
     hidden, given = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
     forms = {

@@ -148,7 +148,7 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash the whole tokenizer, or its vocabulary without a serial form (for manifests)."""
+    """Hash the whole tokenizer; of a slow tokenizer only the vocabulary (for manifests)."""
     if tokenizer.is_fast:
         text = tokenizer.backend_tokenizer.to_str()
     else:

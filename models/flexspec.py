@@ -34,7 +34,7 @@ from pipedraft.models.target_part import load_target_part
 
 MAX_STEM_LAYERS = 2
 SAME_BLOCK = 0.05
-"""Relative difference below which two blocks are one, in 16 bits as well."""
+"""Relative difference below which two blocks count as equal, also in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class FlexSpec(Draft):
         return (self.reference.fingerprint["num_layers"] - 1,)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Cost of a forward pass by weights: every target layer counts as many as the anchor."""
+        """Return a forward's cost by weights, with every target layer as large as the anchor."""
         layer = _num_weights(self.anchor)
         own = layer + sum(_num_weights(part) for part in (self.stem, self.stem_layers, self.mlp))
         return self.config.num_readings * own / (layer * target.num_layers)
@@ -245,7 +245,7 @@ class FlexSpec(Draft):
             caches: one per decoder layer and reading, all with the same rows.
             visible_RC: bool, cache rows (including these R) visible to each row.
             known_QEH: states computed earlier; zeros before a sequence's first token.
-            before_R: int64, the row before each, as an index into these Q rows followed by the R.
+            before_R: int64, each row's predecessor: an index into the Q rows followed by the R.
         """
         embedding_RH = self.embedding(tokens_R)
         cos, sin = self.rotary.of_heads(positions_R, embedding_RH.dtype)

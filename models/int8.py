@@ -19,15 +19,15 @@ from pipedraft.models.families import PLAIN
 JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 """Linear layers in a decoder layer with the same input: block -> names."""
 STEPS = 63
-"""Steps from zero to a row's largest input. Inputs have 7 bits, as AVX2 adds two products in 16."""
+"""Steps from zero to a row's largest input: 7 bits, because AVX2 adds two products in 16 bits."""
 
 
 class Int8Linear(nn.Module):
     """Compute x W^T + b with W = round(W / s) s, s = max |W| / 127 per channel.
 
     The kernel takes 8-bit inputs. Rounding x to 8 bits would lose more than rounding W, so x enters
-    as two rows, x = s' (high + low / 126) with s' = max |x| / 63 and both in -63 .. 63. What is
-    left is at most max |x| / 2^13.
+    as two rows, x = s' (high + low / 126) with s' = max |x| / 63 and both in -63 .. 63. The
+    remaining error is at most max |x| / 2^13.
     """
 
     def __init__(self, weight_GH: Tensor, bias_G: Tensor | None, *, keep_weight: bool) -> None:
@@ -89,7 +89,7 @@ def dtype_of(model: PreTrainedModel) -> torch.dtype:
 
 @torch.no_grad()
 def round_target(model: PreTrainedModel) -> None:
-    """Replace all linear layers in decoder layers, and the LM head; meta weights stay.
+    """Replace all linear layers in decoder layers, and the LM head, except on the meta device.
 
     Raises:
         ValueError: another device, or a family without a pass in ``plain_layers``.

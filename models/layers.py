@@ -96,7 +96,7 @@ class LayerConfig:
 
 
 def intermediate_size(config: PreTrainedConfig) -> int:
-    """Return the target's MLP size; with experts alone, their total size per token."""
+    """Return the target's MLP size; if it has only experts, their total size per token."""
     if (size := getattr(config, "intermediate_size", None)) is not None:
         return int(size)
     chosen = config.num_experts_per_tok * config.moe_intermediate_size
@@ -341,7 +341,7 @@ MIN_ROWS = 64
 class KeyValues:
     """Keys and values in row order, in buffers doubling when full.
 
-    A new row costs the same behind 1,000 others as behind 30,000."""
+    A new row costs the same after 1,000 others as after 30,000."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -367,7 +367,7 @@ class KeyValues:
         self.num_rows += len(keys_RJD)
 
     def _write(self, keys_RJD: Tensor, values_RJD: Tensor) -> Tensor:
-        """Write rows behind the counted ones; return the buffers up to them, [2, J, P + R, D]."""
+        """Write rows after the counted ones; return the buffers up to them, [2, J, P + R, D]."""
         end, used = self.num_rows + len(keys_RJD), self._buffers_2JCD
         if used is None or end > used.shape[2]:
             _, J, D = keys_RJD.shape

@@ -31,7 +31,7 @@ class PPSDConfig(StagedDraftConfig):
     """Architecture of the PPSD head, which reads the first stage's output."""
 
     num_layers: int = 1
-    """Decoder layers in the head (Ls). Every step waits for them: S = L' L / (Ls n + L)."""
+    """Decoder layers in the head (Ls). Every step waits for them: speed-up L' L / (Ls n + L)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -106,13 +106,13 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def lead(self) -> int:
-        """Stages passed by the newest token at depth 0."""
+        """Stages that the newest token, at depth 0, has passed: 1 with output states, else 0."""
         return int(self.timing == "output_states")
 
     @property
     def max_in_flight(self) -> int:
-        """Most rows in flight before the newest one: with m tokens per step m n + m - 1 (m - 1 of
-        them just drafted), one less with output states. Earlier rows are committed."""
+        """Maximum rows in flight before the newest one; earlier rows are committed. With m tokens
+        per step: m n + m - 1 (m - 1 of them just drafted), and one less with output states."""
         return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
 
 
@@ -123,7 +123,7 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
     With m tokens per step, distance i has depth max((i - m + 1) // m, 0): exact for the last of the
     m forwards in a step, a lower bound for the earlier ones.
     Index 0 is the embedding, index i the raw output of layer i - 1, never after the final norm.
-    Let l be the last layer index passed at depth k:
+    Let l be the last layer index passed at depth k, and lps the layers per stage:
       paper    (0, l // 2, l)                              Eq. 1
       thirds   (0, l) and (0, lps, l) at depths 1 and 2, then (0, l // 3, 2 * (l // 3), l), as in
                the authors' first release. Deviation: they clamp l to L - 1 because their index L
@@ -219,7 +219,7 @@ class SPD(StagedDraft):
         return sum(others, start=first)
 
     def _of_layer(self, index: int, rows_RH: Tensor, depths: Sequence[int]) -> Tensor:
-        """Return a layer's input for rows with non-increasing depths; depth-0 rows are streams."""
+        """Return a layer's input. Depths are non-increasing; rows at depth 0 stay as they are."""
         if not self.config.layer_projections:
             return rows_RH
         projections, parts = cast(list[nn.Linear], self.layer_projections[index]), []
@@ -354,7 +354,7 @@ class SPD(StagedDraft):
         num_queries: int | None = None,
         axis: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return heads-first keys and values for all rows, queries for the first along an axis."""
+        """Return queries (for the first rows along ``axis``), keys and values, all heads first."""
         normed = layer.input_layernorm(stream_STH)
         keys, values = layer.self_attn.key_value(normed, *rotation)
         asked = normed if num_queries is None else normed.narrow(axis, 0, num_queries)

@@ -31,7 +31,7 @@ class KeepRows:
     rows: tuple[int, ...]
     """I: indices into S as it was before this message, strictly ascending."""
     num_committed: int
-    """a: the accepted path; its rows precede every retained row, as parents precede children."""
+    """a: length of the accepted path, whose rows precede the others as parents precede children."""
 
     def __post_init__(self) -> None:
         ascending = all(i < j for i, j in zip(self.rows, self.rows[1:], strict=False))
@@ -73,9 +73,9 @@ class Segment:
     """bool [l, hi]: ancestors-or-self among the speculative rows. Committed rows are always
     visible and have no column."""
     ids: Tensor | None = None
-    """int64 [l]: tokens, before stage 0."""
+    """int64 [l]: token ids; only before stage 0."""
     hidden: Tensor | None = None
-    """[l, H]: the previous stage's output, after stage 0."""
+    """[l, H]: the previous stage's output; only after stage 0."""
     taps: dict[int, Tensor] = field(default_factory=dict)
     """Layer index -> [l, H]: hidden states collected so far, for the draft."""
 
@@ -284,7 +284,7 @@ class StageCache:
             self._states += self._new_states
 
     def skip(self, positions_l: Tensor) -> None:
-        """Count speculative rows without computing them; zeros, since 0 * NaN would spread."""
+        """Count speculative rows without computing them; fill with zeros, since 0 * NaN is NaN."""
         end = self.begin(positions_l).shape[0]
         for buffer_1NCD in (*self._keys.values(), *self._values.values()):
             buffer_1NCD[:, :, self.num_rows : end] = 0

@@ -123,7 +123,7 @@ class StageGraphs(Graphs):
         visible_lS: Tensor,
         ids_l: Tensor | Sequence[int],
     ) -> Tensor:
-        """Pack all inputs into one host tensor; spare rows are written behind the cache."""
+        """Pack all inputs into one host tensor; padding rows are written after the cache's rows."""
         cache, num_rows = self.stage.cache, len(positions_l)
         slots_P = torch.arange(packing.sizes["slots_P"])
         slots_P += torch.where(slots_P < num_rows, cache.num_rows, cache.capacity - num_rows)

@@ -1,7 +1,7 @@
 """Structural attention: each query sees every past position in exactly one of its n + 1 versions.
 
-B batch, S query sequences, N query heads, J key heads, T positions, D head size, R key blocks W
-diagonals in the band (tokens ahead of the query still in flight)
+B batch, S query sequences, N query heads, J key heads, T positions, D head size, R key blocks,
+W diagonals in the band (tokens ahead of the query still in flight)
 
 A token in flight has a hidden state at every depth it has passed; a finished token has the deepest
 one. The key a query at position t uses for position T' thus depends only on t - T'. The nearest W

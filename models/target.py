@@ -86,8 +86,8 @@ def load_target(
         quantization: a transformers quantization_config.
 
     Raises:
-        ValueError: nothing there, an unsupported model, custom code, or not exactly its weights as
-            safetensors.
+        ValueError: nothing there, an unsupported model, custom code, or safetensors files that lack
+            weights or have others.
     """
     _check_attention(attention or "sdpa")
     config = load_config(name_or_path, revision)

@@ -181,7 +181,7 @@ def weights_identity(name: str, revision: str | None = None) -> str:
     """Identify a target's weights without reading them all.
 
     For a folder, hash each tensor's name, type, shape and some bytes: training changes a whole
-    matrix, so these bytes, too. For a Hub repository, return its commit.
+    matrix, so it changes these bytes, too. For a Hub repository, return its commit.
 
     Raises:
         ValueError: no safetensors weights there.

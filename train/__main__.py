@@ -67,7 +67,7 @@ RESOLVED = "# as resolved by pipedraft train\n"
 
 
 def registry() -> "dict[str, tuple[type, Any]]":
-    """Return method name -> configuration dataclass (network and loss), objective."""
+    """Return method name -> (configuration dataclass for network and loss, objective)."""
     return {
         "spd": (SPDTrainConfig, SPDObjective),
         "ppsd": (PPSDTrainConfig, PPSDObjective),

@@ -2,7 +2,7 @@
 
 COMPLETE is written last: a line with size and name for every other file. Anybody who can write a
 checkpoint can also write COMPLETE, so no file is trusted: the state is JSON, safetensors, and
-DeepSpeed's files as tensors and plain values only. None can name code to run.
+DeepSpeed's files as tensors and plain values only. None of them can name code to run.
 """
 
 import json

@@ -76,8 +76,8 @@ class EvaluationConfig:
     """Held-out prompts decoded at each evaluation with the current head: greedily, 32 tokens each.
     The log then has the decoded tau and L'. 0: none."""
     best_by: Literal["expected", "decoded"] = "expected"
-    """Score for best/ and patience: acceptance expected from teacher-forced rates, or L' as
-    decoded."""
+    """Score for best/ and patience. expected: acceptance from teacher-forced rates. decoded: L'
+    measured on the decoded prompts."""
     patience: int = 0
     """End the run after this many evaluations without a better score; 0: never."""
 
@@ -122,7 +122,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Validation; see the section evaluation."""
     batch_tokens: int = 4096
-    """Tokens per forward pass and process, padding included."""
+    """Maximum tokens per forward pass and process, padding included."""
     packing: bool = False
     """Join a forward pass's examples into one row without padding; they do not see each other.
     (With data.pack they do, and form blocks with one length.)"""
@@ -135,9 +135,9 @@ class RunConfig:
     max_steps: int | None = None
     """Optimizer steps, instead of epochs."""
     batch_group: int | None = None
-    """Consecutive batches with similar length, a multiple of the number of processes; null: that
-    number at the first launch. With matching accumulation, every number of processes that divides
-    the group trains the same run, and can resume it."""
+    """Number of consecutive batches with similar lengths; a multiple of the number of processes.
+    null: the number of processes at the first launch. With matching accumulation, any number of
+    processes that divides the group trains the same run, and can resume it."""
     max_minutes: float | None = None
     """Wall-clock minutes for this launch, loading included; the run then saves and ends at the next
     step. The same command resumes it."""

@@ -31,7 +31,7 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
     decay_gamma: float = 7.0
     """Speed of the decay; the paper's values are 7 for blocks of 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = 0.5
-    """D-PACE's smoothing: 1 weighs a row only by the rows after it."""
+    """D-PACE's smoothing; at 1 a row's weight is only the number of rows from it on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 
 
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
-    """Return supervised rows per block at every position, int64 [P] on the host, and the documents.
+    """Return the supervised rows of a block at each position, int64 [P] (host), and documents.
 
     An anchor and its labels must be in one turn: in decoding, the anchor is never a prompt token.
     """
@@ -75,9 +75,10 @@ def draw_anchors(
 
 
 def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tensor:
-    """D-PACE (arXiv:2605.18810): w_i = sum_{j >= i} prod_{k <= j} ((1 - alpha) q_k + alpha), AS.
+    """Return D-PACE's loss weights (arXiv:2605.18810): [A, S].
 
-    q_k is the draft's probability for row k's label; unsupervised rows are left out.
+    w_i = sum_{j >= i} prod_{k <= j} ((1 - alpha) q_k + alpha), with q_k the draft's probability for
+    row k's label. Unsupervised rows are left out.
     """
     smooth_AS = ((1 - alpha) * correct_AS + alpha).where(counted_AS, 1.0)
     # Uncounted rows come last in a block, so they change no counted row's product.

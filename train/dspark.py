@@ -1,4 +1,4 @@
-"""Training objective for DSpark: DFlash's with given previous tokens, plus the confidence loss."""
+"""Training objective for DSpark: DFlash's with true previous tokens, plus the confidence loss."""
 
 # M supervised rows, L teacher rows, H hidden plus r, U draft vocabulary
 

@@ -30,7 +30,7 @@ class EagleTrainConfig(EagleConfig, StartConfig):
     """EAGLE-1 head and its loss."""
 
     noise: float = 0.2
-    """Add U(-1/2, 1/2) * noise * 512 / T to the target's hidden states in training, T tokens."""
+    """Add U(-1/2, 1/2) * noise * 512 / T to hidden states in training; T: sequence length."""
     distillation_weight: float = 0.1
     """Weight of the distillation relative to the regression."""
     rows: Literal["turn", "official"] = "turn"
@@ -53,8 +53,8 @@ def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
 
 
 def counted_rows(batch: dict[str, Tensor], rows: str) -> Tensor:
-    """Return supervised rows: bool [B, T-1]; see ``EagleTrainConfig.rows``. The last has no
-    label."""
+    """Return supervised rows: bool [B, T-1], since the last position has no label. See
+    ``EagleTrainConfig.rows``."""
     if rows == "turn":
         return chain_rows(batch["loss_mask"])
     return inner_mask(batch)[:, :-1]

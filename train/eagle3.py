@@ -70,8 +70,8 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
 def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor:
     """Return bool [B, T, S]: True if step i counts at a row; see ``Eagle3TrainConfig.rows``.
 
-    A document has the same rows alone, padded or packed. As in these packages its last token never
-    counts, so the target's distribution at a row belongs to the same document.
+    A document's rows are the same alone, padded or packed. As in the other packages, its last token
+    never counts, so a row's target distribution comes from its own document.
     """
     if rows == "turn":
         steps_S = torch.arange(num_steps, device=batch["loss_mask"].device)
@@ -88,9 +88,9 @@ def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor
 class UnrolledObjective(ChainObjective):
     """sum_i step_decay^i KL(target || draft at step i), summed over rows supervised at step i.
 
-    The loop divides by the rows at step 0 (``num_counted``). A sequence thus weighs as much as for
-    any other head, and later steps as little as their rows. The paper's loss is the cross-entropy:
-    KL differs from it by the target's constant entropy.
+    The loop divides by the rows at step 0 (``num_counted``), so a sequence weighs as much as for
+    any other head, and later steps, with fewer rows, weigh less. The paper's loss is the
+    cross-entropy: KL differs from it by the target's constant entropy.
     """
 
     noted: ClassVar[tuple[str, ...]] = ("loss", "num_steps", "step_decay")
@@ -152,7 +152,7 @@ class Eagle3Objective(UnrolledObjective):
         return start
 
     def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
-        """As usual; for a head with candidates, the teacher is its own LM head."""
+        """Distill as usual; for a head with candidates, the teacher is its own LM head."""
         if self.config.candidate_rank is None:
             return super().distil(hidden_MH, teacher_LH, **options)
         draft = self.draft

@@ -160,7 +160,7 @@ class FlexSpecObjective(DraftObjective):
     def _survival(
         self, hidden_MH: Tensor, wanted_MH: Tensor, labeled_BS: Tensor, depth: int
     ) -> dict[str, Tensor]:
-        """Return sums for each chain length, greedy and at temperature 1, for any loss."""
+        """Return sums by chain length, greedy and at temperature 1; the loss does not matter."""
         result = self.distil(hidden_MH, wanted_MH)
         sums = {"acceptance": result.acceptance_M.sum()}
         for key, rates_M in (("T0", result.agreement_M), ("T1", result.acceptance_M)):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-"""Replaces accelerate's policy, under which gradient sums, loss and metrics are bfloat16."""
+"""FSDP's dtypes. Under accelerate's own policy gradient sums, loss and metrics are bfloat16."""
 WAIT_FOR_OTHERS = timedelta(hours=12)
 """Timeout for collective calls: the other processes wait during downloads and tokenization, and
 these take hours. If a process ends, its launcher ends the others without waiting."""

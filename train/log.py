@@ -30,7 +30,7 @@ HELD_PROCESS_GROUPS: list[object] = []
 Shape = Sequence[int]
 
 CLOCK_METRICS = ("tokens_per_s", "data_share", "mfu")
-"""The only metrics with differences between repeated runs."""
+"""Metrics that differ between repeated runs; all others are equal."""
 
 
 class MetricsLog:
@@ -48,7 +48,7 @@ class MetricsLog:
             self._start_trackers()
 
     def _start_trackers(self) -> None:
-        """Start the trackers. All launches continue one wandb run: the progress has its id."""
+        """Start the trackers. All launches continue one wandb run, whose id is in the progress."""
         config, progress = self.trainer.config, self.trainer.progress
         progress.tracker_id = progress.tracker_id or uuid.uuid4().hex
         folder = config.output_dir / "logs"
@@ -116,7 +116,7 @@ def flatten(settings: Values, prefix: str = "") -> Values:
 
 
 def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
-    """Drop records after a checkpoint and an incomplete last line: the run will log them again.
+    """Drop an incomplete last line, and records after a checkpoint: the run logs them again.
 
     Args:
         step: the checkpoint's step.

@@ -185,7 +185,7 @@ class Trainer:
     def optimize(self, window: list[dict[str, Tensor]]) -> dict[str, float]:
         """Run one optimizer step: the loss is the mean over all supervised tokens in the window.
 
-        Averaging per token over micro-batches and processes makes the step independent from the
+        Averaging per token over micro-batches and processes makes the step independent of the
         cut into micro-batches. A mean over micro-batch means would depend on it.
         """
         accelerator, world = self.accelerator, self.world

@@ -1,7 +1,7 @@
 """Divergence between the target's and the draft's next-token distributions, in bounded memory.
 
-M supervised rows, L teacher rows, C rows of either kind in one chunk H hidden size of the matrix at
-hand, V target vocabulary, U draft vocabulary (U = V without one)
+M supervised rows, L teacher rows, C rows of either kind in one chunk, H hidden size of the matrix
+at hand, V target vocabulary, U draft vocabulary (U = V without one)
 
 Logits exist for one chunk of rows at a time. Their gradient has a closed form, so it is multiplied
 out in the forward pass and the logits are dropped: backward only scales.
@@ -21,12 +21,12 @@ from pipedraft.models import cpu
 
 Divergence = Literal["kl", "tv", "lk", "lk_hybrid", "ce", "ce_l1", "rkl", "jsd", "topk_kl"]
 SOFT_LABELS = ("kl", "lk_hybrid", "ce", "ce_l1", "topk_kl")
-"""Losses whose gradient contains q minus labels."""
+"""Losses with labels l, a distribution: their gradient for the draft's logits contains q - l."""
 CHUNK_BYTES = 1 << 30
 """Chunk size in bytes of logits over the target's vocabulary; three such tensors exist at once.
 
-Every chunk reads and writes the head's gradient. On a GPU this takes a quarter of the products'
-time with 1,081 rows over 248,320 tokens, and half of that with MAX_ROWS.
+Every chunk reads and writes the head's gradient. On a GPU, with 1,081 rows per chunk over 248,320
+tokens, this takes a quarter of the products' time; with MAX_ROWS rows it takes half as much.
 """
 MAX_ROWS = 2048
 
@@ -88,14 +88,17 @@ def chunked_distillation(
     p = softmax(teacher_hidden teacher_head^T), q = softmax(hidden head^T), temperature 1. With a
     draft vocabulary, p' is p restricted to it and renormalized; else p' = p. a = sum_v min(p, q) is
     the acceptance rate, with p over the target's whole vocabulary: tokens the draft lacks are lost.
-    kl: sum_v p' (log p' - log q)              SPD (arXiv:2605.30852) tv: 1 - a
-    Leviathan et al. 2023 (arXiv:2211.17192), Th. 3.5 lk: -log a                                 LK
-    losses (arXiv:2602.23881), its alpha lk_hybrid: w kl + (1 - w) tv               the same paper's
-    lambda, w = exp(-eta a) a constant ce: -log q of the most likely token of p' ce_l1: c ce + (1 -
-    c) sum_v |p - q|        DSpark (arXiv:2607.05147), c its ce_share rkl: sum_v q (log q - log p')
-    jsd: (KL(p' || m) + KL(q || m)) / 2, m = (p' + q) / 2 topk_kl: kl with the top_k most likely
-    tokens of p', renormalized, for p' Deviation: SpecForge computes w from a batch's mean a, here
-    as in speculators from each row's a.
+      kl         sum_v p' (log p' - log q)      SPD (arXiv:2605.30852)
+      tv         1 - a                          Leviathan et al. 2023 (arXiv:2211.17192), Th. 3.5
+      lk         -log a                         LK losses (arXiv:2602.23881): a is its alpha
+      lk_hybrid  w kl + (1 - w) tv              same paper: w = exp(-eta a), a constant, its lambda
+      ce         -log q                         at the most likely token of p'
+      ce_l1      c ce + (1 - c) sum_v |p - q|   DSpark (arXiv:2607.05147): c is ``ce_share``
+      rkl        sum_v q (log q - log p')
+      jsd        (KL(p' || m) + KL(q || m)) / 2, m = (p' + q) / 2
+      topk_kl    kl with p' restricted to its top_k most likely tokens and renormalized
+    Deviation: SpecForge computes w from a batch's mean a; here, as in speculators, each row has its
+    own w.
 
     Products use the inputs' dtype (autocast's if enabled), everything else float32 (float64 for
     float64 inputs). The head's gradient is summed in this precision, too, and rounded to the head's
@@ -219,7 +222,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, _):
-        """Scale in place and hand over: a second backward through one loss is an error."""
+        """Scale the stored gradients in place and return them; a second backward is an error."""
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were already handed to a backward")
         gradients, ctx.gradients = ctx.gradients, None

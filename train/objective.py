@@ -319,7 +319,7 @@ class DraftObjective(Objective):
             return self._normed(last_BTH[:, :-1][labeled_BT])
 
     def _normed(self, last_LH: Tensor) -> Tensor:
-        """States after the final norm, of which the LM head makes the target's logits."""
+        """Return states after the final norm; the LM head turns them into the target's logits."""
         decoder = self.target.get_decoder()
         # The loss only multiplies by the LM head: dividing its input divides the logits.
         return decoder.norm(last_LH) / logits_divisor(decoder.config)
@@ -428,7 +428,7 @@ class ChainObjective(DraftObjective):
         return LossOutput(result.loss, counts_S[0], sums)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return rates per draft token after accepted ones, and tokens per round."""
+        """Return rates by draft position, each given acceptance before it, and tokens per round."""
         metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
         steps = range(1, self.num_steps + 1)
         if self.draft_vocab_size:

@@ -115,7 +115,7 @@ def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 ASSUMED_UTILIZATION = 0.35
-"""Fraction of the device's peak FLOPS; compare with ``mfu`` in a real run's log."""
+"""Assumed fraction of the device's peak FLOPS; compare with ``mfu`` in a real run's log."""
 STRATEGIES = ("ddp", "zero2", "fsdp2, zero3")
 BITS = {None: 0, "8bit": 8, "4bit": 4}
 
@@ -249,7 +249,7 @@ class Plan:
     def _decoder_flops(self, layers: nn.Module) -> float:
         """Return FLOPs per token in the frozen decoder's layers, counted as torch does.
 
-        Experts count by the fraction each token is routed to. Linear layers' attention is left out.
+        Experts count by the fraction each token is routed to, recurrent layers by weights alone.
         """
         weights = 0.0
         for name, parameter in layers.named_parameters():

@@ -33,8 +33,8 @@ class SPDTrainConfig(SPDConfig, DivergenceConfig):
     """SPD head and its loss."""
 
     full_probability: float = 0.5
-    """Share of examples with a full pipeline, n tokens in flight (n - 1 with output states, m n to
-    m n + m - 1 with m tokens per step); the others get 1 or more."""
+    """Share of examples with a full pipeline; the others have fewer tokens in flight, at least 1.
+    Full: n tokens, n - 1 with output states, m n to m n + m - 1 with m tokens per step."""
     fills: int = 1
     """Fill samples per batch: the head runs once for each, the target once for all."""
     start: Literal["deepest", "ridge"] = "deepest"
@@ -58,9 +58,9 @@ def sample_occupancy(
 ) -> list[int]:
     """Sample tokens in flight per example: full with ``full_probability``, else uniform below.
 
-    Full is one of the ``num_full`` largest counts, the ones in a full pipeline during a step's
-    forwards. Samples per example, as in the paper. Deviation: the authors' code samples once per
-    micro-batch.
+    A full pipeline has one of the ``num_full`` largest counts, depending on the draft forward in
+    its step. Every example is sampled separately, as in the paper. Deviation: the authors' code
+    samples once per micro-batch.
     """
     # The range of the partial counts below would be empty.
     if most == 1:

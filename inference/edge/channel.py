@@ -52,7 +52,7 @@ class Steps:
     def reach(self, start_s: float, amount: float) -> float:
         """Return the earliest t with an integral of ``amount`` from ``start_s`` to t.
 
-        Whole periods are divided off and the rest looked up: no time stepping for any length.
+        Divides to count whole periods and looks up the rest, so long waits cost nothing extra.
         """
         # Nothing to send: arrived at once, even in an outage.
         if not amount:
@@ -224,7 +224,7 @@ class Channel:
         return self._lanes[direction].traffic
 
     def transmit(self, now_s: float, num_bytes: int, direction: Direction) -> float:
-        """Send a message; calls per direction are in sending order.
+        """Send a message; for each direction, call in sending order.
 
         A message waits until the one before it has left, and until lost packets have been resent:
         TCP could not deliver it earlier.
@@ -281,8 +281,8 @@ class LinkEstimate:
         self.state = state
 
     def set_bandwidth(self, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
-        """Set the radio's report (FlexSpec's R_n). Ignore 0: an outage's end is unknown, and no
-        draft length helps during it."""
+        """Set the bandwidths that the radio reports (FlexSpec's R_n). Ignore 0: an outage's end
+        is unknown, and no draft length helps during it."""
         self.state = replace(
             self.state,
             up_bytes_per_s=up_bytes_per_s or self.state.up_bytes_per_s,

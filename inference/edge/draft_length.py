@@ -62,8 +62,9 @@ class RoundCost:
     def stop_and_wait(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
         """FlexSpec, DSSD: draft, send, verify, answer, in sequence.
 
-        T_step = T_fixed + K T_marg        FlexSpec Eq. 10 Addition: a rejection may cost more, due
-        to its larger answer.
+        T_step = T_fixed + K T_marg        FlexSpec Eq. 10
+
+        Addition: a rejection may cost more, due to its larger answer.
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         return cls(drafted_K + away_K, drafted_K + away_K + reject_s)
@@ -116,7 +117,7 @@ class RoundCost:
 def _times(
     shape: RoundShape, link: LinkState, max_length: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return seconds to draft [K], from last draft token to result [K], and per rejection."""
+    """Return seconds to draft [K], from then to the result [K], and added by a rejection."""
     assert link.up_bytes_per_s > 0 and link.down_bytes_per_s > 0, "an outage: ask the one before"
     number_K = np.arange(1, max_length + 1)
     up_bytes_K = shape.up_bytes + shape.up_bytes_per_token * number_K
@@ -229,7 +230,7 @@ class DraftLengthPolicy(ABC):
 
 
 class Fixed(DraftLengthPolicy):
-    """Always ``max_length``."""
+    """Use ``max_length`` in every round."""
 
     def choose(self, cost: RoundCost) -> int:
         return self.max_length
@@ -273,7 +274,7 @@ class Alg2(_Published):
 
     The slope in K has the sign of gamma T_fixed - T_marg at every K, so the best K is at an end.
     The biased gamma is low after long rounds and right after short ones, so K can jump between
-    both.
+    both ends.
     """
 
     caveat = "published; always 1 or the longest, from a biased estimate"
@@ -289,7 +290,7 @@ class Geometric(DraftLengthPolicy):
 
         a = sum tau / sum (tau + [tau < K])     tau accepted of K drafted: accepted over tested
 
-    The maximum-likelihood estimate under i.i.d. acceptance, with fading counts.
+    This is the maximum-likelihood estimate under i.i.d. acceptance, with fading counts.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class Geometric(DraftLengthPolicy):
         Args:
             memory: rounds; each one multiplies the counts by 1 - 1 / memory. Infinite: no fading.
             acceptance: prior before the first round.
-            weight: prior's weight in tests; it does not fade.
+            weight: prior's weight, as a number of tested tokens; it does not fade.
         """
         super().__init__(max_length)
         self.keep, self.prior, self.weight = 1 - 1 / memory, acceptance, weight
@@ -317,7 +318,7 @@ class Geometric(DraftLengthPolicy):
         return (self.accepted + self.weight * self.prior) / (self.tested + self.weight)
 
     def survival(self) -> np.ndarray:
-        """Probability for all first k draft tokens to be accepted, [K]: a^k."""
+        """Return the probability that the first k draft tokens are all accepted, [K]: a^k."""
         return self.acceptance ** np.arange(1, self.max_length + 1)
 
     def choose(self, cost: RoundCost) -> int:

@@ -79,8 +79,7 @@ class LinkPipeline(LinkedPipeline):
     ) -> None:
         """
         Args:
-            is_colocated: the draft runs next to the target. The session's link then has no length;
-                only the prompt crosses the given one.
+            is_colocated: the draft runs next to the target, so only the prompt crosses the link.
             token_bytes: sent up with each draft token, in addition to its id.
         """
         super().__init__(target)

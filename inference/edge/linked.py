@@ -97,9 +97,9 @@ class Batch:
     started_s: float
     num_drafted: int = 0
     seq: int = -1
-    """Number of its last message, once sent."""
+    """Number of the batch's last message, once sent."""
     num_bytes: int = 0
-    """Size of this message with the link's header."""
+    """Size of the batch's last message, with the link's header."""
     sent_s: float = 0.0
 
 
@@ -113,7 +113,7 @@ class LinkVerdict(Returned):
     num_accepted: int
     """Accepted draft tokens below the root."""
     token: int | None = None
-    """The target's own token after them."""
+    """The target's own token after the accepted ones."""
     payload: Payload | None = None
     """Payload to draw the token that replaces the rejected one."""
     outcomes: tuple[tuple[int, int], ...] = ()
@@ -121,7 +121,7 @@ class LinkVerdict(Returned):
 
 
 class LinkedPipeline(Pipeline):
-    """One session per prompt.
+    """Pipeline to a remote target, with one session per prompt.
 
     ``batch`` is being drafted, ``flights`` are in flight. Each ``tick`` waits for one reply.
     """
@@ -135,7 +135,7 @@ class LinkedPipeline(Pipeline):
         self.timeline = Timeline("draft")
         self.last_rows = []
         self.anchor = ""
-        """Hash of the target's last block contained in the draft; "": none."""
+        """Hash of the copy of the target's last block in the draft; "": no copy."""
         self.fallback = ""
         """Reason why the target decodes alone although there is a draft; "": the draft is in
         use."""
@@ -144,7 +144,7 @@ class LinkedPipeline(Pipeline):
 
     @abstractmethod
     def _begin(self) -> Estimates:
-        """Prepare for opening a session."""
+        """Prepare for opening a session; return its estimates."""
 
     draft_vocab_size = sys.maxsize
     """Vocabulary size of the draft."""
@@ -189,7 +189,7 @@ class LinkedPipeline(Pipeline):
         self._tokens: list[int] = []
         """Verified tokens known to the target."""
         self._sent: list[int] = []
-        """Draft tokens after them known to the target."""
+        """Draft tokens known to the target, after the verified ones."""
         self._stream_request: Open | Stream | None = None
         """Pending request to decode alone, from the current epoch on."""
         self._inbox: deque[tuple[Reply, float]] = deque()
@@ -294,7 +294,7 @@ class LinkedPipeline(Pipeline):
 
     @property
     def is_streaming(self) -> bool:
-        """Return True once the target was asked to decode alone, from the current epoch on."""
+        """Return True if the target was asked to decode alone from the current epoch on."""
         return self._stream_request is not None
 
     def stream(self, certain: list[int]) -> None:

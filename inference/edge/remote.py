@@ -46,12 +46,12 @@ class LocalDraft:
 
     network: "Draft | LanguageModelDraft"
     target: str = ""
-    """Hash of the embedding, final norm and LM head it was trained with; "": any."""
+    """Hash of the embedding, final norm and LM head that the draft was trained with; "": any."""
     anchor: str = ""
-    """Hash of the target's last block it contains; "": none."""
+    """Hash of the copy of the target's last block in the draft; "": no copy."""
 
     def mismatch(self, about: Description) -> str:
-        """Return the reason it does not match a server's target; "": it does."""
+        """Return the reason why the draft does not match a server's target; "": it matches."""
         pairs = {
             "embedding, final norm or LM head": (self.target, about.fingerprint),
             "last block": (self.anchor, about.anchor),

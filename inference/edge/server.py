@@ -93,7 +93,7 @@ class Server:
             is_serving=True,
         )
         self.num_passes = self.num_session_passes = 0
-        """Target passes, and sessions served summed over passes."""
+        """Target passes; and the sum over them of the sessions that each one served."""
         self._due = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._tasks: list[asyncio.Task] = []

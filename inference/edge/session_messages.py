@@ -74,7 +74,7 @@ class Settings(Message, kw_only=True):
     tail_samples: Annotated[int, Meta(ge=1, le=4096)] = 4
     """Samples in the first ``Top``."""
     has_bonus: bool = True
-    """A fully accepted batch gets one more token."""
+    """True: a fully accepted batch gets one more token."""
     pre_verifies: bool = False
     """True: the cloud may compute a known prefix's rows before the batch is complete."""
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] = 128
@@ -104,9 +104,9 @@ class Open(Message, kw_only=True, tag="open"):
     prompt_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_PROMPT)]
     settings: Settings
     anchor: Annotated[str, Meta(max_length=128)] = ""
-    """Hash of the target's last block contained in the draft; "": none."""
+    """Hash of the copy of the target's last block in the draft; "": no copy."""
     streams: bool = False
-    """The cloud decodes alone, token by token."""
+    """True: the cloud decodes alone, token by token."""
 
     @property
     def seq(self) -> int:
@@ -124,11 +124,11 @@ class _OfSession(Message):
 
 
 class _Continues(_OfSession):
-    """Tokens following ``base`` earlier ones, including draft tokens awaiting verification."""
+    """Tokens that continue the first ``base`` ones, some of which may await verification."""
 
     base: Count
     prefix_hash: PrefixHash
-    """Hash of these ``base`` tokens."""
+    """Hash of the first ``base`` tokens."""
     certain: Ids
     """Tokens sampled by the edge itself from a payload."""
 
@@ -138,7 +138,8 @@ class _DraftTokens(_Continues):
     q: Annotated[list[Probability], Meta(max_length=MAX_DRAFT_TOKENS)]
     """Probability used to sample each draft token, if the rule needs it; else empty."""
     next_s: Seconds
-    """Time until the edge completes its next batch, from this message or from its result."""
+    """Time until the edge completes a batch. ``Preverify``: this batch, counted from the message.
+    ``Verify``: the next batch, counted from the result."""
 
 
 class Preverify(_DraftTokens, tag="pre"):
@@ -173,9 +174,9 @@ Request: TypeAlias = Open | Preverify | Verify | More | Stream | Close
 class _Numbered(Message):
     number: Count
     seq: Count
-    """``seq`` in the message answered."""
+    """``seq`` of the message that this one answers."""
     epoch: Count
-    """Epoch in the message answered."""
+    """Epoch of the message that this one answers."""
 
 
 class Opened(_Numbered, tag="opened"):
@@ -189,7 +190,7 @@ class Opened(_Numbered, tag="opened"):
 
 class _Verdict(_Numbered):
     length: Count
-    """Verified tokens, without the one in this result."""
+    """Number of verified tokens, without the one in this result."""
     held_s: Seconds
     """Seconds from the message's arrival to this answer."""
     forward_s: Seconds

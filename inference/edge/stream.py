@@ -52,7 +52,7 @@ class Access:
     """host:port"""
     uses_tls: bool = False
     root_certificates: bytes | None = None
-    """PEM certificates that sign the server's; None: the system's."""
+    """PEM certificates of authorities for the server's certificate; None: the system's."""
     token: str = ""
     connect_s: float = 10.0
     """Seconds per connection attempt."""
@@ -79,7 +79,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Break:
-    """End of a call."""
+    """End of a gRPC call: its status code and text."""
 
     code: str
     text: str
@@ -87,7 +87,7 @@ class Break:
 
     @classmethod
     def of(cls, call: wire.Untyped) -> "Break":
-        """Read a call's end; ``call``: a finished one, or the error it raised."""
+        """Read a call's end; ``call``: the finished call, or the error that it raised."""
         # From another machine: trust no format.
         passes = str(dict(call.trailing_metadata() or ()).get(wire.NUM_PASSES))
         num_passes = int(passes) if NUMBER.fullmatch(passes) else None
@@ -96,7 +96,7 @@ class Break:
 
 @dataclass
 class Bytes:
-    """Payload bytes, without gRPC's 5, HTTP/2's 9 and lower headers."""
+    """Payload bytes, without the headers of gRPC (5 bytes), HTTP/2 (9) and lower layers."""
 
     up: int = 0
     down: int = 0

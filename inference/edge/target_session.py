@@ -105,14 +105,14 @@ class TargetSession:
         """Draft tokens after the verified ones, not tested yet."""
         self._q: list[float] = []
         self._logits: deque[Tensor] = deque()
-        """[V] for the root and the first draft tokens, as far as computed."""
+        """Logits [V] for the root and the first draft tokens, as far as computed."""
         self._rejected: Tensor | None = None
         """Logits after the verified tokens, if the edge samples the next token."""
         self._num_samples = self._num_more = 0
         self._batches: deque[_Batch] = deque()
         self._epoch = self._next_number = 0
         self.next_seq = 0
-        """First missing request."""
+        """``seq`` of the first missing request."""
         self._waiting: dict[int, tuple[Request, float]] = {}
         self._streams_for: int | None = None
         """``seq`` of the request to let the target decode alone; None: the edge drafts."""

@@ -17,7 +17,7 @@ SERVICE = "pipedraft.EdgeCloud"
 NUM_PASSES = "passes"
 """Trailing metadata of a finished session: target passes after the prompt's."""
 FRAME_BYTES = 2**16
-"""Message room beyond a session's payload."""
+"""Bytes allowed in a message beyond a session's payload."""
 
 
 def import_grpc() -> ModuleType:

@@ -38,11 +38,11 @@ class Returned:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Segment for the step after the next, valid if the next verification result keeps it."""
+    """Next segment, sent before the current step's result and valid if the result keeps it."""
 
     segment: Segment
     keep_after: Callable[[Returned], KeepRows]
-    """Computes the KeepRows a result will lead to."""
+    """Computes the KeepRows that a result leads to."""
 
 
 class Pipeline(ABC):
@@ -70,7 +70,7 @@ class Pipeline(ABC):
 
     @property
     def first_logits(self) -> Tensor | None:
-        """Logits [V] behind the prompt, if retained."""
+        """Logits [V] after the prompt, if retained."""
         return None
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Pipeline(ABC):
         return False
 
     def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Verdict:
-        """Walk the tree by the results for returned rows."""
+        """Return the verification result for the tree, given the last stage's results by row."""
         return verifier.walk(tree, returned.verdicts)
 
     @abstractmethod

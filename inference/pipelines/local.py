@@ -57,7 +57,7 @@ class LocalPipeline(Pipeline):
         return self._first_logits
 
     def first_token(self, logits_V: Tensor, num_prompt: int, verifier: Verifier) -> int:
-        """Sample the token behind the prompt."""
+        """Sample the token after the prompt."""
         self._first_logits = logits_V if self._keeps_logits else None
         last = torch.tensor([num_prompt - 1])
         return int(verifier.target_tokens(self._mask.apply(logits_V[None], last), last))
@@ -157,7 +157,7 @@ class LocalPipeline(Pipeline):
         return [layer for layer in self.taps if layer > 0]
 
     def judged_rows(self, segment: Segment) -> Tensor:
-        """Return the last stage's rows with logits of use: a prompt's last row, or all: [R, H]."""
+        """Return the last stage's rows [R, H] that need logits: all, of a prompt only the last."""
         assert segment.hidden is not None
         return segment.hidden[-1:] if self.is_prefilling else segment.hidden
 
@@ -205,7 +205,7 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
 
 
 def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) -> bool:
-    """Return False after a failure, with every cache unchanged."""
+    """Run one stage for several sequences; return False, with caches unchanged, if it fails."""
     stages = [pipeline.target.stages[index] for pipeline, _ in pairs]
     segments = [segment for _, segment in pairs]
     taps = {layer for pipeline, _ in pairs for layer in pipeline._deeper}

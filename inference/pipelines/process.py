@@ -113,7 +113,7 @@ class ProcessPipeline(Pipeline):
         self._ahead: _Flight | None = None
         """Segment sent before its step; joins the flights once injected."""
         self._keep_after: Callable[[Returned], KeepRows] | None = None
-        """Set while the segment ahead is sent, or computed by a first stage in this process."""
+        """``Ahead.keep_after`` while the segment is sent, or computed by a first stage here."""
 
     @property
     def num_stages(self) -> int:

@@ -40,7 +40,7 @@ class Sharing(TypedDict):
 
 
 class SharedPipeline(Pipeline):
-    """Pipeline with its own caches and a shared step: ``tick`` waits for it."""
+    """Pipeline with its own caches, but shared steps: ``tick`` waits for the next one."""
 
     is_prefilling: bool
     next_rows: list[int]
@@ -81,7 +81,7 @@ class SharedPipeline(Pipeline):
 
     @property
     def time_alone(self) -> float:
-        """T for this sequence's steps, as if it were alone."""
+        """Return the virtual time T for this sequence's steps, as if it were alone."""
         return self._own_clock.time if self._own_clock else 0.0
 
 
@@ -192,7 +192,7 @@ def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:
 
 
 def row_bytes(target: PreTrainedModel) -> int:
-    """Keys and values of one token in all layers."""
+    """Return the bytes that one token's keys and values take in all layers."""
     config = target.get_decoder().config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * size * target.dtype.itemsize

@@ -38,7 +38,7 @@ Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 PREFIX = struct.Struct("<IIQ")
 MAGIC = 0x50444632
-"""First bytes of a frame. The first one is not zero, so a posted buffer shows an arrival."""
+"""First four bytes of a frame. The first is not zero, so a zeroed buffer shows an arrival."""
 PIECE_BYTES = 1 << 16
 """Memory allocated for a frame before its bytes arrive."""
 MAX_AXES = 3
@@ -333,7 +333,7 @@ class Prefill(StageMessage, tag="prefill"):
     rows: Tensor
     """int64 [l] tokens for the first stage, [l, H] for the others."""
     first_position: Count
-    """0: a new sequence; everything before is dropped."""
+    """Position of the first row. 0: a new sequence; everything before is dropped."""
     is_last: bool
     taps: Layers
     temperature: Annotated[float, Meta(ge=0, le=1e6)]

@@ -28,7 +28,7 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 """Longest wait for the other ranks, which start at the same time."""
 BEAT_S = 0.25
 REPEAT_S = 1.0
-"""Repeated signals within it count once: Ctrl-C reaches a rank from terminal and launcher."""
+"""Repeated signals within this time count once: terminal and launcher both send Ctrl-C."""
 TELL_S = 1.0
 """Time to notify the other ranks of this one's reason."""
 FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"

@@ -74,7 +74,7 @@ class StageWorker:
         return step.sequence >= self.first_live and self.is_still_wanted()
 
     def begin(self, step: Step) -> bool:
-        """Apply the KeepRows; return False for an unwanted segment, with room made in caches."""
+        """Apply the KeepRows; for an unwanted segment make room in the caches and return False."""
         # Even a cancelled step applies them: all stages' caches must change in the same order.
         for keep in step.keeps:
             self.stage.keep(keep)
@@ -235,7 +235,7 @@ class SharedWorker(StageWorker):
                     worker.run(step)
 
     def _run_together(self, pairs: Sequence[tuple[StageWorker, Step]]) -> bool:
-        """Return False after a failure, with every cache unchanged."""
+        """Run several steps at once; return False, with every cache unchanged, if that fails."""
         segments = [step.segment for _, step in pairs]
         taps = {layer for worker, _ in pairs for layer in worker.taps}
         try:

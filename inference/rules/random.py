@@ -24,7 +24,7 @@ UNDRAWABLE = (
     "is NaN or infinite, load another checkpoint"
 )
 Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "branch", "thin"]
-"""noise: Gumbel noise. tail, branch, thin: samples from a partly known distribution."""
+"""Purpose of a random number; tail, branch and thin sample a partly known distribution."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def probabilities(
 def draw(probabilities_V: Tensor, uniform: float) -> int:
     """Inverse-CDF sample: the first token with cumulative probability above ``uniform``.
 
-    The weights need not sum to 1. A token with probability 0 is never returned: uniforms are at
-    most 1 - 2^-53, and times the sum this stays below the sum after rounding, too.
+    The weights need not sum to 1. A token with probability 0 is never returned: ``uniform`` is at
+    most 1 - 2^-53, so its product with the sum stays below the sum, even after rounding.
 
     Raises:
         ValueError: the weights sum to 0, infinity or NaN.

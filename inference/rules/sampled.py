@@ -441,7 +441,7 @@ def make_verifier(
 def top_k_bias(p_V: Tensor, q_V: Tensor, top_k: int) -> float:
     """Total variation between ``topk`` and p at a tested position: (p - q)+ outside the top K.
 
-    It is larger if (p - q)+ is 0 on all K tokens.
+    The true variation is larger if (p - q)+ is 0 on all K tokens.
     """
     residual_V = (p_V - q_V).clamp_min(0)
     inside = residual_V[p_V.topk(min(top_k, len(p_V))).indices].sum()

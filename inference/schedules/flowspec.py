@@ -33,14 +33,14 @@ class FlowSpec(PrunedPP):
     """Levels per fresh tree, one draft forward each. None: as many as fit within a one-row step
     under the cost model, at least 1 and at most the whole tree's."""
     expansion_tokens: Budget = 64
-    """Draft tokens per fresh tree, with the ones in flight. auto: choose by the cost model, at most
-    59."""
+    """Draft tokens per fresh tree, including any already in flight. auto: choose by the cost model,
+    at most 59."""
     max_expansion_rows: int | None = None
     """New tokens that enter together from a fresh or deepened tree; None: all, as published."""
     refill_depth: int = 2
     """Levels added to the last tree if pruning emptied the returning segment; 0: none."""
     refill_tokens: int = 48
-    """New draft tokens sent from these levels, best first."""
+    """New draft tokens sent from the levels that a refill adds, best first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PEARL(LinkSchedule):
-    """Pre-verify and post-verify.
+    """PEARL's pre-verify and post-verify.
 
     Reads verification results between batches only. After a rejection, the first draft token is
     sent as its own batch and the remaining ones as the next. Draft length: T_v / t_d tokens, or a

@@ -38,10 +38,10 @@ class PipeInfer(Schedule):
     and its cancellations are KeepRows. Its non-speculative run (one token of certain output) is the
     root's own segment, needed only if the root is not in flight.
 
-    With the defaults drafting never stops: on the lock-step clock a draft token costs nothing in an
-    entry that would stay empty. PipeInfer's code defaults to size 16, accept 0.5 and split 0.1. Its
-    published runs use size 3 or 4, branches 3, accept 0.001 to 0.1, split 0.8 to 0.9, recovery up
-    to 0.4 and decay up to 0.01.
+    An entry is the first stage's input in one step. With the defaults drafting never stops: on the
+    lock-step clock a draft token costs nothing in an entry that would stay empty. PipeInfer's code
+    defaults to size 16, accept 0.5 and split 0.1. Its published runs use size 3 or 4, branches 3,
+    accept 0.001 to 0.1, split 0.8 to 0.9, recovery up to 0.4 and decay up to 0.01.
 
     Deviations: the stages keep step, with one entry per step. Each position is verified once. A
     copied draft token costs its entry only, no time in stages or links. Additions: a draft that is

@@ -25,7 +25,7 @@ def draft_after_step(session: Session, width: Budget) -> None:
 
     SPD with timing ``output_states`` uses this loop too. The head sits behind the first stage and
     starts before the verification result is known. Its time counts at every step, as in the paper:
-    S = L' L / (Ls n + L). A step that leaves nothing to continue still pays for one draft token.
+    speed-up L' L / (Ls n + L). A step with nothing to continue still pays for one draft token.
     """
     while not session.done:
         session.inject()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SSD(Schedule):
-    """Speculative speculative decoding, Saguaro (arXiv 2603.03251), on stages.
+    """Speculative speculative decoding, Saguaro (arXiv 2603.03251), on pipeline stages.
 
     An outcome is a possible verification result: the number of accepted draft tokens and the token
     after them. While a batch travels, the draft predicts likely outcomes and drafts a chain for
@@ -116,7 +116,7 @@ class SSD(Schedule):
 def _children(
     session: Session, leaves: list[int], tokens_QW: list[list[float]], scores_QW: list[list[float]]
 ) -> list[tuple[float, int, int]]:
-    """Return loss, parent and token for children not yet in the tree.
+    """Return (negative score, parent, token) for children not yet in the tree.
 
     An outcome scores log(p sqrt(P)): P is the draft's probability that all draft tokens above it
     are accepted, p the probability for its token as the target's next one.
@@ -130,8 +130,7 @@ def _children(
 
 
 def _flatten(scores: list[float]) -> None:
-    """Halve log scores in the batch, so a row gets outcomes in proportion to its probability's
-    root.
+    """Halve the log scores, so a row gets outcomes in proportion to its probability's square root.
 
     Misses at a row fall with a power r of the number of tokens prepared below it. The total is
     smallest if these numbers are proportional to P^(1 / (1 + r)), with P the probability that

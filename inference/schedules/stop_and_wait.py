@@ -174,7 +174,7 @@ class LinkSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class StopAndWait(LinkSchedule):
-    """Uses a fixed draft length."""
+    """Stop-and-wait with a fixed draft length."""
 
     name: ClassVar[str] = "stop_and_wait"
 
@@ -183,7 +183,7 @@ class StopAndWait(LinkSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class FlexSpecSchedule(LinkSchedule):
-    """Sets the draft length from measured acceptance and link."""
+    """Stop-and-wait with a draft length chosen from measured acceptance and link."""
 
     name: ClassVar[str] = "flexspec"
 

@@ -42,7 +42,7 @@ class Admissions:
         self.tokenizer, self.target = decoder.engine.tokenizer, decoder.engine.target
         self.is_draining = False
         self.num_open = self.num_answered = 0
-        """Open requests, and answered ones."""
+        """Number of open requests, and of answered ones."""
         self.of_client: Counter[str] = Counter()
         """Open sequences per client."""
 
@@ -89,7 +89,7 @@ class Admissions:
         return Admission(self, client, choices)
 
     def check_model(self, model: str | None) -> None:
-        """Raise RequestError for any other model."""
+        """Raise RequestError for a model name that is not accepted."""
         if model not in (None, *self.names):
             raise RequestError(
                 f"model: {str(model)[:128]!r} is not here; this is {self.names[0]!r}",

@@ -49,7 +49,7 @@ class Piece:
 class Choice(Observer):
     """One output for a request: its verified text, end and times.
 
-    Filled by the decoding thread, read by the answering one after it has ended.
+    The decoding thread fills it; the answering thread reads it after the choice has ended.
     """
 
     index: int

@@ -45,7 +45,7 @@ Send: TypeAlias = Callable[[Any], Awaitable[None]]
 PAGE = Path(__file__).with_name("page.html").read_text()
 IGNORED = "x-pipedraft-ignored"
 MAX_IGNORED = 16
-"""Maximum names in this header."""
+"""Maximum names in the header with ignored fields."""
 BODY_S = 20.0
 """Seconds for a request's body to arrive."""
 
@@ -192,7 +192,7 @@ class Service:
         """Run an answer's work; return False if its reader left first.
 
         Raises:
-            RequestError: it took too long, or the sequence failed.
+            RequestError: the answer took too long, or the sequence failed.
         """
 
         async def left() -> None:

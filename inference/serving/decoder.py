@@ -85,7 +85,7 @@ class SequenceDecoder:
             self.batch.cancel(handle)
 
     def close(self) -> None:
-        """End everything."""
+        """End all sequences, and stop decoding."""
         self._running.__exit__(None, None, None)
 
     def _end(self, choice: Choice, future: "Future[DecodeResult]") -> None:

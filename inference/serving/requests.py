@@ -29,7 +29,7 @@ OF_STREAMS = ("stream_options", "pipedraft_events")
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Add usage so far to every chunk, if the last one has usage."""
+    """Add usage so far to every chunk; only with ``include_usage``."""
     include_obfuscation: bool = False
 
 
@@ -43,7 +43,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(max_length=256)] = ""
     reasoning_content: str = ""
     reasoning: str = ""
-    """Newer name for ``reasoning_content``; clients send back fields from an answer."""
+    """Newer name for ``reasoning_content``, accepted as clients send an answer's fields back."""
 
     def __post_init__(self) -> None:
         if self.content is None:
@@ -87,7 +87,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     pipedraft_events: bool = False
-    """Every chunk says who made its tokens and how full the stages were."""
+    """True: every chunk tells who made its tokens and how full the stages were."""
     pipedraft_draft: bool = True
     """False: decode without the draft, to compare."""
 

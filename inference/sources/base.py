@@ -93,7 +93,7 @@ class DraftSource:
     """
 
     taps: tuple[int, ...] = ()
-    """Target layer indices whose hidden states it reads."""
+    """Target layer indices whose hidden states the source reads."""
     grows: tuple[Growth, ...] = ()
     """Supported growth verbs; micro_batches needs ``leaf_logits``."""
     num_forwards: int = 0

@@ -44,10 +44,10 @@ class DFlashSource(TreeSource):
 
     def _forget_block(self) -> None:
         self._block_SH: Tensor | None = None
-        """Outputs behind each depth, the root's first."""
+        """Outputs for the token after each depth; the first one follows the root."""
         self._states = {}
         self._scored: tuple[object, Tensor] | None = None
-        """Values read from the block on a GPU: scoring key, and best tokens [2, D, W]."""
+        """On a GPU: scoring key, and the best tokens [2, D, W] read with it."""
 
     def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
         """Grow the tree by levels; one pass computes the block for all of them."""
@@ -64,7 +64,7 @@ class DFlashSource(TreeSource):
         return self._behind(tree, tree.depths[row])
 
     def _behind(self, tree: TokenTree, depth: int) -> Tensor:
-        """Return the block's output [H] behind a depth; the root is at 0."""
+        """Return the block's output [H] for the token after a depth; the root is at depth 0."""
         known = 0 if self._block_SH is None else len(self._block_SH)
         if depth >= known:
             size = self.draft.config.num_tokens
@@ -106,7 +106,7 @@ class DFlashSource(TreeSource):
     def _read(
         self, tree: TokenTree, num_depths: int, width: int, sampling: DraftSampling
     ) -> Tensor:
-        """Read the best tokens behind all depths computed so far: [2, D, W] on the host."""
+        """Return the best tokens after at least ``num_depths`` depths: [2, D, W] on the host."""
         assert self._blocks is not None
         self._behind(tree, num_depths - 1)
         assert self._block_SH is not None
@@ -128,7 +128,7 @@ class DFlashSource(TreeSource):
 class GraphBlocks(GraphText):
     """Proposes DFlash's blocks by CUDA graphs.
 
-    Block rows are written behind the text rows, then forgotten. One forward pass gives all depths'
+    Block rows are written after the text rows, then forgotten. One forward pass gives all depths'
     marginals, so the host reads them together.
     """
 
@@ -136,7 +136,7 @@ class GraphBlocks(GraphText):
         super().__init__(len(draft.layers), draft.draft_ids)
         self.draft = draft
         self._num_depths = self._width = 0
-        """Largest values requested so far; later reads use them at once."""
+        """Largest depth count and width requested so far; later reads use them at once."""
 
     def propose(self, text: NewText, token: int, num_rows: int) -> Tensor:
         """Return a block's hidden states, as in ``DFlash.propose``: a reused buffer [S, H]."""
@@ -192,9 +192,9 @@ class GraphBlocks(GraphText):
     def best(
         self, states_SH: Tensor, num_depths: int, width: int, position: int, sampling: DraftSampling
     ) -> Tensor:
-        """Return the best tokens behind each depth: float64 [2, D, W] on the CPU, perhaps more.
+        """Return tokens and log-probabilities for each depth's best tokens: float64 [2, D, W], CPU.
 
-        Holds tokens and log-probabilities; the host waits here, once.
+        D and W may be larger than requested. The host waits here, once.
 
         Args:
             position: of the first depth's token.

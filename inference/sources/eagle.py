@@ -52,7 +52,7 @@ class EagleSource(CacheSource):
         return self._root_state
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
-        """Compute rows; unread text joins the same pass, unless a row needs its result."""
+        """Compute rows. Unread text joins the same pass, unless a row needs the text's result."""
         if any(tree.parents[row] == 0 for row in rows):
             self._root_output(tree)
         self._take_in(tree, rows)

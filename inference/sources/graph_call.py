@@ -26,7 +26,7 @@ class GraphDraft(Protocol):
     def state_shape(self) -> tuple[int, ...]: ...
     @property
     def shift(self) -> int:
-        """Offset by which a row's rotary position precedes its token's."""
+        """Positions by which a row's rotary position precedes its token's."""
 
     @property
     def reads_rows(self) -> bool:
@@ -129,16 +129,16 @@ class Places:
     leading: int
     """Leading text rows, visible to all rows."""
     first: int
-    """Rows behind the leading ones, cached before this call."""
+    """Rows after the leading text rows, cached before this call."""
     slots: list[int]
-    """Place for each row behind the leading ones."""
+    """Place for each row after the leading text rows."""
     before: int
     """Place of the last text row before this call, or a place that stays zero."""
     slot_of: Mapping[int, int]
     name: Callable[[int], int]
 
     def of(self, row: int) -> int:
-        """Return a tree row's place; a row without its own is the end of the text."""
+        """Return a tree row's place; for a row without its own, the end of the text."""
         # The root is text, and has no place as a tree row.
         end_of_text = self.slot_of.get(TEXT, self.leading - 1)
         return self.slot_of.get(self.name(row), end_of_text)

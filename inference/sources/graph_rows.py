@@ -50,7 +50,7 @@ class GraphRows(RowCache):
     def restart(self) -> None:
         super().restart()
         self._slots: list[int] = []
-        """Places for the rows behind the leading ones."""
+        """Places for the rows after the leading text rows."""
 
     @property
     def known(self) -> set[int]:
@@ -129,7 +129,7 @@ class GraphRows(RowCache):
     def _place(
         self, text: NewText, rows: list[int], query: ChildQuery, name: Callable[[int], int]
     ) -> Places:
-        """Assign places behind the cached rows; cached rows first move together."""
+        """Assign places after the cached rows, which first move together."""
         first, leading, num_text = len(self._names), self._num_leading, self.num_text
         new = [*[TEXT] * len(text.tokens), *(name(row) for row in rows)]
         names = self._names = [*self._names, *new]

@@ -60,9 +60,9 @@ class NGrams:
 class SuffixAutomaton:
     """Contexts of any length: the online automaton of all substrings (Blumer et al. 1985).
 
-    A state represents substrings with the same end positions; ``counts`` holds their number. With
-    it SuffixDecoding (arXiv:2411.04975) drafts from the longest suffix with an earlier occurrence.
-    Deviation: uses this sequence alone, so its draft tokens depend on nothing else.
+    A state represents substrings with the same end positions; ``counts`` is their number. With
+    this automaton, SuffixDecoding (arXiv:2411.04975) drafts from the longest suffix that occurred
+    earlier. Deviation: uses this sequence alone, so its draft tokens depend on nothing else.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _reached(self, state: int, token: int) -> int:
-        """Return the state for ``token`` after ``state``'s longest substring; split if longer."""
+        """Return the state for ``state``'s longest substring plus ``token``; split a longer one."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
@@ -171,8 +171,8 @@ def make_lookup(kind: LookupKind, target: PreTrainedModel) -> Lookup:
 class LookupSource(TextSource):
     """Draft tokens from a ``Lookup`` under every schedule.
 
-    A forward is a free lookup. Results are forgotten when the sequence grows, since it may then say
-    more.
+    A forward is a free lookup. When the sequence grows, the root is looked up again; other rows
+    retain their results.
     """
 
     draft: Lookup

@@ -104,7 +104,7 @@ class PPSDSource(DraftSource):
     def _forward(
         self, tree: TokenTree, rows: list[int], stream_RH: Tensor, positions: list[int]
     ) -> None:
-        """Forward tree rows, or without any the next text rows."""
+        """Forward tree rows; if there are none, forward the next text rows."""
         device = stream_RH.device
 
         def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Text rows and tree rows, in the order of a draft's keys and values."""
+"""Text rows (committed tokens) and tree rows, in the order of a draft's keys and values."""
 
 # A text rows, R tree rows, C cached rows, H hidden
 
@@ -56,7 +56,7 @@ class NewText:
 class GraphText:
     """Keys and values for text rows in fixed-size buffers, read and written by CUDA graphs.
 
-    Buffers and graphs outlive the sequence. Spare rows go behind its places.
+    Buffers and graphs outlive the sequence. Padding rows are written after all its places.
     """
 
     def __init__(self, num_layers: int, draft_ids: Tensor) -> None:
@@ -96,7 +96,7 @@ class RowCache:
         self._num_leading = 0
         """Text rows before all others. Most rows are among them, and need no name."""
         self._names: list[int] = []
-        """Name of each cached row behind them, in key-value order."""
+        """Name of each cached row after the leading text rows, in key-value order."""
         self.layers = [KeyValues() for _ in range(self._num_layers)]
         self.outputs: dict[int, Tensor] = {}
         """Name -> output [H], for tree rows."""

@@ -66,7 +66,7 @@ class SPDSource(DraftSource):
             self.draft.extend(self._caches, features, self._caches[0].num_rows)
 
     def keep(self, keep: KeepRows) -> None:
-        """Keep no data per row: rows in flight are read anew at every step."""
+        """Do nothing: rows in flight are read again at every step."""
 
     def grow_layer(
         self,
@@ -128,7 +128,7 @@ class GraphModule(GraphText):
     """Takes in committed rows and proposes the next tokens, both in one CUDA graph.
 
     Every depth gets as many rows as the widest one, so one graph serves any number of busy stages.
-    Rows in flight are written behind the committed ones, then forgotten.
+    Rows in flight are written after the committed ones, then forgotten.
     """
 
     def __init__(self, draft: SPD) -> None:

@@ -1,4 +1,4 @@
-"""Draft sources able to continue any own token: layers, chains, trees and micro-batches."""
+"""Draft sources that can continue any draft token: layers, chains, trees and micro-batches."""
 
 # Q rows to continue, R forwarded rows, W children per row, H hidden, U draft vocabulary
 
@@ -35,9 +35,9 @@ _Child: TypeAlias = tuple[int, float, Tensor | None]
 
 @dataclass
 class _FreshTree:
-    """Draft tokens below the root, drafted from committed tokens alone.
+    """Tree of draft tokens below the root, drafted from committed tokens alone.
 
-    All of them, in creation order; some are merged into the session's tree.
+    Its rows are in creation order; some are merged into the session's tree.
     """
 
     tree: TokenTree
@@ -116,7 +116,7 @@ class TreeSource(DraftSource):
 
     @property
     def _known(self) -> Collection[int]:
-        """Names of these rows."""
+        """Names of all computed rows below the root."""
         return self._outputs.keys()
 
     @property
@@ -158,7 +158,7 @@ class TreeSource(DraftSource):
         self._root_waits = True
 
     def _name(self, tree: TokenTree, row: int) -> int:
-        """Name of a stored row: the row, or ~row in the fresh tree; its own inverse."""
+        """Return a stored row's name: row, or ~row in the fresh tree; also maps names to rows."""
         is_fresh = self._fresh is not None and tree is self._fresh.tree
         return ~row if is_fresh else row
 
@@ -360,7 +360,7 @@ class TreeSource(DraftSource):
         return sorted(deepest_rows(fresh.tree), key=lambda row: -fresh.tree.scores[row])[:top_k]
 
     def _deepen(self, fresh: _FreshTree, parents: list[int], levels: int, top_k: int) -> None:
-        """EAGLE-2: k children per row, then below the best k of them, level by level."""
+        """Grow as EAGLE-2: k children per row, then below the best k of them, level by level."""
         graph = self._graph_rows
         if graph is None or isinstance(fresh.sampling.rule, RecursiveVerifier):
             self._expand(fresh, parents, top_k)
@@ -432,7 +432,7 @@ class TreeSource(DraftSource):
 
 
 class CacheSource(TreeSource):
-    """Draft source with its rows in one ``RowCache``, created first by the subclass."""
+    """Draft source with its rows in one ``RowCache``, which the subclass creates first."""
 
     _rows: RowCache
 

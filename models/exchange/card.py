@@ -175,7 +175,7 @@ class MeasuredLength(msgspec.Struct, frozen=True):
 
 
 class MeasuredClock(msgspec.Struct, frozen=True):
-    """An entry's wall clock, against autoregressive decoding in the same process."""
+    """An entry's wall-clock figures, compared with autoregressive decoding in the same process."""
 
     tokens_per_s: float | None
     speedup: float | None = None

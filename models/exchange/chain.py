@@ -1,7 +1,7 @@
 """Acceptance by draft position: the best chain for a launch line, and simulator settings.
 
-vLLM and SGLang can accept draft tokens at given rates instead of verifying them. Use this to
-measure a rate's value on other hardware. Rates from a real run make the figures reproducible.
+vLLM and SGLang can accept draft tokens at given rates instead of verifying them, so you can measure
+what a rate is worth on other hardware. Rates from a real run make the figures reproducible.
 """
 
 # V target vocabulary, H hidden
@@ -19,7 +19,7 @@ CHAIN_LENGTH = 3
 
 
 def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
-    """Return the acceptance at draft position 1, 2, .. given an accepted position before it."""
+    """Return acceptance rates by draft position, each given acceptance at the one before."""
     depth = max((len(run.position_tests) for run in runs), default=0)
     tests, accepts = [0] * depth, [0] * depth
     for run in runs:
@@ -31,7 +31,7 @@ def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
 
 
 def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
-    """Group an evaluation's chains by sampling: for each the longest, on every benchmark.
+    """Group an evaluation's chains by sampling; retain only the longest, with every benchmark.
 
     Raises:
         ValueError: no chain of this checkpoint was evaluated.
@@ -58,7 +58,7 @@ def validated_acceptance(metrics: Values) -> list[float]:
 
 
 def relative_cost(head: Draft) -> float:
-    """Return the weights read per draft token over those read per target pass."""
+    """Return the ratio of weights read per draft token to weights read per target pass."""
     layer = head.layer_config
     num_heads = 2 * (layer.num_heads + layer.num_key_value_heads)
     block = layer.hidden_size * (num_heads * layer.head_size + 3 * layer.intermediate_size)
@@ -71,7 +71,7 @@ def relative_cost(head: Draft) -> float:
 
 
 def best_chain(acceptance: Sequence[float], cost: float) -> int:
-    """Return the length k with the most tokens per round cost, 1 + k ``cost``."""
+    """Return the length k with the most tokens per time: a round takes 1 + k ``cost``."""
     # Token j counts only if all before it are accepted; 1.0 is the target's own token.
     tokens = list(accumulate(accumulate(acceptance, mul), initial=1.0))
     lengths = range(1, len(acceptance) + 1)

@@ -464,8 +464,8 @@ def dspark_config(head: DSpark) -> Config:
 
 
 def _block_config(head: DFlash, lowest: int) -> Config:
-    """Return entries for both block heads; a layer number means a layer's output, -1 the
-    embedding."""
+    """Return config.json entries for DFlash and DSpark. A layer number means this layer's output,
+    -1 the embedding."""
     layers, last = head.config.feature_layers, head.config.num_target_layers
     if not all(lowest <= layer < last for layer in layers):
         raise ValueError(
@@ -512,8 +512,8 @@ def block_speculators_config(head: DFlash, target: str, architectures: list[str]
 
 
 def block_speculators_weights(head: DFlash, head_VH: Tensor) -> dict[str, Tensor]:
-    """Return the weights: embedding and LM head come from the target, except draft-vocabulary
-    rows."""
+    """Return the weights to write. The engine takes embedding and LM head from the target, except
+    the LM head's rows for a draft vocabulary."""
     weights = head.state_dict()
     if weights.pop("draft_ids", None) is None:
         return weights

@@ -195,7 +195,7 @@ def identity_of(texts: Mapping[str, object]) -> tuple[object, ...]:
     """Return the fields that must match within one folder: draft layout, type, stages and target.
 
     Args:
-        texts: config.json and pipedraft.json, if present; empty: from another model.
+        texts: config.json and pipedraft.json, if present; for another model's return ().
     """
     try:
         layout, description = None, json.loads(str(texts[CONFIG_FILE]))

@@ -128,8 +128,8 @@ def check_head(head: Eagle3 | DFlash) -> None:
 
 
 def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
-    """Return tensors by GGUF name. Permute EAGLE-3's query and key rows for llama.cpp's rotation:
-    it rotates neighbors there, and halves in a DFlash."""
+    """Return tensors by GGUF name. Permute EAGLE-3's query and key rows, because llama.cpp rotates
+    neighboring rows in EAGLE-3; in DFlash it rotates halves, as this package does."""
     layer = head.layer_config
     tensors: dict[str, Tensor] = {}
     heads = {"attn_q": layer.num_heads, "attn_k": layer.num_key_value_heads}

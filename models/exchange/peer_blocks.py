@@ -172,7 +172,7 @@ def _pairs(peer: Peer, given: _Given, hidden: int) -> Values:
 
 
 def _feature_layers(peer: Peer, given: _Given, depth: int) -> tuple[int, ...]:
-    """Return layer numbers as inputs, as in speculators; the other layouts count outputs."""
+    """Return layer numbers that count inputs (as in speculators); other layouts count outputs."""
     if given.aux_hidden_state_layer_ids is not None:
         key, numbers, shift = "aux_hidden_state_layer_ids", given.aux_hidden_state_layer_ids, 0
     elif given.target_layer_ids is not None:

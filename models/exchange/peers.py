@@ -183,7 +183,7 @@ def _eagle(peer: Peer, found: TargetFiles, reference: TargetReference) -> Eagle:
 def _mtp(peer: Peer, found: TargetFiles, reference: TargetReference) -> MTP:
     """Return an MTP layer from a target's weights, or from an export with only some of them.
 
-    DeepSeek's and GLM's layers contain copies of the embedding and the LM head instead. Their
+    DeepSeek's and GLM's layers contain their own copies of the embedding and the LM head. Their
     states are fed back normed, as in SGLang; vLLM norms them only for the LM head.
     """
     settings = load_config(reference.name, None).get_text_config()
@@ -268,8 +268,8 @@ class _Module(msgspec.Struct):
 def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
     """Return the module from version 10 (a list of layers per depth) or 11 (anchors).
 
-    Committed rows are read at depth n, for any trained_with_use_deepest: their states are known up
-    to the last layer.
+    Committed rows are read at depth n, whatever trained_with_use_deepest says, because their states
+    are known up to the last layer.
     """
     given = convert(peer, peer.config, _Module)
     if given.version not in (10, 11) or given.stage_layers is not None:

@@ -43,7 +43,7 @@ class FeatureOptions(Options):
     port: int | None = None
     """serve: port to listen on"""
     out: Path | None = None
-    """folder to write or resume; serve: folder for files on their way (default: a temporary one)"""
+    """folder to write or resume; serve: folder for files in transit (default: a temporary one)"""
     dtype: Literal["fp32", "bf16", "fp16", "int8"] = "bf16"
     """storage dtype"""
     also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)

@@ -88,8 +88,8 @@ def cut_in_shards(
     """Return each shard's batches and its number of tokens; a batch is a list of row numbers.
 
     Validation rows follow the training rows. Uses the batches from the run's first epoch and from
-    its evaluation. So with one process and fp32 storage, hidden states equal an epoch without a
-    dump bit for bit.
+    its evaluation. So with one process and fp32 storage, training reads bit for bit the hidden
+    states that it would compute itself.
     """
     lengths = row_lengths(data.train) + row_lengths(data.valid)
     num_train, group = len(data.train), settings.batch_group

@@ -189,7 +189,7 @@ class ShardFolder:
 
         Args:
             rows: indices in the data set, training rows first.
-            ids: token ids for these rows, used by a server.
+            ids: token ids for these rows; not used, only a server needs them.
         """
         suffixes = ("", ".scale") if self.index.settings.dtype == "int8" else ("",)
         parts: dict[str, list[Tensor]] = {
@@ -252,7 +252,7 @@ def load_embedding_and_head(
     part later.
 
     Raises:
-        ValueError: nothing to load, or an option for whole layers.
+        ValueError: nothing to load, or an option that needs whole layers.
     """
     other = "shard_target: true" if run.features is None else "features"
     for name, value in (
@@ -281,7 +281,7 @@ def load_embedding_and_head(
 
 
 TIE = 0.5
-"""Maximum gap in nats between the two sides' most likely tokens: rounding alone may cause it."""
+"""Largest gap in nats that rounding may cause between the most likely tokens here and there."""
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
 
 
 def data_identity(split: str, dataset: Rows) -> dict[str, int | str]:
-    """Return rows, tokens and an id hash for one side of the data, ignoring its masks."""
+    """Return rows, tokens and an id hash for the training or validation rows, ignoring masks."""
     digest, num_tokens = hashlib.sha256(), 0
     for lengths, flat in dataset.pieces("input_ids"):
         # Lengths count, too: the same ids may be cut into other rows.
@@ -115,7 +115,7 @@ def identity_of(
     tokenizer: PreTrainedTokenizerBase,
     data: TokenizedData,
 ) -> dict[str, int | str]:
-    """Return the hidden states' identity: a dump with another one cannot replace a run's target."""
+    """Return the hidden states' identity; a dump must have the run's to replace its target."""
     return {
         **target_identity(run, target_config),
         "tokenizer": template_hash(tokenizer),
