@@ -89,7 +89,7 @@ class LinkRun:
 
     @property
     def place(self) -> tuple[str, str, Times]:
-        """Return network, sampling label and compute times: rows with equal ones can be compared."""
+        """Return network, sampling label and compute times; equal ones make rows comparable."""
         return self.network, self.simulation.sampling, self.simulation.times
 
     @property
