@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from pipedraft.inference.edge.linked import (
 )
 from pipedraft.inference.edge.session_messages import Close, Description, Request
 from pipedraft.inference.edge.stream import Connection, SessionLost, SessionStream
+from pipedraft.inference.meter import HICCUP
 from pipedraft.inference.pipelines import Ahead
 from pipedraft.inference.rules.sampled import Payload, Verifier
 from pipedraft.inference.sources import make_source
@@ -38,6 +40,8 @@ TRIAL_TOKENS = 32
 """Tokens over which drafting is compared with the target decoding alone."""
 TOLERANCE = 1.25
 """Tolerated slowdown: the target's estimate ignores its other sessions."""
+LEAST_WAITS = 4
+"""Tokens after which their waiting times are compared, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,13 +236,25 @@ class RemotePipeline(LinkedPipeline):
         trial_s = self._drafting_s
         if len(self._times_s) > num_certain:
             trial_s = self.now() - self._times_s[-1 - num_certain]
-        token_s, alone_s = trial_s / TRIAL_TOKENS, self.estimates.verify_s
-        if token_s > TOLERANCE * alone_s:
-            self._fall_back(
-                f"drafting takes {token_s * 1e3:.1f} ms a token, the target alone about "
-                f"{alone_s * 1e3:.1f}",
-                "the target decodes alone from here on",
-            )
+        alone_s = self.estimates.verify_s
+        limit_s = (TOLERANCE - 1) * TRIAL_TOKENS * alone_s
+        for num_tokens, time_s in ((TRIAL_TOKENS, trial_s), self._waited()):
+            if time_s - num_tokens * alone_s > limit_s:
+                self._fall_back(
+                    f"drafting takes {time_s / num_tokens * 1e3:.1f} ms a token, the target alone "
+                    f"about {alone_s * 1e3:.1f}",
+                    "the target decodes alone from here on",
+                )
+
+    def _waited(self) -> tuple[int, float]:
+        """Return the last tokens' number, and the time waited for them.
+
+        A wait far above the median counts less: another client's prompt may have caused it.
+        """
+        waits_s = np.diff(self._times_s[-1 - TRIAL_TOKENS :])
+        if len(waits_s) < LEAST_WAITS:
+            return 1, 0.0
+        return len(waits_s), float(waits_s.clip(max=HICCUP * np.median(waits_s)).sum())
 
     def _fall_back(self, reason: str, consequence: str) -> None:
         if reason and not self.fallback:
