@@ -440,7 +440,8 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def energies(cells: list[dict[str, Any]], protocol: str, process: str) -> str:
-    """Return edge energy, averaged over links (they differ by a few percent)."""
+    """Return, as text, each policy's edge energy (J/token), averaged over the links; a policy's
+    energies on them differ by a few percent."""
     chosen = [c for c in cells if (c["protocol"], c["process"]) == (protocol, process)]
     means = {name: np.mean([c["joules_per_token"][name] for c in chosen]) for name in CONTESTANTS}
     return ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())

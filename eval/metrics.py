@@ -215,9 +215,11 @@ def acceptance_intervals_by_position(rows: Sequence[PromptRecord]) -> list[Inter
 
 
 def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
-    """Yield each tested token's index in ``token_ids``, and its outcome.
+    """Yield, for each test, the index in ``token_ids`` of the output token at its place, and True
+    if the draft token was accepted.
 
-    Every token in a round but the last was an accepted draft token: the round continued after it.
+    All of a round's tokens but the last are accepted draft tokens. The last place was tested unless
+    the round's end is "u"; after a rejection it has the token that replaced the rejected one.
     """
     index = 1  # after the token from the prefill
     for length, end in zip(result.round_lengths, result.round_ends, strict=True):

@@ -138,7 +138,8 @@ class UnrolledObjective(ChainObjective):
 
 
 class Eagle3Objective(UnrolledObjective):
-    """EAGLE-3 objective: the training-time test."""
+    """EAGLE-3 objective: the training-time test, which runs the head on its own states as in
+    decoding and sums the losses of all draft tokens in a chain."""
 
     draft_class: ClassVar[type[Draft]] = Eagle3
     addable: ClassVar[tuple[str, ...]] = ("candidate_rank", "num_candidates")

@@ -253,7 +253,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes: int
     """Memory for the open sessions' keys and values."""
     is_serving: bool
-    """False if the server shuts down and accepts no new session."""
+    """False while the server is shutting down; it then accepts no new session."""
 
 
 def prefix_hash(ids: Sequence[int]) -> bytes:

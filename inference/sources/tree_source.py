@@ -432,7 +432,10 @@ class TreeSource(DraftSource):
 
 
 class CacheSource(TreeSource):
-    """Draft source with its rows in one ``RowCache``, which the subclass creates first."""
+    """Draft source with its rows in one ``RowCache``.
+
+    A subclass creates ``_rows`` before it calls ``super().__init__``.
+    """
 
     _rows: RowCache
 
