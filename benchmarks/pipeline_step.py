@@ -177,8 +177,8 @@ class Phase:
 
 
 def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
-    """Decode each output twice in every way, in one order and in its opposite: a machine that grows
-    slower or faster then affects all ways alike."""
+    """Decode each output twice with each method, in one order and then the opposite one, so a
+    machine that grows slower or faster affects all methods alike."""
     from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.engine import Engine
     from pipedraft.inference.pipelines.process import ProcessPipeline

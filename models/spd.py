@@ -117,17 +117,19 @@ class SPDConfig(StagedDraftConfig):
 
 
 def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
-    """Return layer indices whose raw hidden states form the feature at each distance
-    0..max_in_flight from the newest token: depths 0..n, or 1..n with output states.
+    """Return, for each distance 0..max_in_flight from the newest token, the layer indices whose
+    hidden states form its feature.
 
-    With m tokens per step, distance i has depth max((i - m + 1) // m, 0): exact for the last of the
-    m forwards in a step, a lower bound for the earlier ones.
-    Index 0 is the embedding, index i the raw output of layer i - 1, never after the final norm.
+    With one token per step the distance gives the depth: 0..n, or 1..n with output states. With m
+    tokens per step, distance i uses depth max((i - m + 1) // m, 0): in the last of a step's m
+    forwards this is the row's true depth; in the earlier ones the row may be deeper.
+    Index 0 is the embedding, index i the raw output of layer i - 1. Only ``normed_last`` applies
+    the final norm, to index L.
     Let l be the last layer index passed at depth k, and lps the layers per stage:
       paper    (0, l // 2, l)                              Eq. 1
       thirds   (0, l) and (0, lps, l) at depths 1 and 2, then (0, l // 3, 2 * (l // 3), l), as in
-               the authors' first release. Deviation: they clamp l to L - 1 because their index L
-               is post-norm; here index L is the raw output and is used.
+               the authors' first release. Deviation: they clamp l to L - 1, because their index L
+               is post-norm; here index L is used.
       anchors  0 and every anchor <= l, as in the authors' later release.
       listed   the indices in ``depth_layers``.
     """

@@ -129,7 +129,7 @@ class TreeSource(DraftSource):
         return int(has_text or bool(rows))
 
     def _root_output(self, tree: TokenTree) -> Tensor:
-        """Return the output [H] after the root; first take in unread committed tokens."""
+        """Read any committed tokens not read yet, then return the output [H] after the root."""
         raise NotImplementedError
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
