@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from pipedraft.models.families import PLAIN
-from pipedraft.models.plain_layers import plain_calls
 from pipedraft.models.stage_cache import Segment, StageCache
 from pipedraft.models.stage_calls import attending_by
 
@@ -90,8 +89,8 @@ def _pass(
     outputs = {stage.start: entering_lH} if stage.start == 0 else {}
     alone = _RowByRow(cache, torch.cat([committed_lC, visible_lS], 1), stage.window)
     attends = dict.fromkeys(stage.kinds, alone.attend)
-    given = (stage.layers, stage.kinds, hidden_1PH.shape[1])
-    calls = plain_calls(*given, places=places, cache=alone, attends=attends) or [
+    num_padded = hidden_1PH.shape[1]
+    calls = stage.plain.calls(num_padded, places=places, cache=alone, attends=attends) or [
         partial(layer, attention_mask=unused_mask, past_key_values=alone, **places[kind])
         for layer, kind in zip(stage.layers, stage.kinds, strict=True)
     ]

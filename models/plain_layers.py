@@ -87,36 +87,55 @@ def _turning(position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
     return cos_RD[:, None], torch.cat([-left, right], -1)[:, None]
 
 
-_plain: "WeakKeyDictionary[nn.Module, PlainLayer]" = WeakKeyDictionary()
+_joined: "WeakKeyDictionary[nn.Module, PlainLayer]" = WeakKeyDictionary()
+"""All stages of a model share its joined weights."""
 
 
-def plain_calls(
-    layers: Sequence[nn.Module],
-    kinds: Sequence[str],
-    num_rows: int,
-    *,
-    places: Mapping[str, Values],
-    cache: HFModule,
-    attends: Mapping[str, Attend],
-) -> list[Callable[[Tensor], Tensor]] | None:
-    """Return each layer as a function of hidden states [1, R, H]; None: transformers' must run.
+class PlainLayers:
+    """A stage's layers, checked again for each sequence: that costs 3 ms for 30 layers."""
 
-    Args:
-        places: by layer kind, from ``LayerPositions``.
-        attends: attention by layer kind.
-    """
-    if not all(map(_is_plain, layers)):
-        return None
-    if num_rows > MOST_ROWS and not isinstance(layers[0].self_attn.q_proj, RoundedPart):
-        return None
-    for layer in layers:
-        if layer not in _plain or not _plain[layer].is_current(layer):
-            _plain[layer] = PlainLayer(layer)
-    turns = {kind: _turning(places[kind]["position_embeddings"]) for kind in set(kinds)}
-    return [
-        partial(_plain[layer], turn=turns[kind], cache=cache, attend=attends[kind])
-        for layer, kind in zip(layers, kinds, strict=True)
-    ]
+    def __init__(self, layers: Sequence[nn.Module], kinds: Sequence[str]) -> None:
+        self._layers, self._kinds = layers, kinds
+        self._plain: list[PlainLayer] | None = None
+        self._is_checked = False
+
+    def reset(self) -> None:
+        """Begin a sequence: a module may have been replaced, hooked or trained since."""
+        self._is_checked = False
+
+    def calls(
+        self,
+        num_rows: int,
+        *,
+        places: Mapping[str, Values],
+        cache: HFModule,
+        attends: Mapping[str, Attend],
+    ) -> list[Callable[[Tensor], Tensor]] | None:
+        """Return each layer as a function of hidden states [1, R, H]; None: transformers' must run.
+
+        Args:
+            places: by layer kind, from ``LayerPositions``.
+            attends: attention by layer kind.
+        """
+        if not self._is_checked:
+            self._plain, self._is_checked = self._find(), True
+        if self._plain is None:
+            return None
+        if num_rows > MOST_ROWS and not isinstance(self._plain[0].attention.q_proj, RoundedPart):
+            return None
+        turns = {kind: _turning(places[kind]["position_embeddings"]) for kind in set(self._kinds)}
+        return [
+            partial(layer, turn=turns[kind], cache=cache, attend=attends[kind])
+            for layer, kind in zip(self._plain, self._kinds, strict=True)
+        ]
+
+    def _find(self) -> list[PlainLayer] | None:
+        if not all(map(_is_plain, self._layers)):
+            return None
+        for layer in self._layers:
+            if layer not in _joined or not _joined[layer].is_current(layer):
+                _joined[layer] = PlainLayer(layer)
+        return [_joined[layer] for layer in self._layers]
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from pipedraft.models.families import (
 )
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.layers import packed_call
-from pipedraft.models.plain_layers import plain_calls
+from pipedraft.models.plain_layers import PlainLayers
 from pipedraft.models.stage_cache import (
     Abandoned,
     KeepRows,
@@ -144,6 +144,7 @@ class Stage:
             self.embedding = partial(embed, decoder.embed_tokens, decoder.config)
         kinds = layer_kinds(decoder.config)
         self.kinds = kinds[start:end]
+        self.plain = PlainLayers(self.layers, self.kinds)
         recurrent = [start + i for i, kind in enumerate(self.kinds) if kind == "linear_attention"]
         self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
         self.device = next(self.layers[0].parameters()).device
@@ -169,6 +170,7 @@ class Stage:
 
     def reset(self) -> None:
         self.cache.reset()
+        self.plain.reset()
 
     @torch.inference_mode()
     def keep(self, keep: KeepRows) -> None:
@@ -266,9 +268,8 @@ class Stage:
         hidden_1lH = hidden_lH[None]
         places = self.places(hidden_1lH, positions_C[-len(hidden_lH) :], self.kinds)
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
-        given = (self.layers, self.kinds, len(hidden_lH))
         attends = {k: partial(stage_calls.masked, mask=mask) for k, mask in masks.items()}
-        calls = plain_calls(*given, places=places, cache=self.cache, attends=attends)
+        calls = self.plain.calls(len(hidden_lH), places=places, cache=self.cache, attends=attends)
         if calls is None:
             calls = [
                 partial(layer, attention_mask=masks[k], past_key_values=self.cache, **places[k])

@@ -161,7 +161,7 @@ def test_joined_weights_are_read_by_both_ways_and_joined_again_once_replaced():
 
     check()
     attention = target.model.layers[1].self_attn
-    joined = plain_layers._plain[target.model.layers[1]].query_key_value.weight
+    joined = plain_layers._joined[target.model.layers[1]].query_key_value.weight
     assert joined.data_ptr() == attention.q_proj.weight.data_ptr()
     attention.k_proj.weight.mul_(2)  # both ways read one memory
     check()
@@ -201,12 +201,17 @@ def test_hooks_are_called():
 def test_long_prompts_trained_weights_and_other_activations_take_transformers_way():
     target = tiny_llama(layers=1)
     layers, kinds = target.model.layers, ("full_attention",)
-    given = {"places": {}, "cache": None, "attends": {}}
-    assert plain_layers.plain_calls(layers, kinds, MOST_ROWS + 1, **given) is None
+    own = plain_layers.PlainLayers(layers, kinds)
+
+    def calls(num_rows):
+        own.reset()
+        return own.calls(num_rows, places={}, cache=None, attends={})
+
+    assert calls(MOST_ROWS + 1) is None
     target.config.hidden_act = "gelu"
-    assert plain_layers.plain_calls(layers, kinds, 1, **given) is None
+    assert calls(1) is None
     target.config.hidden_act = "silu"
     layers[0].mlp.up_proj.requires_grad_(True)
-    assert plain_layers.plain_calls(layers, kinds, 1, **given) is None
+    assert calls(1) is None
     assert rounded_dtype(rounded_target(torch.int8)) is torch.int8
     assert rounded_dtype(target) is None
