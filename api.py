@@ -45,8 +45,8 @@ from pipedraft.models.draft import Draft, resolve_folder
 from pipedraft.models.exchange.export import Layout, export
 from pipedraft.models.exchange.hub import Upload, check_repo_id, prepare_upload, push
 from pipedraft.models.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
-from pipedraft.models.int8 import dtype_of
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
+from pipedraft.models.rounded import dtype_of
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 from pipedraft.pretrained import (
     place_draft,
@@ -209,8 +209,8 @@ def load(
         draft: folder or Hub id of a head or of a language model with the target's tokenizer, such a
             model object, "ngram", "suffix", or None to decode without a draft.
         device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
-        dtype: float32, bfloat16, float16, int8 (8-bit weights, on a CPU); auto: float32 on a CPU,
-            the target's stored dtype on a GPU.
+        dtype: float32, bfloat16, float16, int8; auto: float32 on a CPU, the target's stored dtype
+            on a GPU. On a CPU float16 and int8 round the weights, and sum in float32.
         tokenizer: for a target object not loaded from a folder.
 
     Raises:

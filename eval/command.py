@@ -32,8 +32,8 @@ from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.lookup import make_lookup
-from pipedraft.models.int8 import dtype_of
 from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.rounded import dtype_of
 from pipedraft.models.target import (
     StagedTarget,
     choose_decoding_threads,

@@ -20,8 +20,8 @@ from pipedraft.eval.tasks import Prompt
 from pipedraft.files import Values
 from pipedraft.inference.engine import DraftNetwork
 from pipedraft.models.fingerprint import tokenizer_hash
-from pipedraft.models.int8 import dtype_of
 from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.rounded import dtype_of
 from pipedraft.models.target import target_fingerprint
 from pipedraft.pretrained import unapplied_settings
 

@@ -57,7 +57,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
 from pipedraft.models.fingerprint import weights_hash
-from pipedraft.models.int8 import is_int8
+from pipedraft.models.rounded import rounded_dtype
 from pipedraft.models.target import StagedTarget
 from pipedraft.pretrained import context_length
 
@@ -326,12 +326,11 @@ class Evaluation:
                 save_answers(self.answers / name, _described(method), records)
             check, is_greedy, has_reference = None, not config.temperature, bool(self.reference)
             is_compared = has_reference or self.trusts_plain
-            is_bitwise = config.bitwise or is_int8(self.target)
+            is_rounded = rounded_dtype(self.target) is not None
+            is_bitwise = config.bitwise or is_rounded
             repeats_draws = is_bitwise or (is_compared and self.target.dtype.itemsize >= 4)
             # transformers' attention has other bits, and a rounded input may turn the next one.
-            is_like_transformers = not is_int8(self.target) and not (
-                config.bitwise and name in plain
-            )
+            is_like_transformers = not is_rounded and not (config.bitwise and name in plain)
             if has_reference and is_greedy and is_like_transformers:
                 reference = references.setdefault(
                     config.max_new_tokens, self._greedy_reference(config.max_new_tokens)

@@ -25,7 +25,7 @@ from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.edge.link import Times
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
-from pipedraft.models.int8 import dtype_of
+from pipedraft.models.rounded import dtype_of
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
 from pipedraft.pretrained import resolve_device, resolve_dtype

@@ -189,8 +189,8 @@ class PlaceOptions(Options):
     device: str = option("auto", metavar="DEVICE")
     """device for target and draft: cpu, cuda or cuda:N; auto: an accelerator if there is one"""
     dtype: Dtype = "auto"
-    """dtype for target and draft; auto: float32 on a CPU, the target's stored dtype on a GPU; int8:
-    8-bit weights, float32 sums (CPU)"""
+    """dtype for target and draft; auto: float32 on a CPU, the target's stored dtype on a GPU;
+    float16 and int8 on a CPU: rounded weights, float32 sums"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from pipedraft.models.families import PLAIN
-from pipedraft.models.plain_layers import plain_calls
 from pipedraft.models.stage_cache import Segment, StageCache
 from pipedraft.models.stage_calls import attending_by
 
@@ -42,16 +41,16 @@ def check_bitwise(config: PreTrainedConfig) -> None:
         )
 
 
-def rows_of_a_pass(device: torch.device, is_int8: bool) -> int | None:
+def rows_of_a_pass(device: torch.device, is_rounded: bool) -> int | None:
     """Return the fixed number of rows per pass; None: any number."""
-    if is_int8:
+    if is_rounded:
         return None
     return ROWS if device.type == "cpu" else 1  # 16 rows were not enough on a GPU
 
 
-def pad(rows_lH: Tensor, is_int8: bool) -> Tensor:
+def pad(rows_lH: Tensor, is_rounded: bool) -> Tensor:
     """Pad a pass to its fixed row count with copies of the last row."""
-    count = rows_of_a_pass(rows_lH.device, is_int8)
+    count = rows_of_a_pass(rows_lH.device, is_rounded)
     num_copies = 0 if count is None else count - len(rows_lH)
     return torch.cat([rows_lH, rows_lH[-1:].expand(num_copies, *rows_lH.shape[1:])])
 
@@ -62,7 +61,7 @@ def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
     entering = segment.ids if stage.embedding is not None else segment.hidden
     assert entering is not None, "stage 0 needs token ids, later stages hidden states"
     hidden_lH, collected = [], {index: list[Tensor]() for index in taps}
-    size = rows_of_a_pass(stage.device, stage.is_int8) or segment.num_rows
+    size = rows_of_a_pass(stage.device, stage.is_rounded) or segment.num_rows
     for start in range(0, segment.num_rows, size):
         rows = slice(start, min(start + size, segment.num_rows))
         seen_lS = segment.visible[rows, : segment.lo + rows.stop].to(stage.device)
@@ -82,16 +81,16 @@ def _pass(
     positions_C = cache.begin(positions_l.to(stage.device))
     # Every row sees all committed rows; the mask covers only the segment's.
     committed_lC = visible_lS.new_ones(num_rows, cache.num_committed)
-    hidden_1PH = pad(entering_lH, stage.is_int8)[None]
-    positions_P = pad(positions_C[-num_rows:], stage.is_int8)
+    hidden_1PH = pad(entering_lH, stage.is_rounded)[None]
+    positions_P = pad(positions_C[-num_rows:], stage.is_rounded)
     places = stage.places(hidden_1PH, positions_P, stage.kinds)
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1PH.new_zeros(1, 1, 1, hidden_1PH.shape[1])
     outputs = {stage.start: entering_lH} if stage.start == 0 else {}
     alone = _RowByRow(cache, torch.cat([committed_lC, visible_lS], 1), stage.window)
     attends = dict.fromkeys(stage.kinds, alone.attend)
-    given = (stage.layers, stage.kinds, hidden_1PH.shape[1])
-    calls = plain_calls(*given, places=places, cache=alone, attends=attends) or [
+    num_padded = hidden_1PH.shape[1]
+    calls = stage.plain.calls(num_padded, places=places, cache=alone, attends=attends) or [
         partial(layer, attention_mask=unused_mask, past_key_values=alone, **places[kind])
         for layer, kind in zip(stage.layers, stage.kinds, strict=True)
     ]

@@ -6,7 +6,7 @@ Call ``lay_out(module)`` once before decoding; enter ``muon_in_float32`` around 
 # ... any leading axes, H and G columns, M and N rows, V vocabulary
 # W entries per block, K blocks per row
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import gcd
@@ -26,22 +26,25 @@ ROW_MULTIPLE = 32  # few distinct row counts: kernels are prepared anew for each
 LEAST_WEIGHTS = 1 << 18
 """Minimum weights in a laid-out layer; below, the operator's overhead (11 us) dominates."""
 LEAST_ROWS, MOST_ROWS = 4, 64
+MOST_TRANSPOSED = 3
+"""Maximum rows multiplied by the transposed copy; on CPUs without AVX-512."""
 
 
 def lay_out(module: nn.Module) -> None:
     """Switch a module's large linear layers to the fastest matrix product for few rows.
 
-    On an AVX-512 CPU this is oneDNN's, which reads a copy of the weights in its own layout. On one
-    Zen 4 core with 382 MB of weights, products with 1, 4, 8 and 60 rows take 24, 24, 31 and 117 ms
-    instead of 31, 42, 49 and 144. The first product with at most ``MOST_ROWS`` rows makes the copy,
-    as large as the weights. Nothing is copied if this would take more than half the free memory.
+    The first such product makes a copy as large as the weights. Nothing is changed if all copies
+    would take more than half the free memory.
 
-    On other CPUs the product is transposed: rows become columns. With 538 MB on a Zen 3 core,
-    products with 1, 2, 4 and 8 rows take 52, 72, 71 and 105 ms instead of 52, 113, 120 and 120.
+    On an AVX-512 CPU the product is oneDNN's, and the copy has its layout. On one Zen 4 core with
+    382 MB of weights, products with 1, 4, 8 and 60 rows take 24, 24, 31 and 117 ms instead of 31,
+    42, 49 and 144.
+
+    On other CPUs the copy is transposed, for up to three rows. With more rows the product is
+    transposed: rows become columns. See docs/lab/log.md for times by shape.
     """
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
-    num_bytes = sum(layer.weight.nbytes for layer in large)
-    if not _has_onednn_product() or 2 * num_bytes <= virtual_memory().available:
+    if 2 * sum(layer.weight.nbytes for layer in large) <= virtual_memory().available:
         for layer in large:
             layer.__class__ = LaidOutLinear  # the same object, so names and references stay
 
@@ -94,28 +97,33 @@ class LaidOutLinear(nn.Linear):
         rows_MH = input.reshape(num_rows, -1)
         if _has_onednn_product():
             out_MG = self._laid_out(rows_MH)
-        elif num_rows == 1:
-            return super().forward(input)
         else:
-            # MKL multiplies a large matrix by few columns twice as fast as few rows by the matrix.
-            out_MG = (weight_GH @ rows_MH.T).T.contiguous()
+            if num_rows <= MOST_TRANSPOSED:
+                # A BLAS reads rows of outputs faster than one output's row: more sums run at once.
+                out_MG = rows_MH @ self._copied(lambda weight_GH: weight_GH.T.contiguous())
+            else:
+                # MKL multiplies a large matrix by few columns faster than few rows by the matrix.
+                out_MG = (weight_GH @ rows_MH.T).T.contiguous()
             if self.bias is not None:
                 out_MG += self.bias
         return out_MG.view(*input.shape[:-1], -1)
 
-    def _laid_out(self, rows_MH: Tensor) -> Tensor:
-        # Training, merging or moving the weight invalidates the copy.
+    def _copied(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the weight's copy; make it if the weight was trained, merged or moved since."""
         weight_GH = self.weight
         version = 0 if weight_GH.is_inference() else weight_GH._version  # those count none
         identity = (weight_GH.data_ptr(), version)
         if self._copy is None or self._copy[0] != identity:
-            copy = torch.ops.mkldnn._reorder_linear_weight(weight_GH.detach(), 8)
-            self._copy = (identity, copy)
+            self._copy = (identity, make(weight_GH.detach()))
+        return self._copy[1]
+
+    def _laid_out(self, rows_MH: Tensor) -> Tensor:
+        laid_out_GH = self._copied(lambda w: torch.ops.mkldnn._reorder_linear_weight(w, 8))
         # Fewer rows than four run slower than four; padding also gives one row the numbers of many.
         num_rows = len(rows_MH)
         missing = max(LEAST_ROWS - num_rows, 0)
         rows_MH = F.pad(rows_MH, (0, 0, 0, missing)).contiguous()
-        return _multiply_rows(rows_MH, self._copy[1], self.bias)[:num_rows]
+        return _multiply_rows(rows_MH, laid_out_GH, self.bias)[:num_rows]
 
 
 # -- logits --------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from pipedraft.files import Values, make_readable, packaged, read_bounded
 from pipedraft.models.cpu import lay_out
 from pipedraft.models.families import norm_factor
-from pipedraft.models.int8 import is_int8, round_draft
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
+from pipedraft.models.rounded import round_draft, rounded_dtype
 from pipedraft.models.target import (
     StagedTarget,
     fingerprint_mismatch,
@@ -353,8 +353,8 @@ def load_draft(
     draft = load_untied(resolve_folder(path_or_repo, revision=revision))
     draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
     draft.attach(target)
-    if is_int8(target):
-        round_draft(draft)
+    if (dtype := rounded_dtype(target)) is not None:
+        round_draft(draft, dtype)
     lay_out(draft)
     return draft
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.models.draft import CONFIG_FILE
 from pipedraft.models.families import finish_logits, layer_kinds
-from pipedraft.models.int8 import dtype_of
 from pipedraft.models.layers import KeyValues
+from pipedraft.models.rounded import dtype_of
 from pipedraft.models.stage_calls import can_capture, folding_heads, shared_heads
 from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
 

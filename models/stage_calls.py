@@ -27,7 +27,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
 from pipedraft.models.families import PLAIN, has_latents
 from pipedraft.models.layers import grouped_attention
-from pipedraft.models.plain_layers import plain_calls
 from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
 if TYPE_CHECKING:
@@ -251,9 +250,8 @@ def forward_together(
     unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
     collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
     # Weights are read once for all rows; `apart` runs attention per sequence.
-    given = (first.layers, first.kinds, sum(sizes))
     attends = dict.fromkeys(first.kinds, apart.attend)
-    calls = plain_calls(*given, places=places, cache=apart, attends=attends) or [
+    calls = first.plain.calls(sum(sizes), places=places, cache=apart, attends=attends) or [
         partial(layer, attention_mask=unused_mask, past_key_values=apart, **places[kind])
         for layer, kind in zip(first.layers, first.kinds, strict=True)
     ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipedraft.models import bitwise, cpu, int8, stage_boundaries, stage_calls
+from pipedraft.models import bitwise, cpu, rounded, stage_boundaries, stage_calls
 from pipedraft.models.families import (
     LayerPositions,
     check_packable,
@@ -29,7 +29,7 @@ from pipedraft.models.families import (
 )
 from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
 from pipedraft.models.layers import packed_call
-from pipedraft.models.plain_layers import plain_calls
+from pipedraft.models.plain_layers import PlainLayers
 from pipedraft.models.stage_cache import (
     Abandoned,
     KeepRows,
@@ -80,7 +80,8 @@ def load_target(
 
     Args:
         name_or_path: a folder, or a repository name on the Hub.
-        dtype: int8 rounds the linear layers' weights to 8 bits; see ``int8.py``.
+        dtype: float16 and int8 round only the linear layers' weights on a CPU; see
+            ``rounded.py``.
         attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it. None: "sdpa"
             if the model supports it.
         quantization: a transformers quantization_config.
@@ -92,17 +93,17 @@ def load_target(
     _check_attention(attention or "sdpa")
     config = load_config(name_or_path, revision)
     check_target(config, name_or_path)
-    is_int8 = dtype == torch.int8
+    is_rounded = rounded.rounds(dtype, config, device)
     model = load_model(
         name_or_path,
         revision=revision,
-        dtype=torch.float32 if is_int8 else dtype,
+        dtype=torch.float32 if is_rounded else dtype,
         attention=attention or choose_attention(config),
         quantization=quantization,
         device=device,
     )
-    if is_int8:
-        int8.round_target(model)
+    if is_rounded:
+        rounded.round_target(model, dtype)
     return model.eval().requires_grad_(False)
 
 
@@ -143,12 +144,13 @@ class Stage:
             self.embedding = partial(embed, decoder.embed_tokens, decoder.config)
         kinds = layer_kinds(decoder.config)
         self.kinds = kinds[start:end]
+        self.plain = PlainLayers(self.layers, self.kinds)
         recurrent = [start + i for i, kind in enumerate(self.kinds) if kind == "linear_attention"]
         self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
-        self.is_int8 = int8.is_int8(self.layers[0])
-        self.is_bitwise = self.is_int8
+        self.is_rounded = rounded.rounded_dtype(self.layers[0]) is not None
+        self.is_bitwise = self.is_rounded
         can_capture = stage_calls.can_capture(decoder.config)
         on_gpu = self.device.type == "cuda"
         self.groups = stage_calls.shared_heads(decoder.config, self.device)
@@ -168,6 +170,7 @@ class Stage:
 
     def reset(self) -> None:
         self.cache.reset()
+        self.plain.reset()
 
     @torch.inference_mode()
     def keep(self, keep: KeepRows) -> None:
@@ -265,9 +268,8 @@ class Stage:
         hidden_1lH = hidden_lH[None]
         places = self.places(hidden_1lH, positions_C[-len(hidden_lH) :], self.kinds)
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
-        given = (self.layers, self.kinds, len(hidden_lH))
         attends = {k: partial(stage_calls.masked, mask=mask) for k, mask in masks.items()}
-        calls = plain_calls(*given, places=places, cache=self.cache, attends=attends)
+        calls = self.plain.calls(len(hidden_lH), places=places, cache=self.cache, attends=attends)
         if calls is None:
             calls = [
                 partial(layer, attention_mask=masks[k], past_key_values=self.cache, **places[k])
@@ -328,8 +330,8 @@ class StagedTarget:
         self._config, self._norm = config, decoder.norm
         self._lm_head = model.lm_head
         cpu.lay_out(model)
-        self._is_int8 = int8.is_int8(model)
-        self._is_bitwise = self._is_int8
+        self._is_rounded = rounded.rounded_dtype(model) is not None
+        self._is_bitwise = self._is_rounded
 
     @property
     def device(self) -> torch.device:
@@ -344,9 +346,9 @@ class StagedTarget:
         """Let every row's numbers depend on its own past alone; see ``bitwise.py``."""
         if is_on:
             bitwise.check_bitwise(self.model.get_decoder().config)
-        self._is_bitwise = is_on or self._is_int8
+        self._is_bitwise = is_on or self._is_rounded
         for stage in self.stages:
-            stage.is_bitwise = is_on or stage.is_int8
+            stage.is_bitwise = is_on or stage.is_rounded
 
     def reserve(self, num_rows: int) -> None:
         """Reset and make room for a sequence, so decoding it captures no graph again."""
@@ -406,8 +408,8 @@ class StagedTarget:
     def logits(self, hidden_lH: Tensor) -> Tensor:
         """Return logits, from raw hidden states (index L); float32 [l, V]."""
         if self._is_bitwise:
-            count = bitwise.rows_of_a_pass(hidden_lH.device, self._is_int8) or len(hidden_lH)
-            parts = (bitwise.pad(x, self._is_int8) for x in hidden_lH.split(count))
+            count = bitwise.rows_of_a_pass(hidden_lH.device, self._is_rounded) or len(hidden_lH)
+            parts = (bitwise.pad(x, self._is_rounded) for x in hidden_lH.split(count))
             padded = (self._lm_head(self._norm(x)) for x in parts)
             return torch.cat(list(padded))[: len(hidden_lH)].float()
         logits_lV = self._lm_head(self._norm(hidden_lH))

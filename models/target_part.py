@@ -23,7 +23,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import cached_file, extract_commit_hash
 
 from pipedraft.models.families import check_target, choose_attention, materialize
-from pipedraft.models.int8 import round_target
+from pipedraft.models.rounded import round_target, rounds
 from pipedraft.pretrained import (
     check_finite,
     check_tensors,
@@ -68,10 +68,11 @@ def load_target_part(
     config = load_config(name_or_path, revision)
     check_target(config, name_or_path)
     files = weight_files(name_or_path, revision)
+    is_rounded = rounds(dtype, config, device)
     with torch.device("meta"), explained("target", name_or_path):
         model = AutoModelForCausalLM.from_config(
             config,
-            dtype=torch.float32 if dtype == torch.int8 else dtype,
+            dtype=torch.float32 if is_rounded else dtype,
             attn_implementation=choose_attention(config),
             trust_remote_code=False,
         )
@@ -80,8 +81,8 @@ def load_target_part(
     _read(model, files, _wanted(model, layers, has_embedding, has_head), device)
     model.tie_weights()  # after reading: a tied LM head has no tensor of its own
     materialize(model, device)
-    if dtype == torch.int8:
-        round_target(model)
+    if is_rounded:
+        round_target(model, dtype)
     model.generation_config = load_generation_config(name_or_path, revision, config)
     return model
 

@@ -23,7 +23,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom
 from pipedraft.models.families import PLAIN as PLAIN_FAMILIES
-from pipedraft.models.int8 import is_int8, round_draft, round_target
+from pipedraft.models.rounded import round_draft, round_target, rounded_dtype
 from pipedraft.models.stage_cache import KeepRows, Segment
 from pipedraft.models.target import StagedTarget
 
@@ -39,18 +39,14 @@ def target():
     return tiny_llama(layers=4, hidden=64, vocab=1000).to(torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def rounded():
-    """The same target with 8-bit weights."""
-    target = tiny_llama(layers=4, hidden=64, vocab=1000)
-    round_target(target)
-    return target
-
-
-@pytest.fixture(params=["bfloat16", "int8"])
-def exact(request, target, rounded):
+@pytest.fixture(scope="module", params=["bfloat16", "float16", "int8"])
+def exact(request, target):
     """Return a target, and the options that promise equal bits."""
-    return (rounded, {}) if request.param == "int8" else (target, {"bitwise": True})
+    if request.param == "bfloat16":
+        return target, {"bitwise": True}
+    rounded = tiny_llama(layers=4, hidden=64, vocab=1000)
+    round_target(rounded, getattr(torch, request.param))
+    return rounded, {}
 
 
 def decode(target, prompt, text, way, **options) -> list[int]:
@@ -58,8 +54,8 @@ def decode(target, prompt, text, way, **options) -> list[int]:
     if way["schedule"] == "spd":
         base = tiny_llama(layers=4, hidden=64, vocab=1000)
         draft = friendly_module(base, num_stages=4, num_layers=1)
-        if is_int8(target):
-            round_draft(draft)
+        if dtype := rounded_dtype(target):
+            round_draft(draft, dtype)
         else:
             draft.to(torch.bfloat16)
         return engine_for(target, draft=draft, **way, **options).decode(prompt).token_ids

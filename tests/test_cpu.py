@@ -50,7 +50,7 @@ def test_few_rows_times_a_laid_out_weight_are_the_product(rows, has_bias):
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, cpu.MOST_ROWS])
+@pytest.mark.parametrize("rows", [1, 3, 4, cpu.MOST_ROWS])
 def test_without_avx512_few_rows_are_the_columns_of_the_product(rows, has_bias, monkeypatch):
     monkeypatch.setattr(cpu, "_has_onednn_product", lambda: False)
     layer = large_layer(has_bias)
@@ -60,10 +60,12 @@ def test_without_avx512_few_rows_are_the_columns_of_the_product(rows, has_bias, 
             found = layer(x)
         assert found.shape == exact.shape and (found - exact).abs().max() < tolerance
         assert found.is_contiguous()
-    assert layer._copy is None
+    assert (layer._copy is None) == (rows > cpu.MOST_TRANSPOSED)
 
 
-def test_a_laid_out_weight_that_changes_is_laid_out_again():
+@pytest.mark.parametrize("is_avx512", [True, False])
+def test_a_laid_out_weight_that_changes_is_laid_out_again(is_avx512, monkeypatch):
+    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: is_avx512)
     layer, x = large_layer(), torch.randn(3, 256)
     changes = (
         lambda weight: weight.mul_(2),
