@@ -29,6 +29,7 @@ from pipedraft.models.layers import (
     initialize_matrices,
     positions_of,
 )
+from pipedraft.models.rounded import rounded_dtype
 from pipedraft.models.target import Stage, StagedTarget
 from pipedraft.models.target_part import load_target_part
 
@@ -299,9 +300,9 @@ def anchor_hash(target: PreTrainedModel) -> str:
 
 
 def last_block(target: PreTrainedModel) -> nn.Module:
-    """Return the target's last decoder layer; read it from files if another process has it."""
+    """Return the target's last decoder layer; read it if it is rounded or in another process."""
     block = target.get_decoder().layers[-1]
-    if not next(block.parameters()).is_meta:
+    if not next(block.parameters()).is_meta and rounded_dtype(block) is None:
         return block
     part = load_target_part(
         str(target.name_or_path),

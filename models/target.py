@@ -103,6 +103,7 @@ def load_target(
         device=device,
     )
     if is_rounded:
+        model.config.loaded_revision = revision  # exact weights are read again for FlexSpec
         rounded.round_target(model, dtype)
     return model.eval().requires_grad_(False)
 
