@@ -102,7 +102,13 @@ def compare(
 def _detectable(
     tables: Sequence[tuple[np.ndarray, np.ndarray, int]], critical: float, rng: np.random.Generator
 ) -> float | None:
-    """Return the smallest detectable share of wrong answers, by simulation."""
+    """Return the smallest detectable share of wrong answers, by simulation; None: none of SHARES.
+
+    Args:
+        tables: per prompt, both servers' feature counts [N, K] by answer, a faulty answer's [K],
+            and the number of answers per server.
+        critical: statistic above which a test raises an alarm.
+    """
     for share in SHARES:
         hits = 0
         for _ in range(NUM_SIMULATIONS):

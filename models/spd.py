@@ -57,8 +57,8 @@ class SPDConfig(StagedDraftConfig):
     """newest: only the newest token's stream passes the head's layers. all: the streams of all
     depths do."""
     timing: Literal["input_states", "output_states"] = "input_states"
-    """States the head reads: before a step, or after it (one stage deeper, fewer depths). Decode
-    with the same timing."""
+    """States the head reads. input_states: before a step. output_states: after it, one stage deeper
+    with fewer depths. Decode with the same timing."""
     tokens_per_step: int = 1
     """Draft tokens per branch and step, one forward each; useful if Ls < L / n leaves time for
     several. They enter together with the same depth. Decode with the same number."""

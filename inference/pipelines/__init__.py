@@ -1,6 +1,6 @@
 """Pipeline interface: runs a target's stages and stores hidden states for rows in flight."""
 
-# R rows, H hidden
+# R rows, r rows in flight past a layer, P prompt tokens, a committed rows, H hidden, V vocabulary
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Pipeline(ABC):
         """
 
     def features(self) -> Mapping[int, Tensor]:
-        """Current hidden states [r, H] for rows in flight, by tapped layer."""
+        """Hidden states [r, H] by tapped layer; r: rows in flight that have passed it."""
         return {}
 
     def features_with(self, waiting: Sequence[int]) -> Mapping[int, Tensor]:
