@@ -380,7 +380,7 @@ def compare(options: ParityOptions, checkpoint: str) -> None:
     trained = (description["training"].get("data") or {}).get("chat_template_kwargs")
     for one in (tokenizer, source):
         set_template_variables(one, trained)
-    target = load_target(name, revision=revision, dtype=dtype, device=device)
+    target = load_target(name, revision=revision, dtype=dtype, device=device, may_round=False)
     choose_decoding_threads(target)
     draft = load_head(folder, target)
     depth = trained_depth(draft, options.depth)

@@ -3,8 +3,8 @@
 Libraries choose kernels by shape, and each sums in its own order. So in bfloat16 a row's logits
 depend on the other rows. Here every product has the same number of rows, padded, and each row
 attends alone to its ancestors in order, exactly as in autoregressive decoding. On a GPU this number
-is 1, because with 16 rows outputs differed from autoregressive decoding. Targets in 8 bits always
-run this way; their products have independent rows, so they need no padding.
+is 1, because with 16 rows outputs differed from autoregressive decoding. Targets with rounded
+weights (``rounded.py``) always run this way, without padding: their rows are independent.
 """
 
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size

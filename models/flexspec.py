@@ -311,6 +311,7 @@ def last_block(target: PreTrainedModel) -> nn.Module:
         has_head=False,
         revision=target.config.loaded_revision,
         dtype=target.dtype,
+        may_round=False,
     )
     return part.get_decoder().layers[-1]
 

@@ -92,7 +92,7 @@ _joined: "WeakKeyDictionary[nn.Module, PlainLayer]" = WeakKeyDictionary()
 
 
 class PlainLayers:
-    """A stage's layers, checked again for each sequence: that costs 3 ms for 30 layers."""
+    """Calls a stage's layers. Checking 30 of them takes 3 ms, so it is done once per sequence."""
 
     def __init__(self, layers: Sequence[nn.Module], kinds: Sequence[str]) -> None:
         self._layers, self._kinds = layers, kinds

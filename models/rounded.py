@@ -23,11 +23,11 @@ JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_
 STEPS = 63
 """Steps from zero to a row's largest input. Inputs have 7 bits, as AVX2 adds two products in 16."""
 MOST_TRIED = 256
-"""Row counts tried by ``even_rows``; kernels repeat from 120 rows on."""
+"""Largest row count tried by ``even_rows``; FBGEMM cuts more than 120 rows into blocks."""
 
 
 class RoundedLinear(nn.Module, ABC):
-    """Linear layer with rounded weights."""
+    """Compute x W^T + b with rounded W; a row's result has the same bits next to any others."""
 
     def __init__(self, weight_GH: Tensor, bias_G: Tensor | None, *, keep_weight: bool) -> None:
         """``keep_weight``: also keep the float32 weight, for code that reads it."""
@@ -55,10 +55,10 @@ class RoundedLinear(nn.Module, ABC):
 
 
 class HalfLinear(RoundedLinear):
-    """Compute x W^T + b with W in float16.
+    """W in float16, half the bytes to read.
 
-    The kernel reads half the bytes. It has one version for each small number of rows, and some sum
-    in another order. Rows are padded to a number whose versions agree.
+    FBGEMM has a kernel for each small row count, and some kernels sum in another order. So rows are
+    padded to a count whose kernels agree: ``even_rows``.
     """
 
     @staticmethod
@@ -75,13 +75,13 @@ class HalfLinear(RoundedLinear):
 
 @cache
 def even_rows() -> int:
-    """Return the least row count whose multiples all give a row the same bits on this CPU.
+    """Return the least row count whose multiples all yield equal bits for a row on this CPU.
 
     Raises:
         ValueError: there is none.
     """
     generator = torch.Generator().manual_seed(0)
-    weight_GH, x_1H = (torch.randn(n, 320, generator=generator) for n in (48, 1))
+    weight_GH, x_1H = (torch.randn(n, 1100, generator=generator) for n in (48, 1))
     packed, product = HalfLinear.pack(weight_GH), torch.ops.quantized.linear_dynamic_fp16
     tried = range(1, MOST_TRIED + 1)
     same = {count: product(x_1H.repeat(count, 1), packed) for count in tried}
@@ -89,13 +89,11 @@ def even_rows() -> int:
         parts = (same[count] for count in tried[least - 1 :: least])
         if all((part_MG == same[least][0]).all() for part_MG in parts):
             return least
-    raise ValueError(
-        "--dtype: float16 gives different numbers for a row here; give int8 or float32"
-    )
+    raise ValueError("--dtype: float16 has no exact product for rows on this CPU; give float32")
 
 
 class Int8Linear(RoundedLinear):
-    """Compute x W^T + b with W = round(W / s) s, s = max |W| / 127 per channel.
+    """W = round(W / s) s, s = max |W| / 127 per channel.
 
     The kernel takes 8-bit inputs. Rounding x to 8 bits would lose more than rounding W, so x enters
     as two rows, x = s' (high + low / 126) with s' = max |x| / 63 and both in -63 .. 63. What is
@@ -146,13 +144,10 @@ class RoundedPart(nn.Module):
 
 
 def rounded_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return a module's rounded weights' dtype; None: it has none."""
-    for part in module.modules():
-        kind = type(part.joined if isinstance(part, RoundedPart) else part)
-        for dtype, known in KINDS.items():
-            if kind is known:
-                return dtype
-    return None
+    """Return the rounded weights' dtype in a module; None: it has none."""
+    dtypes = {kind: dtype for dtype, kind in KINDS.items()}
+    layers = (x.joined if isinstance(x, RoundedPart) else x for x in module.modules())
+    return next((dtypes[type(x)] for x in layers if type(x) in dtypes), None)
 
 
 def dtype_of(model: PreTrainedModel) -> torch.dtype:
@@ -161,21 +156,27 @@ def dtype_of(model: PreTrainedModel) -> torch.dtype:
 
 
 def rounds(dtype: torch.dtype, config: PreTrainedConfig, device: torch.device | str) -> bool:
-    """Return True if weights in this dtype are rounded here, instead of the whole model.
+    """Return True for a dtype that rounds only weights: float16 and int8 on a CPU.
+
+    In families without a pass in ``plain_layers``, float16 computes in half precision.
 
     Raises:
-        ValueError: int8 on another device, or for a family without a pass in ``plain_layers``.
+        ValueError: int8 on another device or in such a family, or no exact float16 product.
     """
-    can = config.model_type in PLAIN and config.hidden_act == "silu"
+    is_plain = config.model_type in PLAIN and config.hidden_act == "silu"
     on_cpu = torch.device(device).type == "cpu"
-    if dtype == torch.int8 and not can:
+    if dtype == torch.int8 and not is_plain:
         raise ValueError(
             f"--dtype: int8 is for targets of the families {', '.join(PLAIN)}, not "
             f"{config.model_type!r}; give float32 or bfloat16"
         )
     if dtype == torch.int8 and not on_cpu:
         raise ValueError(f"--dtype: int8 runs on a CPU, not on {device}; give bfloat16")
-    return dtype in KINDS and can and on_cpu
+    if dtype not in KINDS or not is_plain or not on_cpu:
+        return False
+    if dtype == torch.float16:
+        even_rows()  # refuse before anything is decoded
+    return True
 
 
 @torch.no_grad()

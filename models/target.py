@@ -75,6 +75,7 @@ def load_target(
     device: torch.device | str = "cpu",
     attention: str | None = None,
     quantization: QuantizationConfigMixin | None = None,
+    may_round: bool = True,
 ) -> PreTrainedModel:
     """Load a frozen decoder-only model for inference, from safetensors weights only.
 
@@ -82,6 +83,7 @@ def load_target(
         name_or_path: a folder, or a repository name on the Hub.
         dtype: float16 and int8 round only the linear layers' weights on a CPU; see
             ``rounded.py``.
+        may_round: False for code that reads these weights: float16 is then the whole model's dtype.
         attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it. None: "sdpa"
             if the model supports it.
         quantization: a transformers quantization_config.
@@ -93,7 +95,7 @@ def load_target(
     _check_attention(attention or "sdpa")
     config = load_config(name_or_path, revision)
     check_target(config, name_or_path)
-    is_rounded = rounded.rounds(dtype, config, device)
+    is_rounded = may_round and rounded.rounds(dtype, config, device)
     model = load_model(
         name_or_path,
         revision=revision,

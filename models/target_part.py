@@ -48,6 +48,7 @@ def load_target_part(
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    may_round: bool = True,
 ) -> PreTrainedModel:
     """Load some decoder layers; everything else stays on the meta device.
 
@@ -59,6 +60,7 @@ def load_target_part(
         layers: decoder layer indices.
         has_embedding: also load the token embedding.
         has_head: also load the final norm and the LM head.
+        dtype, may_round: as ``load_target``.
 
     Raises:
         ValueError: as ``load_target``.
@@ -68,7 +70,7 @@ def load_target_part(
     config = load_config(name_or_path, revision)
     check_target(config, name_or_path)
     files = weight_files(name_or_path, revision)
-    is_rounded = rounds(dtype, config, device)
+    is_rounded = may_round and rounds(dtype, config, device)
     with torch.device("meta"), explained("target", name_or_path):
         model = AutoModelForCausalLM.from_config(
             config,

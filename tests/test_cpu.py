@@ -114,11 +114,12 @@ def laid_out_engine(monkeypatch, tree_width):
     return engine_for(target, draft=module, **way)
 
 
-@pytest.mark.parametrize("tree_width", [1, 4])
-def test_laid_out_layers_decode_what_transformers_generates(tree_width, monkeypatch):
+@pytest.mark.parametrize(("tree_width", "is_avx512"), [(1, True), (1, False), (4, True)])
+def test_laid_out_layers_decode_what_transformers_generates(tree_width, is_avx512, monkeypatch):
     """transformers' layers are the same objects, and take torch's products.
 
     Those joined by plain_layers run within the joined one."""
+    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: is_avx512)
     engine = laid_out_engine(monkeypatch, tree_width)
     for prompt in PROMPTS:
         decode_exactly(engine, prompt)
@@ -127,10 +128,15 @@ def test_laid_out_layers_decode_what_transformers_generates(tree_width, monkeypa
     assert layers and all(layer._copy is not None for layer in layers)
 
 
-def test_a_wrong_copy_of_a_weight_is_found_by_the_text(monkeypatch):
-    engine = laid_out_engine(monkeypatch, 1)
-    multiply = cpu._multiply_rows
-    monkeypatch.setattr(cpu, "_multiply_rows", lambda *inputs: multiply(*inputs).flip(-1))
+@pytest.mark.parametrize("is_avx512", [True, False])
+def test_a_wrong_copy_of_a_weight_is_found_by_the_text(is_avx512, monkeypatch):
+    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: is_avx512)
+    engine, copied = laid_out_engine(monkeypatch, 1), cpu.LaidOutLinear._copied
+
+    def upside_down(layer, make):
+        return copied(layer, lambda weight_GH: make(weight_GH.flip(0)))
+
+    monkeypatch.setattr(cpu.LaidOutLinear, "_copied", upside_down)
     with pytest.raises(AssertionError):
         decode_exactly(engine, PROMPTS[0])
 

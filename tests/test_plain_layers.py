@@ -140,6 +140,8 @@ def test_other_families_and_devices_are_refused_or_run_in_half_precision():
         rounded.rounds(torch.int8, other, "cpu")
     with pytest.raises(ValueError, match="--dtype: int8 runs on a CPU, not on cuda:1"):
         rounded.rounds(torch.int8, llama, "cuda:1")
+    whole = load_target(ASSETS, dtype=torch.float16, may_round=False)  # as training reads weights
+    assert dtype_of(whole) == whole.model.layers[0].mlp.up_proj.weight.dtype == torch.float16
     given = [(torch.float16, llama, "cpu"), (torch.float16, other, "cpu")]
     given += [(torch.float16, llama, "cuda"), (torch.bfloat16, llama, "cpu")]
     assert [rounded.rounds(*each) for each in given] == [True, False, False, False]
@@ -175,12 +177,14 @@ def test_joined_weights_are_read_by_both_ways_and_joined_again_once_replaced():
     check()
 
 
-@pytest.mark.parametrize("fault", ["turning", "order"])
+@pytest.mark.parametrize("fault", ["turning", "order", "norm"])
 def test_a_wrong_pass_is_found_by_the_text(fault, monkeypatch):
     if fault == "turning":  # the sign of the first half is lost
         monkeypatch.setattr(
             plain_layers, "_turning", lambda tables: tuple(x[0][:, None] for x in tables)
         )
+    elif fault == "norm":  # the root of the mean square is not taken
+        monkeypatch.setattr(plain_layers, "_norm", lambda norm, x: x * norm.weight)
     else:
         join = plain_layers._join
         monkeypatch.setattr(plain_layers, "_join", lambda parts: join(parts[::-1]))

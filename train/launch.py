@@ -377,6 +377,7 @@ def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> PreTraine
         dtype=resolve_dtype(config, accelerator.mixed_precision, uses_autocast(accelerator)),
         device=accelerator.device,
         quantization=quantization_config(config.target_quantization),
+        may_round=False,
     )
 
 

@@ -277,6 +277,7 @@ def load_embedding_and_head(
         has_head=True,
         dtype=resolve_dtype(run, accelerator.mixed_precision, uses_autocast(accelerator)),
         device=accelerator.device,
+        may_round=False,
     )
 
 
