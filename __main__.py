@@ -6,7 +6,7 @@ import sys
 
 from pipedraft import __version__
 
-# Command -> folder or file that runs it, its description, an example.
+# Command -> folder or file to run, its description, an example.
 COMMANDS = {
     "train": (
         "train",
@@ -60,7 +60,7 @@ SUBCOMMANDS = {
     ("train", "features"): "train/features",
     ("data", "regenerate"): "data_recipes/regenerate",
 }
-"""Two-word commands with a module of their own; all other commands parse their second word."""
+"""Two-word commands with their own module; all other commands parse their second word."""
 DOTTED = {folder.replace("/", "."): " ".join(names) for names, folder in SUBCOMMANDS.items()}
 
 

@@ -1,4 +1,4 @@
-"""Shared benchmark functions: one process per case, CPU time, memory, shares of a step's parts."""
+"""Shared benchmark functions: one process per case, CPU time, memory, time shares within a step."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 class ProductRate:
-    """Meter for this core's GFLOP/s on float32 matrix products: the best of many tries."""
+    """Meter for this core's GFLOP/s on float32 matrix products: the maximum over many tries."""
 
     def __init__(self) -> None:
         self.rows, self.weight = torch.randn(2048, 512), torch.randn(512, 512)
@@ -121,7 +121,7 @@ def _by_part(events: Any, parts: Sequence[tuple[str, str]]) -> dict[str, float]:
             event = event.cpu_parent
         return "other"
 
-    for event in events:  # forward first: events come in the order of their start
+    for event in events:  # forward first: events are sorted by start
         name = part(event)
         if event.sequence_nr >= 0 and not event.name.startswith("autograd::engine"):
             part_of_sequence.setdefault(event.sequence_nr, name)

@@ -1,4 +1,4 @@
-"""Compare logits for seven draft tokens with those computed by speculators and SpecForge.
+"""Compare our logits for seven draft tokens with the logits from speculators and SpecForge.
 
     python -m venv --system-site-packages PEERS
     PEERS/bin/pip install --no-deps speculators==0.9.0 specforge==0.2.0 hs-connectors==0.9.0 \
@@ -6,8 +6,8 @@
     PYTHONPATH=.. PEERS/bin/python benchmarks/peer_logits.py --json
 
 A random EAGLE-3 head for a random target is exported, loaded by each package, and imported again.
-The package's logits at every row and step are compared with the imported head's. A package that is
-not installed is left out. --json prints one object: per package and kind of head, the largest
+The package's logits at every row and step are compared with the imported head's. Packages not
+installed are left out. --json prints one object: per package and kind of head, the largest
 difference relative to the largest logit, and if every greedy draft token is the same.
 """
 
@@ -77,7 +77,7 @@ def random_head(target: PreTrainedModel, name: str, options: dict[str, Any]) -> 
 
 
 def ours(head: Eagle3, target: PreTrainedModel, ids_T: Tensor) -> list[Tensor]:
-    """Return each step's logits [R, U], by the code that decodes."""
+    """Return each step's logits [R, U], computed by the decoding code."""
     states_RH = head.feature(capture_hidden(target, ids_T[None], head.taps))[0, :-1]
     rows, caches, out = len(ids_T) - 1, [KeyValues()], []
     visible, tokens = torch.ones(rows, rows, dtype=torch.bool).tril(), F.pad(ids_T, (0, STEPS))
@@ -119,7 +119,7 @@ def by_specforge(folder: Path, target: PreTrainedModel, ids_T: Tensor) -> list[T
         prepare_decoder_attention_mask,
     )
 
-    # Not by from_pretrained, which leaves its rotary frequencies without values.
+    # Not by from_pretrained: it leaves the rotary frequencies without values.
     model = LlamaForCausalLMEagle3(LlamaConfig.from_pretrained(folder)).eval()
     model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     model.embed_tokens.weight.data = target.get_input_embeddings().weight

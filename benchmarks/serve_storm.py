@@ -1,4 +1,4 @@
-"""Load test for `pipedraft serve`: 200 clients, not all of them friendly, and a rank that dies.
+"""Load test for `pipedraft serve`: 200 clients, not all friendly, and a killed rank.
 
     python benchmarks/serve_storm.py --json
 
@@ -56,12 +56,12 @@ NO_REQUESTS: list[tuple[bytes, tuple[int, ...]]] = [
     (b'{"prompt": [99999999], "max_tokens": 1}', (400,)),
     (b'{"messages": [{"role": "user", "content": "' + b"x" * 2_000_000 + b'"}]}', (413,)),
 ]
-"""Malformed bodies, and the statuses that may answer each."""
+"""Malformed bodies, and the allowed statuses for each."""
 
 
 @dataclass
 class Asked:
-    """Request, and the text that must answer it."""
+    """Request and its expected text."""
 
     fields: dict[str, Any]
     text: str
@@ -91,7 +91,7 @@ class ServerUnderLoad:
         words = f"--checkpoint {DRAFT} --schedule {SCHEDULE} --stages {num_ranks} --port {port}"
         ranks = f"--backend process --processes {num_ranks} --step-timeout 60"
         ranks += " --max-client-sequences 1000"
-        # Use a file: the server would block on a full pipe that nobody reads.
+        # Use a file: nobody reads a pipe here, and the server would block on a full one.
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed at its end)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipedraft.inference.serving", *words.split(), *ranks.split()],

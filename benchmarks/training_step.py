@@ -1,6 +1,6 @@
 """Measure one optimizer step for a draft on a random target: shared by the step benchmarks.
 
-Two cases run, each in its own process: all rows supervised, and a share of them (the assistant's).
+Two cases run, each in its own process: all rows supervised, and only a share (the assistant's).
 Times are CPU seconds. Memory is the whole process's peak, imports included. The floor is the step's
 arithmetic at this core's rate for float32 matrix products, measured between the steps.
 """
@@ -71,7 +71,7 @@ def make_batch(args: argparse.Namespace, counted: float, length: int) -> dict[st
 
 
 def make_step(objective: Any) -> Callable[[dict[str, Tensor]], int]:
-    """Return a function that runs one optimizer step and returns the number of supervised rows."""
+    """Return a function that runs one optimizer step and returns its supervised row count."""
     parameters = [p for p in objective.parameters() if p.requires_grad]
     (optimizer,) = make_optimizers(list(objective.named_parameters()), OptimConfig())
     generator = torch.Generator().manual_seed(0)

@@ -34,7 +34,7 @@ class DataReport:
     empty_mask_rows: int
     """Conversations without a supervised token; left out unless packed."""
     filtered_rows: dict[str, int] = field(default_factory=dict)
-    """Rows by the filter that refused them."""
+    """Refused rows by filter."""
     contaminated_rows: int = 0
     benchmarks: dict[str, dict[str, int]] = field(default_factory=dict)
     """Per benchmark: prompts, short_prompts (too few words to search for), rows left out. A row may
@@ -47,7 +47,7 @@ class DataReport:
     truncated_rows: int
     """Kept rows cut at max_length; 0 if packed."""
     missing_turns: int
-    """Assistant turns that the chat template dropped or rewrote beyond recognition."""
+    """Assistant turns dropped by the chat template, or rewritten beyond recognition."""
     tokens: int
     """Tokens in both sets, separators and repetitions included."""
     supervised_tokens: int
@@ -68,7 +68,7 @@ class DataReport:
     licenses: dict[str, int]
     """Kept rows by license; `unknown` where neither the row nor its source names one."""
     hub_datasets: list[str] = field(default_factory=list)
-    """Ids of sources that are Hub data sets."""
+    """Ids of the Hub data sets among the sources."""
     groups: dict[str, int] = field(default_factory=dict)
     """Rows in both sets by group (context/512, language/de, segment/code), repetitions included,
     the most frequent first."""
@@ -80,7 +80,7 @@ class DataReport:
         return asdict(self)
 
     def refused_rows(self) -> dict[str, int]:
-        """Return readable rows that the configuration leaves out, by reason."""
+        """Return readable rows left out by the configuration, by reason."""
         counts = {f"{FILTERED}{name}": count for name, count in self.filtered_rows.items()}
         counts |= {f"duplicate: {kind}": count for kind, count in self.duplicate_rows.items()}
         counts |= {CONTAMINATED: self.contaminated_rows, TOO_LONG: self.too_long_rows}

@@ -40,9 +40,9 @@ class RowFilters:
     max_repeated_lines: float | None = None
     """Highest share of lines equal to an earlier one, among lines with text."""
     min_cjk: float | None = None
-    """Lowest share of Chinese or Japanese among the letters."""
+    """Lowest Chinese and Japanese share among the letters."""
     max_cjk: float | None = None
-    """Highest share of Chinese or Japanese among the letters."""
+    """Highest Chinese and Japanese share among the letters."""
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():
@@ -89,7 +89,7 @@ def count_letters(texts: Sequence[str]) -> int:
 
 
 def non_alphabetic_share(texts: Sequence[str]) -> float:
-    """Return the share of non-letters among visible characters; 1 without visible characters."""
+    """Return the non-letter share among visible characters; 1 without visible characters."""
     visible = sum(len(part) for text in texts for part in text.split())
     return 1 - count_letters(texts) / visible if visible else 1.0
 
@@ -100,7 +100,7 @@ def repeated_line_share(texts: Sequence[str]) -> float:
 
 
 def cjk_share(texts: Sequence[str]) -> float:
-    """Return the share of Chinese and Japanese among the letters; 0 for a row without letters."""
+    """Return the Chinese and Japanese share among the letters; 0 for a row without letters."""
     letters = count_letters(texts)
     found = sum(len(CJK_CHARACTER.findall(text)) for text in texts)
     return min(1.0, found / letters) if letters else 0.0
@@ -214,7 +214,7 @@ class DataConfig:
     seed: int = 0
     """Seed for the split, the rows drawn by weights, and the order of packed documents."""
     num_proc: int = 1
-    """Number of processes that tokenize."""
+    """Processes that tokenize."""
     cache_dir: str | None = None
     """Folder for the Arrow files; null: pipedraft/data in HF_HOME."""
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,6 +1,6 @@
 """Find rows that repeat a benchmark's prompt or an earlier row.
 
-Benchmark overlap is found as for GPT-3 (arXiv:2005.14165, appendix C): lower-case 13-grams of words
+Benchmark overlap is found as for GPT-3 (arXiv:2005.14165, appendix C): lower-case word 13-grams
 without punctuation, very frequent ones ignored. Deviations: n-grams common to many prompts in one
 file are the frame around its questions and are ignored. A whole row is dropped instead of a window
 around the overlap. A prompt with 8 to 12 words must occur as a whole; shorter ones are ignored.
@@ -54,7 +54,7 @@ def hash_ngrams(hashes_W: np.ndarray, length: int) -> np.ndarray:
 
 
 def mix_bits(values: np.ndarray) -> np.ndarray:
-    """Map uint64 one-to-one so that all bits look random (the splitmix64 finalizer)."""
+    """Map uint64 one-to-one to random-looking bits (the splitmix64 finalizer)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -74,13 +74,13 @@ PROMPT_FIELDS = ("question", "prompt", "instruction", "problem", "text")
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """Index of benchmark prompts that must not occur in the data."""
+    """Index of benchmark prompts; the data must not contain them."""
 
     names: list[str]
     num_prompts: list[int]
     """Prompts per benchmark, every turn counted."""
     num_short: list[int]
-    """Prompts with fewer than ``MIN_WORDS`` words, which are ignored."""
+    """Ignored prompts: fewer than ``MIN_WORDS`` words."""
     tables: dict[int, tuple[np.ndarray, np.ndarray]]
     """Length in words -> [G] sorted hashes, and [G] int64 masks: bit b is set for benchmark b."""
 
@@ -92,7 +92,7 @@ class Benchmarks:
         return digest.hexdigest()
 
     def find(self, text: str) -> tuple[int, str]:
-        """Return the mask of benchmarks with prompts in the text, and the first shared words."""
+        """Return the benchmark mask for prompts in the text, and the first shared words."""
         words = split_words(text)
         hashes_W = hash_words(words)
         mask, shared = 0, ""

@@ -60,12 +60,12 @@ class TableRow:
     hash: int = 0
     identity: int = 0
     contamination: int = 0
-    """Bit b is set if the row contains a prompt of benchmark b."""
+    """Bit b is set if the row contains a prompt from benchmark b."""
     left_out: str = ""
     """Row fields without effect (unread, or not rendered by the template), as JSON."""
     language: str = ""
     segment: str = ""
-    """Kind of text, a group of the row; see ``groups``."""
+    """Kind of text, one of the row's groups; see ``groups``."""
     thinking_back: int = 0
     """1: the last turn's thinking was put back after the template stripped it."""
     num_missing: int = 0
@@ -77,7 +77,7 @@ class TableRow:
 
 
 class RowRefused(Exception):
-    """A readable row that the configuration drops: the reason, and details."""
+    """Raised for a readable row dropped by the configuration: the reason, and details."""
 
 
 def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | None) -> list[object]:
@@ -195,7 +195,7 @@ def read_messages(row: Any, source: Source) -> Conversation:
     """Return the conversation in a row from this source.
 
     Raises:
-        ValueError: a short reason without data from the row, so that reasons can be counted.
+        ValueError: a short reason without data from the row: equal reasons are counted.
     """
     if source.prompt_field is None or source.answer_field is None:
         conversation = read_conversation(row)
@@ -250,7 +250,7 @@ def draw_copies(hashes_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
 
     Each row's copies depend only on its own hash and weight. A larger weight never removes a row.
     """
-    # Mix the hash to make the draw independent of the split, which reads the same hash.
+    # The split reads the same hash: mix its bits, so the draw does not depend on the split.
     uniform_N = (mix_bits(hashes_N.astype(np.uint64)) >> np.uint64(11)) / 2.0**53
     whole_N = np.floor(weights_N)
     return (whole_N + (uniform_N < weights_N - whole_N)).astype(np.int64)
@@ -273,7 +273,7 @@ def split_rows(hashes_N: np.ndarray, valid_fraction: float) -> np.ndarray:
 
 
 def separator_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The pad token, or EOS for a tokenizer without one."""
+    """Return the pad token's id, or EOS's for a tokenizer without one."""
     token_id = tokenizer.pad_token_id
     token_id = tokenizer.eos_token_id if token_id is None else token_id
     if token_id is None:

@@ -1,8 +1,8 @@
 """Print figures with a budget, one per line: run `python docs/count.py` in the checkout.
 
 Source is every Python file outside benchmarks, docs and tests. A circle is a group of source files
-that all import each other at run time, directly or through others. A class name has two meanings if
-two classes have it.
+importing each other at run time, directly or through others. A class name has two meanings if two
+classes have it.
 """
 
 import ast
@@ -28,7 +28,7 @@ def imports_in_functions(tree: ast.Module) -> int:
 
 
 def imports_at_run_time(node: ast.AST) -> Iterator[IMPORTS]:
-    """Yield imports, without those only for type checkers."""
+    """Yield imports, except imports for type checkers only."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, IMPORTS):
             yield child
@@ -56,7 +56,7 @@ def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the largest groups of modules that reach one another."""
+    """Return the largest module groups; within a group, every module reaches every other."""
     reach = {name: set(used) for name, used in graph.items()}
     for middle in graph:
         for name in graph:

@@ -69,7 +69,7 @@ class LinkRun:
         return decoded.result
 
     def run(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> "LinkRun":
-        """Decode every turn that fits the target's positions."""
+        """Decode every turn short enough for the target's positions."""
         positions = self.simulation.target.staged().max_positions
         check_room(benchmarks, self.simulation.tokenizer, positions, 1)
         for name, prompts in benchmarks.items():
@@ -104,7 +104,7 @@ class LinkRun:
         """Return times per conversation: [P] milliseconds from first to last token, [P] tokens
         after the first.
 
-        Turns are summed per conversation; conversations without such a token are left out.
+        Turns are summed per conversation; conversations without a later token are left out.
         """
         sums: dict[tuple[str, int], tuple[float, int]] = {}
         for turn in self.turns:
@@ -219,7 +219,7 @@ def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: Deco
 
 
 def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> LosslessRecord:
-    """Compare outputs with the target's own, for methods that promise equality.
+    """Compare outputs with the target's own, for methods promising equality.
 
     Greedy: compare with transformers. Sampled by a rule independent of draft tokens: compare with
     cloud-only decoding with the same random numbers. Other rules preserve the distribution, not the

@@ -81,7 +81,7 @@ class TextStream:
 
 
 class PrintedText(TextStream):
-    """Text stream that prints its text."""
+    """Text stream printed to stdout as tokens arrive."""
 
     def __call__(self, token: int) -> None:
         sys.stdout.write(self.add(token))

@@ -35,13 +35,13 @@ SPD_WAYS = [{"schedule": "spd"}, {"schedule": "spd", "tree_width": 3}]
 
 @pytest.fixture(scope="module")
 def target():
-    """Target as wide as a processor's vectors, with logits so close that rounding decides."""
+    """Target as wide as a processor's vectors; its logits are so close that rounding decides."""
     return tiny_llama(layers=4, hidden=64, vocab=1000).to(torch.bfloat16)
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float16", "int8"])
 def exact(request, target):
-    """Return a target, and the options that promise equal bits."""
+    """Return a target, and the options for equal bits."""
     if request.param == "bfloat16":
         return target, {"bitwise": True}
     rounded = tiny_llama(layers=4, hidden=64, vocab=1000)

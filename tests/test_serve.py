@@ -32,7 +32,7 @@ NEW_TOKENS = 24
 @pytest.mark.parametrize("schedule", ["autoregressive", "flexspec", "picospec", "pearl"])
 @in_loop
 async def test_greedy_text_is_plain_decodings(schedule, right, monkeypatch):
-    monkeypatch.setattr(stream, "CLOSING_S", 60.0)  # the last message gives the number of passes
+    monkeypatch.setattr(stream, "CLOSING_S", 60.0)  # the last message gives the pass count
     target = make_target()
     draft = None if schedule == "autoregressive" else lm_draft(target, right=right)
     async with serving(target) as server:
@@ -297,7 +297,7 @@ class Clock(RemotePipeline):
 
     @classmethod
     def opened(cls, draft_s):
-        """With passes of 0.1 s."""
+        """Open with 0.1 s passes."""
         pipeline = cls(SimpleNamespace())
         pipeline.open(DecodeConfig.of("flexspec", num_stages=1), 0)
         link = LinkState(up_bytes_per_s=1e9, down_bytes_per_s=1e9, round_trip_s=0.01)

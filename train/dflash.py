@@ -27,11 +27,11 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
     """Maximum blocks per document and step; anchors are sampled anew every time."""
     position_weights: Literal["decay", "dpace"] = "decay"
     """Loss weights within a block. decay: exp(-i / decay_gamma) for draft token i, from 0. dpace:
-    D-PACE, by the probability of the block's prefix."""
+    D-PACE, by the block prefix's probability."""
     decay_gamma: float = 7.0
-    """Speed of the decay; the paper's values are 7 for blocks of 16, 5 for 10, 4 for 8."""
+    """Decay length in draft tokens; the paper has 7 for blocks of 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = 0.5
-    """D-PACE's smoothing; at 1 a row's weight is only the number of rows from it on."""
+    """D-PACE's smoothing; at 1 a row's weight only counts the rows from it on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,8 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 
 
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
-    """Return the supervised rows of a block at each position, int64 [P] (host), and documents.
+    """Return the supervised row count for a block at each position, int64 [P] on the host, and the
+    documents' slices.
 
     An anchor and its labels must be in one turn: in decoding, the anchor is never a prompt token.
     """
@@ -62,7 +63,7 @@ def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, lis
 def draw_anchors(
     counts_P: Tensor, documents: Sequence[slice], most: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Return ascending anchors per document: all with a supervised row, or a sample of ``most``."""
+    """Return ascending anchors per document: all with a supervised row, or ``most`` random ones."""
     anchors = []
     for rows in documents:
         found = rows.start + counts_P[rows].nonzero()[:, 0]

@@ -66,7 +66,7 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
         Sums [depth] over products of 1 .. depth consecutive rates, and counts [depth] of rows that
         begin a run of 1 .. depth supervised rows.
     """
-    # Other rows have rate 0: no chain survives the end of its turn.
+    # Other rows have rate 0: no chain survives its turn's end.
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
     alive_BS, inside_BS = torch.ones_like(rates_BS), torch.ones_like(labeled_BS)
     num_rows, sums, counts = labeled_BS.shape[1], [], []
@@ -151,7 +151,7 @@ class FlexSpecObjective(DraftObjective):
         return LossOutput(loss, labeled_BS.sum(), sums)
 
     def _regression(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
-        # Squares of small errors would underflow in 16 bits.
+        # In 16 bits, small errors would underflow when squared.
         dtype = torch.promote_types(wanted_MH.dtype, torch.float32)
         mapped_MH = self.regressor(hidden_MH).to(dtype)
         error = F.mse_loss(mapped_MH, wanted_MH.to(dtype), reduction="sum")

@@ -38,8 +38,8 @@ SHOWN_S = 1.3
 LEFT = 78.0
 TEXT_Y, EDGE_Y, CLOUD_Y, HEIGHT = 22.0, 44.0, 142.0, 28.0
 CLOSE_TO_GREEDY = 1e-3
-"""Temperature above 0, so corrections are drawn from distributions, but so low that the text is the
-greedy one."""
+"""Temperature: above 0, so corrections are drawn from distributions, but low enough for the greedy
+text."""
 PICTURES: dict[str, tuple[str, str, float, str]] = {
     "flexspec": ("FlexSpec", "flexspec", 0.0, "geometric"),
     "dssd": ("DSSD", "dssd", CLOSE_TO_GREEDY, "fixed:4"),
@@ -77,7 +77,7 @@ class RecordingChannel(Channel):
 
 
 class RecordingTarget(TargetSession):
-    """Target session that records each pass: its start and rows."""
+    """Target session with a record for each pass: its start and rows."""
 
     def __init__(self, target: SharedTarget) -> None:
         super().__init__(target)
@@ -91,7 +91,7 @@ class RecordingTarget(TargetSession):
 
 
 class RecordingPipeline(LinkPipeline):
-    """Pipeline that records draft tokens and messages with their times."""
+    """Pipeline with a record for each draft token and message, with its time."""
 
     def __init__(self, target: Any, text: list[int]) -> None:
         link = Link.constant(up_mbps=50, rtt_ms=60)
@@ -124,7 +124,7 @@ class RecordingPipeline(LinkPipeline):
 
 
 class NotingText(KnownText):
-    """Draft that reports every draft token to the pipeline."""
+    """Draft reporting each draft token to the pipeline."""
 
     pipeline: RecordingPipeline
 

@@ -2,8 +2,8 @@
 
     python docs/images/draw_schedules.py --out docs/images
 
-The engine itself decodes; nothing is drawn by hand. All schedules have four stages, the same
-Bernoulli draft (known_text.py), and a draft forward that takes a quarter of a stage's time.
+The engine itself decodes; nothing is drawn by hand. All schedules have four stages and the same
+Bernoulli draft (known_text.py). Its forward takes a quarter of a stage's time.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from pipedraft.inference.step_picture import RecordingPipeline, draw
 
 NUM_STAGES = 4
 SEED = 1287
-DRAFT_PASS = 1 / 16  # of a target pass: a quarter of a stage
+DRAFT_PASS = 1 / 16  # in target passes; a stage takes 1/4
 TREE = TreeShape(kind="dynamic", depth=5, top_k=2, num_tokens=9)
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("Plain decoding on a pipeline", {"schedule": "autoregressive"}),

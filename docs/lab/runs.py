@@ -3,9 +3,9 @@
     python docs/lab/runs.py out/eval
 
 PipeInfer calls a segment a run. If verification rejects all rows in a segment, it is invalidated,
-and later stages leave it out. The table has the share of invalidated segments, the share of stage
-passes left out, and the standard deviation of L' over prompts. Runs in processes also have tokens/s
-per GB (resident, all ranks) and the segments skipped by ranks.
+and later stages leave it out. The table has the invalidated share of all segments, the left-out
+share among stage passes, and the standard deviation of L' over prompts. For runs in processes it
+adds tokens/s per GB (resident, all ranks) and the segments skipped by ranks.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pipedraft.inference.result import DecodeResult
 def fates(result: DecodeResult) -> tuple[int, int, int, int]:
     """Return four counts: segments, invalidated segments, stage passes made, stage passes left out.
 
-    Segments in flight at the end of a text do not count.
+    Segments still in flight when a text ends do not count.
     """
     steps = [event for times, *event in result.step_log for _ in range(times) if len(event) > 1]
     rows = [event[2:] for event in steps]

@@ -1,6 +1,6 @@
 """Compare the tables in configs/papers with published.csv in this folder.
 
-    python docs/lab/seeds.py                         counts, and every cell that differs
+    python docs/lab/seeds.py                         counts, and every differing cell
     python docs/lab/seeds.py NUMBERS.yaml            also against a file with the papers' numbers
     python docs/lab/seeds.py --fill table.json ..    write our figures from `eval table` in, too
 

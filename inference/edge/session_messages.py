@@ -104,7 +104,7 @@ class Open(Message, kw_only=True, tag="open"):
     prompt_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_PROMPT)]
     settings: Settings
     anchor: Annotated[str, Meta(max_length=128)] = ""
-    """Hash of the copy of the target's last block in the draft; "": no copy."""
+    """Hash of the draft's copy of the target's last block; "": no copy."""
     streams: bool = False
     """True: the cloud decodes alone, token by token."""
 
@@ -190,7 +190,7 @@ class Opened(_Numbered, tag="opened"):
 
 class _Verdict(_Numbered):
     length: Count
-    """Number of verified tokens, without the one in this result."""
+    """Verified tokens, without the one in this result."""
     held_s: Seconds
     """Seconds from the message's arrival to this answer."""
     forward_s: Seconds
@@ -238,7 +238,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     anchor: str
     """Hash of the last block."""
     weights: str
-    """Hash over one row of every weight: changes with any fine-tuning."""
+    """Hash over one row per weight: changes with any fine-tuning."""
     tokenizer: str
     """Hash of the vocabulary."""
     vocab_size: int
@@ -249,7 +249,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     row_s: Seconds
     """Time that each further row adds to the pass."""
     sessions: int
-    """Number of open sessions."""
+    """Open sessions."""
     cache_bytes: int
     """Memory for the open sessions' keys and values."""
     is_serving: bool

@@ -30,20 +30,20 @@ BEAT_S = 0.25
 REPEAT_S = 1.0
 """Repeated signals within this time count once: terminal and launcher both send Ctrl-C."""
 TELL_S = 1.0
-"""Time to notify the other ranks of this one's reason."""
+"""Time to send this rank's reason to the others."""
 FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchLimits:
-    """Failure timeouts in seconds; all below the 10 s within which every rank ends."""
+    """Failure timeouts in seconds. Every rank ends within 10 s, so all are shorter."""
 
     silence_s: float = 5.0
     """Longest time without a heartbeat from a rank, or an answer from the launch's store."""
     undelivered_s: float = 5.0
     """Longest time between a rank's report of a sent message and its arrival."""
     step_s: float = 8.0
-    """Longest forward pass of a stage or the draft. Raise it for slower targets."""
+    """Longest forward pass in a stage or the draft. Raise it for slower targets."""
 
     @classmethod
     def of_step(cls, step_s: float) -> Self:
@@ -99,7 +99,7 @@ class Watch:
 
     def start(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        # An own client: a request that hangs on it does not block the process group's.
+        # An own client: a hanging request does not block the process group's.
         self.store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -118,7 +118,7 @@ class Watch:
         self._stopping.set()
         self._wake.set()
         self._inward.join()
-        # With a limit: this thread may hang in a request to a store that is already gone.
+        # With a limit: if the store is gone, this thread may hang in a request to it.
         self._outward.join(TELL_S)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
@@ -148,7 +148,7 @@ class Watch:
         """Tell every other rank to end, with the reason."""
         self._failure = line
         if threading.current_thread() is self._outward:
-            # Any of these may be the cause of this rank's exit.
+            # Any of these may have caused this rank's exit.
             with suppress(RuntimeError, MemoryError, ConnectionError):
                 self._exchange_causes()
         else:
@@ -251,7 +251,7 @@ class Watch:
             # The sender counts before it posts, so a broken link shows as a missing message.
             missing = link.num_received + 1 if link.num_received < num_sent else 0
             number, since = self._late.get(link, (0, now))
-            # A message that arrived but was not read yet is a busy rank's, not a broken link's.
+            # An arrived but unread message means a busy rank, not a broken link.
             if not missing or number != missing or link.has_arrived():
                 self._late[link] = (missing, now)
             elif now - since > self.limits.undelivered_s:

@@ -72,7 +72,7 @@ class CardSource:
 
     @property
     def target_is_public(self) -> bool:
-        """Return True for a name that others can load, not a local folder."""
+        """Return True if others can load the target by name: not a local folder."""
         return is_hub_id(self.target)
 
     def licensed(self, *, asks_hub: bool) -> "CardSource":
@@ -95,7 +95,7 @@ def card_template() -> Template:
 
 
 def render_card(source: CardSource) -> str:
-    """Return README.md with the metadata that the Hub reads."""
+    """Return README.md with metadata for the Hub."""
     source = _shown(source)
     return card_template().render(
         source=source,
@@ -110,7 +110,7 @@ def render_card(source: CardSource) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape external text so that its Markdown and HTML have no effect."""
+    """Escape Markdown and HTML in external text."""
     line = one_line(text).replace("<", "&lt;").replace("`", "'").replace("|", "&#124;")
     return line.replace("](", "] (")  # no Markdown link
 
@@ -182,7 +182,7 @@ class MeasuredClock(msgspec.Struct, frozen=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
-    """Entry in results.json, with only the fields that a card shows."""
+    """Entry in results.json, with only the fields shown on a card."""
 
     benchmark: str
     method: str

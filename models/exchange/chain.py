@@ -34,7 +34,7 @@ def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
     """Group an evaluation's chains by sampling; retain only the longest, with every benchmark.
 
     Raises:
-        ValueError: no chain of this checkpoint was evaluated.
+        ValueError: this checkpoint has no evaluated chain.
     """
     chains: dict[str, dict[int, list[MeasuredRun]]] = {}
     for run in runs:
@@ -58,7 +58,7 @@ def validated_acceptance(metrics: Values) -> list[float]:
 
 
 def relative_cost(head: Draft) -> float:
-    """Return the ratio of weights read per draft token to weights read per target pass."""
+    """Return weights read per draft token, divided by weights read per target pass."""
     layer = head.layer_config
     num_heads = 2 * (layer.num_heads + layer.num_key_value_heads)
     block = layer.hidden_size * (num_heads * layer.head_size + 3 * layer.intermediate_size)

@@ -56,7 +56,7 @@ class _Block(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Given(msgspec.Struct):
-    """Settings besides those for the decoder layers."""
+    """Settings except the decoder layers'."""
 
     num_hidden_layers: int
     mask_token_id: int
