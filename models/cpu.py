@@ -40,8 +40,8 @@ def lay_out(module: nn.Module) -> None:
     382 MB of weights, products with 1, 4, 8 and 60 rows take 24, 24, 31 and 117 ms instead of 31,
     42, 49 and 144.
 
-    On other CPUs the copy is transposed, for up to three rows. With more rows the product is
-    transposed: rows become columns. See docs/lab/log.md for times by shape.
+    On other CPUs layers with more outputs than inputs copy the weights transposed, for up to three
+    rows. Otherwise the product is transposed: rows become columns. docs/lab/log.md has times.
     """
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
     if 2 * sum(layer.weight.nbytes for layer in large) <= virtual_memory().available:
@@ -95,11 +95,14 @@ class LaidOutLinear(nn.Linear):
         ):
             return super().forward(input)
         rows_MH = input.reshape(num_rows, -1)
+        has_more_outputs = len(weight_GH) > weight_GH.shape[1]
         if _has_onednn_product():
             out_MG = self._laid_out(rows_MH)
+        elif num_rows == 1 and not has_more_outputs:
+            return super().forward(input)
         else:
-            if num_rows <= MOST_TRANSPOSED:
-                # A BLAS reads rows of outputs faster than one output's row: more sums run at once.
+            if num_rows <= MOST_TRANSPOSED and has_more_outputs:
+                # Each input is added to many sums at once, faster than one sum after the other.
                 out_MG = rows_MH @ self._copied(lambda weight_GH: weight_GH.T.contiguous())
             else:
                 # MKL multiplies a large matrix by few columns faster than few rows by the matrix.

@@ -124,7 +124,8 @@ def test_laid_out_layers_decode_what_transformers_generates(tree_width, is_avx51
     for prompt in PROMPTS:
         decode_exactly(engine, prompt)
     named = engine.target.model.named_modules()
-    layers = [x for name, x in named if name.endswith(("o_proj", "down_proj", "lm_head"))]
+    names = ("o_proj", "down_proj", "lm_head") if is_avx512 else ("lm_head",)
+    layers = [x for name, x in named if name.endswith(names)]
     assert layers and all(layer._copy is not None for layer in layers)
 
 
