@@ -145,7 +145,7 @@ class RoundedPart(nn.Module):
 
 def rounded_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the rounded weights' dtype in a module; None: it has none."""
-    dtypes = {kind: dtype for dtype, kind in KINDS.items()}
+    dtypes: dict[type, torch.dtype] = {kind: dtype for dtype, kind in KINDS.items()}
     layers = (x.joined if isinstance(x, RoundedPart) else x for x in module.modules())
     return next((dtypes[type(x)] for x in layers if type(x) in dtypes), None)
 

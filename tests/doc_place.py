@@ -36,6 +36,8 @@ NOT_RUN = {
     "benchmarks/gpu_check.py": "needs a GPU; test_gpu_check.py runs it on a pretended one",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
+    "docs/lab/other_engines.py": "runs beside packages that are not installed here",
+    "docs/lab/cpu_products.py": "times products of a real size",
 }
 """Reason not to run it, by launcher or module."""
 

@@ -4,7 +4,7 @@ Print GB of float32 weights per second, the median of seven passes over weights 
 caches. --compile times the layers' two halves instead, with and without torch.compile.
 """
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -99,7 +99,14 @@ def print_compiled() -> None:
         print(f"{num_rows} rows: {plain:.1f} ms, compiled {compiled:.1f} after {seconds:.0f} s")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", action="store_true", help="time layers, compiled and not")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.inference_mode():
-        print_compiled() if "--compile" in sys.argv else print_products()
+        print_compiled() if options.compile else print_products()
+
+
+if __name__ == "__main__":
+    main()

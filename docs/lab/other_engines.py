@@ -12,8 +12,8 @@ openvino-genai==2026.4.1 optimum-intel nncf`, `pip uninstall torchvision`, and `
 openvino --model out/smollm2 --task text-generation-with-past --weight-format int8 out/ov_int8`.
 """
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +84,11 @@ def write_prompts(path: Path) -> None:
 
 
 def main() -> None:
-    way, path = sys.argv[1], Path(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("way", help="prompts, DTYPE[:eagle3], vllm:DTYPE[:HEAD], openvino:FOLDER")
+    parser.add_argument("prompts", type=Path, help="JSON file: written by the way prompts")
+    options = parser.parse_args()
+    way, path = options.way, options.prompts
     if way == "prompts":
         write_prompts(path)
         return
