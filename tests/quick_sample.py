@@ -9,7 +9,8 @@ import pytest
 
 KEPT = {
     "test_api": {
-        "test_the_documented_code_runs": 1,
+        "test_the_documented_code_runs": 0,
+        "test_an_evaluation_is_compared_with_another": 0,
     },
     "test_audit": {
         "test_planted_faults_are_found": 3,
@@ -49,7 +50,7 @@ KEPT = {
         "test_drafts_of_the_papers_models_are_made_by_the_commands_above_them": 4,
     },
     "test_draft_calls": {
-        "test_drafts_that_share_a_pass_are_those_of_each_alone": 1,
+        "test_drafts_that_share_a_pass_are_those_of_each_alone": 0,
         "test_drafts_that_mix_are_noticed_and_cost_no_output": 1,
         "test_bitwise_outputs_have_drafts_of_their_own": 0,
     },
@@ -60,7 +61,7 @@ KEPT = {
         "test_geometric_keeps_97_percent_of_the_oracle_on_the_shipped_traces": 1,
     },
     "test_eagle3": {
-        "test_candidates_keep_the_targets_law": 1,
+        "test_candidates_keep_the_targets_law": 0,
     },
     "test_eagle_schedules": {
         "test_greedy_text_equals_transformers_greedy": 6,
@@ -81,6 +82,7 @@ KEPT = {
         "test_an_eagle_head_is_trained_decoded_and_evaluated": 1,
     },
     "test_engine_parity": {
+        "test_faults_of_positions_maps_dtype_and_prompts_are_named": 0,
         "test_faults_of_what_an_engine_reads_are_named": 2,
     },
     "test_eval_entropy": {
@@ -135,6 +137,9 @@ KEPT = {
     },
     "test_gpu_check": {
         "test_every_section_runs_and_every_output_is_right": 0,
+    },
+    "test_gguf": {
+        "test_a_broken_file_ends_the_command_with_status_2": 0,
     },
     "test_hostile_checkpoints": {
         "test_no_value_in_a_checkpoints_description_is_believed": 1,
@@ -249,7 +254,8 @@ KEPT = {
         "test_every_schedule_ends_with_plain_decodings_text": 0,
     },
     "test_process_failures": {
-        "test_a_lost_stage_ends_every_rank_with_a_line": 2,
+        "test_a_lost_stage_ends_every_rank_with_a_line": 1,
+        "test_a_rank_cut_off_from_everything_ends_too": 0,
         "test_a_rank_that_was_suspended_goes_on": 0,
     },
     "test_recurrent_trees": {
@@ -272,6 +278,9 @@ KEPT = {
         "test_the_law_catches_a_mistake_of_plain_draws": 2,
         "test_every_schedule_gives_plain_decodings_text": 12,
         "test_a_rejected_draft_token_that_is_drawn_again_ends_the_round": 10,
+    },
+    "test_self_prompt": {
+        "test_rows_are_conversations_filtered_and_the_same_when_a_run_is_repeated": 0,
     },
     "test_serve": {
         "test_greedy_text_is_plain_decodings": 3,
@@ -298,10 +307,11 @@ KEPT = {
         "test_sequences_that_mix_are_noticed": 1,
         "test_sequences_that_come_and_go_decode_what_each_does_alone": 1,
         "test_a_sequence_that_fails_ends_alone": 2,
+        "test_a_sequence_takes_the_steps_that_it_takes_alone": 0,
         "test_as_many_sequences_draft_as_pay": 1,
     },
     "test_several_ranks": {
-        "test_ranks_make_the_steps_that_one_process_makes": 1,
+        "test_ranks_make_the_steps_that_one_process_makes": 0,
         "test_a_sequence_that_fails_ends_alone": 1,
     },
     "test_shipped_heads": {
@@ -327,6 +337,7 @@ KEPT = {
         "test_fixed_shapes_equal_recomputing_each_path_from_scratch": 3,
     },
     "test_streaming": {
+        "test_a_process_holds_its_part_and_about_a_layer": 0,
         "test_processes_read_parts_that_make_up_the_layers": 1,
     },
     "test_target": {
