@@ -31,7 +31,7 @@ class StageCost:
     link_row: float | None = None
     """Link time per row after a segment's first."""
     memory_gb: float | None = None
-    """Memory for weights in GB; None: enough."""
+    """Memory for the stage's layers, keys and values in GB; None: enough."""
     replicas: int = 1
     """Equal devices taking segments in turn. The modeled speed is an upper bound: a segment needs
     the previous segment's keys and values, and sending them costs nothing here."""

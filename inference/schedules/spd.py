@@ -22,8 +22,8 @@ class SPDSchedule(LayerSchedule):
     output_states: after the step, one stage deeper, while the stages wait (ablation in the SPD
     paper). A head trained for output states (model.timing) accepts only these."""
     tokens_per_step: int = 1
-    """Draft tokens per branch and step, one forward each; they enter together. The head sets its
-    own number (model.tokens_per_step)."""
+    """Draft tokens per branch and step, one forward each; they enter together. Must equal the
+    number that the head was trained for (model.tokens_per_step)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

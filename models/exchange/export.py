@@ -385,8 +385,8 @@ def vocabulary_maps(head: Eagle3 | DFlash) -> dict[str, Tensor]:
 def eagle_config(head: Eagle) -> Config:
     """Return config.json in the authors' EAGLE-1 layout.
 
-    vLLM silently drops a bias in ``fc``, and then accepts nothing. So only a head without one gets
-    the name known to vLLM. ``bias`` is not written: SGLang would apply it to the attention.
+    vLLM silently drops a bias in ``fc``, and then drafts other tokens. So only a head without one
+    gets the name known to vLLM. ``bias`` is not written: SGLang would apply it to the attention.
     """
     names = ["LlamaForCausalLMEagle"] + ["EagleLlamaForCausalLM"] * (not head.config.fc_bias)
     biases = {"attention_bias": True, "qkv_bias": True} if head.config.attention_bias else {}
