@@ -206,8 +206,8 @@ def load(
 
     Args:
         target: folder, Hub id, or a loaded transformers model.
-        draft: folder or Hub id of a head or of a language model with the target's tokenizer, such a
-            model object, "ngram", "suffix", or None to decode without a draft.
+        draft: folder or Hub id of a head, or of a language model with the target's tokenizer; such
+            a model as an object; "ngram"; "suffix"; or None to decode without a draft.
         device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
         dtype: float32, bfloat16, float16, int8; auto: float32 on a CPU, the target's stored dtype
             on a GPU. On a CPU float16 and int8 round the weights, and sum in float32.
@@ -263,9 +263,9 @@ def custom_generate(
 ) -> CustomGenerate:
     """Return a decoding loop for transformers: ``target.generate(..., custom_generate=loop)``.
 
-    Returns the same ids as ``target.generate`` without it. Length, end tokens, temperature, top_k,
-    top_p, min_p and typical_p come from ``generate``; the other arguments are as in
-    ``Model.generate``.
+    The loop returns the same ids as ``target.generate`` does without it. Length, end tokens,
+    temperature, top_k, top_p, min_p and typical_p come from ``generate``; the other arguments are
+    as in ``Model.generate``.
     """
     made: list[Model] = []
 
@@ -326,7 +326,7 @@ class TrainedHead:
 
         Args:
             format: "sglang" (the EAGLE authors' layout) or "speculators" (vLLM's).
-            target: target name for the engine; None: as in training.
+            target: name by which the engine loads the target; None: as in training.
         """
         if format not in ("sglang", "speculators"):
             raise ValueError(f"format: {format!r} is unknown; give sglang or speculators")
@@ -452,7 +452,7 @@ def evaluate(
     """Decode benchmarks and compare with autoregressive decoding, as ``pipedraft eval`` does.
 
     Args:
-        model: a model loaded by name, not from objects, or a head.
+        model: a head, or a model that was loaded by names, not from objects.
         benchmarks: names, or .jsonl files with prompts.
         limit: use the first prompts in each benchmark; None: all.
         out: results folder.

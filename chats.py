@@ -27,7 +27,7 @@ def check_template_variables(variables: Mapping[str, object] | None, field: str)
     """Refuse chat_template_kwargs that are rendering options.
 
     Raises:
-        ValueError: names the variable.
+        ValueError: the message names the variable.
     """
     for name in variables or {}:
         if not name.isidentifier() or name in RESERVED_VARIABLES:
@@ -113,8 +113,10 @@ def render_chat(
 
 
 def render_turns(messages: Sequence[Message], render: Callable[[list[Values]], str]) -> str:
-    """Render turns. Pass tool-call arguments as objects: most templates write these as JSON. If the
-    template fails on objects or writes them in Python syntax, pass the arguments as text."""
+    """Render turns, with tool-call arguments as objects: most templates write these as JSON.
+
+    If the template fails on objects or writes them in Python syntax, the arguments are text.
+    """
     turns = [dict(turn) for turn in messages]
     if not any(turn.get("tool_calls") for turn in turns):
         with rendering():

@@ -63,7 +63,7 @@ class UsageError(ValueError):
 
 
 class Failure(RuntimeError):
-    """A failure beyond the input, as a network outage; one line, status 1."""
+    """A failure that the input did not cause, such as a network outage: one line, status 1."""
 
 
 def check_ranges(values: object, ranges: Mapping[str, str], prefix: str = "") -> None:
@@ -236,7 +236,7 @@ def describe_os_error(error: OSError) -> str:
 
 
 def storage_error(error: BaseException) -> OSError | None:
-    """Return the full, read-only or failing disk behind an error, as datasets wraps it."""
+    """Return the OSError behind an error if a disk is full, read-only or failing, else None."""
     disks = (x for x in causes(error) if isinstance(x, OSError) and x.errno in STORAGE_CODES)
     return next(disks, None)
 

@@ -180,8 +180,11 @@ def unapplied_settings(model: PreTrainedModel) -> list[str]:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Return the number of positions that a model accepts. If YaRN was added to config.json as in
-    Qwen's model cards, this is factor * original positions, even if config.json states fewer."""
+    """Return the number of positions that a model accepts.
+
+    If YaRN was added to config.json as in Qwen's model cards, this is factor * original positions,
+    even if config.json states fewer.
+    """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     own = int(text.max_position_embeddings)
@@ -250,7 +253,7 @@ def check_unquantized(config: Values, name: str, *, field: str = "target") -> No
 
 
 class _Refused(ValueError):
-    """A complete one-line message."""
+    """Error whose message is complete, in one line."""
 
 
 def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
@@ -447,8 +450,10 @@ GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def local_name(name_or_path: str, *, field: str = "target") -> str:
-    """Return a model's local path or name: convert FILE.gguf into a folder on first use, and find
-    packaged models outside a checkout, too.
+    """Return a model's local path or name.
+
+    FILE.gguf is converted into a folder on first use. Packaged models are found outside a checkout,
+    too.
 
     Raises:
         ValueError: the file is missing, broken or from another model family.
@@ -548,10 +553,10 @@ def stored_dtype(name: str, revision: str | None) -> torch.dtype | None:
 def resolve_dtype(
     dtype: str, device: torch.device, name: str, revision: str | None = None
 ) -> torch.dtype:
-    """Return the dtype for target and draft. auto: float32 on a CPU, the target's stored dtype on a
-    GPU.
+    """Return the dtype for target and draft.
 
-    A GPU without native bfloat16 (before Ampere) uses float16 instead.
+    auto: float32 on a CPU, the target's stored dtype on a GPU. A GPU without native bfloat16
+    (before Ampere) uses float16 instead.
     """
     if dtype != "auto":
         return getattr(torch, dtype)

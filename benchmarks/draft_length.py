@@ -3,12 +3,12 @@
     python benchmarks/draft_length.py
     python benchmarks/draft_length.py --protocols dssd --processes bursty --json
 
-No model runs. A random process decides acceptance, or a small draft's recording, named by
-temperature and rule (t0_match, t1_rejection). Messages with the protocol's sizes travel over the
-virtual link, and a policy sees what it would see at run time. All policies with one seed decode the
-same sequence: acceptance at each place is sampled once. picospec_published keeps one batch in
-flight and picospec enough to hide the link; both keep drafting, without a bonus token. Early passes
-and batches cut by time are left out.
+No model runs. A random process or a small draft's recording decides acceptance; recordings are
+named by temperature and rule (t0_match, t1_rejection). Messages with the protocol's sizes travel
+over the virtual link, and a policy sees what it would see at run time. All policies with one seed
+decode the same sequence: acceptance at each place is sampled once. picospec_published keeps one
+batch in flight; picospec keeps enough batches in flight to hide the link. Both draft meanwhile, and
+have no bonus token. Early passes and batches cut by time are left out.
 
 The denominator, "oracle", knows each round's true survival (for a recording: over the whole
 sequence) and the link's true state at the round's start, and takes the length with the highest mean
@@ -86,11 +86,11 @@ PROTOCOLS = {
     "picospec_published": Protocol(PICOSPEC, RoundCost.asynchronous),
     "picospec": Protocol(PICOSPEC, RoundCost.pipelined, None),
 }
-"""Payload up and down, and batches in flight. flexspec: ids up, one id down; waits. dssd: ids and q
-up, the whole fp32 distribution down; waits. picospec: ids and q up, ten pairs down; waits (serial),
-one batch in flight (published), or several. Draft times: FlexSpec's Jetson AGX, and PicoSpec's
-Qwen3-0.6B (97 ms for 4 tokens). Cloud times: PicoSpec's 70B target for flexspec, its 32B for the
-others."""
+"""Payload up and down, and batches in flight. flexspec sends ids up and one id down. dssd sends ids
+and q up, and the whole fp32 distribution down. The three picospec protocols send ids and q up, and
+ten pairs down. The edge waits for every result, except that picospec_published has one batch in
+flight and picospec several. Draft times: FlexSpec's Jetson AGX, and PicoSpec's Qwen3-0.6B (97 ms
+for 4 tokens). Cloud times: PicoSpec's 70B target for flexspec, its 32B for the others."""
 
 
 def iid(random: np.random.Generator, length: int) -> np.ndarray:
@@ -142,7 +142,7 @@ class DraftedText:
     num_tokens: int
     survival_TK: np.ndarray
     num_right: list[int]
-    """Consecutive draft tokens accepted by a batch that starts at each place."""
+    """Per place: number of consecutive accepted draft tokens in a batch that starts there."""
     place: int = field(default=0, init=False)
 
 
@@ -333,8 +333,8 @@ class PolicyRun:
     def epoch(self) -> None:
         """Keep drafting until a rejection is read, between two draft tokens or while a batch waits.
 
-        A batch waits until fewer than a window are in flight. Tokens drafted after the rejected one
-        are dropped.
+        A batch waits until fewer than ``window`` batches are in flight. Tokens drafted after the
+        rejected one are dropped.
         """
         world, text, draft_s = self.world, self.world.text, self.world.shape.draft_s
         flights: deque[Verdict] = deque()
@@ -440,8 +440,10 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def energies(cells: list[dict[str, Any]], protocol: str, process: str) -> str:
-    """Return, as text, each policy's edge energy (J/token), averaged over the links; a policy's
-    energies on them differ by a few percent."""
+    """Return as text each policy's edge energy (J/token), averaged over the links.
+
+    A policy's energies on different links differ by a few percent.
+    """
     chosen = [c for c in cells if (c["protocol"], c["process"]) == (protocol, process)]
     means = {name: np.mean([c["joules_per_token"][name] for c in chosen]) for name in CONTESTANTS}
     return ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())

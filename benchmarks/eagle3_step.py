@@ -5,8 +5,8 @@
 
 A step is the training loop's: target without gradients, the head's draft tokens in sequence,
 distillation of each one's supervised rows, backward, gradient clipping, AdamW. The draft vocabulary
-is the target's. See `training_step.py` for the measured quantities. With --lengths: peak memory of
-one step at each length above a short one's, each in its own process.
+is the target's. See `training_step.py` for the measured quantities. --lengths runs each length in
+its own process, and measures how far one step's peak memory exceeds a short step's.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
 
     Embedding projections are shared by all draft tokens, as is the target's distribution for a
     token: each counts once. The fused attention backward is five products to the forward's two.
-    Taps need no gradient, so their fusion has only its weight's.
+    Taps need no gradient, so their fusion computes only its weight's gradient.
     """
     rows, hidden = args.batch * args.length, args.hidden
     lengths = chain_lengths(make_batch(args, counted, args.length)["loss_mask"], args.steps)

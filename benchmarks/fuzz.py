@@ -4,10 +4,10 @@
     make fuzz MINUTES=60
 
 An input passes if it is accepted, or refused by a one-line ValueError or Failure, within --limit-s
-processor time and --wait-s on the clock. While one session receives wire messages, another must
-continue its own sequence. Input i in an area depends on --seed and i alone. With --out a run
-continues from the last one's end. Failing inputs are stored there with their traceback, and the
-status is 1.
+seconds of processor time and --wait-s seconds on the clock. While one session receives wire
+messages, another must continue its own sequence. Input i in an area depends on --seed and i alone.
+With --out a run continues where the last one ended. Failing inputs are stored there with their
+traceback, and the status is 1.
 """
 
 import argparse

@@ -5,11 +5,11 @@
 Uses random networks with a small model's size, so nothing is downloaded. Takes about ten minutes on
 one GPU; with several it also checks the links between them. DIR gets report.json and report.md:
 kernels against the CPU's, a row's outputs next to other rows, CUDA graphs against single layers,
-NCCL links, every schedule's output against autoregressive decoding in float32, in bfloat16 with
---bitwise (and, as a share, without it), launches and host waits per step, step time over its
-slowest stage's, and training with peak memory against the plan's. A failing section reports its
-reason, and the others still run. The exit status is 1 if a required output differs or a section
-failed, and 2 without a GPU.
+NCCL links, every schedule's output against autoregressive decoding (in float32, in bfloat16 with
+--bitwise, and the share of equal tokens in bfloat16 without it), launches and host waits per step,
+step time over its slowest stage's, and training with peak memory against the plan's. A failing
+section reports its reason, and the others still run. The exit status is 1 if a required output
+differs or a section failed, and 2 without a GPU.
 """
 
 import contextlib

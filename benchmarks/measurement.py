@@ -82,8 +82,8 @@ def breakdown(
     number.
 
     Args:
-        parts: (label, function to wrap); an operator counts for the innermost part it runs in. A
-            label may also be a ``record_function`` in the step, without a function: "".
+        parts: (label, function to wrap); an operator counts for the innermost part it runs in. If
+            the function is "", the label names a ``record_function`` inside the step.
     """
     least: dict[str, float] = defaultdict(lambda: float("inf"))
     with ExitStack() as wrapped:

@@ -8,11 +8,13 @@
 The first cases are divergences between random rows. The others are heads, exported here and loaded
 by a package. EAGLE-3 reads three texts with different lengths, each alone, padded and packed; the
 second text ends on an assistant token. DFlash and DSpark read a text written by the target, with
-equal anchors. Each case runs the package's training pass and ours. It prints the largest relative
-difference between losses, gradients and logits, and compares the most likely draft tokens.
+the same anchors on both sides. Each case runs the package's training pass and ours. It prints the
+largest relative difference between losses, gradients and logits, and compares the most likely draft
+tokens.
 
-SpecForge's EAGLE-3 imports triton, missing in torch's CPU wheels. --train OUT trains an EAGLE-3
-head for the embedded target with each package's pass instead, and saves it with the package.
+SpecForge's EAGLE-3 imports triton, missing in torch's CPU wheels. With --train OUT the script
+compares nothing: it trains an EAGLE-3 head for the embedded target with each package's pass, and
+saves it with that package.
 """
 
 import importlib.util
@@ -454,7 +456,10 @@ CHAINS: dict[str, tuple[Layout, Callable[..., Any], Callable[..., Tensor]]] = {
 
 
 def compare_chains(package: str) -> Iterator[tuple[str, Found]]:
-    """Compare sums over the texts: ours alone, padded and packed, the package's alone or padded."""
+    """Compare sums over the texts.
+
+    Ours are computed for single, padded and packed texts; the package's for single or padded ones.
+    """
     torch.manual_seed(0)
     layout, load, run = CHAINS[package]
     target = random_target()

@@ -4,14 +4,14 @@
     python benchmarks/pipeline_step.py --apart --json      # the draft on its own rank
 
 A random target, large enough that a stage takes several milliseconds, is cut into stages with one
-process and one thread each. The first stage shares its process with the draft, and has fewer layers
-for it. The draft is a random SPD head that runs in full at every step. Its token is then replaced
-by the target's own with probability --acceptance; the outputs are known from autoregressive
-decoding on the same processes.
+process and one thread each. The first stage shares its process with the draft, and therefore has
+fewer layers. The draft is a random SPD head that runs in full at every step. Its token is then
+replaced by the target's own with probability --acceptance; the outputs are known from
+autoregressive decoding on the same processes.
 
-Each output is decoded twice in each way, in one order and in the opposite one: autoregressively,
-with SPD, and with SPD without running ahead (the first stage then waits for every step's
-verification result). Reported for both SPDs:
+Each output is decoded in three ways, first in this order and then in the opposite one:
+autoregressively, with SPD, and with SPD without running ahead (the first stage then waits for every
+step's verification result). Reported for SPD with and without running ahead:
 
 step_over_slowest_stage: median time between two verification results inside a round, over the
     busiest process's work in a step (layers, draft or LM head; means in the same run).

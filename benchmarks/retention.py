@@ -268,8 +268,10 @@ def load(
 
 
 def would_load(draft: DraftNetwork, model: PreTrainedModel) -> bool:
-    """Return True if the draft loads on this model without the exception; a language model always
-    does."""
+    """Return True if the draft loads on this model without the exception for fine-tuned targets.
+
+    A language model always does.
+    """
     if not isinstance(draft, Draft):
         return True
     return fingerprint_mismatch(draft.reference.fingerprint, draft.fingerprint(model)) is None
@@ -286,7 +288,10 @@ def sync_seconds(draft_bytes: int) -> dict[str, float]:
 
 
 def agreement(runs: Iterable[DraftRun]) -> tuple[int, int]:
-    """Count the turns, and those in which all drafts have one output: with greedy decoding all."""
+    """Return the number of turns, and of those in which all drafts have the same output.
+
+    With greedy decoding the two numbers are equal.
+    """
     outputs = zip(*([r.result.token_ids for r in found.records] for found in runs), strict=True)
     same = [all(output == turn[0] for output in turn) for turn in outputs]
     return len(same), sum(same)

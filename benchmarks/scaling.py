@@ -70,7 +70,8 @@ STAGE_LAUNCHES, DRAFT_LAUNCHES, VERIFY_LAUNCHES = 3, 3, 8
 """Launches per forward pass, the copy to the device and the graph included; the last two also wait
 once."""
 PARALLEL_LAYER_S = 75e-6
-"""(1 / 88.61 s - 141.2 GB / 8 / MEMORY_BYTES_PER_S) / 80 layers: SGLang, Llama-3.3-70B, 8 H100."""
+"""Seconds per layer besides streaming its weights, from SGLang with Llama-3.3-70B on 8 H100:
+(1 / 88.61 s - 141.2 GB / 8 / MEMORY_BYTES_PER_S) / 80 layers."""
 MOST_PARALLEL = 8
 
 
@@ -170,7 +171,7 @@ PARALLEL = {"tensor parallel": 0, "tensor parallel, EAGLE chain:7": 7}
 def speedup(
     target: Target, link: StageLink, num_stages: int, method: str, *, acceptance: float, tokens: int
 ) -> tuple[float, float] | None:
-    """Return S over the same pipeline, and over one device; None: no tensor parallelism there.
+    """Return S over the same pipeline, and over one device; None: tensor parallelism cannot run.
 
     Tensor parallelism needs the fastest link and at most ``MOST_PARALLEL`` devices.
     """

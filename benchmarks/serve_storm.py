@@ -187,8 +187,11 @@ class Storm:
         return "right so far" if left else "cut, right so far"
 
     def failed(self) -> list[str]:
-        """List failures: wrong texts; outside the kill also error statuses and cut texts; in normal
-        operation also missing answers."""
+        """List failures, by phase.
+
+        Wrong texts always count. Error statuses and cut texts count except around the kill, and
+        missing answers count only in normal operation.
+        """
         bad = {"up": ("status", "cut", "no answer"), "ending": ("status", "cut"), "killed": ()}
         return [
             what

@@ -52,7 +52,7 @@ def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
     """Return products and attention per step, without elementwise operations.
 
     The fused attention backward is five products to the forward's two. Taps need no gradient, so a
-    feature projection has only its weight's.
+    feature projection computes only its weight's gradient.
     """
     rows, layers = args.batch * args.length, args.num_layers
     layer = layer_gigaflop(args, rows, args.hidden)

@@ -169,7 +169,7 @@ def run(
 def print_summary(
     args: argparse.Namespace, every: dict[str, Any], some: dict[str, Any], **more: Any
 ) -> None:
-    """Print one JSON line: all rows' case at the top level, the other as `assistant_rows`."""
+    """Print one JSON line: the case of all rows at the top level, the other as `assistant_rows`."""
 
     def rounded(case: dict[str, Any]) -> dict[str, Any]:
         names = ("cpu_s", "cpu_s_median", "peak_rss_mb", "gflop", "floor_s", "fraction_of_floor")

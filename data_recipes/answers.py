@@ -1,7 +1,8 @@
 """Resumable store for on-policy answers: one SQLite row per conversation, exported as JSONL.
 
-Needs neither model nor network: the server path and the local path share it. The output follows the
-input order. A row is settled once it has an answer or has failed. A run can resume after any exit:
+This module needs neither model nor network: answers from a server and from a local model share it.
+The output follows the input order. A row is settled once it has an answer or has failed. A run can
+resume after any exit:
 
     answers.sqlite          settled rows, committed one by one, and the run's input and settings
     answers.jsonl           {"input_row": i, ...} per answered row, i ascending; written at the end
@@ -146,7 +147,7 @@ class AnswerFile:
         return database
 
     def _check(self, settings: Mapping[str, object]) -> None:
-        """Compare with the stored settings; store them on the first run."""
+        """Compare ``settings`` with the stored ones; store them on the first run."""
         (num_settled,) = self.database.execute("SELECT count(*) FROM rows").fetchone()
         for name, value in settings.items():
             if not num_settled:
@@ -347,8 +348,9 @@ class Dialogue:
 
 
 def split_prompts(turns: Messages) -> list[Messages]:
-    """Return the turns between answers: [system, user, assistant, user] -> [[system, user],
-    [user]].
+    """Return the turns before each answer.
+
+    [system, user, assistant, user] becomes [[system, user], [user]].
 
     An assistant turn followed by a tool result is not regenerated: the result belongs to its tool
     call. The turn is kept as context without loss.

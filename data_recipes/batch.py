@@ -111,8 +111,10 @@ def _make_divisible(batches: list[list[int]], group: int) -> None:
 
 
 def collate(rows: Sequence[Values], pad_id: int) -> dict[str, Tensor]:
-    """Pad rows on the right: input_ids [B,T] int64, loss_mask [B,T] bool (False on padding) and
-    lengths [B] int64."""
+    """Pad rows on the right.
+
+    Return input_ids [B, T] int64, loss_mask [B, T] bool (False on padding) and lengths [B] int64.
+    """
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     shape = (len(rows), int(lengths.max()))
     input_ids = torch.full(shape, pad_id, dtype=torch.int64)
@@ -125,9 +127,10 @@ def collate(rows: Sequence[Values], pad_id: int) -> dict[str, Tensor]:
 
 
 def pack(rows: Sequence[Values]) -> dict[str, Tensor]:
-    """Pack rows as documents into one row: input_ids [1, sum] int64, loss_mask [1, sum] bool,
-    lengths [documents] int64. Unlike the blocks from ``data.pack``, documents do not see each
-    other.
+    """Pack rows as documents into one row.
+
+    Return input_ids [1, sum] int64, loss_mask [1, sum] bool, lengths [documents] int64. Unlike in
+    the blocks from ``data.pack``, documents do not see each other.
 
     A document's first token has no token before it to predict it, so its mask is False.
     """
@@ -147,8 +150,10 @@ def document_lengths(batch: dict[str, Tensor]) -> list[int] | None:
 
 
 def document_places(batch: dict[str, Tensor]) -> Tensor:
-    """Return the document number at each position, for padded or packed batches: int64 [B, T]; -1
-    on padding."""
+    """Return each position's document number, int64 [B, T]; -1 on padding.
+
+    The batch is padded or packed.
+    """
     mask_BT, lengths = batch["loss_mask"], batch["lengths"].to(batch["loss_mask"].device)
     B, T = mask_BT.shape
     documents = torch.arange(len(lengths), device=mask_BT.device)

@@ -84,8 +84,7 @@ class PreallocatedLayer(DynamicLayer):
 
 
 def preallocate(cache: DynamicCache, max_length: int) -> None:
-    """Replace growing cache layers by preallocated ones; sliding windows and recurrent states
-    stay."""
+    """Replace growing cache layers by preallocated ones, but not windows and recurrent states."""
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[i] = PreallocatedLayer(max_length)

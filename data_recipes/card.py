@@ -23,8 +23,11 @@ UNKNOWN_LICENSE = "unknown"
 
 @dataclass(kw_only=True)
 class DataReport:
-    """Row counts: rows_read = rows_kept + bad rows + rows with an empty mask (only if unpacked) +
-    rows refused by filters, benchmarks, length or as duplicates + rows not drawn."""
+    """Row counts, by what became of the rows.
+
+    rows_read = rows_kept + bad rows + rows with an empty mask (only if unpacked) + rows refused by
+    filters, benchmarks, length or as duplicates + rows not drawn.
+    """
 
     rows_read: int
     rows_kept: int

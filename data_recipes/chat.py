@@ -33,8 +33,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """One conversation as the target reads it, with the character spans that the assistant
-    wrote."""
+    """One conversation as the target reads it, with the spans that the assistant wrote."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -87,8 +86,7 @@ class ChatRenderer:
 
     @cached_property
     def closing(self) -> str:
-        """Return the special token after an assistant turn, with the whitespace before it; "" if
-        none."""
+        """Return the special token that ends an assistant turn, and whitespace before it, or ""."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
         tail = render_chat(
             self.tokenizer, messages, prompt=False, variables=self.variables
@@ -126,8 +124,7 @@ class ChatRenderer:
         return replace(found, not_rendered=missing)
 
     def as_read(self, message: Message) -> Message:
-        """Return the message as this template reads it: thinking in its field, or else in the
-        content."""
+        """Return the message as this template reads it: thinking in its field or in the content."""
         if "reasoning_content" not in message:
             return message
         if self.thinking_names:
@@ -291,8 +288,7 @@ class TurnFinder:
         return (start, end) if end > start else None
 
     def _find_turn(self, index: int, cursor: int) -> tuple[int, int] | None:
-        """Return the span for assistant turn ``index``, at or after ``cursor``; None if it left no
-        trace."""
+        """Return the span for assistant turn ``index``, at or after ``cursor``; None: no trace."""
         text, content = self.text, self.messages[index]["content"]
         answer = content.rpartition(END_THINK)[2].strip()
         start = self._prefix_length(index, prompt=True)

@@ -120,7 +120,7 @@ class Source:
     split: str = "train"
     """A Hub data set's split; a file or folder has none."""
     subset: str | None = None
-    """Configuration for a Hub data set with several, as `all` of HuggingFaceTB/smoltalk."""
+    """Configuration of a Hub data set that has several, such as `all` of HuggingFaceTB/smoltalk."""
     files: str | None = None
     """Glob that selects files from a Hub data set; null: all."""
     revision: str | None = None

@@ -115,7 +115,7 @@ def check_shares(shares: Mapping[str, float]) -> None:
     """Refuse unknown groups, and shares above 1 in total.
 
     Raises:
-        ValueError: names the group.
+        ValueError: the message names the group.
     """
     for name, share in shares.items():
         dimension, _, group = name.partition("/")
@@ -137,7 +137,7 @@ def check_shares(shares: Mapping[str, float]) -> None:
 def balance(
     weights_N: np.ndarray, groups: Mapping[str, np.ndarray], shares: Mapping[str, float]
 ) -> np.ndarray:
-    """Return weights that give groups their expected row shares; the total number stays the same.
+    """Return weights that give groups their expected row shares; the row total stays the same.
 
     Rows outside the named groups keep their proportions. Several dimensions are fitted in turn.
 

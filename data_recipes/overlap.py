@@ -45,7 +45,7 @@ def hash_words(words: list[str]) -> np.ndarray:
 def hash_ngrams(hashes_W: np.ndarray, length: int) -> np.ndarray:
     """Hash runs of ``length`` words, uint64 [G], G = max(0, W - length + 1).
 
-    sum_j hashes[i + j] BASE^j modulo 2^64.
+    The run at word i has the hash sum_j hashes[i + j] BASE^j modulo 2^64.
     """
     if len(hashes_W) < length:
         return hashes_W[:0]
@@ -113,7 +113,7 @@ def read_benchmarks(entries: Sequence[str | Source]) -> Benchmarks:
     """Index prompts from files, folders (one benchmark per file) or Hub data sets.
 
     Raises:
-        ValueError: an unreadable file, or a row without a prompt; names file and row.
+        ValueError: an unreadable file, or a row without a prompt; the message names file and row.
     """
     sources: list[tuple[str, Source]] = []
     for entry in entries:

@@ -59,7 +59,7 @@ ROWS_PER_CALL = 512
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Columns in both sets: ``input_ids`` list[int32], ``loss_mask`` list[int8], ``source``."""
+    """Two sets with columns ``input_ids`` list[int32], ``loss_mask`` list[int8], ``source``."""
 
     train: Rows
     valid: Rows
@@ -80,7 +80,7 @@ def load_data(
 
     Rows are dropped for the first reason in this order: cannot be read or rendered, a filter, a
     benchmark, too few or too many tokens, an empty mask, a duplicate of a row without such faults.
-    Rows not drawn by a weight below 1 are counted, but not written to ``side_file``.
+    Rows skipped by a weight below 1 are counted, but not written to ``side_file``.
 
     Args:
         side_file: JSON lines, one per dropped row: {"reason", "source", "location", "row"}, and
@@ -88,7 +88,7 @@ def load_data(
             the first shared words, the location of the duplicated row.
 
     Raises:
-        ValueError: a source cannot be read, or no row is usable; the text says why.
+        ValueError: a source cannot be read, or no row is usable; the message says why.
     """
     benchmarks = read_benchmarks(config.decontaminate) if config.decontaminate else None
     rows, source_N = _tokenize_rows(config, tokenizer, benchmarks)

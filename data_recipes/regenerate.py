@@ -258,8 +258,10 @@ def ask_local(run: Run, options: RegenerateOptions) -> str:
 
 
 def settings_of(options: RegenerateOptions, digest: str) -> Values:
-    """Return options that change the answers. The server's address may change, its model may
-    not."""
+    """Return the options that change the answers.
+
+    A resumed run may use another server address, but not another model.
+    """
     folder = Path(options.target or "")
     is_folder = options.target is not None and folder.exists()
     return {

@@ -234,8 +234,7 @@ def identifying_text(conversation: Conversation, config: DataConfig) -> str:
 
 
 def license_of(row: Values, source: Source) -> str:
-    """Return the license in lower case, as the Hub writes it; "" if neither row nor source names
-    one."""
+    """Return the row's or source's license in lower case, as the Hub writes it; "" without one."""
     named = row.get("license")
     return (named if isinstance(named, str) and named else source.license or "").lower()
 
@@ -259,7 +258,8 @@ def draw_copies(hashes_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
 def split_rows(hashes_N: np.ndarray, valid_fraction: float) -> np.ndarray:
     """Return the held-out mask: hash < valid_fraction * 2^63, equal content always together.
 
-    If this holds out none (all), the row with the smallest (largest) hash changes sides.
+    If this holds out no row, the row with the smallest hash is held out. If it holds out all, the
+    row with the largest hash stays in training.
     """
     if valid_fraction == 0 or len(hashes_N) < 2:
         return np.zeros(len(hashes_N), dtype=bool)

@@ -290,7 +290,7 @@ def read_answer_calls(payload: Any) -> list[Values]:
 
 
 def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:
-    """Read a chat completion: (content, reasoning, finish reason); raise TryAgain without any text.
+    """Read a chat completion: (content, reasoning, finish reason); raise TryAgain if empty.
 
     A server may return thinking in ``reasoning_content``, or in ``reasoning`` (later vLLM).
     """

@@ -265,7 +265,7 @@ def read_hub(source: Source) -> Iterator[RawRow]:
 
 
 def load_hub(source: Source) -> Any:
-    """The split as a ``Dataset``, or as an ``IterableDataset`` if the source is streamed."""
+    """Return the split as a ``Dataset``, or as an ``IterableDataset`` if the source is streamed."""
     return _load("load_dataset", source, split=source.split, streaming=source.streaming)
 
 

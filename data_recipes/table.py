@@ -1,6 +1,6 @@
 """Rows in memory-mapped Arrow files, read by column, by row or by piece.
 
-``datasets.Dataset`` reads them alike, but importing it takes 70 MB and a second, mostly pandas.
+``datasets.Dataset`` reads them alike, but importing it takes 70 MB and a second, mostly for pandas.
 
 N rows, M chosen ones.
 """

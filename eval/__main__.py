@@ -43,7 +43,9 @@ build_parser = EvalOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the whole command; bad input raises ValueError, cheap checks run before the models load.
+    """Run the whole command.
+
+    Bad input raises ValueError. Cheap checks run before the models load.
 
     Args:
         argv: a subcommand and its arguments, or evaluation options.

@@ -1,4 +1,4 @@
-"""Options for evaluations and for decoding subcommands; other subcommands define theirs."""
+"""Options for evaluations and for decoding subcommands; other subcommands define their own."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,24 +107,24 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
     """a draft's checkpoint folder or Hub repository; repeatable"""
     draft_model: str | None = option(None, metavar="DIR")
-    """use this language model (folder or Hub name, with the target's tokenizer) as the draft; its
-    default schedule is pipeinfer; needs --target"""
+    """use this language model (folder or Hub name, with the target's tokenizer) as the draft; the
+    default schedule is then pipeinfer; needs --target"""
     draft: Literal["ngram", "suffix"] | None = None
-    """draft by n-gram or suffix lookup instead of a network; needs --target"""
+    """draft by n-gram or suffix lookup instead of a neural network; needs --target"""
     target: str | None = None
-    """target's folder or Hub name; default: the draft's own"""
+    """target's folder or Hub name; default: the target that the draft was trained for"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm,
     natural_questions (nq), wmt14_de_en, rag, or paths to .jsonl files whose rows have prompt, turns
     or messages"""
     data_dir: str | None = option(None, metavar="D")
     """folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz],
-    alpaca/alpaca_data.json[l], spec_bench/question.jsonl, or hub: or hub:owner/name; default: the
-    repository's own prompts of the first three"""
+    alpaca/alpaca_data.json[l], spec_bench/question.jsonl, or hub: (the published data sets), or
+    hub:owner/name; default: the repository's own prompts for mt_bench, gsm8k and humaneval"""
     schedule: tuple[str, ...] = option((), metavar="NAMES", known=tuple(SCHEDULES))
-    """comma list of schedules; default: each draft's own"""
+    """comma list of schedules; default: the one that each draft was designed for"""
     stages: int | None = option(None, least=1)
-    """pipeline stages for the target; default: as the draft was trained, else 4"""
+    """number of pipeline stages; default: the number that the draft was trained for, else 4"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
     """comma list of temperatures; 0 is greedy"""
     verifier: Rule = "auto"
@@ -132,11 +132,11 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     limit: int | None = option(None, metavar="P", least=1)
     """first P prompts per benchmark; default: all"""
     repeats: int = option(1, metavar="R", least=1)
-    """decode everything R times with the same random numbers: outputs are equal, and differing
-    times separate the machine's noise from the prompts'"""
+    """decode everything R times with the same random numbers: outputs are equal, and differences in
+    time show the machine's noise apart from the prompts'"""
     sequences: int = option(1, metavar="N", least=1)
-    """conversations decoded at once, which is faster; outputs and counts stay the same as alone,
-    wall-clock times are left out"""
+    """number of conversations decoded at once, which is faster; outputs and counts stay the same as
+    alone, but wall-clock times are left out"""
     max_new_tokens: int = option(128, metavar="M", least=1)
     """new tokens per turn"""
     seed: int = option(0, metavar="N", least=0)
@@ -145,26 +145,27 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     """dtype for target and draft; greedy output is exact in float32; auto: the target's stored
     dtype on a GPU"""
     bitwise: bool = False
-    """compute each target row bit for bit as autoregressive decoding would, and compare outputs
-    with autoregressive decoding instead of transformers; slower"""
+    """compute each token in the target bit for bit as autoregressive decoding would, and compare
+    outputs with autoregressive decoding instead of transformers; slower"""
     never_slower: bool = False
-    """time rounds with and without the draft, and shrink or pause it where it is slower"""
+    """time rounds with and without the draft, and shrink or pause the draft where it slows decoding
+    down"""
     no_lossless: bool = False
     """do not compare greedy outputs with transformers, nor measure acceptance by entropy: both load
     the whole target a second time"""
     cost: str | None = option(None, metavar="PRESET|FILE")
     """cost model for the modeled speed-up S: h100, a100, rtx4090, jetson_orin, this_cpu, or a file
-    written by --calibrate; default: rows, links and verification are free, a draft forward costs
-    its share of layers"""
+    written by --calibrate; default: extra tokens per pass, links and verification take no time, and
+    a draft forward costs its layers' size relative to the target's"""
     score: bool = False
-    """add gsm8k's accuracy (also on spec_bench's gsm8k part) to every method: the answer's last
-    number, or the one after ####, equals the reference"""
+    """add every method's accuracy on gsm8k and on spec_bench's gsm8k part: an answer is correct if
+    its last number, or the one after ####, equals the reference"""
     save_answers: bool = False
     """write every method's answers into OUT/answers, as JSON lines for evalplus (task_id, solution)
     and lm-evaluation-harness"""
     calibrate: Path | None = None
-    """write a cost model from this run's measurements: extra row, link, verification, draft
-    forward"""
+    """write a cost model from this run's measurements of extra tokens per pass, links, verification
+    and draft forwards"""
     shard: str | None = option(None, metavar="I/N", parse=read_share)
     """decode share I of N into OUT/traces without a report; afterwards the same command without
     --shard decodes the rest and reports all"""
@@ -207,7 +208,7 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     draft: Literal["ngram", "suffix"] | None = None
     """draft by n-gram or suffix lookup instead of a network, as in eval; needs --target"""
     target: str | None = None
-    """target's folder or Hub name; default: the draft's own"""
+    """target's folder or Hub name; default: the target that the draft was trained for"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of benchmarks, as in eval"""
     data_dir: str | None = option(None, metavar="D")
@@ -222,7 +223,7 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     """comma list of temperatures"""
     times: str = option("picospec", metavar="TIMES")
     """picospec, picospec_llama, flexspec, flexspec_145ms, flexspec_12ms, flexspec_10.5ms, or a JSON
-    file with draft_s, verify_s, cloud_draft_s and perhaps verify_row_s, alone_s, edge_layer_s,
+    file with draft_s, verify_s, cloud_draft_s and optionally verify_row_s, alone_s, edge_layer_s,
     prompt_row_s, jitter"""
     draft_length: int = option(4, metavar="K", least=1)
     """draft length for stop_and_wait and dssd"""
@@ -234,9 +235,9 @@ class EdgeOptions(PlaceOptions, FilterOptions):
     token_bytes: int = option(0, metavar="B", least=0)
     """extra bytes sent to the target with each draft token, in addition to its id"""
     payload_tokens: int = option(10, metavar="K", least=1)
-    """target's top tokens sent with a rejection, by topk and tail_escape"""
+    """number of the target's most likely tokens that topk and tail_escape send with a rejection"""
     tail_samples: int = option(4, metavar="M", least=1)
-    """sampled tokens sent with a rejection, by tail_escape"""
+    """number of sampled tokens that tail_escape sends with a rejection"""
     max_new_tokens: int = option(128, metavar="M", least=1)
     """new tokens per answer"""
     dtype: Dtype = "float32"
@@ -321,7 +322,7 @@ class ParityOptions(PlaceOptions):
     """a draft's checkpoint folder or Hub repository, or a head in the SafeAILab, SpecForge or
     speculators layout, which needs --target"""
     target: str | None = None
-    """target's folder or Hub name; default: the draft's own"""
+    """target's folder or Hub name; default: the target that the draft was trained for"""
     trained_tokenizer: str | None = option(None, metavar="DIR")
     """folder or Hub name for the tokenizer (with chat template) used for the training data;
     default: the target's"""

@@ -117,7 +117,7 @@ class Difference:
     place: int
     token: str
     baseline: str
-    """The baseline's token at this place; "" in either field: the answer has ended."""
+    """The baseline's token at this place; "" in ``token`` or here: that answer has ended."""
     margin: float | None
     """Gap between the baseline's log-probabilities for both tokens; None: unknown."""
     is_tie: bool
@@ -168,7 +168,10 @@ def first_difference(prompt: str, ours: Answer, theirs: Answer, tie: float) -> D
 
 
 class Endpoint:
-    """Client for one of the two servers; asks without log-probabilities after a refusal."""
+    """Client for one of the two servers.
+
+    If the server refuses log-probabilities, the client asks without them.
+    """
 
     def __init__(self, name: str, address: str, model: str, options: AuditOptions) -> None:
         self.name, self.model, self.options = name, model, options
@@ -227,7 +230,7 @@ async def _all(asked: Sequence[Coroutine[object, object, Answer]]) -> list[Answe
 
 @contextmanager
 def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
-    """Yield the baseline's address and model; serve --target until the end of the body."""
+    """Yield the baseline's address and model; serve --target until the ``with`` block ends."""
     if options.target is None:
         yield str(options.baseline), options.baseline_model or str(options.model)
         return
@@ -261,7 +264,8 @@ class Audit:
     differences: list[Difference]
     tests: list[PairedTest]
     concentration: tuple[float, float]
-    """Probability of two equal sampled first tokens for a prompt: endpoint, baseline."""
+    """Probability that two sampled answers to a prompt begin with the same token: endpoint,
+    baseline."""
     ended: tuple[float, float]
     """Share of sampled answers ending before --max-new-tokens: endpoint, baseline."""
     has_logprobs: bool
@@ -306,7 +310,7 @@ class Audit:
 
     @property
     def scope(self) -> list[str]:
-        """Describe the tested answers and the smallest fault found by each test."""
+        """Describe the tested answers, and the smallest fault that each test can find."""
         num_ties = sum(one.is_tie for one in self.differences)
         equal = len(self.greedy) - len(self.differences)
         lines = [
@@ -361,7 +365,7 @@ def ended_share(sampled: Sequence[Sequence[Answer]]) -> float:
 
 
 async def audit(options: AuditOptions, prompts: list[Prompt], place: tuple[str, str]) -> Audit:
-    """Query both servers, and compare."""
+    """Query both servers, and compare their answers."""
     ours = Endpoint("--endpoint", options.endpoint, str(options.model), options)
     theirs = Endpoint("--baseline", *place, options)
     async with ours.client, theirs.client:

@@ -32,11 +32,11 @@ class PairedTest:
     name: str
     p_value: float
     critical: float
-    """Critical value: equal servers reach a larger statistic only with the test's level as
-    probability."""
+    """Critical value: if both servers are equal, the test's level is the probability of a larger
+    statistic."""
     statistic: float
     detectable_share: float | None
-    """Smallest share of wrong answers found with probability ``POWER``; None: no share."""
+    """Smallest share of wrong answers found with probability ``POWER``; None: none is found."""
     num_answers: int
     """Answers per server."""
 
@@ -131,6 +131,7 @@ FEATURES: dict[str, Callable[[Sequence[str], bool], Features]] = {
     "lengths": lambda tokens, ended: [len(tokens).bit_length()],
     "stop reasons": lambda tokens, ended: [ended],
 }
-"""Tests by name: features from an answer's tokens, and from its having ended by itself."""
+"""Test name -> function that makes features from an answer's tokens and its ``ended``."""
 OF_THE_END = ("lengths", "stop reasons")
-"""Tests in which a wrong answer has no end; in the others it is the prompt's most frequent one."""
+"""Tests whose power assumes wrong answers without an end. The other tests assume the prompt's most
+frequent answer as the wrong one."""

@@ -1,4 +1,4 @@
-"""Chart types, each drawn once: as PNG for report.md, as SVG for report.html.
+"""Chart types: each chart becomes a PNG for report.md and an SVG for report.html.
 
 Charts are drawn in the light theme. The SVG uses CSS variables for its colors, so one drawing
 serves a light and a dark page. matplotlib runs without a display and without global state.
@@ -227,7 +227,7 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesChart(Chart):
-    """panels: title -> series label -> place -> estimate."""
+    """Chart of series; ``panels`` maps title -> series label -> place -> estimate."""
 
     COLUMNS = ("panel", "series", "place", "value", "low", "high")
     reference: float | None = None

@@ -21,7 +21,7 @@ from pipedraft.pretrained import place_draft
 
 
 def _folder_of(path: Path) -> Path | None:
-    """Return the checkpoint in a folder, or in its best/."""
+    """Return the checkpoint in a folder, or in its folder best/."""
     for folder in (path, path / "best"):
         if (folder / CONFIG_FILE).is_file():
             return folder
@@ -75,7 +75,7 @@ def read_drafts(
 
 
 def _read_places(path: Path) -> dict[str, Path]:
-    """Read a YAML file with lines role: checkpoint."""
+    """Read a YAML file with lines ``role: checkpoint``."""
     try:
         content = msgspec.convert(read_yaml(path, "--checkpoints"), dict[str, str])
     except msgspec.ValidationError as error:
@@ -101,7 +101,7 @@ class CheckpointSearch:
         """Make a search from the places on the command line.
 
         Args:
-            places: folders to search, and YAML files with lines role: checkpoint.
+            places: folders to search, and YAML files with lines ``role: checkpoint``.
             drafts: name -> folder, from the specification.
 
         Raises:

@@ -44,7 +44,8 @@ from pipedraft.models.target_part import weights_identity
 from pipedraft.pretrained import quieten, resolve_dtype
 
 LoadedDraft = tuple[str, str, DraftNetwork]
-"""Name in tables, folder or name, network. Heads of one type for different stages share a name."""
+"""Name in tables, the draft's folder or Hub name, and its network. Heads of one type share a name
+if they were trained for different numbers of stages."""
 
 
 def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:
@@ -85,7 +86,7 @@ def _check_settings(given: Values, schedules: Collection[str]) -> None:
 
 
 def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedule]]:
-    """Return every settings combination for the schedule by name, in the given order.
+    """Return (name, schedule) for every combination of its settings, in the given order.
 
     Args:
         given: setting -> value or list of values; settings for other schedules are ignored.
@@ -250,8 +251,8 @@ def evaluate_drafts(
 
     Args:
         argv: the command line's words.
-        held: takes the output folder's lock.
-        cluster: None: everything runs in this process.
+        held: this function adds the output folder's lock to it.
+        cluster: the ranks that decode; None: everything runs in this process.
     """
     quieten()
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)

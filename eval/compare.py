@@ -110,7 +110,7 @@ def by_group(entries: Iterable[RunRecord]) -> list[Quantity]:
 
 
 def has(quantity: Quantity, entry: RunRecord) -> bool:
-    """Return True if every prompt recorded the quantity, and the count is positive."""
+    """Return True if every prompt recorded the quantity, and the denominator's sum is positive."""
     counts = [quantity.counts(row) for row in entry.per_prompt]
     return None not in counts and sum(count[1] for count in counts if count) > 0
 
@@ -135,7 +135,7 @@ def _rows_by_id(entry: RunRecord) -> dict[tuple[str, str], PromptRecord]:
 
 @dataclass(frozen=True)
 class Line:
-    """One quantity for a method in one run against the baseline run."""
+    """One quantity for a method in one run, compared with the baseline run."""
 
     baseline: RunRecord
     compared: RunRecord
@@ -332,7 +332,7 @@ class CompareOptions(Options):
     others: tuple[Path, ...] = option(metavar="RUN_B", positional=True)
     """other runs' --out folders"""
     entropy: bool = False
-    """add the accepted share among draft tokens by the target's entropy, from 0, 0.05, .. nats"""
+    """add the share of accepted draft tokens by target entropy, in bins from 0, 0.05, .. nats"""
     groups: bool = False
     """add tokens per round by context length, language and kind of text"""
     json: Path | None = None

@@ -119,7 +119,7 @@ def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
 
 
 def radio_of(link: str) -> str:
-    """Return a link's radio, by its name or its trace file's: WiFi if the name says so."""
+    """Return a link's radio: WiFi if the link's or trace file's name has "wifi", else cellular."""
     return "wifi" if "wifi" in Path(link).stem else "cellular"
 
 
@@ -148,7 +148,7 @@ class EdgeMethod:
     """True if the method works with its own acceptance rule only."""
     asks_with: Literal["id", "state"] | None = None
     """Upload per token: the previous token's id, or its hidden state after the target's first
-    layers, which the edge computes. None: nothing is uploaded, the cloud streams."""
+    layers, which the edge computes. None: nothing is uploaded, and the cloud streams the tokens."""
     caveat: str = ""
     """Reason why the output distribution differs from the target's; "": it is the same."""
 
@@ -234,7 +234,7 @@ class Simulation(TokenFilters):
     slow: bool = False
     """Turn off picospec's early passes."""
     rule: RuleName | None = None
-    """Acceptance rule for methods that do not require theirs; None: each method's own."""
+    """Acceptance rule for methods that do not require their own; None: each method's own."""
     policy: str = "geometric"
     max_length: int = 8
     fixed_length: int = 4
@@ -245,7 +245,7 @@ class Simulation(TokenFilters):
 
     @classmethod
     def on(cls, network: str, times: Times, **settings: Any) -> "Simulation":
-        """Make a simulation on a link by name or file, checked before anything is loaded."""
+        """Make a simulation on a link, given by name or file; check it before any model loads."""
         energy = radio_energy(radio_of(network), draft_s=times.draft_s)
         found = cls(link=load_link(network), times=times, energy=energy, **settings)
         parse_policy(found.policy, max_length=found.max_length)
@@ -388,7 +388,8 @@ def _ask_for_each(
 ) -> float:
     """Make every token wait for its predecessor to cross the link; return the last arrival time.
 
-    The tokens are the target's own wherever its layers run, and each takes its usual pass.
+    The tokens are the target's own, whether its first layers run on the edge or in the cloud. Each
+    token takes one pass over all layers.
     """
     config, times = simulation.target.model.config.get_text_config(), simulation.times
     edge_layers = min(simulation.edge_layers, config.num_hidden_layers) if sends == "state" else 0

@@ -89,7 +89,7 @@ class LinkRun:
 
     @property
     def place(self) -> tuple[str, str, Times]:
-        """Return network, sampling label and compute times; equal ones make rows comparable."""
+        """Return network, sampling label and compute times; rows that share them are comparable."""
         return self.network, self.simulation.sampling, self.simulation.times
 
     @property
@@ -221,9 +221,9 @@ def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: Deco
 def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> LosslessRecord:
     """Compare outputs with the target's own, for methods promising equality.
 
-    Greedy: compare with transformers. Sampled by a rule independent of draft tokens: compare with
-    cloud-only decoding with the same random numbers. Other rules preserve the distribution, not the
-    output.
+    Greedy outputs are compared with transformers. Outputs sampled by one of ``SAME_TEXT_RULES`` are
+    compared with cloud-only decoding under the same random numbers. Other rules preserve the
+    distribution, not the output.
     """
     if METHODS[run.method].caveat:
         return UNCHECKED

@@ -141,8 +141,10 @@ METHODS = {
 
 
 def engine_depth(draft: Draft, depth: int) -> int:
-    """Return draft tokens per round in the engine: all for a block, because its rows see each
-    other."""
+    """Return draft tokens per round in the engine.
+
+    A block head always drafts its whole block, because the block's rows see each other.
+    """
     return draft.config.num_tokens if isinstance(draft, DFlash) else trained_depth(draft, depth)
 
 
@@ -433,14 +435,14 @@ class EngineComparison:
 
     @property
     def shares(self) -> tuple[list[float], list[float]]:
-        """Return accepted draft tokens per round by position: here, there."""
+        """Return accepted draft tokens per round by position: here, and in the engine."""
         ours = [number / max(self.num_rounds, 1) for number in self.ours]
         theirs = [number / max(self.answer.num_drafts, 1) for number in self.answer.accepted]
         return ours, theirs
 
     @property
     def mean_acceptance_lengths(self) -> tuple[float, float]:
-        """Return tokens per round, as engines count them: here, there."""
+        """Return tokens per round, as engines count them: here, and in the engine."""
         ours, theirs = self.shares
         return 1 + sum(ours), 1 + sum(theirs)
 

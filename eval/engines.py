@@ -40,7 +40,7 @@ LARGEST_DIFFERENCE = 0.02
 EMBEDDED, SMOLLM2 = "assets/target", "out/smollm2"
 SMOLLM2_HEAD, EAGLE3_HEAD = "assets/heads/smollm2_eagle3", "assets/heads/eagle3"
 FOLDER = "out/engines"
-"""Makefile's training folder for heads that do not ship, 60 steps each."""
+"""Folder for heads that do not ship; the Makefile trains each of them for 60 steps."""
 
 Change = Callable[[Path], None]
 """Changes exported files in place."""
@@ -85,7 +85,7 @@ class EngineRow:
 
 
 def _configured(**settings: object) -> Change:
-    """Set entries in config.json, and in its layer; None removes one."""
+    """Set entries in config.json and its ``transformer_layer_config``; None removes an entry."""
 
     def change(folder: Path) -> None:
         config = json.loads((folder / CONFIG).read_text())
@@ -143,7 +143,7 @@ VLLM_EAGLE = _configured(architectures=["LlamaForCausalLMEagle", "EagleLlamaForC
 
 
 def cases() -> Iterator[EngineCase]:
-    """Yield sound exports, exports as earlier versions wrote them (D1 to D5), and planted
+    """Yield sound exports, exports as earlier versions wrote them (cases D1 to D5), and planted
     faults."""
     smollm2: Values = {"checkpoint": SMOLLM2_HEAD, "target": SMOLLM2}
     five, plain = f"{FOLDER}/eagle3_five", f"{FOLDER}/eagle_no_bias"
@@ -212,7 +212,7 @@ def _with_template(target: str, folder: Path) -> str:
 
 
 def run_case(case: EngineCase, options: EnginesOptions, place: Path) -> EngineComparison:
-    """Export, change, decode there and here, and compare.
+    """Export the head, change its files, decode in the engine and here, and compare.
 
     Raises:
         Failure: the engine does not run the head.

@@ -1,8 +1,8 @@
 """Acceptance by group: context length, language, kind of text.
 
-Counts come from decoded turns. So one report covers any head, from this project or another, and an
-evaluation with complete traces decodes nothing for it. Data recipes mix rows by the same groups;
-``metrics`` has the target's entropy.
+Counts come from decoded turns, so they cover any head, from this project or another. If an
+evaluation's traces are complete, counting decodes nothing. Data recipes mix rows by the same
+groups; ``metrics`` counts by the target's entropy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,8 @@
-"""Confidence intervals for ratios of sums over conversations, and for two runs on the same prompts.
+"""Confidence intervals for ratios of sums over conversations: for one run, or to compare two.
 
-Every quantity is a ratio of sums: L' = n sum(N) / sum(K), S, tokens per second, acceptance.
-Resampling draws conversations: steps inside one are dependent, and so are its turns.
+Every quantity is a ratio of two sums over conversations. For L' it is n sum(N) / sum(K); S, tokens
+per second and acceptance have the same form. Resampling draws whole conversations, because the
+steps and turns inside one conversation depend on each other.
 """
 
 # P conversations, R resamples, S the two runs (0 the baseline, 1 the compared run). Leading axes
@@ -23,7 +24,7 @@ def student_quantile(probability: float, degrees: float) -> float:
 
         z + g1(z) / d + g2(z) / d^2 + g3(z) / d^3 + g4(z) / d^4    Abramowitz and Stegun 26.7.5
 
-    At 0.975 it is 0.7 % low for d = 2, 0.01 % for d = 5, and exact to six digits from d = 15.
+    At 0.975 this is 0.7 % low for d = 2, 0.01 % for d = 5, and exact to six digits from d = 15.
     """
     z = NORMAL.inv_cdf(probability)
     terms = (
@@ -47,8 +48,7 @@ def resampling_weights(size: int, *, seed: int) -> np.ndarray:
 
 
 def effective_size(weight_P: np.ndarray) -> np.ndarray:
-    """Return the effective sample size, in conversations: sum(w)^2 / sum(w^2), Kish 1965;
-    [...]."""
+    """Return the effective sample size in conversations, [...]: sum(w)^2 / sum(w^2) (Kish 1965)."""
     with np.errstate(invalid="ignore"):
         return weight_P.sum(-1) ** 2 / (weight_P**2).sum(-1)
 
@@ -56,11 +56,11 @@ def effective_size(weight_P: np.ndarray) -> np.ndarray:
 def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Return a statistic's confidence interval from its resampled values.
 
-    Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the resampled
-    values' percentiles a and 1 - a, a = Phi(-sqrt(P / (P - 1)) t), t = 0.975 quantile for Student's
-    t with P - 1 degrees of freedom. The plain 2.5 % percentiles cover too seldom with few
-    conversations. Deviation: P is the effective sample size; a few long conversations weigh like
-    few.
+    Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the resampled values'
+    percentiles a and 1 - a, with a = Phi(-sqrt(P / (P - 1)) t), where t is the 0.975 quantile of
+    Student's t with P - 1 degrees of freedom. The plain 2.5 % percentiles cover too seldom with few
+    conversations. Deviation: P is the effective sample size, because a few long conversations may
+    outweigh all others.
 
     Coverage is 93 to 98 % for ratios of sums over 8 to 80 prompts with log-normal lengths (sigma
     0.5 to 1.5), and for their differences between two runs. With the plain P it is 91 to 95 %, with
@@ -109,12 +109,13 @@ def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[flo
     Wilson's interval with p (1 - p) / v effective tests, where v is the rate's
     jackknife variance over prompts, and Student's t in place of z (after Korn and Graubard 1998,
     Survey Methodology 24). If v is 0, because all or none were accepted, every prompt counts as one
-    test. Deviation: theirs widens Clopper and Pearson's interval, which is wider than 95 % needs;
-    their variance is linearized, and their degrees of freedom assume equally long prompts.
+    test. Deviation: Korn and Graubard widen Clopper and Pearson's interval, which is wider than
+    95 % needs; their variance is linearized, and their degrees of freedom assume equally long
+    prompts.
 
     From 10 prompts up, with log-normal numbers of tests (sigma 0.7 to 1.5), coverage is 91 to 99 %.
     Wilson's own interval, which assumes independent tests, covers 47 to 95 %. Unlike a bootstrap it
-    does not shrink to a point where the few prompts at a position accept everything there. With 3
+    does not shrink to a point if the few prompts at a position accept everything there. With 3
     prompts it is too wide.
 
     Args:
@@ -162,8 +163,8 @@ def paired_interval(
 ) -> np.ndarray:
     """Return an interval [..., 2] for the ratio between the two pooled values.
 
-    A resample draws prompts with both runs' results: effects that make a prompt long or easy for
-    both cancel.
+    A resample draws each prompt together with both runs' results. So effects that make a prompt
+    long or easy in both runs cancel.
     """
     weights_PR = resampling_weights(numerator_SP.shape[-1], seed=seed)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -116,7 +116,8 @@ def pool_checks(checks: Sequence[LosslessRecord]) -> LosslessRecord:
 def check_equal(turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]") -> LosslessRecord:
     """Compare outputs with plain decoding's, drawn with the same noise.
 
-    Not in half precision without --bitwise: rounding may turn a draw, and nothing would say so.
+    Do not use it in half precision without --bitwise: rounding may change a draw, and nothing would
+    distinguish this from a fault.
     """
     expected = {(turn.conversation, turn.turn): turn.result.token_ids for turn in plain}
     outputs = {(turn.conversation, turn.turn): turn.result.token_ids for turn in turns}

@@ -1,4 +1,4 @@
-"""Record a number's conditions: versions, seeds, dtype, code, tokenizer, prompts, hardware."""
+"""Record a measurement's conditions: versions, seeds, dtype, code, tokenizer, prompts, hardware."""
 
 import hashlib
 import json

@@ -69,7 +69,7 @@ def measure_times(
     """Return one process's times; None if no request recorded two token times.
 
     tokens/s is N over the time between each request's first and last token, prefill excluded. Times
-    between tokens are pooled over requests: 0 inside an accepted burst.
+    between tokens are pooled over requests, and are 0 inside an accepted burst.
 
     Args:
         plain_tokens_per_s: the baseline's, for the speedup.
@@ -171,7 +171,7 @@ def acceptance_length(
 def acceptance_by_category(
     rows: Sequence[PromptRecord], *, num_stages: int, seed: int = 0
 ) -> dict[str, CategoryRecord]:
-    """Return rates and L' per prompt category; "benchmark/category" if several are pooled.
+    """Return rates and L' by prompt category, named "benchmark/category" for pooled benchmarks.
 
     Args:
         seed: for the bootstrap of L'.

@@ -73,8 +73,7 @@ tokens alone, by the training's forward pass and as decoded, which have to be eq
 def training_prompt(
     renderer: ChatRenderer, prompt: Prompt, answer: str, prompt_ids: list[int]
 ) -> tuple[list[int], tuple[str, str] | None]:
-    """Return the prompt's ids as training preprocesses this conversation, and any decoding
-    difference."""
+    """Return the prompt's ids as training makes them, and how decoding differs, if it does."""
     chat = renderer.render([*prompt.messages(), {"role": "assistant", "content": answer}])
     ((ids, mask),) = renderer.tokenize([chat])
     if 1 not in mask:
@@ -129,7 +128,7 @@ def exported_drafts(
 
 @dataclass(kw_only=True)
 class Parity:
-    """Training, decoding and files on the same prompts."""
+    """Comparison of training, decoding and files on the same prompts."""
 
     draft: Draft
     decoding: Decoding
@@ -156,7 +155,7 @@ class Parity:
             self.checks[name] = Check(name=name, remark=remark)
 
     def add(self, prompt: Prompt) -> None:
-        """Decode a prompt, and compare."""
+        """Decode a prompt, and compare its rows with training."""
         name = f"{prompt.task}/{prompt.id}"
         prompt_ids = encode_turn(self.decoding.tokenizer, prompt, [])
         answer, drafted = self.decoding.run(prompt_ids)

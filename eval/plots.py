@@ -35,10 +35,10 @@ Series = dict[str, dict[Any, Estimate]]
 
 
 def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Return entries by label, per method and setting; the baseline is a line, not a method.
+    """Return label -> entries with a draft: one label for each method and setting.
 
-    A label has method and n; temperature, width, tree and run only where needed to tell labels
-    apart.
+    A label names the method and n. It names temperature, width, tree and run only where labels
+    would otherwise be equal.
     """
     series: dict[tuple, list[RunRecord]] = {}
     for run in runs:
@@ -108,8 +108,8 @@ def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
 def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
     """Draw a line for each method with several numbers of stages.
 
-    A line may join entries from different folders. If folders contain the same number twice, the
-    second ones make another line, in folder order; labels then name the folders.
+    A line may join entries from different folders. If several folders contain the same number,
+    later folders make another line, and labels name the folders.
     """
     lines: dict[str, list[dict[int, RunRecord]]] = {}
     for run in tables.drafted_runs(pooled):

@@ -158,7 +158,7 @@ def list_tables() -> str:
 
 
 def read_options(options: TableOptions) -> Spec:
-    """Return the specification with the options applied, checked."""
+    """Return the checked specification, with the options applied."""
     names = ("target", "limit", "data_dir", "max_new_tokens", "seed", "dtype")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     spec = msgspec.structs.replace(read_spec(options.name), **given)

@@ -1,9 +1,9 @@
 """Types for results.json: used by the evaluation to write it, and by every reader.
 
-Fields have the same names and nesting as the file's keys. Readers skip unknown keys; keys missing
-from older versions have a default. A missing number (a rate over nothing) is null in a file and
-None once read; until it is written it may be NaN: see ``is_known``. Unset fields are left out of
-the file.
+Fields have the same names and nesting as the file's keys. Readers skip unknown keys, and use
+defaults for keys that older files lack. A missing number (a rate over nothing) is null in a file
+and None once read; until it is written it may be NaN: see ``is_known``. Unset fields are left out
+of the file.
 """
 
 import json
@@ -50,7 +50,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One line in the tables."""
 
     run: Name | UnsetType = UNSET
-    """Folder, if entries from several are shown together; not in a file."""
+    """Folder, if entries from several folders are shown together; never stored in a file."""
 
     @property
     def folder(self) -> str:
@@ -238,8 +238,8 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     draft_acceptance_rate: Figure
     theoretical_speedup: Figure
     theoretical_speedup_by_row: dict[Name, Figure] = {}
-    """S by the cost of an extra row, relative to the first; only the run's own cost if it decided
-    the draft tokens."""
+    """S by the cost of an extra row, relative to the first row. Only the run's own cost is listed
+    if the schedule chose draft tokens by it."""
     wallclock: WallClockRecord | None
     lossless: LosslessRecord
     turns: Count = 0
@@ -281,7 +281,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
 
     @property
     def benchmark_mean(self) -> float:
-        """Unweighted mean of L' over the benchmarks, each pooled, for any lengths."""
+        """Mean over the benchmarks of each one's pooled L'; every benchmark has the same weight."""
         sums: dict[str, tuple[int, int]] = {}
         for prompt in self.per_prompt:
             tokens, steps = sums.get(prompt.benchmark, (0, 0))
@@ -422,8 +422,10 @@ def parse(content: bytes, kind: type[T], where: str) -> T:
 
 
 def _value_at(content: Any, place: str) -> object:
-    """Return the value at a path in msgspec's form, $.runs[0].stages; [...] is any entry of an
-    object."""
+    """Return the value at a path in msgspec's form, such as $.runs[0].stages.
+
+    In a path, [...] stands for any entry of an object.
+    """
     for key, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", place):
         if index == "...":
             return content
@@ -435,7 +437,7 @@ def read_bytes(option: str, path: Path) -> bytes:
     """Read a file with a bounded size.
 
     Raises:
-        UsageError: ``option`` named a folder without it, or one that is too large.
+        UsageError: ``option`` named a folder without the file, or with one that is too large.
     """
     try:
         return read_bounded(path, option, MAX_BYTES)

@@ -45,7 +45,7 @@ N: tokens. K: steps. L' = n N / K for n stages. S: modeled speed-up over autoreg
 the same pipeline. one device: speed-up over all layers on one device. Intervals: 95 % bootstrap
 over conversations. link: latency of one link, in target passes over one token."""
 UNEQUAL = 1.1
-"""Speed ratio between two ranks above which a calibrated cost model separates them."""
+"""Speed ratio between two ranks above which a calibrated cost model has one speed per rank."""
 STAGED_DRAFTS = ("spd", "ppsd")
 """Drafts that read the stages' outputs: another cut changes their draft tokens."""
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -116,7 +116,7 @@ def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
     """Compute how long the recorded steps would take on other hardware.
 
     Returns:
-        One record per benchmark, and with several "overall".
+        One record per benchmark, and one named "overall" if there are several.
 
     Raises:
         NotReplayable: a run there would have drafted other tokens.
@@ -209,7 +209,7 @@ def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
 def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[str, float]:
     """Return S for recorded steps by the stage cost of an extra row, including the run's own.
 
-    A schedule that uses this cost to choose its draft tokens gets only its own.
+    If the schedule chooses its draft tokens by this cost, only S at the run's own cost is returned.
     """
     found, config = {}, engine.config
     for row in sorted({*ROW_COSTS, config.cost.row}):
@@ -279,7 +279,7 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
     - ``row``, ``sharing``: least-squares fit, over all methods, of the stages' times to their
         calls, their extra rows, and their calls weighted by the other busy processes.
     - ``verify``: mean verification time for one row.
-    - ``link``: autoregressive time beyond stages and verification, over its n + 1 links. In one
+    - ``link``: autoregressive time beyond stages and verification, over the n + 1 links. In one
         process: 0.
     - ``draft_forward``: drafting time over forward passes, for all methods.
     - ``stages``: if a rank's layers take at least ``UNEQUAL`` times as long as another's, each

@@ -1,7 +1,7 @@
 """Write an evaluation's report, or one page for several: `python -m pipedraft.eval report --help`.
 
-report.html is one file without scripts and network. jinja2 escapes all text from files; the page is
-report.html.jinja, its charts are in plots.py.
+report.html is one file that needs neither scripts nor a network. jinja2 escapes all text from
+files; the page is report.html.jinja, its charts are in plots.py.
 """
 
 import hashlib
@@ -108,7 +108,7 @@ class Comparison:
 
 
 def _summary(pooled: Sequence[RunRecord]) -> Values:
-    """Return every method's main number, and its interval's place between 0 and the largest."""
+    """Return each method's main number, and its interval's place from 0 to the largest number."""
     drafted = [run for run in pooled if run.schedule != AUTOREGRESSIVE and run.steps]
     lengths = [run.equivalent_acceptance_length for run in drafted]
     known = [v for x in lengths for v in (x.pooled, *x.ci95) if is_known(v)]

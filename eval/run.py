@@ -222,8 +222,8 @@ class Evaluation:
     """Whole target for transformers: it decodes every turn again to compare greedy outputs, and
     gives the entropy at every token; None: skip both."""
     trusts_plain: bool = False
-    """Without a reference, compare greedy outputs with autoregressive decoding here, like sampled
-    ones."""
+    """Without a reference, compare greedy outputs with autoregressive decoding here, as sampled
+    ones are."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
     """Builds the pipeline; see ``Engine``."""
     scores: bool = False
@@ -242,7 +242,7 @@ class Evaluation:
         """Decode this shard's turns with every method, baselines and greedy references included.
 
         Returns:
-            Turns now on disk.
+            Number of turns now on disk.
         """
         most = max(method.config.max_new_tokens for method in methods)
         check_room(self.benchmarks, self.tokenizer, self._num_positions, most)
@@ -257,11 +257,12 @@ class Evaluation:
         return sum(row.turns for entry in parts for row in entry.per_prompt)
 
     def run(self, methods: Sequence[EvalMethod]) -> list[RunRecord]:
-        """Return entries for results.json: per sampling the baseline first, then each method.
+        """Return entries for results.json: per sampling setting the baseline, then each method.
 
-        The autoregressive baseline is decoded once per sampling, on the smallest requested number
-        of stages: its L' is 1 for every n by construction, and its wall clock is fastest with few
-        stages. With more than one benchmark each method also gets a pooled entry "overall".
+        The autoregressive baseline is decoded once per sampling setting, on the smallest requested
+        number of stages: its L' is 1 for every n by construction, and its wall clock is fastest
+        with few stages. With more than one benchmark each method also gets a pooled entry
+        "overall".
         """
         for method in methods:  # refuse impossible methods before decoding
             self._engine(method)

@@ -56,9 +56,10 @@ def _value(match: re.Match[str]) -> Decimal:
 def find_number(answer: str) -> Decimal | None:
     """Return the answer's final number; None if it has none.
 
-    GSM8K's published rule: the number after the first "####", anywhere; without one the last number
-    in the last \\boxed{..} with any; else the last number. Reasoning before "</think>" is ignored,
-    as are thousands separators and units; equal values are equal: 1,250.50 is $1250.5.
+    GSM8K's published rule takes the number after the first "####", wherever it is. Without "####",
+    take the last number in the last \\boxed{..} that has one; without that, the last number.
+    Thousands separators, units and reasoning before "</think>" are ignored. Numbers are compared by
+    value: 1,250.50 is $1250.5.
     """
     _, mark, rest = answer.rpartition("</think>")
     text = (rest if mark and NUMBER.search(rest) else answer).translate(DASHES).rstrip()

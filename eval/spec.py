@@ -164,10 +164,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def decode_config(
     settings: Values, *, draft_stages: int | None = None, **shared: Any
 ) -> DecodeConfig:
-    """Build the configuration from flat YAML settings; the tree is text, as ``chain:5``.
+    """Build the configuration from flat YAML settings; the tree is text, such as ``chain:5``.
 
     Args:
-        draft_stages: pipeline stages used to train the draft; the default if none are set.
+        draft_stages: pipeline stages used to train the draft, for settings without ``num_stages``.
     """
     values = {**settings, "boundaries": tuple(settings.get("boundaries", ()))}
     num_stages = values.pop("num_stages", None) or draft_stages

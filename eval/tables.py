@@ -1,4 +1,4 @@
-"""Text tables for every report: as Markdown, for the terminal, and manifest.json as lines."""
+"""Text tables for every report, in Markdown or for the terminal, and manifest.json as lines."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -231,7 +231,7 @@ def position_table(runs: Sequence[RunRecord]) -> Table:
 def has_categories(run: RunRecord) -> bool:
     """Return True if a benchmark's prompts have several categories.
 
-    Entries pooled over benchmarks are left out: they are shown by benchmark already.
+    Return False for entries pooled over benchmarks, because each benchmark has its own entry.
     """
     drafted = run.schedule != AUTOREGRESSIVE and run.benchmark != OVERALL
     return drafted and len(run.acceptance_by_category) > 1

@@ -45,7 +45,7 @@ SPEC_BENCH_CATEGORIES = (TRANSLATION, SUMMARIZATION, QUESTIONS, MATH, RETRIEVAL)
 Row = Values
 """A JSON object from a file or the Hub."""
 Rows = Iterator[tuple[str, Row]]
-"""("path:line", row)"""
+"""Pairs ("path:line", row)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Prompt:
 
     @property
     def form(self) -> str:
-        """Return the benchmark whose form it has."""
+        """Return the benchmark whose form this prompt has."""
         return FORMS.get(self.task, self.task)
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
@@ -200,7 +200,7 @@ def _humaneval(row: Row, where: str) -> Prompt:
 
 
 def _alpaca(row: Row, where: str) -> Prompt:
-    """Join the instruction and the input if there is one; without the training template."""
+    """Join the instruction and its input, if any; the training template is not used."""
     if "turns" in row:  # the 80 questions that EAGLE's repository has, of an empty category
         return _questions({**row, "category": "instruction"}, where)
     turn = text_of(row, "instruction", where)
@@ -304,7 +304,7 @@ class Benchmark:
 
 
 def _peers(name: str, parse: Parse, category: str, *files: str) -> Benchmark:
-    """Define a set used in papers on draft heads, in DeepSpec's form or in its authors'."""
+    """Define a set from papers on draft heads, in DeepSpec's form or in its own authors' form."""
     return Benchmark((f"deepspec/{name}.jsonl", *files), None, parse, category)
 
 
@@ -481,8 +481,8 @@ def load_task(
             in assets/eval; "hub:" downloads the benchmark (the whole published one, not
             Spec-Bench's 80 questions), "hub:owner/name" another data set with the same fields.
         limit: takes the FIRST rows in the file, never a sample, so that two runs with one limit see
-            the same prompts. MT-Bench and Spec-Bench are sorted by category: a small limit is all
-            writing.
+            the same prompts. MT-Bench and Spec-Bench are sorted by category, so a small limit takes
+            only writing prompts.
 
     Raises:
         ValueError: names the field or file and line, the value, and the fix.

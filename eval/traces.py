@@ -56,7 +56,7 @@ class TraceFile:
         Args:
             folder: for the files; None: keep everything in memory.
             identity: written as the first line; its digest is in the file's name.
-            shard: (index, number). Reads the lines of every shard, appends to this one only.
+            shard: (index, number). Lines of every shard are read; new lines go to this shard only.
         """
         self.path: Path | None = None
         self._found: Values = {}
@@ -85,7 +85,7 @@ class TraceFile:
         return self._found[name]
 
     def _write(self, path: Path, line: str) -> None:
-        """Append a line, and flush it to disk before the return."""
+        """Append a line, and flush it to disk before returning."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
             size = file.seek(0, os.SEEK_END)
@@ -133,8 +133,10 @@ class Traces:
         return TraceFile(self.folder, (self.identity or {}) | identity, self.shard)
 
     def mine(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Prompt]]:
-        """Return this shard's prompts, every number-th one, by benchmark; leave out empty
-        benchmarks."""
+        """Return this shard's prompts by benchmark, without empty benchmarks.
+
+        Each of ``number`` shards gets every ``number``-th prompt.
+        """
         index, number = self.shard
         pairs = [(name, prompt) for name, prompts in benchmarks.items() for prompt in prompts]
         kept: dict[str, list[Prompt]] = {}
@@ -190,7 +192,8 @@ def traces_of(
 def remove_traces(out: Path, shard: str | None = None) -> None:
     """Delete the stored turns, except those in other shards of this division.
 
-    Whole runs and other divisions may contain turns from any share.
+    Files from whole runs and from other divisions are deleted too: they may contain turns from any
+    share.
     """
     if shard is None:
         shutil.rmtree(out / "traces", ignore_errors=True)

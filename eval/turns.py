@@ -133,7 +133,7 @@ class _Conversation:
     def next_prompt(self) -> list[int] | None:
         """Return token ids before the next turn to decode; None if none fits.
 
-        Adds skipped turns that were decoded before.
+        Turns that are in the traces already are added to ``records``, and not decoded again.
         """
         while num_left := len(self.prompt.turns) - len(self.records):
             answers = [record.answer for record in self.records]
@@ -149,7 +149,7 @@ class _Conversation:
 
     @property
     def prompt_index(self) -> int:
-        """Return the index to seed the next turn's random numbers."""
+        """Return the index that seeds the next turn's random numbers."""
         return prompt_seed(self.prompt, len(self.records))
 
     def add(self, result: DecodeResult) -> None:

@@ -60,7 +60,7 @@ SUBCOMMANDS = {
     "edge": "pipedraft.inference.__main__",
     "serve": "pipedraft.inference.edge.serve",
 }
-"""First word on the command line -> module to parse the words after it."""
+"""Modules that parse the rest of the command line, by its first word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ def report_processes(reports: "list[TimelineReport]", options: DecodeOptions) ->
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Decode a command line's prompt; ``words`` None: this process's command line."""
+    """Decode a command line's prompt; if ``words`` is None, read this process's command line."""
     words = sys.argv[1:] if words is None else words
     first = words[0] if words and not words[0].startswith("-") else ""
     if first and subcommand(first, list(SUBCOMMANDS)) == "serve":

@@ -52,7 +52,7 @@ def read_temperature(text: str) -> float:
 
 
 def tree_label(text: str) -> str:
-    """Check a tree and return its label."""
+    """Check a tree given as text, and return its label."""
     return TreeShape.parse(text).label
 
 
@@ -77,7 +77,8 @@ def read_budget(value: object) -> Budget:
 class FilterOptions(Options):
     """sampling filters
 
-    Applied at temperatures above 0, in this order and as in transformers, to target and draft.
+    The filters apply to target and draft at temperatures above 0, in this order, as in
+    transformers.
     """
 
     IN_SHORT_HELP: ClassVar[bool] = False
@@ -85,15 +86,16 @@ class FilterOptions(Options):
     top_k: int = option(0, metavar="K")
     """keep the K most likely tokens; 0: all"""
     top_p: float = option(1.0, metavar="P")
-    """keep the most likely tokens until their probabilities reach P together; 1: all"""
+    """keep the most likely tokens until their probabilities add up to P; 1: all"""
     min_p: float = option(0.0, metavar="P")
     """keep tokens with at least P times the largest probability; 0: all"""
     typical_p: float = option(1.0, metavar="P")
-    """keep tokens with the most typical surprisal until their probabilities reach P; 1: all"""
+    """keep the most typical tokens (surprisal nearest to the entropy) until their probabilities add
+    up to P; 1: all"""
 
     @property
     def filters(self) -> dict[str, float]:
-        """Filters with an effect, by name.
+        """Filters that have an effect, by name.
 
         Raises:
             ValueError: a value out of range.
@@ -189,8 +191,8 @@ class PlaceOptions(Options):
     device: str = option("auto", metavar="DEVICE")
     """device for target and draft: cpu, cuda or cuda:N; auto: an accelerator if there is one"""
     dtype: Dtype = "auto"
-    """dtype for target and draft; auto: float32 on a CPU, the target's stored dtype on a GPU;
-    float16 and int8 on a CPU: rounded weights, float32 sums"""
+    """dtype for target and draft; auto: float32 on a CPU, the target's stored dtype on a GPU; on a
+    CPU, float16 and int8 round the weights, and sums are float32"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,23 +215,23 @@ class BackendOptions(PlaceOptions):
     """True if a signal lets the ranks finish their work before they exit."""
 
     backend: Literal["local", "process"] = "local"
-    """local: one process and a virtual clock; process: one rank per stage, with the draft on rank 0
-    next to the first stage, or on its own rank if there is one more"""
+    """local: one process and a virtual clock; process: one process (rank) per stage; rank 0 runs
+    the draft and the first stage, or only the draft if there is one rank more than stages"""
     processes: int | None = option(None, metavar="N", least=1)
     """ranks to start on this machine; leave it out under torchrun, which starts them itself"""
     boundaries: tuple[int, ...] = option((), metavar="0,B,..,L|auto", parse=read_boundary)
-    """first layer per stage, then the layer count; auto: cut by each stage's memory and speed in
-    --cost; default: near-even"""
+    """first layer of each stage, then the number of layers; auto: choose them by each stage's
+    memory and speed in --cost; default: nearly equal stages"""
     links: Literal["auto", "device", "host"] = "auto"
     """how hidden states travel between ranks; device: NCCL between GPUs; host: through host memory;
     auto: device if every rank has its own GPU, else host"""
     step_timeout: float = option(8.0, metavar="S", parse=seconds)
-    """end the run if a stage's forward pass takes more seconds; raise it on a busy machine"""
+    """end the run if a stage's forward pass takes more than S seconds; raise S on a busy machine"""
 
 
 @contextmanager
 def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
-    """Enter and yield the cluster for these options; None for the local backend.
+    """Enter the cluster for these options and yield it; for the local backend yield None.
 
     Without a launcher, --processes starts the ranks, and this process only waits for them.
 
@@ -279,30 +281,31 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     checkpoint: str | None = None
     """a trained draft's folder or Hub id"""
     draft_model: str | None = None
-    """use this language model (folder or Hub id, with the target's tokenizer) as the draft; its
-    default schedule is pipeinfer; needs --target"""
+    """use this language model (folder or Hub id, with the target's tokenizer) as the draft; the
+    default schedule is then pipeinfer; needs --target"""
     draft: Literal["ngram", "suffix"] | None = None
-    """draft by n-gram or suffix lookup in the text so far, without a network; needs --target"""
+    """draft by n-gram or suffix lookup in the text so far (no neural network); needs --target"""
     target: str | None = None
-    """target's folder or Hub id; default: the draft's own"""
+    """target's folder or Hub id; default: the target that the draft was trained for"""
     schedule: str | None = option(None, known=tuple(SCHEDULES))
-    """decoding schedule; default: the draft's own"""
+    """decoding schedule; default: the one that the draft was designed for"""
     stages: int | None = None
-    """pipeline stages for the target; default: as the draft was trained, else 1"""
+    """number of pipeline stages; default: the number that the draft was trained for, else 1"""
     verifier: Rule = "auto"
     """acceptance rule at temperatures above 0"""
     payload_tokens: int = option(10, metavar="K")
-    """target's top tokens sent with a rejection, by topk and tail_escape"""
+    """number of the target's most likely tokens that topk and tail_escape send with a rejection"""
     tail_samples: int = option(4, metavar="M")
-    """sampled tokens sent with a rejection, by tail_escape"""
+    """number of sampled tokens that tail_escape sends with a rejection"""
     bitwise: bool = False
-    """compute each target row bit for bit as autoregressive decoding would, so the output is equal
-    in bfloat16, too; slower"""
+    """compute each token in the target bit for bit as autoregressive decoding would, so that
+    outputs are equal in bfloat16, too; slower"""
     never_slower: bool = False
-    """time rounds with and without the draft, and shrink or pause it where it is slower"""
+    """time rounds with and without the draft, and shrink or pause a draft that is slower"""
     cost: str | None = option(None, metavar="PRESET|FILE")
-    """cost model for choosing automatic budgets: h100, a100, rtx4090, jetson_orin, this_cpu, or a
-    file written by eval --calibrate; default: rows, links and verification are free"""
+    """cost model that chooses automatic draft-token budgets: h100, a100, rtx4090, jetson_orin,
+    this_cpu, or a file written by eval --calibrate; default: extra tokens per pass, links and
+    verification take no time"""
 
     def engine_settings(self) -> Values:
         """Return the schedule's settings and the shared ones not set per prompt."""
@@ -339,13 +342,13 @@ class RemoteOptions(Options):
     tls_ca: Path | None = option(None, metavar="FILE")
     """use TLS with this certificate authority (PEM)"""
     token_file: Path | None = option(None, metavar="FILE")
-    """file with the token for the server"""
+    """file with the access token for the server"""
     connect_s: float = option(10.0, metavar="S", parse=seconds)
     """seconds per connection attempt"""
     answer_s: float = option(30.0, metavar="S", parse=seconds)
     """seconds without an answer before a new session is opened"""
     give_up_s: float = option(60.0, metavar="S", parse=seconds)
-    """seconds without a server before the output ends with status 1"""
+    """seconds without a reply from the server before decoding ends with status 1"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@
         handle = batch.submit(prompt_ids, on_token=print)
         result = handle.future.result()
 
-or without ``running``: ``while batch.step(): pass``.
+Without ``running``, call ``batch.step()`` until it returns False.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BatchLimits:
     """Maximum rows per stage and step; sequences beyond it wait for the next step. A single
     sequence may exceed it."""
     prompt_rows: int = 64
-    """Maximum prompt rows entering per step."""
+    """Maximum number of prompt rows that enter the pipeline per step."""
     kv_bytes: int | None = None
     """Maximum bytes for all sequences' keys and values at full length; None: no limit."""
     waiting: int = 1024
@@ -89,12 +89,12 @@ class Handle:
     token_times: list[float] = field(default_factory=list)
     """Virtual time of each token, at the end of its step."""
     times_alone: list[float] = field(default_factory=list)
-    """Virtual time of each token if the sequence had the pipeline alone."""
+    """Virtual time of each token if the sequence had the pipeline to itself."""
     is_cancelled: bool = False
 
 
 class _Sequence:
-    """Decoding request, on a thread running only while ``resume`` waits for it."""
+    """Decoding request with a thread of its own, which runs only while ``resume`` waits."""
 
     def __init__(self, batch: BatchEngine, handle: Handle) -> None:
         self.handle = handle
@@ -103,9 +103,9 @@ class _Sequence:
         """Step number modulo n at which tokens enter while it decodes autoregressively."""
         self.has_ended = False
         self.asked: DraftCall | None = None
-        """Draft call to wait for; None: waits for the next step."""
+        """Draft call that the sequence waits for; None: it waits for the next step."""
         self._ends_with: BaseException | None = None
-        """Raised in the sequence's thread when it resumes."""
+        """Exception to raise in the sequence's thread when it resumes."""
         self._clock = batch.clock
         # Two locks pass control back and forth, so exactly one thread runs at any time.
         self._go, self._waits = threading.Lock(), threading.Lock()
@@ -128,7 +128,7 @@ class _Sequence:
             self._thread.join()
 
     def end(self, error: BaseException) -> None:
-        """End the sequence with an error, unless it has ended."""
+        """End the sequence with an error, unless it has ended already."""
         if not self.has_ended:
             self._ends_with = error
             self.resume()
@@ -148,8 +148,7 @@ class _Sequence:
             raise self._ends_with
 
     def _ask(self, call: DraftCall) -> object:
-        """Wait until a draft call has run, joined with other sequences' calls; return its
-        outcome."""
+        """Wait until a draft call has run, alone or with others, and return its outcome."""
         self.asked = call
         try:
             with self.pipeline.timeline.span(WAIT):
@@ -189,16 +188,16 @@ class _Sequence:
 class BatchEngine:
     """Decodes many prompts at once; each output equals ``Engine``'s output for this prompt alone.
 
-    Every sequence runs its own schedule, settings, seed, token tree and caches, as on its own
-    pipeline. It pauses at each step; once all are waiting, one step of every stage runs for all. It
-    also pauses at each draft call, so draft forwards from several sequences run as one if their
-    rows can be joined. Exactly one thread runs at any time. Outputs, steps and virtual times are
-    thus equal in every run with the same submission steps.
+    Every sequence has its own schedule, settings, seed, token tree and caches, as if it were alone.
+    A sequence pauses at each step; once all sequences wait, every stage runs one step for all of
+    them. A sequence also pauses at each draft call, so draft forwards from several sequences run as
+    one if their rows can be joined. Exactly one thread runs at any time. Two runs that submit the
+    same requests at the same steps thus have equal outputs, steps and virtual times.
 
     You may call ``submit`` and ``cancel`` from any thread. ``on_token``, the observer and a
     future's callbacks run on the batch's threads and delay every sequence: they must not block
-    (event loop: use ``loop.call_soon_threadsafe``). An error in one of them, in a sequence's rows,
-    draft or schedule ends only this sequence.
+    (notify an event loop with ``loop.call_soon_threadsafe``). An error in one of them, or in a
+    sequence's rows, draft or schedule, ends only that sequence.
     """
 
     def __init__(
@@ -216,11 +215,12 @@ class BatchEngine:
         """
         Args:
             target: causal LM from ``load_target``.
-            config: for requests without their own; its stages and cost model apply to all.
+            config: for requests without a configuration of their own; its stages and cost model
+                apply to all requests.
             drafts_together: run draft forwards from several sequences as one if their rows can be
                 joined; otherwise one after the other.
-            counts_alone: draft and measure time per sequence as if it had the pipeline alone (for
-                evaluations). Totals over all sequences are then meaningless.
+            counts_alone: draft and measure time per sequence as if it had the pipeline to itself
+                (for evaluations). Totals over all sequences are then meaningless.
             connect: as in ``Engine``; a ``Cluster``'s ranks can be shared, too.
 
         Raises:
@@ -377,7 +377,9 @@ class BatchEngine:
             self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End every sequence and reject new ones. Not for use inside ``running``, which calls it.
+        """End every sequence and reject new ones.
+
+        Do not call it inside ``running``, which calls it at the end of its block.
 
         Args:
             error: raised in the sequences.
@@ -444,7 +446,7 @@ class BatchEngine:
             asking = [sequence for sequence in asking if sequence not in sequences]
 
     def _admit(self) -> None:
-        """Admit requests in order: one without room holds back the ones behind it."""
+        """Admit requests in order: a request without room also holds back all later ones."""
         while True:
             with self._changed:
                 if not self._queue or len(self._live) >= self.limits.sequences:
@@ -464,11 +466,10 @@ class BatchEngine:
             self._go_on(self._live[-1:])
 
     def _taking_part(self) -> list[_Sequence]:
-        """Choose the sequences for the next step: least recently served first, decoding before
-        prefill.
+        """Choose the next step's sequences: least recently served first, decoding before prefill.
 
-        A sequence left out pauses with all of its rows, so its own steps stay the same as alone.
-        After drafting while its rows waited, it sits out as many steps as the drafting takes.
+        A sequence left out pauses with all of its rows, so its own steps stay the same as alone. A
+        sequence that drafted while its rows waited sits out as many steps as its drafting takes.
         """
         step = self.clock.num_steps
         totals = [0] * self.clock.num_stages
@@ -489,11 +490,10 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Return True if a sequence may join this step. A new sequence gets the emptiest of n step
-        phases.
+        """Return True if a sequence may join this step.
 
-        With ``counts_alone`` all sequences share a phase: one pass over a stage's weights serves
-        all.
+        A new sequence gets the phase (step number modulo n) with the fewest sequences. With
+        ``counts_alone`` all share one phase, so one pass over a stage's weights serves them all.
         """
         n = self.clock.num_stages
         if sequence.phase is None and not sequence.pipeline.is_prefilling:
@@ -519,6 +519,5 @@ class BatchEngine:
 
 
 def _joins_rows(draft: DraftNetwork) -> bool:
-    """Return True if one draft forward can serve several sequences. A captured CUDA graph
-    cannot."""
+    """Return True if one draft forward can serve several sequences; a CUDA graph cannot."""
     return getattr(draft, "joins_rows", False) and next(draft.parameters()).device.type == "cpu"

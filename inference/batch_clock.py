@@ -1,9 +1,9 @@
 """Virtual time for steps shared by several sequences, and their speculation budget.
 
-A stage takes as long for rows from all sequences as for one segment with as many rows. Drafts share
-one device and run as one forward (``drafts_together``) or one after the other. A draft forward
-overlapped with a step adds only the time beyond the stages' time. A sequence that drafts while its
-rows wait sits out steps, and the others continue.
+A stage takes as long for rows from all sequences as for one segment with the same number of rows.
+All sequences draft on one device: their forwards run as one (``drafts_together``) or one after the
+other. A draft forward that overlaps with a step adds only the time by which it outlasts the stages.
+A sequence that drafts while its rows wait sits out steps while the other sequences continue.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 
 
 MEMORY = 0.99
-"""Weight of older measurements, at every step."""
+"""Factor that every step applies to the weight of older measurements."""
 PRIOR_STEPS = 64.0
-"""Prior: steps in which a drafting sequence is assumed to emit ``PRIOR_LENGTH`` / n tokens each. As
-measurements are forgotten the prior gains weight, so drafting is tried again."""
+"""Weight of the prior, in steps: a drafting sequence is assumed to emit ``PRIOR_LENGTH`` / n tokens
+per step. As old measurements fade, the prior gains influence, so drafting is tried again."""
 PRIOR_LENGTH = 2.0
 LEARNING = 0.1
-"""Largest change in log sharpness after one test: the draft was sure, and was rejected."""
+"""Largest change in log sharpness after one test, reached if a draft token with probability 1 is
+rejected."""
 SHARPEST = 4.0
 SWITCH = 1.02
-"""Minimum gain in the rate to change the number of drafting sequences."""
+"""Ratio of new to old rate from which on the number of drafting sequences changes."""
 
 
 class BatchClock:
-    """Virtual time T for shared steps; prices a step once all sequences have reported drafting."""
+    """Virtual time T for shared steps; prices a step once all sequences reported their drafting."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class BatchClock:
         self._is_open = False
         self._unpriced: list[list[float]] = []
         self._tokens = self._steps = 0.0
-        """Tokens and steps by drafting sequences, weighted toward the latest."""
+        """Tokens emitted and steps taken by drafting sequences, weighted toward the latest ones."""
         self._before: deque[frozenset[SharedPipeline]] = deque(maxlen=self.num_stages)
         """Sequences drafting in the last n steps: a draft token needs n steps to return."""
         self._per_step = 1.0
@@ -113,7 +114,7 @@ class BatchClock:
 
         Args:
             times: the sequence's emission times; the end of the step is appended.
-            is_first: True for the prefill's token, not counted as a pipeline token.
+            is_first: True for the prefill's token, which does not count as a pipeline token.
         """
         # The prefill gives this token without a pipeline step, so no rate may contain it.
         self.num_tokens += not is_first
@@ -121,11 +122,11 @@ class BatchClock:
         self._unpriced.append(times)
 
     def tested(self, said: float, right: bool) -> None:
-        """Adjust sharpness to observed acceptance: predicted and measured rates then agree on
-        average.
+        """Adjust sharpness so that predicted and measured acceptance agree on average.
 
-        log s <- log s + LEARNING (right - said), s from 1 to SHARPEST. Drafts differ in how much
-        they understate their best tokens.
+        log s <- log s + LEARNING (right - said), with s from 1 to SHARPEST. ``said`` is the
+        predicted probability; ``right`` is 1 if a draft token was accepted, else 0. Drafts differ
+        in how much they understate their best tokens.
         """
         # A step in log s keeps s positive and makes raising and lowering it symmetric.
         change = math.exp(LEARNING * (right - said))
@@ -133,8 +134,10 @@ class BatchClock:
 
     @property
     def sharpness(self) -> float:
-        """Exponent for draft probabilities, rounded to quarters: captured CUDA graphs contain it as
-        a constant."""
+        """Exponent for draft probabilities, rounded to quarters.
+
+        Captured CUDA graphs contain it as a constant.
+        """
         return round(4 * self._sharpness) / 4
 
     def leave(self, pipeline: SharedPipeline) -> None:
@@ -158,10 +161,11 @@ class BatchClock:
         self._beside, self._after, self._unpriced, self._is_open = [], [], [], False
 
     def _passes(self, forwards: Sequence[int]) -> float:
-        """Return the time for these draft forwards per sequence, in single forwards.
+        """Return the time that these draft forwards take, in single forwards.
 
-        With ``drafts_together`` the sequences' first forwards run as one pass, then their second
-        ones, and so on. Each further sequence makes a pass longer by one row.
+        ``forwards`` has one number per sequence. With ``drafts_together`` the sequences' first
+        forwards run as one pass, then their second ones, and so on. Each further sequence makes a
+        pass longer by one row.
         """
         total, longest = sum(forwards), max(forwards, default=0)
         if not self.drafts_together:
@@ -171,7 +175,7 @@ class BatchClock:
     # -- how much to speculate --------------------------------------------------------------
 
     def drafts_pay(self, pipeline: SharedPipeline) -> bool:
-        """Return True if a sequence may draft in this step; the others decode autoregressively."""
+        """Return True if a sequence may draft in this step; else it decodes autoregressively."""
         return pipeline in self.drafting or pipeline not in self.live
 
     def rate(self, num_drafting: int) -> float:
@@ -208,25 +212,25 @@ class BatchClock:
         """Costs for one sequence's draft token, weighed against the tokens from all sequences.
 
         Args:
-            row: added step time per row if all segments are equally long. The longest stage sets
-                the time; the more sequences, the less their row sums differ.
+            row: added step time per row if all segments are equally long. The stage with the most
+                rows sets the time. With more sequences, the stages' row sums differ less.
         """
         factor = 1 + (LONGEST - 1) / math.sqrt(max(1, len(self.live)))
         rate = self.rate(len(self.drafting))
         return RowCosts(tokens=rate, time=1.0, row=factor * row, sharpness=self.sharpness)
 
     def hidden_forwards(self, alone: int) -> int:
-        """Return how many draft forwards a sequence gets per step; ``alone``: how many fit without
-        others.
+        """Return how many draft forwards a sequence gets per step.
 
-        The sequences share the draft's device. If their forwards run together, the number stays:
-        rows of further sequences lengthen the forwards and the steps alike.
+        ``alone`` is the number that fits if no other sequence drafts. All sequences share the
+        draft's device. If their forwards run together, the number stays the same, because rows of
+        further sequences lengthen the forwards and the steps alike.
         """
         return alone if self.drafts_together else max(1, alone // max(1, len(self.live)))
 
 
 class SequenceClock(VirtualClock):
-    """Steps K and time T for one sequence as if alone; reports drafting to the shared clock."""
+    """Counts K and T for one sequence as if alone, and reports drafting to the shared clock."""
 
     def __init__(
         self,
@@ -270,7 +274,7 @@ class SequenceClock(VirtualClock):
         return self.batch.costs(self.row_price)
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Return own costs if alone in the pipeline; else a row costs time for every sequence."""
+        """Return the sequence's own costs if it is alone; else a row delays every sequence."""
         if len(self.batch.live) <= 1:
             return super().round_costs(num_segments, num_forwards)
         return self.batch.costs(self.num_stages * self.row_price)

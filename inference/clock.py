@@ -20,7 +20,7 @@ MAX_COST = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage's device, for pipelines with unequal stages. None: as in ``CostModel``."""
+    """One stage's device, for pipelines with unequal stages. For None, ``CostModel`` applies."""
 
     speed: float = 1.0
     """Speed relative to the device on which a full target pass takes time 1."""
@@ -34,7 +34,7 @@ class StageCost:
     """Memory for the stage's layers, keys and values in GB; None: enough."""
     replicas: int = 1
     """Equal devices taking segments in turn. The modeled speed is an upper bound: a segment needs
-    the previous segment's keys and values, and sending them costs nothing here."""
+    the previous segment's keys and values, and the model counts no time to send them."""
 
     def __post_init__(self) -> None:
         if not 1 / MAX_COST <= self.speed <= MAX_COST or not 1 <= self.replicas <= MAX_COST:
@@ -62,7 +62,8 @@ class CostModel:
     row: float = 0.0
     """Extra stage time per row after the first, relative to the one-row stage time."""
     link: float = 0.0
-    """Link latency: between stages, from the last to the controller, or from it to the first."""
+    """Latency per link: between two stages, from the last stage to the controller, or from the
+    controller to the first stage."""
     link_row: float = 0.0
     """Link time per row after a segment's first."""
     verify: float = 0.0
@@ -72,11 +73,11 @@ class CostModel:
     verify_row: float = 0.0
     """Extra time for the acceptance rule, per returning row after the first."""
     draft_forward: float | None = None
-    """Time for one draft forward; None: the draft's layers over the target's layers."""
+    """Time for one draft forward; None: the draft's number of layers divided by the target's."""
     is_asynchronous: bool = False
     """Stages do not wait for each other's steps. A token still takes n stages, n + 1 links and one
-    verification to return, but a step takes only 1/n the link and verification time. Otherwise all
-    stages step together, and every step takes one link and one verification."""
+    verification to return, but a step takes only 1/n of the link and verification time. Otherwise
+    all stages step together, and every step takes one link and one verification."""
     draft_on_first_stage: bool = False
     """The draft shares the first stage's processor."""
     sharing: float = 0.0
@@ -132,7 +133,7 @@ class CostModel:
 class VirtualClock:
     """Counter for steps K and modeled time T.
 
-    In K draft, link and verification are free; T includes their costs.
+    K counts drafting, links and verification as free; T includes their costs.
     """
 
     def __init__(self, cost: CostModel, boundaries: Sequence[int], draft_forward: float) -> None:
@@ -196,12 +197,13 @@ class VirtualClock:
     def step_costs(self, num_tokens: int) -> RowCosts:
         """Return costs for adding rows to a stream with one segment entering per step.
 
-        One more row in every segment makes every step longer by the row price. One more row in the
-        longest segment alone costs more. An accepted draft token saves the average time per token
-        so far, initially the autoregressive time.
+        One more row in every segment makes every step longer by the row price. A draft token is
+        charged ``LONGEST`` times this price, because the longest segment in flight sets the step
+        time. An accepted draft token saves the average time per token so far, initially the
+        autoregressive time.
 
         Args:
-            num_tokens: emitted so far.
+            num_tokens: tokens emitted so far.
         """
         return RowCosts(
             tokens=num_tokens + 1,
@@ -228,7 +230,7 @@ class VirtualClock:
         )
 
     def step(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> None:
-        """Run one pipeline step; arguments as in ``duration``."""
+        """Advance the clock by one pipeline step; arguments as in ``duration``."""
         self.num_steps += 1
         self.time += self.duration(rows, draft_forwards=draft_forwards, overlap=overlap)
         self._note([draft_forwards, int(overlap), *rows])
@@ -304,15 +306,16 @@ def continuous_acceptance_length(
 ) -> float:
     """Return the equivalent acceptance length L' for m draft tokens per step (default 1).
 
-    For SPD, PPSD and PipeDec.
+    The formula holds for SPD, PPSD and PipeDec.
 
-    L' = n E / (n + K). E = 1 + sum_j r_j are the tokens per round, with r_j = prod_{i<=j} a_i. K =
-    r_1 + r_{m+1} + r_{2m+1} + ..: the first token in a round costs n steps, every m further ones a
-    single step. With equal a_i and m = 1 this is 1 / ((1 - a) + a / n).
+    L' = n E / (n + K). E = 1 + sum_j r_j is the number of tokens per round, with r_j = prod_{i<=j}
+    a_i. K = r_1 + r_{m+1} + r_{2m+1} + ..: the first token in a round costs n steps, every m
+    further ones a single step. With equal a_i and m = 1 this is 1 / ((1 - a) + a / n).
 
     Args:
-        acceptance: a_1.. by position in the round; the last one holds for all later positions. The
-            j-th draft token in a round is drafted while min(j, m n + m - 1) tokens are in flight.
+        acceptance: acceptance rates a_1, a_2, .. by position in the round; the last rate also holds
+            for every later position. The j-th draft token in a round is drafted while min(j, m n +
+            m - 1) tokens are in flight.
     """
     m, last = tokens_per_step, acceptance[-1]
     # Both geometric series diverge here; m tokens per step is their limit: L' = n m.

@@ -1,4 +1,4 @@
-"""Load target, draft and engine from decoding options, and decode with the target on a server."""
+"""Load target, draft and engine from options, or only a draft if the target is on a server."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ def describe(options: EngineOptions) -> EngineChoice:
 def resolve_cut(
     boundaries: Sequence[int], cost: CostModel, target: str, revision: str | None, num_stages: int
 ) -> tuple[int, ...]:
-    """Return the given boundaries; auto: compute them with the cost model.
+    """Return the given boundaries; for auto, compute them with the cost model.
 
     Raises:
-        UsageError: auto next to layer numbers, or the cost model allows no cut.
+        UsageError: auto is mixed with layer numbers, or the cost model allows no cut.
     """
     if AUTO not in boundaries:
         return tuple(boundaries)
@@ -150,7 +150,7 @@ def load_engine(
 
     Args:
         settings: for the engine's ``DecodeConfig``.
-        traces: let the ranks keep their time spans.
+        traces: let the ranks record their time spans.
 
     Raises:
         ValueError: options do not fit each other, the draft or the target.
@@ -239,7 +239,7 @@ def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedToke
     """Load the draft (None without one) and the tokenizer for a target on a server.
 
     Raises:
-        ValueError: nothing names a tokenizer, or the draft needs the target's hidden states.
+        ValueError: no option names a tokenizer, or the draft needs the target's hidden states.
     """
 
     if options.draft_model is not None:

@@ -30,7 +30,7 @@ MAX_TEMPERATURE = 1e6
 SEEDS = f"[{-(2**63)}, {2**63})"
 """Range for seeds: int64, as in OpenAI's clients."""
 MAX_SETTING = "[-1024, 1024]"
-"""Range for a schedule's numbers: no draft has more rows, and larger numbers would run forever."""
+"""Range for a schedule's numbers: no draft uses more rows, and larger ones would never finish."""
 RuleName = Literal[
     "match",
     "gumbel",
@@ -48,7 +48,7 @@ SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Rules for draft tokens sampled from the draft's distribution."""
 
 ROUND_RULES = ("block", "recursive", "traversal")
-"""Rules that test a round as a whole; they need a schedule with whole rounds, and no link."""
+"""Rules that test a round as a whole, for schedules that verify whole rounds; not across links."""
 
 Value = TypeVar("Value")
 
@@ -60,26 +60,29 @@ class DecodeConfig(TokenFilters):
     schedule: Schedule = field(default_factory=SPDSchedule)
     num_stages: int = 4
     boundaries: tuple[int, ...] = ()
-    """First layer per stage, then the layer count: (0, b1, .., L). Empty: as the draft was trained,
-    or near-even."""
+    """First layer per stage, then the layer count: (0, b1, .., L). Empty: the boundaries of the
+    draft's training, or else nearly equal stages."""
     temperature: float = 0.0
     """0 is greedy."""
     verifier: Literal["auto"] | RuleName = "auto"
     """Acceptance rule above temperature 0; block, recursive and traversal need whole rounds. auto:
-    the schedule's own across a link, elsewhere rejection for sampled chains (one draft token at a
-    time), else gumbel."""
+    across a link, the schedule's own rule. In a pipeline, rejection if the schedule samples a chain
+    (one draft token at a time), else gumbel."""
     payload_tokens: int = 10
-    """Number of top target tokens sent to the draft with a rejection, by topk and tail_escape."""
+    """Number of the target's most likely tokens that topk and tail_escape send to the draft with a
+    rejection."""
     tail_samples: int = 4
-    """Number of tokens sampled from the rest and sent with a rejection, by tail_escape."""
+    """Number of tokens that tail_escape samples from the remaining ones and sends with a
+    rejection."""
     seed: int = 0
     max_new_tokens: int = 128
     """Maximum new tokens, including the one from the prefill."""
     bitwise: bool = False
     """Compute each target row bit for bit as autoregressive decoding would."""
     never_slower: bool = False
-    """Time rounds with and without the draft while decoding, and shrink or pause the draft if it is
-    slower. The drafted tokens then depend on the machine; the output's distribution does not."""
+    """Time rounds with and without the draft while decoding, and shrink or pause the draft if it
+    slows decoding down. The drafted tokens then depend on the machine; the output's distribution
+    does not."""
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
@@ -266,7 +269,7 @@ def check_names(values: Iterable[str], known: list[str], where: str) -> None:
     """Refuse unknown fields.
 
     Raises:
-        ValueError: an unknown name, with the nearest known one.
+        ValueError: a name is unknown; the message suggests the nearest known one.
     """
     for name in values:
         if name not in known:
@@ -279,7 +282,7 @@ def convert(values: object, kind: type[Value], where: str) -> Value:
     """Convert plain values to a dataclass or another type, with strict types.
 
     Raises:
-        ValueError: one line with the field's name first.
+        ValueError: a value does not fit; the message is one line and begins with the field's name.
     """
     try:
         return msgspec.convert(values, kind)
@@ -302,11 +305,12 @@ def data_sheet(flops: float, bytes_per_s: float, link_bytes_per_s: float) -> Cos
 
     A pass over one row reads every weight once. A further row computes two operations per weight
     and reads no weights, so it costs ``bytes_per_s / flops`` passes. It also sends H values over
-    each link, and reads its float32 logits once more to choose a token. Data sheets have no link
-    latency, so it is 0 here: measure it (``--calibrate``), or set ``eval replay --link``.
+    each link, and reads its float32 logits once more to choose a token. Data sheets do not give the
+    link latency, so it is 0 here. Measure it with ``--calibrate``, or set it with ``eval replay
+    --link``.
 
     Args:
-        flops: dense, with 16-bit products summed in float32.
+        flops: dense operations per second, for 16-bit products summed in float32.
         bytes_per_s: memory bandwidth.
         link_bytes_per_s: link bandwidth in one direction.
     """
@@ -345,11 +349,11 @@ COST_PRESETS = {
         draft_on_first_stage=True,
     ),
 }
-"""Machine -> its cost model."""
+"""Cost models by machine."""
 
 
 ROW_COSTS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1)
-"""Row costs at which curves show the speed-up S."""
+"""Row costs for the curves of speed-up S over row cost."""
 
 
 def read_cost(text: str) -> CostModel:

@@ -25,14 +25,14 @@ EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_
 
 
 class NoText:
-    """Tokenizer stand-in: transformers uses ids only."""
+    """Tokenizer stand-in that returns no text: transformers uses token ids only."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
 
 class Stopper(Observer):
-    """Observer that ends the sequence on one of transformers' further stopping criteria."""
+    """Observer that ends the sequence if one of transformers' other stopping criteria is met."""
 
     def __init__(self, prompt_ids: list[int], criteria: Sequence[StoppingCriteria]) -> None:
         self.ids, self.criteria = list(prompt_ids), criteria
@@ -66,7 +66,7 @@ class CustomGenerate:
         """Decode each prompt in a batch as transformers' own loop would.
 
         Raises:
-            ValueError: a ``generate`` setting, by name, the engine does not support.
+            ValueError: the engine does not support a ``generate`` setting; the message names it.
         """
         model_kwargs: Values = kwargs
         config = generation_config or GenerationConfig()

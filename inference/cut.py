@@ -26,8 +26,9 @@ def cut_layers(
 ) -> tuple[int, ...]:
     """Cut L layers into n contiguous stages and minimize the longest stage's time.
 
-    Ties are broken by the latency for one token, the sum over stages. A draft on the first stage's
-    device adds its time and memory there. Link times do not depend on the cut.
+    Of several such cuts, the one with the lowest latency per token (the sum of the stage times)
+    wins. A draft on the first stage's device adds its time and memory there. Link times do not
+    depend on the cut.
 
     Args:
         rows: rows per segment, for the stage times.

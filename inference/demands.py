@@ -20,7 +20,7 @@ class Demands:
     ignores_eos: bool = False
     """Ignore the target's EOS tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Further token ids to end the sequence at."""
+    """Further token ids that end the sequence."""
     min_tokens: int = 0
     """New tokens required before any token may end the sequence."""
     wants_logits: bool = False
@@ -31,7 +31,7 @@ class Demands:
         return self.wants_logits or self.min_tokens > 0
 
     def ends(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return all token ids to end the sequence at: EOS unless ignored, and the stop tokens."""
+        """Return all token ids that end the sequence: EOS unless ignored, and the stop tokens."""
         return (*(() if self.ignores_eos else eos_token_ids), *self.stop_token_ids)
 
 

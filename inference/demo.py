@@ -45,7 +45,7 @@ class DemoOptions(EngineOptions):
     max_new_tokens: int = option(64, least=2)
     """maximum tokens in the answer"""
     repeats: int = option(3, least=1)
-    """measured runs without and with the draft, in turn, after a warm-up"""
+    """number of measured runs without the draft and with it, in turn, after a warm-up"""
 
     def completed(self) -> "DemoOptions":
         """Return the options; if no draft is named, add the shipped one."""
@@ -152,7 +152,7 @@ def play(answers: list[DemoRun]) -> None:
 
 
 def run(options: DemoOptions) -> None:
-    """Decode in turn, show both answers, and compare them."""
+    """Decode without and with the draft in turn, show both answers, and compare them."""
     from pipedraft.inference.command import encode, load_engine
     from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.engine import Engine

@@ -28,7 +28,7 @@ class Diagram:
     """Collects shapes; ``svg`` returns the file. The origin is the upper left corner."""
 
     def __init__(self, title: str, *, width: float = 0.0) -> None:
-        """``width``: minimum; drawing may extend it."""
+        """``width``: minimum width; the picture grows with its shapes."""
         self.title = title
         self.parts: list[str] = []
         self.width, self.height = width, 0.0

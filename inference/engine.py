@@ -1,4 +1,4 @@
-"""Engine: decodes prompts with one target, draft and schedule, exactly as the target alone."""
+"""Engine: decodes with one target, draft and schedule, exactly as the target alone would."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ class Engine:
                 machine.
             draft: from ``load_draft`` or ``load_draft_model``; None only for the autoregressive
                 schedule.
-            source: draft source to use instead of a network, for example a simulated draft.
+            source: draft source to use instead of a neural network, for example a simulated draft.
             connect: builds the pipeline: ``LocalPipeline``, or a method of a ``Cluster``.
 
         Raises:
-            ValueError: the schedule needs a draft, or the draft was trained for another n.
+            ValueError: the schedule needs a draft, or the draft was trained for another number of
+                stages.
         """
         needs_draft = config.schedule.grows is not None
         if needs_draft and draft is None and source is None:
@@ -75,7 +76,7 @@ class Engine:
         self._check_growth()
 
     def _stage(self, target: PreTrainedModel | RemoteTarget) -> StagedTarget | RemoteTarget:
-        """Split the target into stages; a draft reading stage outputs sets the boundaries."""
+        """Split the target into stages; a draft that reads stage outputs sets the boundaries."""
         config, trained = self.config, None
         if isinstance(target, RemoteTarget):
             return target
@@ -97,7 +98,7 @@ class Engine:
         return staged
 
     def _check_growth(self) -> None:
-        """Reject a schedule with a growth verb the draft does not support."""
+        """Reject a schedule that needs a growth verb which the draft does not support."""
         schedule, source = self.config.schedule, self.make_source()
         self._check_link(schedule, source)
         grows = schedule.grows
@@ -337,7 +338,7 @@ class Session:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Count draft tokens, draft forwards and time spent in the block."""
+        """Count draft tokens, draft forwards and time of the ``with`` block."""
         source = self.drafter
         num_rows, num_forwards = len(self.tree), source.num_forwards
         started_s = self.pipeline.now()
@@ -356,7 +357,7 @@ class Session:
         return self._round_sampling(costs)
 
     def draft_alone(self, *, at_least: int = 0) -> None:
-        """Charge the drafting time since the last step to the clock while every stage waits.
+        """Charge the drafting time since the last step to the clock; every stage waits meanwhile.
 
         Args:
             at_least: minimum forwards to charge, even if their draft tokens are useless.
@@ -379,9 +380,10 @@ class Session:
         return Returned(len(self.tree), verdicts, torch.cat(kept) if kept else None)
 
     def step(self, *, overlap: bool = False, ahead: bool = False) -> Returned | None:
-        """Run one pipeline step; drafting since the last one overlaps with it or follows it.
+        """Run one pipeline step.
 
         Args:
+            overlap: True if drafting since the last step overlaps with this step, else it follows.
             ahead: send the rows not sent yet as the next segment, in case this step's result keeps
                 them. Processes may then start early.
         """
@@ -397,8 +399,10 @@ class Session:
         return returned
 
     def _ahead(self) -> Ahead | None:
-        """Return the waiting draft token if there is just one: of several, most would be pruned
-        soon."""
+        """Return the waiting draft token if there is exactly one.
+
+        Of several draft tokens, most would soon be pruned.
+        """
         first, count = self.tree.num_injected, len(self.tree)
         if count - first != 1:
             return None
@@ -475,7 +479,7 @@ class Session:
 
     @property
     def end_is_drafted(self) -> bool:
-        """Return True if the sequence ends within its draft tokens, should all be accepted."""
+        """Return True if the sequence ends within its draft tokens, provided all are accepted."""
         tree, target = self.tree, self.engine.target
         length = tree.position(len(tree) - 1) + 1
         longest = len(self.result.prompt_ids) + self.config.max_new_tokens
@@ -485,7 +489,7 @@ class Session:
         )
 
     def send_batch(self, *, is_early: bool = False) -> None:
-        """Send draft tokens the target does not know yet, and the root if it is unknown, too.
+        """Send the draft tokens that are new to the target, and the root if it is new, too.
 
         Args:
             is_early: more draft tokens in this batch follow.

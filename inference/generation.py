@@ -18,7 +18,7 @@ from pipedraft.models.target import StagedTarget
 
 Connect = Callable[[StagedTarget], Pipeline]
 COLORS = {"accepted": "#1f8f4e40", "rejected": "#c2570c40", "plain": "transparent"}
-"""Token kind -> CSS background, readable on light and dark pages."""
+"""CSS backgrounds by token kind, readable on light and dark pages."""
 MEANINGS = {
     "accepted": "accepted draft token",
     "rejected": "the target's token after a rejected draft token",
@@ -32,9 +32,9 @@ class GeneratedToken:
 
     id: int
     text: str
-    """Characters completed by this token; "" inside a character spread over several tokens."""
+    """Characters completed by this token; "" if the character needs further tokens."""
     drafted: bool
-    """True if a draft token was tested at this place."""
+    """True if a draft token was tested at this place in the output."""
     accepted: bool
     """True if the draft token was accepted."""
     round: int
@@ -50,7 +50,7 @@ class GeneratedToken:
 
 
 class Picture(str):
-    """SVG text, drawn by notebooks."""
+    """SVG text that notebooks show as a picture."""
 
     __slots__ = ()
 
@@ -167,7 +167,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first one per second in this process; NaN for a single token."""
+        """Tokens per second in this process, from the second token on; NaN for a single token."""
         return self.result.tokens_per_second
 
     @property

@@ -10,11 +10,11 @@ PARTS = (1.0, 0.5, 0.0)
 """Fractions of the configured draft to try; 0: no draft."""
 WINDOW, PLAIN_WINDOW = 8, 2
 """Minimum tokens per timing window, with and without a draft. Autoregressive decoding takes the
-same time for every token, so it needs only a few."""
+same time for every token, so a short window is enough without a draft."""
 MEMORY = 32
 """Timing windows remembered per part."""
 HICCUP = 4.0
-"""Windows slower than this many times the median per token are left out."""
+"""Windows whose time per token exceeds this many times the median are left out."""
 BUDGET = 0.0075
 """Maximum loss by each part's trials, as a fraction of the decoding time."""
 
@@ -22,8 +22,9 @@ BUDGET = 0.0075
 class DraftMeter:
     """Timer for rounds: chooses the part of the draft with the most tokens per second.
 
-    Trials compare the part in use with the others. After a trial with a loss, the part's next trial
-    waits for loss / BUDGET. So all trials together cost about 1.5 %.
+    Trials compare the part in use with the others. After a trial that lost time, the part's next
+    trial waits for loss / BUDGET. There are two other parts to try, so all trials together cost
+    about 1.5 %.
     """
 
     def __init__(self) -> None:
@@ -34,13 +35,13 @@ class DraftMeter:
         self._windows: dict[float, deque[tuple[float, int]]] = {
             part: deque(maxlen=MEMORY) for part in PARTS
         }
-        """Time and tokens in each part's last windows."""
+        """Time and number of tokens in each of a part's last windows."""
         self._due = dict.fromkeys(PARTS, 0.0)
         """Value of ``total`` from which on a part may be tried again."""
         self._tokens, self._time, self._last = 0, 0.0, 0.0
 
     def begin(self, now: float) -> None:
-        """Start timing after a prompt: the time before does not belong to decoding."""
+        """Start timing after a prompt: its forward pass does not count as decoding."""
         self._last = now
 
     def count(self, num_tokens: int, now: float) -> None:

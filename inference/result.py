@@ -61,12 +61,12 @@ class Observer:
             is_drafted: True for an accepted draft token, False for the target's own token.
 
         Returns:
-            True to end the sequence with it.
+            True to end the sequence with this token.
         """
         return False
 
     def verified(self, tree: "TokenTree", walk: "Verdict") -> None:
-        """Receive a segment's verification result; calls with its tokens follow."""
+        """Receive a segment's verification result; calls of ``token`` for its tokens follow."""
 
     def step(self, rows: Sequence[int]) -> None:
         """Receive the number of rows each stage processed in a finished pipeline step."""
@@ -103,7 +103,7 @@ class DecodeResult:
     position_tests: list[int] = field(default_factory=list)
     """Entry j: number of draft tokens tested as the j-th token in a round."""
     position_accepts: list[int] = field(default_factory=list)
-    """Entry j: number of these tests with an accepted draft token."""
+    """Entry j: number of these tests in which the draft token was accepted."""
     num_drafted: int = 0
     """Draft tokens proposed (tree rows without the root), tested or not."""
     num_draft_forwards: int = 0
@@ -124,7 +124,7 @@ class DecodeResult:
         max_new_tokens: int,
         limit: int,
     ) -> None:
-        """Append a verified token; set ``stop_reason`` if decoding ends with it.
+        """Append a verified token; set ``stop_reason`` if decoding ends with this token.
 
         Args:
             limit: maximum sequence length for the target.
@@ -145,7 +145,7 @@ class DecodeResult:
         """Count one draft-token test.
 
         Args:
-            place: index within the round; every smaller index has a test already.
+            place: index within the round; all smaller indices have been counted before.
         """
         if place == len(self.position_tests):
             self.position_tests.append(0)
@@ -193,7 +193,7 @@ class DecodeResult:
 
     @property
     def theoretical_speedup(self) -> float:
-        """S: modeled autoregressive time over modeled time, for the same tokens."""
+        """S: modeled autoregressive time for the same tokens, divided by modeled time."""
         if not self.virtual_time:
             return float("nan")
         return self.virtual_time_autoregressive / self.virtual_time

@@ -16,7 +16,7 @@ TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
 TOKEN = re.compile(r"[!-~]{1,4096}")
 MAX_TOKEN_BYTES = 2**20
 LARGEST = {"max_sequences": 2**20, "max_cache_mb": 2**42, "max_message_kb": 2**20}
-"""gRPC's limits, and byte counts below 2 to the 62nd."""
+"""Largest allowed values: gRPC's limits, and byte counts below 2 to the 62nd."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class ServerLimits(Options):
     IN_SHORT_HELP: ClassVar[bool] = False
 
     max_sequences: int = option(16, metavar="N", least=1)
-    """sequences at once"""
+    """maximum number of sequences at the same time"""
     max_cache_mb: int = option(4096, metavar="N", least=1)
     """memory for all sequences' keys and values at their maximum lengths, in MiB"""
     max_prompt_tokens: int = option(4096, metavar="N", least=1)
@@ -38,7 +38,7 @@ class ServerLimits(Options):
     request_s: float = option(300.0, metavar="S", least=0.001)
     """maximum seconds per request or session"""
     grace_s: float = option(30.0, metavar="S", least=0.001)
-    """seconds that open requests and sessions get to finish when the server is told to end"""
+    """seconds that open requests and sessions get to finish when the server shuts down"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ class ListenOptions(Options):
     host: str = "127.0.0.1"
     """address to listen on; 127.0.0.1: this machine only"""
     port: int = 50051
-    """port; 0 takes a free one"""
+    """port; 0: any free port"""
     tls_cert: Path | None = option(None, metavar="FILE")
     """certificate chain (PEM); default: no TLS"""
     tls_key: Path | None = option(None, metavar="FILE")
@@ -86,10 +86,10 @@ def read_tokens(
 ) -> tuple[str, ...]:
     """Read tokens from a file, one per line, or from the environment.
 
-    The command line is no place for them: other users can list it.
+    Tokens must not be on the command line, because other users can list it.
 
     Raises:
-        ValueError: not a token, for example a secret left unset.
+        ValueError: a value is no token, for example because a secret was left unset.
     """
     place, text = f"${variable}", os.environ.get(variable)
     if file is not None:

@@ -13,8 +13,8 @@ Budget: TypeAlias = int | Literal["auto"]
 MOST_ROWS = 16
 """Maximum rows per segment with an automatic budget: FlowSpec's L_max."""
 LONGEST = 3.0
-"""Price factor for a row entering at a step, relative to equally long segments. Segments differ,
-and the longest one in flight sets the step time (docs/lab/log.md)."""
+"""Price factor for a row that enters at a step, compared with a row in equally long segments.
+Segments differ in length, and the longest one in flight sets the step time (docs/lab/log.md)."""
 SHARPNESS = 3.0
 """Exponent applied to draft probabilities before weighing: the draft's best tokens are accepted
 more often than it predicts, the others less often (docs/lab/log.md)."""
@@ -25,7 +25,7 @@ class RowCosts:
     """Costs and benefits for weighing draft tokens."""
 
     tokens: float
-    """Tokens emitted without the draft tokens."""
+    """Number of tokens emitted without the draft tokens."""
     time: float
     """Time for these tokens."""
     row: float
@@ -37,11 +37,11 @@ class RowCosts:
 
 
 def rows_that_pay(scores: Sequence[float], costs: RowCosts) -> int:
-    """Return the number of best rows with the highest tokens per time.
+    """Return how many of the best rows to take for the most tokens per time.
 
-    A row is emitted if its whole path is accepted: probability p, from its cumulative score. The k
-    best rows yield (tokens + p_1 + .. + p_k) tokens in (time + k row). As p falls, the maximum is
-    reached before the first row with p / row below the rate achieved so far.
+    A row is emitted if its whole path is accepted, with a probability p from its cumulative score.
+    The k best rows yield ``tokens`` + p_1 + .. + p_k tokens in the time ``time`` + k ``row``. As p
+    falls, the maximum is reached before the first row with p / ``row`` below the rate so far.
 
     Args:
         scores: cumulative log-probabilities, descending.

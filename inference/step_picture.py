@@ -48,7 +48,7 @@ class RecordingPipeline(LocalPipeline):
     def __init__(self, target: StagedTarget, text: Sequence[int], prompt_length: int) -> None:
         """
         Args:
-            text: prompt and output; a row past its end counts as wrong.
+            text: prompt and output; a row past the end of the output counts as rejected.
             prompt_length: tokens in the prompt.
         """
         super().__init__(target)
@@ -96,8 +96,10 @@ class RecordingPipeline(LocalPipeline):
 
 
 def events(result: DecodeResult) -> list[tuple[int, bool | None]]:
-    """Return draft forwards in order, with True if overlapped with a step, False if after it, None
-    if every stage waited."""
+    """Return draft forwards in order, each with its time.
+
+    True: during a step. False: after a step. None: while every stage waited.
+    """
     found: list[tuple[int, bool | None]] = []
     for times, forwards, *rest in result.step_log:
         found += [(forwards, bool(rest[0]) if rest else None)] * times

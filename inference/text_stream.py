@@ -12,14 +12,14 @@ WINDOW = 32
 KEPT = 8
 """Tokens retained as context: a tokenizer strips the first space in a text."""
 MAX_HELD = 64
-"""Tokens without a complete character before their text is used as it is."""
+"""Maximum tokens without a complete character; after these, their text is used as it is."""
 
 
 class TextStream:
     """Turns tokens into text as they arrive, up to the last complete character.
 
-    Decoding all tokens each time would cost more as the output grows. Only a window with the last
-    tokens is decoded, and the new text is the part after the window's previous text.
+    Decoding all tokens each time would cost more as the output grows. So only a window with the
+    last tokens is decoded. The new text is the part after the window's previous text.
     """
 
     def __init__(
@@ -30,7 +30,8 @@ class TextStream:
         """Number of characters returned so far."""
         self._ids: list[int] = []
         self._shown = self._num_held = 0
-        """Characters in the window already returned; tokens since its last complete character."""
+        """Number of returned characters in the window; number of tokens since its last complete
+        character."""
         self._text = ""
         """Text in the window."""
 

@@ -17,10 +17,10 @@ MAX_PENDING = 4096
 """Maximum number of GPU spans waiting to be read."""
 MAX_EVENTS = 200_000
 WAIT = "wait"
-"""Span kind: the process can only wait for a message."""
+"""Span kind for times in which the process can only wait for a message."""
 
 UNFINISHED = "unfinished"
-"""Span kind: an exception ended the span."""
+"""Span kind for spans that an exception ended."""
 
 TimelineReport: TypeAlias = Values
 """One process's measurements, as JSON stores them."""
@@ -54,14 +54,14 @@ class Timeline:
     """Spans in one process, on the machine's monotonic clock.
 
     A span's seconds exclude spans inside it. Sums are always recorded, the spans themselves only
-    with ``traces``. On a GPU the seconds are device time between events: the host only launches
-    work, and would see all of its time at the next wait for a result.
+    with ``traces``. On a GPU the seconds are device time between events. The host only launches
+    work: a host clock would count the work's whole time in the next wait for a result.
     """
 
     def __init__(
         self, name: str, *, traces: bool = False, device: torch.device | None = None
     ) -> None:
-        """``device``: runs the work; None: the CPU."""
+        """``device``: the device that runs the work; None: the CPU."""
         self.name, self.traces = name, traces
         self._is_on_gpu = device is not None and device.type == "cuda"
         self._open = _Open()
@@ -101,7 +101,7 @@ class Timeline:
                 self._end(launched, kind)
 
     def _launch(self, kind: str, start: float, num_rows: int) -> _Launched | None:
-        """Record a GPU event at the start of a span; None: host time is used."""
+        """Record a GPU event at the start of a span; return None if host time is used."""
         if not self._is_on_gpu or kind == WAIT:
             return None
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]

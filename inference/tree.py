@@ -14,8 +14,8 @@ from pipedraft.models.target import KeepRows, Segment
 class TokenTree:
     """Rows in pipeline order; row 0 is the pending root.
 
-    The root is an output token no stage has committed yet. Every other row is a draft token below
-    it. Between KeepRows, rows are append-only, parents precede children, and siblings have
+    The root is an output token that no stage has committed yet. Every other row is a draft token
+    below it. Between KeepRows, rows are append-only, parents precede children, and siblings have
     different tokens. Key-value rows in every stage use the same order.
     """
 
@@ -78,7 +78,7 @@ class TokenTree:
         return torch.tensor(self.depths[start:stop], dtype=torch.int64) + self.root_position
 
     def visible(self, start: int, stop: int) -> Tensor:
-        """Return ancestors-or-self among all rows up to ``stop``: bool [stop - start, stop]."""
+        """Return bool [stop - start, stop]: True for a row's ancestors and the row itself."""
         # A copy: the matrix changes in place while this segment is still in flight.
         return torch.from_numpy(self._ancestor_matrix()[start:stop, :stop].copy())
 
@@ -95,9 +95,9 @@ class TokenTree:
         return torch.from_numpy(found)
 
     def _ancestor_matrix(self) -> np.ndarray:
-        """Return ancestors-or-self for every row.
+        """Return the matrix of ancestors, including the row itself, for every row.
 
-        Filled on demand: a large tree read only by a draft never needs it.
+        It is filled on demand: a large tree that only a draft reads never needs it.
         """
         count = len(self)
         if count > len(self._ancestors):
@@ -124,7 +124,7 @@ class TokenTree:
     def keep_for(self, path: list[int], next_token: int) -> KeepRows:
         """Return KeepRows to commit ``path`` (root first) and retain the subtree at ``next_token``.
 
-        Without this child nothing is retained (a rejection).
+        If the tree has no such child, nothing is retained (a rejection).
         """
         child = self.child(path[-1], next_token)
         retained: list[int] = []

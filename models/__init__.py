@@ -17,7 +17,7 @@ def __getattr__(name: str) -> object:
 
 
 def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Cut L layers into n contiguous stages: (0, b1, .., L).
+    """Cut L layers into n contiguous stages; return the boundaries (0, b1, .., L).
 
     Sizes differ by at most one. Longer stages come last, since the first stage also embeds.
 

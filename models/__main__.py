@@ -25,7 +25,7 @@ from pipedraft.files import write_folder
 
 
 class Command(Options):
-    """A subcommand: its options, and what it does with them."""
+    """A subcommand: its options are fields, and ``run`` does the work."""
 
     @abstractmethod
     def run(self) -> None:
@@ -141,7 +141,8 @@ class ExportOptions(Command):
     out: Path
     """folder to make"""
     target: str | None = None
-    """target's name for the engine; default: its name in training; with gguf: the target's file"""
+    """name by which the engine loads the target; default: its name in training; with gguf: the
+    target's file"""
     results: Path | None = None
     """results.json from pipedraft eval with chains: sets the chain length for the launch command,
     and becomes acceptance.json for the simulators in vLLM and SGLang"""

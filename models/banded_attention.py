@@ -1,4 +1,4 @@
-"""Causal attention against one key block plus diagonals against others, exact and without masks.
+"""Exact attention without masks: causal against one key block, plus diagonals in other blocks.
 
 B batch, S query sequences, N query heads, J key heads, G query heads per key head (N = J G),
 T positions, D head size, W diagonals
@@ -35,13 +35,13 @@ class Band:
 
     query: Place
     blocks: Place
-    """Examples and positions for keys and values."""
+    """Examples and positions at which the keys and values lie in their blocks."""
     diagonals: tuple[tuple[int, int], ...]
     """(block, distance): the query at position t sees position t - distance, if it exists."""
     causal: tuple[int, int]
     """(block, distance): the query sees every position up to t - distance."""
     lengths: tuple[int, ...] | None = None
-    """Document lengths along the positions; t counts within each."""
+    """Document lengths along the positions; t counts from the start of each document."""
 
 
 def banded_attention(
@@ -51,13 +51,13 @@ def banded_attention(
 
     Fastest memory order: rows [S, T, heads, D] for queries and [B, T, J, D] for each block (as a
     GEMM over rows writes them), passed as transposed views. Other strides with a contiguous last
-    axis are used without a copy. Results and gradients return in these two layouts. Under autocast
-    all inputs are cast to its dtype. CUDA needs float16 or bfloat16.
+    axis are used without a copy. Results and gradients are returned in the fastest order. Under
+    autocast all inputs are cast to its dtype. CUDA needs float16 or bfloat16.
 
     Args:
         query_SNTD: query head h uses key head h // (N // J).
         keys: tensors [R, B, J, T, D] with R blocks, or [B_r, J, T_r, D] with one block for the
-            first examples or positions; blocks are numbered in this order.
+            first B_r examples or T_r positions. Blocks are numbered in this order.
         values: like keys.
 
     Returns:
@@ -82,13 +82,12 @@ def banded_attention(
 
 
 class _BandedAttention(torch.autograd.Function):
-    """Forward merges diagonals and the fused part; backward needs the merged output and
-    log-sum-exp.
+    """Merge diagonals and fused part in forward; backward needs the merged output and log-sum-exp.
 
     With L the merged log-sum-exp, every probability is P = exp(S - L), and dS = P (dP - delta),
     delta = rowsum(dO O). The fused backward computes exactly this from the O and L it is given, so
-    passing the merged pair makes its part exact (as in ring attention, arXiv:2310.01889). Autograd
-    cannot do this: the fused op's log-sum-exp carries no gradient.
+    if it is given the merged pair, its gradients are exact (as in ring attention,
+    arXiv:2310.01889). Autograd cannot do this: the fused op's log-sum-exp carries no gradient.
     """
 
     @staticmethod
@@ -136,7 +135,7 @@ def _blocks(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 Rows = tuple[Tensor, list[Tensor], list[Tensor]]
-"""One band's examples: query [B, N, T, D], and keys and values [B, J, T, D] by block."""
+"""One band's tensors: query [B, N, T, D], and keys and values [B, J, T, D], one per block each."""
 
 
 def _select(tensors: Sequence[Tensor], band: Band) -> Rows:
@@ -167,10 +166,11 @@ def _key_rows(x_BJTD: Tensor) -> Tensor:
 
 
 def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
-    """Fill out and lse, both zero on entry; return the diagonals' probabilities [W, B, T, N].
+    """Fill ``out_BTND`` and ``lse_BTN``; return the diagonals' probabilities [W, B, T, N].
 
-    Work on one diagonal at a time: at T = 2048 and N D = 256 its product stays in the last-level
-    cache. Chunks of T (64 to 512), or one strided view of all diagonals, were no faster.
+    Both are zero on entry. Work on one diagonal at a time: at T = 2048 and N D = 256 its product
+    stays in the last-level cache. Chunks of T (64 to 512), or one strided view of all diagonals,
+    were no faster.
     """
     query_BNTD, keys, values = inputs
     r, first = band.causal
@@ -214,7 +214,7 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
 
 
 def _product(rows: Tensor, others: Tensor, room: Tensor) -> Tensor:
-    """Return rows * others at the front of ``room``: torch.compile accepts no ``out`` with gaps."""
+    """Put rows * others at the front of ``room``: torch.compile accepts no ``out`` with gaps."""
     return torch.mul(rows, others, out=room[: rows.numel()].view(rows.shape))
 
 
@@ -235,7 +235,7 @@ def _attend_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     gradients: Rows,
 ) -> None:
-    """Add to `gradients`, zero on entry. Never assign, because diagonals may share a block."""
+    """Add to `gradients`, which start at zero; never assign, as diagonals may share a block."""
     query_BNTD, keys, values = inputs
     grad_BNTD, out_BNTD, lse_BTN, probs_WBTN = saved
     dquery_BNTD, dkeys, dvalues = gradients
@@ -348,8 +348,8 @@ def ttt_attention(
     and only its own drafted rows. For memory order and dtypes see `banded_attention`.
 
     Args:
-        keys: of steps 0 .. i, [B, J, T, D] each.
-        lengths: of the documents in a packed row.
+        keys: one tensor [B, J, T, D] per step 0 .. i.
+        lengths: document lengths in a packed row.
         window: positions that a row sees, its own included; None: all.
 
     Returns:

@@ -1,10 +1,11 @@
 """Run forward passes in which no row's bits depend on the other rows: ``--bitwise``.
 
-Libraries choose kernels by shape, and each sums in its own order. So in bfloat16 a row's logits
-depend on the other rows. Here every product has the same number of rows, padded, and each row
-attends alone to its ancestors in order, exactly as in autoregressive decoding. On a GPU this number
-is 1, because with 16 rows outputs differed from autoregressive decoding. Targets with rounded
-weights (``rounded.py``) always run this way, without padding: their rows are independent.
+Libraries choose kernels by shape, and each kernel sums in its own order. So in bfloat16 a row's
+logits depend on the other rows. Here every matrix product is padded to the same number of rows, and
+each row attends alone to its ancestors in order, exactly as in autoregressive decoding. A product
+has 16 rows on a CPU and 1 on a GPU, where with 16 rows outputs differed from autoregressive
+decoding. Targets with rounded weights (``rounded.py``) always run this way, without padding: their
+rows are independent.
 """
 
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 ROWS = 16
 """Rows per product on a CPU."""
 PROMPT_ROWS = 512
-"""Rows per prompt chunk, in every pipeline: whole chunks have one shape without padding."""
+"""Rows per prompt chunk in every pipeline, so that full chunks have one shape without padding."""
 
 
 def check_bitwise(config: PreTrainedConfig) -> None:
@@ -76,7 +77,7 @@ def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
 def _pass(
     stage: "Stage", entering_lH: Tensor, positions_l: Tensor, visible_lS: Tensor
 ) -> dict[int, Tensor]:
-    """Return layer index -> hidden states [l, H]; for the first stage also 0, the embedding."""
+    """Return hidden states [l, H] by layer index; the first stage adds index 0, the embedding."""
     cache, num_rows = stage.cache, len(entering_lH)
     positions_C = cache.begin(positions_l.to(stage.device))
     # Every row sees all committed rows; the mask covers only the segment's.
@@ -111,13 +112,13 @@ def _places(seen_C: Tensor) -> Tensor | slice:
 
 
 class _RowByRow:
-    """Cache stand-in: drops padding, and each row attends alone."""
+    """Cache stand-in that drops padding rows and lets each row attend alone."""
 
     def __init__(self, cache: StageCache, visible_lC: Tensor, window: int | None) -> None:
         """
         Args:
             visible_lC: bool; cache rows visible to row i, including its own.
-            window: visible positions in layers with a sliding window, the last ones.
+            window: number of last positions visible in layers with a sliding window; None: all.
         """
         self.cache = cache
         seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]
@@ -131,7 +132,7 @@ class _RowByRow:
     def update(
         self, keys_1JPD: Tensor, values_1JPD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """Called by attention modules; the returned tensors only have the right shape."""
+        """Cache the keys and values; attention modules need only the shape of the returned ones."""
         own = slice(len(self._seen))
         self._known = self.cache.update(keys_1JPD[:, :, own], values_1JPD[:, :, own], layer_idx)
         return keys_1JPD, values_1JPD

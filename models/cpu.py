@@ -24,10 +24,10 @@ ROW_MULTIPLE = 32  # few distinct row counts: kernels are prepared anew for each
 # -- products with few rows ------------------------------------------------------------------
 
 LEAST_WEIGHTS = 1 << 18
-"""Minimum weights in a laid-out layer; below, the operator's overhead (11 us) dominates."""
+"""Minimum weights in a laid-out layer; with fewer, the operator's overhead (11 us) dominates."""
 LEAST_ROWS, MOST_ROWS = 4, 64
 MOST_TRANSPOSED = 3
-"""Maximum rows multiplied by the transposed copy; on CPUs without AVX-512."""
+"""Maximum rows to multiply by the transposed copy, on CPUs without AVX-512."""
 
 
 def lay_out(module: nn.Module) -> None:
@@ -40,8 +40,9 @@ def lay_out(module: nn.Module) -> None:
     382 MB of weights, products with 1, 4, 8 and 60 rows take 24, 24, 31 and 117 ms instead of 31,
     42, 49 and 144.
 
-    On other CPUs layers with more outputs than inputs copy the weights transposed, for up to three
-    rows. Otherwise the product is transposed: rows become columns. docs/lab/log.md has times.
+    On other CPUs layers with more outputs than inputs copy the weights transposed, to multiply up
+    to three rows. All other products with several rows are transposed: rows become columns.
+    docs/lab/log.md has times.
     """
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
     if 2 * sum(layer.weight.nbytes for layer in large) <= virtual_memory().available:
@@ -56,7 +57,7 @@ def _is_float32_on_cpu(x_H: Tensor) -> bool:
 
 @cache
 def _has_onednn_product() -> bool:
-    """Return True if oneDNN computes float32 products faster: on an AVX-512 CPU."""
+    """Return True if oneDNN computes float32 products faster, as on an AVX-512 CPU."""
     is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return is_avx512 and torch.backends.mkldnn.is_available()
 
@@ -112,7 +113,7 @@ class LaidOutLinear(nn.Linear):
         return out_MG.view(*input.shape[:-1], -1)
 
     def _copied(self, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the weight's copy; make it if the weight was trained, merged or moved since."""
+        """Return the weight's copy, made again if the weight was trained, merged or moved."""
         weight_GH = self.weight
         version = 0 if weight_GH.is_inference() else weight_GH._version  # those count none
         identity = (weight_GH.data_ptr(), version)
@@ -133,7 +134,7 @@ class LaidOutLinear(nn.Linear):
 
 
 def whole_rows(count: int) -> int:
-    """Round a row count up: kernels are prepared anew for every distinct count."""
+    """Round a row count up, because a kernel is prepared anew for every distinct count."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
@@ -157,7 +158,7 @@ CACHED_BYTES = 1 << 24
 def chunk_bytes(most: int, device: torch.device) -> int:
     """Return the chunk size in bytes, at most ``most``, for logits processed in chunks.
 
-    On a CPU they fit its caches: 3,040 rows over 16,384 tokens take 1.1 instead of 1.7 s.
+    On a CPU a chunk fits the caches: 3,040 rows over 16,384 tokens take 1.1 instead of 1.7 s.
     """
     return min(most, CACHED_BYTES) if device.type == "cpu" else most
 
@@ -170,8 +171,8 @@ def orthogonalize(
 ) -> Tensor:
     """Run Muon's quintic Newton-Schulz iteration, X <- a X + (b A + c A^2) X with A = X X^T.
 
-    torch iterates in bfloat16. Where a CPU emulates it, a 1,536 x 576 matrix takes 4.5 s, and 0.14
-    s here. A head with such matrices spent 90 % of its training time there.
+    torch iterates in bfloat16. On a CPU that emulates bfloat16, a 1,536 x 576 matrix takes 4.5 s,
+    but 0.14 s here. A head with such matrices spent 90 % of its training time in torch's iteration.
     """
     if grad.device.type != "cpu" or torch.cpu._is_avx512_bf16_supported():
         return torch_orthogonalize(grad, ns_coefficients, ns_steps, eps)

@@ -2,8 +2,8 @@
 
 A decoding step with a few rows launches hundreds of small kernels; on a GPU launching takes longer
 than their work. The host packs everything that varies between steps, and copies it into a fixed
-buffer at once. Rows that are on the device enter another buffer. Launches are captured once per
-key. On a CPU the same functions run without a graph.
+buffer in one transfer. Rows that are on the device enter another buffer. Launches are captured once
+per key. On a CPU the same functions run without a graph.
 """
 
 # P padded rows, H hidden, S columns, C cache rows
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 MAX_IDLE = 1
-"""Idle caches with graphs retained per network for the next sequence."""
+"""Maximum idle caches with graphs that a network retains for the next sequences."""
 Borrowed = TypeVar("Borrowed")
 
 
@@ -31,8 +31,9 @@ class Transfers(Protocol):
 
 
 UNDER_WAY: WeakSet[Transfers] = WeakSet()
-"""Transfers in flight. Capturing a graph waits for all work on the device, transfers included.
-Meanwhile the process receives nothing, so ranks would wait for each other."""
+"""Transfers in flight; while one is sending, no graph is captured. A capture waits for all work on
+the device, transfers included, and meanwhile the process receives nothing. Two capturing ranks
+would wait for each other."""
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Graphs:
         self._pool: _POOL_HANDLE | None = None
 
     def clear(self) -> None:
-        """Drop all graphs: their buffers are gone."""
+        """Drop all graphs, because their buffers are gone."""
         self._graphs.clear()
         self._pool = None
 
@@ -142,7 +143,7 @@ class Graphs:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round up to a power of two, so few sizes need a graph."""
+    """Round a row count up to a power of two, so that few sizes need a graph."""
     return 1 << (num_rows - 1).bit_length() if num_rows else 0
 
 
@@ -171,7 +172,7 @@ def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) 
     """Return positions hidden from rows over a whole buffer: bool [P, C].
 
     Args:
-        num_visible_1: number of first buffer rows, visible to all.
+        num_visible_1: number of rows at the buffer's start that are visible to all.
         visible_PS: visibility of the S rows after them; later rows are hidden.
     """
     S = visible_PS.shape[1]
@@ -185,7 +186,7 @@ def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) 
 def borrow_for(
     owner: nn.Module, holder: object, key: Hashable, make: Callable[[], Borrowed]
 ) -> Borrowed:
-    """Borrow buffers and graphs left by an earlier holder of this key, or new ones.
+    """Borrow the buffers and graphs that an earlier holder of this key left, or make new ones.
 
     They are returned when ``holder`` dies, so successive sequences share them, in any engine.
 

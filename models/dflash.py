@@ -1,9 +1,9 @@
 """DFlash (arXiv:2602.06036): one forward pass proposes a whole block of draft tokens.
 
-A block starts at the anchor, the newest token in the sequence, followed by mask tokens. Its rows
+A block is the anchor, the newest token in the sequence, followed by mask tokens. The block's rows
 see each other. In every layer they also see the target's hidden states at all positions before the
 anchor, projected to keys and values. Row k gives the logits for the token k positions after the
-anchor, whatever the tokens between.
+anchor, whatever tokens lie in between.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
@@ -35,8 +35,8 @@ from pipedraft.models.layers import (
 
 LARGEST_BLOCK = 256
 GROUP_ROWS = 128
-"""Block rows per attention call. Each block sees itself only, so in a larger call more pairs are
-masked out."""
+"""Block rows per attention call. A block sees no other block, so a larger call would compute more
+pairs only to mask them out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,15 @@ class DFlashConfig:
     num_layers: int = 5
     """Decoder layers in the head."""
     block_size: int = 16
-    """Rows per block, including the anchor: one more than draft tokens."""
+    """Rows per block, including the anchor: one more than the draft tokens per block."""
     feature_layers: tuple[int, ...] = ()
-    """Layers whose raw hidden states are fused, 0 = embedding; empty: five, from 2 to L - 2."""
+    """Target layers whose raw hidden states are fused, 0 = embedding; empty: five, 2 to L - 2."""
     mask_token_id: int | None = None
     """Token embedded at masked rows; None: the last token in the vocabulary."""
     draft_vocab_size: int | None = None
-    """U: most frequent tokens in the training data; None: the target's vocabulary."""
+    """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
     num_target_layers: int = 0
-    """L; filled in from the target."""
+    """L, the target's layer count; filled in from the target."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
@@ -97,7 +97,7 @@ class DFlashConfig:
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Return five layers evenly from 2 to L - 2, the authors' choice; fewer if shallow."""
+    """Return five evenly spaced layers, 2 to L - 2, as the authors; fewer in shallow targets."""
     if num_layers < 6:
         return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
     return tuple(sorted({round(2 + part * (num_layers - 4) / 4) for part in range(5)}))
@@ -154,7 +154,7 @@ class DFlash(Draft):
         return cast(list[DecoderLayer], list(self.layers))
 
     def attach(self, target: PreTrainedModel) -> None:
-        """Use this target's embedding and LM head, in lists to keep them out of the parameters."""
+        """Use this target's embedding and LM head; lists keep them out of the parameters."""
         head = target.get_output_embeddings()
         if self.config.draft_vocab_size is not None:
             part = nn.Linear(head.in_features, len(self.draft_ids), bias=False, device="meta")
@@ -269,7 +269,7 @@ class DFlash(Draft):
 
         Args:
             anchor: int64 [1], the token at ``position``.
-            num_rows: block rows, including the anchor; beyond the trained size it extrapolates.
+            num_rows: block rows, including the anchor; more than the trained size extrapolates.
             feature_CH: new context, up to the row before the anchor.
             caches: one per decoder layer.
 

@@ -51,7 +51,8 @@ DRAFTS = {
     "dspark": "pipedraft.models.dspark:DSpark",
     "flexspec": "pipedraft.models.flexspec:FlexSpec",
 }
-"""draft_type in a checkpoint -> the draft's module and class, by name: they import this module."""
+"""draft_type in a checkpoint -> name of the draft's module and class. These modules import this
+one, so it cannot import them."""
 
 Inputs = TypeVarTuple("Inputs")
 Result = TypeVar("Result")
@@ -104,7 +105,7 @@ class _Checkpoint(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetReference:
-    """Target a draft was trained for. The fingerprint decides; the name only locates it."""
+    """Target a draft was trained for, identified by its fingerprint; its name only locates it."""
 
     name: str
     revision: str | None = None
@@ -181,22 +182,24 @@ class Draft(nn.Module):
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Return a forward's cost in target passes over one token: the ratio of layer counts."""
+        """Return the cost of a draft forward in target passes over one token, by layer counts."""
         return self.config.num_layers / target.num_layers
 
     @staticmethod
     def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
-        """Hash the target weights that a draft needs. Training stores the hash, loading compares
-        it.
+        """Hash the target weights that a draft needs.
 
-        A subclass that needs more weights adds their hash under another name.
+        Training stores the hash, loading compares it. A subclass that needs more weights adds their
+        hash under another name.
         """
         return target_fingerprint(target)
 
     @property
     def shares_head(self) -> bool:
-        """True if the LM head has the target's rows for the draft vocabulary: not trained or
-        saved."""
+        """True if the LM head is taken from the target, restricted to the draft vocabulary.
+
+        It is then neither trained nor saved.
+        """
         return getattr(self.config, "share_head", False)
 
     def attach(self, target: PreTrainedModel) -> None:
@@ -271,7 +274,7 @@ class Draft(nn.Module):
     def _read_parts(
         cls, description: Description, num_tensors: int
     ) -> "tuple[Any, LayerConfig, TargetReference]":
-        """Read the draft's constructor arguments; refuse bad sizes, or more layers than tensors."""
+        """Read the constructor arguments; refuse bad sizes, such as more layers than tensors."""
         architecture, layer = description["architecture"], description["layer"]
         kinds = (cls.config_class, architecture), (LayerConfig, layer)
         for kind, values in kinds:
@@ -344,7 +347,7 @@ def load_draft(
 
     Args:
         path_or_repo: checkpoint folder, a run's output folder (its best checkpoint), or Hub id.
-        allow_evolved: accept a target with the same sizes and other weights, to measure the draft
+        allow_evolved: accept a target with the same sizes but other weights, to measure the draft
             on it.
 
     Raises:
@@ -429,9 +432,9 @@ class StagedDraftConfig:
     boundaries: tuple[int, ...] = ()
     """Stage boundaries 0..L for an intentionally uneven split; empty: as even as possible."""
     num_target_layers: int = 0
-    """L; filled in from the target."""
+    """L, the target's layer count; filled in from the target."""
     draft_vocab_size: int | None = None
-    """U: most frequent tokens in the training data; None: the target's vocabulary."""
+    """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
     share_head: bool = False
     """Use the target's LM head, restricted to the draft vocabulary: not trained, not saved."""
 

@@ -1,7 +1,7 @@
-"""Draft forwards from several sequences as one: rows are joined, attention runs separately.
+"""Run several sequences' draft forwards as one: rows are joined, attention runs separately.
 
 Every sequence decodes on its own thread. Inside ``asking``, a draft source's network calls are
-passed to a callback to be joined with other sequences' calls; elsewhere they run at once.
+passed to a callback to be joined with other sequences' calls. Outside, each call runs immediately.
 """
 
 # R rows of all sequences, Q queries among them, C cached rows per sequence, N query heads
@@ -70,8 +70,10 @@ _thread = threading.local()
 
 @contextmanager
 def asking(ask: Callable[[DraftCall], object] | None) -> Iterator[None]:
-    """Pass this thread's draft calls to ``ask``, which returns their outcomes; None: run each at
-    once."""
+    """Pass this thread's draft calls to ``ask``, which returns their outcomes.
+
+    None: run each call immediately.
+    """
     _thread.ask = ask
     try:
         yield
@@ -106,8 +108,7 @@ def make_first(calls: Sequence[DraftCall]) -> list[DraftCall]:
 
 
 def _are_made_together(calls: Sequence[DraftCall]) -> bool:
-    """Run calls to one method as a single call; return False after a failure, with caches
-    unchanged."""
+    """Run calls to one method as a single call; return False on failure, with caches unchanged."""
     caches = [(cache, cache.num_rows) for one in calls for cache in one.caches()]
     join = _propose if calls[0].function.__name__ == "propose_rows" else _make_joined
     try:
@@ -183,8 +184,10 @@ def _propose(calls: Sequence[DraftCall]) -> Sequence[Tensor]:
 def _ordered_taps(
     draft: Any, options: Sequence[Values], order: Sequence[tuple[int, int]]
 ) -> dict[int, Tensor]:
-    """Return hidden states in the joint row order. A layer that a row has not passed is never
-    read."""
+    """Return hidden states in the joint row order.
+
+    A layer that a row has not passed is never read.
+    """
     found: dict[int, dict[int, Tensor]] = {}
     for s, own in enumerate(options):
         for layer in {layer for depth in own["depths"] for layer in draft.feature_layers[depth]}:

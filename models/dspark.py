@@ -1,4 +1,4 @@
-"""DSpark (arXiv:2607.05147): a DFlash block, where each token also depends on the one before it.
+"""DSpark (arXiv:2607.05147): a DFlash block, in which each token also depends on the one before it.
 
 One DFlash forward pass gives the block. Each place's logits get a bias from a low-rank table,
 indexed by the token before it. So each draft token fits the one before it, without another
@@ -30,7 +30,7 @@ class DSparkConfig(DFlashConfig):
     block_size: int = 7
     """Rows per block, including the anchor; each row gives a draft token."""
     markov_rank: int = 256
-    """r, rank of the token-pair table; 0: no table, leaving a DFlash block."""
+    """r, rank of the token-pair table; 0: no table, so the block is DFlash's."""
     confidence: Literal["pair", "state", "none"] = "pair"
     """Input for predicting acceptance: the output at a token's place, and with `pair` also the
     table's row for the token before it; none: no prediction."""

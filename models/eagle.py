@@ -1,10 +1,10 @@
 """EAGLE heads: one decoder layer that continues the target's hidden states.
 
 Row t joins the embedding of token t + 1 with the hidden state at position t. It yields the hidden
-state at position t + 1, whose logits predict token t + 2. A row's first state comes from the
-target; below it the head feeds back its own output, one row per draft token.
+state at position t + 1, whose logits predict token t + 2. The state for the first draft token comes
+from the target. For each later one, a new row takes the head's own output as its state.
 
-Shared base for EAGLE-1 (arXiv:2401.15077), EAGLE-3 and MTP layers, plus EAGLE-1 itself.
+This module has the base that EAGLE-1 (arXiv:2401.15077), EAGLE-3 and MTP layers share, and EAGLE-1.
 """
 
 # ... any leading axes, B batch, T positions, R rows per decode call, P cached rows, H hidden
@@ -179,8 +179,8 @@ class EagleHead(Draft):
 
         Args:
             advance: step number, states to continue, and keys and values from all earlier steps ->
-                its states, keys and values. Step i sees step 0 causally, and later steps only in
-                its own row.
+                this step's states, keys and values. Step i sees step 0 causally, and later steps
+                only in its own row.
             counts: rows per step.
         """
         keys: list[Tensor] = []
@@ -269,7 +269,7 @@ class EagleConfig:
     """Architecture of the EAGLE-1 head."""
 
     num_target_layers: int = 0
-    """L; filled in from the target."""
+    """L, the target's layer count; filled in from the target."""
     fc_bias: bool = True
     """Bias in the projection; some of the authors' heads have none."""
     attention_bias: bool = False

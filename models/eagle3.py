@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv:2503.01840): three fused layers in, draft logits out, no feature regression."""
+"""EAGLE-3 (arXiv:2503.01840): fuses three target layers, and learns from logits alone."""
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
 # B batch, T rows per sequence, M rows per training step, C = (N + 2 J) D
@@ -36,11 +36,11 @@ class Eagle3Config:
     """Architecture of the EAGLE-3 head."""
 
     feature_layers: tuple[int, ...] = ()
-    """Layers whose raw hidden states are fused, 0 = embedding; empty: 2, L // 2, L - 3."""
+    """Target layers whose raw hidden states are fused, 0 = embedding; empty: 2, L // 2, L - 3."""
     num_target_layers: int = 0
-    """L; filled in from the target."""
+    """L, the target's layer count; filled in from the target."""
     draft_vocab_size: int | None = None
-    """U: most frequent tokens in the training data; None: the target's vocabulary."""
+    """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
     share_head: bool = False
     """Use the target's LM head, restricted to the draft vocabulary: not trained, not saved."""
     norm_output: bool = False
@@ -138,7 +138,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3(EagleHead):
-    """EAGLE-3: s_t = fc([h_low; h_mid; h_high]_t), then the head's own un-normed output.
+    """EAGLE-3: s_t = fc([h_low; h_mid; h_high]_t) at first, then the head's own un-normed output.
 
     Logits for x_{t+2} are LM head(norm(out_t)) over the draft vocabulary.
     """
@@ -233,7 +233,7 @@ class Eagle3(EagleHead):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Run ``unroll`` faster: projections are linear in [norm(embedding); norm(state)].
+        """Run ``unroll`` faster, as projections are linear in [norm(embedding); norm(state)].
 
         The embedding's half is computed once per token instead of once per step.
         """

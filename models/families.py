@@ -1,9 +1,9 @@
 """Requirements for cutting a target into stages, and the differences between model families.
 
-No list of names decides. A target needs decoder layers in a list, rotary positions or none, a cache
-per layer (keys and values, or latents), a final norm and an LM head. All other steps in its
-forward are read from its configuration. ``check_target`` compares the result with transformers' own
-forward, on a copy without weights, and names the missing part.
+No list of model names decides which targets can be cut. A target needs decoder layers in a list,
+rotary positions or none, a cache per layer (keys and values, or latents), a final norm and an LM
+head. The other steps in its forward follow its configuration. ``check_target`` compares the result
+with transformers' own forward, on a copy without weights, and names the missing part.
 
 Shape suffixes: l rows, T positions, H hidden, V vocabulary.
 """
@@ -140,12 +140,12 @@ class LayerPositions:
 # -- what a target lacks ----------------------------------------------------------------------
 
 NUM_ROWS, WINDOW = 6, 3
-"""Comparison sizes: the window is shorter than the text."""
+"""Sizes for the comparison: the window is shorter than the sequence."""
 _lacks: dict[str, str | None] = {}  # by configuration: a check builds a model
 
 
 def check_target(config: PreTrainedConfig, name: str) -> None:
-    """Raise ValueError with the missing part if a model cannot be cut into stages."""
+    """Raise ValueError that names the missing part, if a model cannot be cut into stages."""
     key = f"{type(config)} {config.to_json_string(use_diff=False)}"
     if key not in _lacks:
         try:
@@ -197,7 +197,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
 
 
 def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Make tensors missing in weight files (rotary tables, scales), for a model on meta."""
+    """Make the tensors that weight files lack (rotary tables, scales), for a meta-device model."""
     decoder = model.get_decoder()
     if (rotary := getattr(decoder, "rotary_emb", None)) is not None:
         decoder.rotary_emb = type(rotary)(config=decoder.config).to(device)
@@ -220,7 +220,7 @@ def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Value
 
 
 def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
-    """Run one layer of each form as a stage does, on the meta device; return what is missing."""
+    """Run a layer of each kind and structure as a stage does, on the meta device; name any lack."""
     inputs = _inputs(decoder, kinds)
     hidden, given = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
     forms = {
@@ -251,7 +251,8 @@ def _difference(
 ) -> str | None:
     """Compare the work around the layers with transformers' forward; return the first difference.
 
-    Stand-in layers negate their input."""
+    Stand-ins replace the layers and negate their input.
+    """
     calls: list[tuple[Tensor, Values]] = []
 
     def negate(hidden_states: Tensor, **given: Any) -> Tensor:

@@ -56,7 +56,7 @@ class FlexSpecConfig:
     """self: read the sequence twice. The second reading's stem gets the embedding and the first
     reading's output at the previous position. Practical only."""
     draft_vocab_size: int | None = None
-    """U: most frequent tokens in the training data; None: the target's vocabulary."""
+    """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.stem_layers <= MAX_STEM_LAYERS:
@@ -246,7 +246,8 @@ class FlexSpec(Draft):
             caches: one per decoder layer and reading, all with the same rows.
             visible_RC: bool, cache rows (including these R) visible to each row.
             known_QEH: states computed earlier; zeros before a sequence's first token.
-            before_R: int64, each row's predecessor: an index into the Q rows followed by the R.
+            before_R: int64, each row's predecessor: an index into the Q known rows followed by the
+                R new ones.
         """
         embedding_RH = self.embedding(tokens_R)
         cos, sin = self.rotary.of_heads(positions_R, embedding_RH.dtype)
@@ -272,8 +273,11 @@ class FlexSpec(Draft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` as a CUDA graph calls it: predecessors' states are given, or rows are in
-        order."""
+        """Run ``rows`` as a CUDA graph calls it.
+
+        ``states_REH`` has every row's predecessor. With ``in_order`` only its first entry is read,
+        and each further row follows the row before it.
+        """
         index_R = torch.arange(len(tokens_R), device=tokens_R.device)
         # In order, row i follows new row i - 1, which stands after the known rows.
         before_R = torch.where(index_R > 0, index_R + len(tokens_R) - 1, 0)
@@ -300,7 +304,7 @@ def anchor_hash(target: PreTrainedModel) -> str:
 
 
 def last_block(target: PreTrainedModel) -> nn.Module:
-    """Return the target's last decoder layer; read it if it is rounded or in another process."""
+    """Return the target's last decoder layer; load it if its weights are rounded or missing."""
     block = target.get_decoder().layers[-1]
     if not next(block.parameters()).is_meta and rounded_dtype(block) is None:
         return block
@@ -348,8 +352,7 @@ def check_anchor(target: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _what_last_block_adds(target: PreTrainedModel, block: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return what the anchor and the target's last block add to random rows: float32 [T, H]
-    each."""
+    """Return what anchor and target's last block each add to random rows: two float32 [T, H]."""
     config, last = target.get_decoder().config, len(target.get_decoder().layers) - 1
     layer, weight = LayerConfig.from_target(config), next(block.parameters())
     with torch.device("meta"):  # draws no random numbers

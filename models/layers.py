@@ -78,7 +78,7 @@ class LayerConfig:
 
     @classmethod
     def of_target_layer(cls, config: PreTrainedConfig) -> "LayerConfig":
-        """Read as ``from_target``, but rotate only the target's part of each head."""
+        """Read as ``from_target``, but rotate only the part of a head that the target rotates."""
         layer = cls.from_target(config)
         partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
         if partial == 1.0:
@@ -126,8 +126,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", source.inv_freq.clone(), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move frequencies with the module, but keep float32: rounded to bfloat16, they turn
-        position 500 by half a radian too far."""
+        """Move frequencies with the module, but keep them in float32.
+
+        Rounded to bfloat16, they turn position 500 by half a radian too far.
+        """
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -149,7 +151,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x_ND: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-    """Rotate heads x [..., D]; cos and sin broadcast to all or the first entries."""
+    """Rotate heads x [..., D]: all entries, or only as many first ones as cos and sin have."""
     if (size := cos_D.shape[-1]) < x_ND.shape[-1]:
         return torch.cat([rotate(x_ND[..., :size], cos_D, sin_D), x_ND[..., size:]], -1)
     left, right = x_ND.chunk(2, -1)
@@ -281,7 +283,7 @@ class WithinDocuments(TorchFunctionMode):
 
     No pair across documents is computed, and no mask for the whole row is built.
 
-    Forward pass only: a layer recomputed later does not find the mode active.
+    Use it for forward passes only: when backward recomputes a layer, the mode is no longer active.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -320,8 +322,8 @@ def packed_call(
     """Return arguments and a context for running a transformers decoder on a packed row.
 
     When positions restart, some transformers models build a mask [T, T], and sdpa kernels compute
-    it in full. A padding mask without padding stops this, and the context separates documents.
-    Other kernels get masks, because not all models build them.
+    it in full. A padding mask of ones prevents this, and the context separates documents. Kernels
+    other than sdpa get a mask from here, because not all models build one.
     """
     if lengths is None:
         return {}, nullcontext()
@@ -367,7 +369,7 @@ class KeyValues:
         self.num_rows += len(keys_RJD)
 
     def _write(self, keys_RJD: Tensor, values_RJD: Tensor) -> Tensor:
-        """Write rows after the counted ones; return the buffers up to them, [2, J, P + R, D]."""
+        """Write rows after the counted ones; return all rows up to the last, [2, J, P + R, D]."""
         end, used = self.num_rows + len(keys_RJD), self._buffers_2JCD
         if used is None or end > used.shape[2]:
             _, J, D = keys_RJD.shape
@@ -380,7 +382,7 @@ class KeyValues:
         return self._rows(end)
 
     def keep(self, first: int, places: list[int]) -> None:
-        """Drop rows from ``first`` on, except those at ``places`` (relative, ascending)."""
+        """Drop rows from ``first`` on, except ``places``, which count from ``first`` and ascend."""
         if places and places != list(range(len(places))):  # a prefix is in place already
             rows_2JKD = self._rows(self.num_rows)[:, :, first:]
             rows_2JKD[:, :, : len(places)] = rows_2JKD[:, :, places]
@@ -455,8 +457,8 @@ def grouped_attention(
 ) -> Tensor:
     """Run masked attention [1, N, R, D], with query heads folded into rows of their key head.
 
-    A GPU has no kernel for grouped heads with a mask: it would copy keys and values for each query
-    head, in every layer and step.
+    A GPU has no kernel for grouped heads with a mask: torch would copy keys and values for each
+    query head, in every layer and step.
 
     Args:
         mask_gP: bool or additive [..., g, P], g = N / J times R rows, head after head.

@@ -5,8 +5,8 @@ Row t joins the embedding of token t + 1 with the target's state at position t a
     s_{t+1} = norm(layer(fc([norm_e(embed(x_{t+1})); norm_h(s_t)])))
     logits of x_{t+2} = LM head(s_{t+1})
 
-Below it the layer's own output is fed back (DeepSeek-V3, arXiv:2412.19437; FastMTP,
-arXiv:2509.18362). Weights are named as in Qwen3.5's checkpoints without ``mtp.``.
+For later draft tokens the layer's own output is fed back (DeepSeek-V3, arXiv:2412.19437; FastMTP,
+arXiv:2509.18362). Weights have the names in Qwen3.5's checkpoints, minus the prefix ``mtp.``.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size
@@ -40,10 +40,10 @@ class MTPConfig:
     """Architecture of the MTP layer."""
 
     num_target_layers: int = 0
-    """L; filled in from the target."""
+    """L, the target's layer count; filled in from the target."""
     native: bool = False
-    """Qwen3.5's own layer: output gate in the attention, and norms with factor 1 + weight. False: a
-    Llama layer, or a Qwen3 layer for such a target. Set by an import."""
+    """True: Qwen3.5's own layer, with an output gate in the attention, and norms with factor 1 +
+    weight. False: a Llama layer, or a Qwen3 layer for a Qwen3 target. An import sets this."""
 
     @property
     def num_layers(self) -> int:

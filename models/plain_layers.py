@@ -1,7 +1,7 @@
 """Decoder layers for few rows on a CPU: transformers' arithmetic in fewer calls.
 
-One product computes queries, keys and values, another gate and up. We join their weights in memory
-once, and transformers' modules keep views, so nothing is stored twice.
+One product computes queries, keys and values, another one gate and up. We join their weights in
+memory once, and transformers' modules keep views, so nothing is stored twice.
 """
 
 # R rows, H hidden, N query heads, J key heads, D head size, G joined outputs, I intermediate size
@@ -92,7 +92,10 @@ _joined: "WeakKeyDictionary[nn.Module, PlainLayer]" = WeakKeyDictionary()
 
 
 class PlainLayers:
-    """Calls a stage's layers. Checking 30 of them takes 3 ms, so it is done once per sequence."""
+    """A stage's layers as ``PlainLayer`` calls, if all of them are plain.
+
+    Checking 30 layers takes 3 ms, so they are checked only once per sequence.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], kinds: Sequence[str]) -> None:
         self._layers, self._kinds = layers, kinds
@@ -100,7 +103,7 @@ class PlainLayers:
         self._is_checked = False
 
     def reset(self) -> None:
-        """Begin a sequence: a module may have been replaced, hooked or trained since."""
+        """Check again in the next call, as a layer may have been replaced, hooked or trained."""
         self._is_checked = False
 
     def calls(
@@ -111,7 +114,7 @@ class PlainLayers:
         cache: HFModule,
         attends: Mapping[str, Attend],
     ) -> list[Callable[[Tensor], Tensor]] | None:
-        """Return each layer as a function of hidden states [1, R, H]; None: transformers' must run.
+        """Return the layers as functions of hidden states [1, R, H]; None: use transformers' own.
 
         Args:
             places: by layer kind, from ``LayerPositions``.
@@ -139,7 +142,7 @@ class PlainLayers:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Return False for adapters, hooks, other weights than float32 on a CPU, and sharded ones.
+    """Return True for a layer in float32 (or rounded) on a CPU, without hooks, adapters, sharding.
 
     In other dtypes transformers' norms round between steps, and the results would differ.
     """

@@ -31,7 +31,8 @@ class PPSDConfig(StagedDraftConfig):
     """Architecture of the PPSD head, which reads the first stage's output."""
 
     num_layers: int = 1
-    """Decoder layers in the head (Ls). Every step waits for them: speed-up L' L / (Ls n + L)."""
+    """Decoder layers in the head (Ls). Each step waits for them, so the speed-up is L' L / (Ls n +
+    L)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +90,7 @@ class PPSD(StagedDraft):
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """Copy the layers after the first stage, the final norm and the LM head from the target.
 
-        These layers are trained on exactly this input. Layers of another kind (recurrent, mixture
+        These layers were trained on exactly this input. Layers of another kind (recurrent, mixture
         of experts) cannot be copied; the head's layers start random instead.
         """
         initialize_head(self, target, draft_ids)

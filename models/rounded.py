@@ -21,13 +21,14 @@ from pipedraft.models.families import PLAIN
 JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 """Linear layers in a decoder layer with the same input: block -> names."""
 STEPS = 63
-"""Steps from zero to a row's largest input. Inputs have 7 bits, as AVX2 adds two products in 16."""
+"""Steps from zero to a row's largest input. Inputs have 7 bits, because AVX2 adds two products in
+16 bits."""
 MOST_TRIED = 256
 """Largest row count tried by ``even_rows``; FBGEMM cuts more than 120 rows into blocks."""
 
 
 class RoundedLinear(nn.Module, ABC):
-    """Compute x W^T + b with rounded W; a row's result has the same bits next to any others."""
+    """Compute x W^T + b with rounded W; a row's result has the same bits next to any other rows."""
 
     def __init__(self, weight_GH: Tensor, bias_G: Tensor | None, *, keep_weight: bool) -> None:
         """``keep_weight``: also keep the float32 weight, for code that reads it."""
@@ -96,8 +97,8 @@ class Int8Linear(RoundedLinear):
     """W = round(W / s) s, s = max |W| / 127 per channel.
 
     The kernel takes 8-bit inputs. Rounding x to 8 bits would lose more than rounding W, so x enters
-    as two rows, x = s' (high + low / 126) with s' = max |x| / 63 and both in -63 .. 63. What is
-    left is at most max |x| / 2^13. Integer sums are exact.
+    as two rows, x = s' (high + low / 126) with s' = max |x| / 63 and both in -63 .. 63. The
+    remaining error is at most max |x| / 2^13. Integer sums are exact.
     """
 
     @staticmethod
@@ -194,7 +195,7 @@ def round_target(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def round_draft(draft: nn.Module, dtype: torch.dtype) -> None:
     """Replace a draft's projections in attention and MLP, and its LM head.
 
-    Others stay in float32: they are small, and some heads read parts of their weights.
+    Other layers stay in float32: they are small, and some heads read parts of their weights.
     """
     for parent, name, linear in _linear_layers(draft):
         if name.endswith("_proj") or name == "lm_head":
@@ -210,7 +211,7 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linea
 
 
 def _join(block: Any, names: tuple[str, ...], dtype: torch.dtype) -> None:
-    """Join some of a block's linear layers in one, and put parts of it in their places."""
+    """Join some of a block's linear layers into one, and replace each by its part of that one."""
     parts = [getattr(block, name) for name in names]
     if parts[0].weight.device.type != "cpu":
         return

@@ -111,18 +111,21 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def max_in_flight(self) -> int:
-        """Maximum rows in flight before the newest one; earlier rows are committed. With m tokens
-        per step: m n + m - 1 (m - 1 of them just drafted), and one less with output states."""
+        """Maximum rows in flight before the newest one; earlier rows are committed.
+
+        With m tokens per step: m n + m - 1 (m - 1 of them just drafted), and one less with output
+        states.
+        """
         return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
 
 
 def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
-    """Return, for each distance 0..max_in_flight from the newest token, the layer indices whose
-    hidden states form its feature.
+    """Return the layers whose hidden states form the feature at each distance 0..max_in_flight.
 
-    With one token per step the distance gives the depth: 0..n, or 1..n with output states. With m
-    tokens per step, distance i uses depth max((i - m + 1) // m, 0): in the last of a step's m
-    forwards this is the row's true depth; in the earlier ones the row may be deeper.
+    Distances count from the newest token. With one token per step the distance gives the depth:
+    0..n, or 1..n with output states. With m tokens per step, distance i uses depth
+    max((i - m + 1) // m, 0): in the last of a step's m forwards this is the row's true depth; in
+    the earlier ones the row may be deeper.
     Index 0 is the embedding, index i the raw output of layer i - 1. Only ``normed_last`` applies
     the final norm, to index L.
     Let l be the last layer index passed at depth k, and lps the layers per stage:
@@ -356,7 +359,7 @@ class SPD(StagedDraft):
         num_queries: int | None = None,
         axis: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (for the first rows along ``axis``), keys and values, all heads first."""
+        """Return queries (for the first rows along ``axis``), keys and values; heads come first."""
         normed = layer.input_layernorm(stream_STH)
         keys, values = layer.self_attn.key_value(normed, *rotation)
         asked = normed if num_queries is None else normed.narrow(axis, 0, num_queries)
@@ -364,8 +367,9 @@ class SPD(StagedDraft):
         return query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
     def _forward_all(self, taps: Mapping[int, Tensor], examples: Fill) -> Tensor:
-        """Forward with every depth as a stream: row (depth d, position t) is the view of position t
-        with the newest token d positions later.
+        """Run a forward with every depth as a stream.
+
+        Row (depth d, position t) is the view of position t with the newest token d positions later.
 
         All depths' streams pass the layers as one batch of S sequences (in a packed row: one long
         row): the examples at depth 0, then those with a depth 1, and so on.
@@ -459,7 +463,7 @@ class SPD(StagedDraft):
         positions: Tensor,
         visible_RR: Tensor,
     ) -> Tensor:
-        """Return logits [Q, U] for the tokens after the Q depth-0 rows, the last ones.
+        """Return logits [Q, U] for the tokens after the Q rows at depth 0, which come last.
 
         Args:
             caches: committed positions; left unchanged.

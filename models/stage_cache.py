@@ -93,7 +93,7 @@ class Segment:
 
     @property
     def parents(self) -> list[int]:
-        """Each row's parent as an index into S; -1: the committed text."""
+        """Each row's parent as an index into S; -1: the committed prefix."""
         # Rows come after all their ancestors, so the last one before a row is its parent.
         before_lS = self.visible.tril(self.lo - 1)
         rows_S = torch.arange(1, self.hi + 1, device=before_lS.device)
@@ -284,7 +284,7 @@ class StageCache:
             self._states += self._new_states
 
     def skip(self, positions_l: Tensor) -> None:
-        """Count speculative rows without computing them; fill with zeros, since 0 * NaN is NaN."""
+        """Count speculative rows without computing them; write zeros there, as 0 * NaN is NaN."""
         end = self.begin(positions_l).shape[0]
         for buffer_1NCD in (*self._keys.values(), *self._values.values()):
             buffer_1NCD[:, :, self.num_rows : end] = 0
@@ -336,8 +336,7 @@ class StageCache:
 
     @contextmanager
     def writing_to(self, slots_P: Tensor) -> Iterator[None]:
-        """Context with fixed shapes: ``update`` writes to these places and returns whole
-        buffers."""
+        """Context with fixed shapes: ``update`` writes to these places and returns the buffers."""
         self._slots = slots_P
         try:
             yield
@@ -372,11 +371,11 @@ class StageCache:
     # Called by the gated delta net modules.
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: the modules keep a convolution state with a fixed size."""
+        """Return False, so that the modules keep a convolution state with a fixed size."""
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a private copy [B, W, K]: the one-row kernel overwrites it with the next state."""
+        """Return a copy [B, W, K], because the one-row kernel overwrites it with the next state."""
         if any(layer_idx not in state.conv for state in self._before):
             return None
         conv_BWK = torch.cat([state.conv[layer_idx] for state in self._before])
@@ -392,8 +391,7 @@ class StageCache:
     def update_conv_state(
         self, inputs_BWT: Tensor, layer_idx: int, *, conv_kernel_size: int
     ) -> Tensor:
-        """Remember the last ``conv_kernel_size`` inputs; return the old state followed by the new
-        inputs."""
+        """Return old state and inputs joined; store the last ``conv_kernel_size`` of the result."""
         before_BWK = self.get_conv_state(layer_idx)
         if before_BWK is not None:
             inputs_BWT = torch.cat([before_BWK, inputs_BWT], dim=-1)

@@ -163,8 +163,10 @@ class StageGraphs(Graphs):
         return torch.cat([hidden_1PH, *(collected[index] for index in taps)])
 
     def _masks(self, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return layer kind -> additive mask [1, 1, g, C] over the cache's whole buffers; see
-        ``grouped_attention``."""
+        """Return additive masks [1, 1, g, C] over the cache's whole buffers, by layer kind.
+
+        See ``grouped_attention``.
+        """
         stage, positions_P = self.stage, given["positions_P"]
         positions_C = stage.cache.write_positions(given["slots_P"], positions_P)
         visible_PS = given["visible_PS"].view(len(positions_P), -1)
@@ -199,7 +201,8 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
 def can_run_together(stage: "Stage") -> bool:
     """Return True if rows of several sequences can share a pass.
 
-    Not with recurrent layers, ``bitwise``, latent caches, or attention other than "sdpa"."""
+    They cannot with recurrent layers, ``bitwise``, latent caches, or attention other than "sdpa".
+    """
     if stage.cache.recurrent_layers or stage.is_bitwise:
         return False
     config = stage.layers[0].self_attn.config
@@ -216,7 +219,7 @@ def forward_together(
 
     Args:
         stages: the same layers in the same model, each with its own cache.
-        taps: for all segments.
+        taps: layer indices, the same for all segments.
     """
     first = stages[0]
     assert all(stage.layers[0] is first.layers[0] for stage in stages), "one model's stages"
@@ -287,7 +290,7 @@ class _Apart:
     def update(
         self, keys_1JRD: Tensor, values_1JRD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """Called by attention modules; the returned tensors only have the right shape."""
+        """Cache the keys and values; attention modules need only the shape of the returned ones."""
         pairs = zip(keys_1JRD.split(self.sizes, 2), values_1JRD.split(self.sizes, 2), strict=True)
         self._known = [
             cache.update(keys, values, layer_idx)

@@ -61,7 +61,7 @@ def structural_attention(
     by the distance to the newest token, as in decoding.
 
     For memory order and dtypes see `banded_attention`. Adjacent examples with equal occupancy share
-    one kernel call: sort a batch by occupancy.
+    one kernel call, so sort a batch by occupancy.
 
     Args:
         query_SNTD: query head h uses key head h // (N // J).
@@ -71,7 +71,8 @@ def structural_attention(
         values: like keys.
         occupancy: B integers a in 1..n, tokens in flight per example.
         depth: d in 0..n for all rows, one sequence of rows per example. Or several depths: their
-            sequences follow one another, with the examples in block_of_depth[d] at depth d.
+            sequences follow one another. Those at depth d belong to the examples in block
+            block_of_depth[d].
         block_of_depth: block for depths 0..n; default 0..R-1. Depths may share a block.
         lengths: document lengths in a packed row. The documents are then the examples, along the
             positions instead of the first axis (1 entry); this also applies to "first B_r" and

@@ -89,7 +89,7 @@ def load_target(
         quantization: a transformers quantization_config.
 
     Raises:
-        ValueError: nothing there, an unsupported model, custom code, or safetensors files that lack
+        ValueError: no model there, an unsupported one, custom code, or safetensors files that lack
             weights or have others.
     """
     _check_attention(attention or "sdpa")
@@ -177,7 +177,7 @@ class Stage:
 
     @torch.inference_mode()
     def keep(self, keep: KeepRows) -> None:
-        """Apply a KeepRows to the cached rows; see ``prune_segment`` for waiting ones."""
+        """Apply a KeepRows to the cached rows; see ``prune_segment`` for rows that wait."""
         self.cache.keep(keep, None if self.graphs is None else self.graphs.move)
 
     @torch.inference_mode()
@@ -354,7 +354,7 @@ class StagedTarget:
             stage.is_bitwise = is_on or stage.is_rounded
 
     def reserve(self, num_rows: int) -> None:
-        """Reset and make room for a sequence, so decoding it captures no graph again."""
+        """Reset and make room for a sequence, so that decoding it captures no new graphs."""
         self.reset()
         for stage in self.stages:
             if stage.graphs is not None:
@@ -431,7 +431,7 @@ def _checked_boundaries(boundaries: Sequence[int], num_layers: int) -> tuple[int
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Read EOS ids from the generation config, as ``generate``, else from the model config."""
+    """Read EOS ids from the generation config, as ``generate`` does, else from the model config."""
     eos = model.generation_config.eos_token_id
     if eos is None:
         eos = model.config.get_text_config().eos_token_id

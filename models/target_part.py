@@ -169,7 +169,7 @@ def _size(weight: DTensor) -> int:
 def _sources(
     model: PreTrainedModel, tensors: Iterable[str], rules: Iterable[WeightTransform]
 ) -> dict[str, set[str]]:
-    """Return weight name -> tensor names in the files it is made from."""
+    """Return, by weight name, the names of the file tensors that make up the weight."""
     own, prefix = model.state_dict(), model.base_model_prefix
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

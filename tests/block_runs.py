@@ -84,7 +84,7 @@ def assert_training_is_decoding(objective) -> None:
 
 
 def plain_block(objective, ids_T, taps_TH, anchor):
-    """Oracle: one block by its equations, a dense softmax, all from the layers' matrices."""
+    """Oracle: one block by its equations, with a dense softmax, from the layers' matrices."""
     draft, R = objective.draft, objective.config.block_size
     context = draft.hidden_norm(draft.fc(torch.cat(taps_TH, -1)[:anchor]))
     mask_id = objective.target.config.vocab_size - 1

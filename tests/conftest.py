@@ -121,7 +121,7 @@ def tiny_qwen3(layers: int = 4, hidden: int = 32, **sizes: Any) -> PreTrainedMod
 def tiny_mistral(
     layers: int = 4, hidden: int = 32, *, sliding_window: int | None = None, **sizes: Any
 ) -> PreTrainedModel:
-    """Like tiny_llama; with ``sliding_window`` its cache keeps only as many tokens per layer."""
+    """Like tiny_llama; with ``sliding_window`` its cache keeps only that many tokens per layer."""
     sizes |= {"layers": layers, "hidden": hidden, "sliding_window": sliding_window}
     return tiny_model(MistralConfig, MistralForCausalLM, **sizes)
 

@@ -54,7 +54,7 @@ WAYS = [
 
 
 def prompts_of(number: int) -> list[list[int]]:
-    """Prompt pairs by way: a short and a long prompt, the other two for the next number."""
+    """Return a short and a long prompt; the next number gets the other two."""
     return PROMPTS[number % 2 :: 2]
 
 
@@ -103,7 +103,7 @@ class StatelessSource(DraftSource):
 class SimulatedSource(StatelessSource):
     """Drafts the target's greedy token with a given probability, among ``width`` children.
 
-    Acceptance at a position is drawn once per visit by a growing verb.
+    Each call of ``add_children`` draws the acceptance at its position anew.
     """
 
     grows = ("layers", "trees", "micro_batches")
@@ -116,7 +116,7 @@ class SimulatedSource(StatelessSource):
         self._right: list[bool] = []
 
     def leaf_logits(self, tree, rows, features):
-        """Logits with the greedy token first or, for a whole text at the same positions, second."""
+        """Logits that rank the greedy token first, or second; a position always keeps its rank."""
         self.num_forwards += 1
         logits_QU = torch.zeros(len(rows), self.vocab)
         for logits_U, row in zip(logits_QU, rows, strict=True):
@@ -344,8 +344,8 @@ def distribution_p_value(target, draft, *, samples=330, **options) -> float:
 def unlike_plain_text(target, draft, *, samples=100, **options) -> int:
     """Count sampled outputs unlike the baseline's with the same random numbers.
 
-    By the rules gumbel and match every output equals the baseline's, whatever is drafted. This test
-    is stricter than a comparison of distributions.
+    Under the rules gumbel and match every output equals the baseline's, whatever is drafted. This
+    test is stricter than a comparison of distributions.
     """
     options = {"temperature": 1.3, "max_new_tokens": 8, **options}
     engine = engine_for(target, draft=draft, num_stages=2, **options)

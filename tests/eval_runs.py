@@ -228,7 +228,7 @@ def prompt_record(**fields) -> PromptRecord:
 
 
 def make_row(benchmark: str, result: DecodeResult, index: int) -> PromptRecord:
-    """Make a row with two categories in mt_bench, and one elsewhere."""
+    """Make a row; mt_bench has two categories, and the other benchmarks have one."""
     return PromptRecord(
         benchmark=benchmark,
         id=str(index),

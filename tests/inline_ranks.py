@@ -18,7 +18,7 @@ class Wire(Local):
     """Link within a process: turns every message into bytes and back, as between processes."""
 
     def __init__(self, handle=None, ends=(None, None)) -> None:
-        """``ends``: devices of a direct transfer for tensors on the first; else all is bytes."""
+        """``ends``: two devices; tensors on the first move directly to the second, not as bytes."""
         super().__init__(handle)
         self.ends = ends
 
@@ -29,7 +29,7 @@ class Wire(Local):
 
 
 class LateWire(Wire):
-    """Drops every other cancellation, as if it came too late."""
+    """Drops every second cancellation, as if it came too late."""
 
     count = 0
 

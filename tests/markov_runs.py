@@ -28,7 +28,7 @@ VOCAB, PROMPT = 4, [1, 2]
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [a, b, c] for the target, and for a draft in partial agreement.
 
-    The seed was chosen from 40: a correction reusing its test's uniform is far from the law
+    The seed is one of 40. With it, a correction that reuses its test's uniform is far from the law
     (noncentrality 212 in 1,800 tokens), and no token is rare (at least 0.045). Sum min(p, q) is
     0.69.
     """
@@ -101,7 +101,7 @@ class MarkovTarget:
 
 
 class MarkovSource(TreeSource):
-    """Draft from the table, for every growing verb."""
+    """Draft from the table, for every way to grow a tree."""
 
     target_vocab_size, draft_ids = VOCAB, torch.arange(VOCAB)
 

@@ -2,9 +2,9 @@
 
 torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
 
-HALF is 0 or 1: one half of the acceptance rules, EAGLE settings and temperatures per schedule,
-with the two prompts in turn. "whole" runs both halves with both prompts, "bitwise" a few settings
-in bfloat16.
+HALF 0 or 1 runs one half of the acceptance rules, of the EAGLE settings, and of the temperatures
+per schedule; the two prompts take turns. "whole" runs both halves with both prompts, "bitwise" runs
+a few settings in bfloat16.
 """
 
 import json

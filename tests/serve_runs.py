@@ -60,7 +60,7 @@ async def serving(target: Any, port: int = 0, **options: Any) -> AsyncIterator[S
 def hold_passes(server: Server, is_held: Callable[[], bool]) -> None:
     """Start no pass while ``is_held`` is true, so that no output can finish by then.
 
-    The server asks again with every message and every stream.
+    The server calls ``is_held`` again with every message and every stream.
     """
     choose = server._next_batch
     server._next_batch = lambda: [] if is_held() else choose()  # type: ignore[method-assign]

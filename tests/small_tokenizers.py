@@ -1,4 +1,4 @@
-"""Load the tokenizer trainer behind the embedded target, for test tokenizers: it is no module."""
+"""Load the embedded target's tokenizer trainer from its file, which is in no package."""
 
 import importlib.util
 

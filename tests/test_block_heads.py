@@ -264,7 +264,7 @@ def test_every_kind_of_head_decodes_exactly(options):
 
 
 def keep_the_block(monkeypatch) -> str:
-    """Mutant: offer draft tokens from before a commit after it."""
+    """Mutant: after a commit, still offer the draft tokens from before it."""
     monkeypatch.setattr(DFlashSource, "_keep_rows", lambda source, keep: None)
     return "dflash"
 

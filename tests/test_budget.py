@@ -97,8 +97,7 @@ def test_fewer_rows_enter_where_they_cost_more(way, pair):
 
 
 def steps_where_no_row_pays(**way):
-    """Steps for five outputs on four stages: each row after a segment's first costs nine times as
-    much."""
+    """Steps for five outputs on four stages; a further row costs nine times a segment's first."""
     cost = CostModel(row=9.0, draft_forward=1 / 16)
     engine = markov_engine(num_stages=4, max_new_tokens=24, cost=cost, **way)
     return [engine.decode(PROMPT, prompt_index=index).num_steps for index in range(5)]
@@ -109,7 +108,7 @@ CONTINUED = {"schedule": "flowspec_continued", "step_tokens": "auto"}
 
 
 def test_where_no_row_pays_a_tree_is_a_chain():
-    """The first row of every step is free, so none is left out."""
+    """The first row of every step costs nothing extra, so each step has one."""
     assert steps_where_no_row_pays(**CONTINUED) == steps_where_no_row_pays(**CHAIN)
 
 

@@ -116,9 +116,9 @@ def laid_out_engine(monkeypatch, tree_width):
 
 @pytest.mark.parametrize(("tree_width", "is_avx512"), [(1, True), (1, False), (4, True)])
 def test_laid_out_layers_decode_what_transformers_generates(tree_width, is_avx512, monkeypatch):
-    """transformers' layers are the same objects, and take torch's products.
+    """The reference runs the same layers, but outside inference mode, so with torch's products.
 
-    Those joined by plain_layers run within the joined one."""
+    Layers joined by plain_layers run within the joined layer."""
     monkeypatch.setattr(cpu, "_has_onednn_product", lambda: is_avx512)
     engine = laid_out_engine(monkeypatch, tree_width)
     for prompt in PROMPTS:

@@ -31,7 +31,7 @@ def one_rank():
 
 
 def test_a_sharded_target_is_sharded_after_a_forward(one_rank):
-    """Layers without their own root kept their weights from the first forward on."""
+    """By default an FSDP root keeps its weights gathered after a forward; each layer is a root."""
     target = tiny_llama(layers=2)
     ids_BT = torch.arange(6)[None]
     expected = capture_hidden(target, ids_BT, {2})[2]
@@ -91,7 +91,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_weights_without_meaning_are_refused(tmp_path, scheme):
-    """Read as numbers, without their scales, they decode noise."""
+    """Such weights, read as numbers without their scales, decode noise."""
     target = tiny_llama(layers=1)
     target.config.quantization_config = scheme
     target.config.save_pretrained(tmp_path)

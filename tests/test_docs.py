@@ -51,7 +51,7 @@ def test_commands_are_read_by_their_own_parsers(page, monkeypatch):
 
 
 def test_most_commands_are_found():
-    """A page written in a form unknown to the reader would have none."""
+    """A page in a form unknown to ``commands_of`` would seem to have no command."""
     assert len(COMMANDS) > 100
     assert {"README.md", "tutorial.md", "train.md"} <= set(PAGE_NAMES)
 

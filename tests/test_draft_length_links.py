@@ -39,7 +39,7 @@ class Uncensored(Geometric):
 def rates(benchmark: ModuleType, name: str, process: str, link_name: str, way: str) -> list[float]:
     """Return a policy's throughput for each output.
 
-    "bursty" varies most and comes nearest to the bar: 0.970 to 0.975 with 40 texts.
+    "bursty" varies most and comes nearest to the test's bound: 0.970 to 0.975 with 40 texts.
     """
     protocol = benchmark.PROTOCOLS[way]
     energy = benchmark.energy_model(protocol.shape, "wifi")

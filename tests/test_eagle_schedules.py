@@ -60,7 +60,7 @@ from pipedraft.models.target import capture_hidden
     ],
 )
 def test_greedy_text_equals_transformers_greedy(way, kind, num_stages, prompts):
-    """Every way decodes every prompt, on three stages or on the other number."""
+    """Every way decodes two prompts on three stages, and the other two on one or four."""
     target = tiny_qwen3(vocab=16) if num_stages == 3 else attentive_llama(8, vocab=16)
     engine = engine_for(
         target,
@@ -214,7 +214,7 @@ def test_flowspec_with_a_perfect_draft_never_restarts():
 @pytest.mark.parametrize("schedule", ["flowspec", "flowspec_continued"])
 @pytest.mark.parametrize("row", [0.0, 0.5])
 def test_expansion_depth_stays_within_the_time_of_one_row(schedule, row):
-    """Only the published order of a round lets the stages wait, whatever rows cost."""
+    """Only flowspec, whose rounds have the published order, makes the stages wait."""
     target = tiny_llama(layers=4, vocab=16)
     head = make_head(target)
     for num_stages, expected in ((1, 4), (2, 2), (4, 1)):

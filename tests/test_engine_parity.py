@@ -43,7 +43,7 @@ HEADS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A target, heads with other drafts under each fault, and a fake engine."""
+    """A target, heads whose draft tokens change under each fault, and a fake engine."""
     quieten()
     folder, tokenizer = tmp_path_factory.mktemp("engine"), byte_tokenizer()
     target = tiny_llama(layers=LAYERS, vocab=len(tokenizer), rope_parameters=ROPE)

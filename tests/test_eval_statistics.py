@@ -37,8 +37,8 @@ def draw(seed: int, experiments: int, prompts: int, better: float) -> tuple[np.n
     """Draw n N and K [E, S, P] for two drafts on the same texts.
 
     A round ends at each token with the prompt's rejection rate, and costs n - 1 steps more. The
-    second draft rejects ``better`` times as often on average, more or less so from prompt to
-    prompt. With 1 it rejects as often on each prompt too.
+    second draft rejects ``better`` times as often on average; the factor varies from prompt to
+    prompt. With 1 both drafts reject equally often on each prompt.
     """
     rng = np.random.default_rng(seed)
     size = (experiments, prompts)

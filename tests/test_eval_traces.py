@@ -81,7 +81,7 @@ def test_a_finished_evaluation_is_reported_again_without_decoding(whole, argumen
 
 
 def test_a_killed_evaluation_goes_on_without_redoing_turns(whole, arguments, tmp_path):
-    """The kill comes in the middle of its fifth line."""
+    """The kill comes while the evaluation writes its fifth line."""
     write = TraceFile._write
 
     def write_and_die(file: TraceFile, path: Path, line: str) -> None:

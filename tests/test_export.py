@@ -144,8 +144,10 @@ def test_the_vocabulary_maps_lead_back_to_the_tokens(tmp_path):
 
 @pytest.mark.parametrize("layout", ["sglang", "speculators"])
 def test_a_full_vocabulary_says_its_size_and_has_maps_for_sglang_alone(tmp_path, layout):
-    """SGLang takes a missing size for the target's LM head, SpecForge missing maps for any; vLLM
-    refuses maps for a whole vocabulary."""
+    """Without a size SGLang uses the target's LM head; without maps SpecForge's are uninitialized.
+
+    vLLM refuses maps for a whole vocabulary.
+    """
     export(make_checkpoint(tmp_path), layout, tmp_path / "out")
     config, weights = read(tmp_path / "out")
     if layout == "sglang":

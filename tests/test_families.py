@@ -310,7 +310,7 @@ FAULTS = {
 
 
 class OnePosition(LayerPositions):
-    """Known-bad positions: full attention turns as fast as the windows."""
+    """Known-bad positions: full attention uses the rotation of the windowed layers."""
 
     def __call__(self, hidden_1lH, positions_l, kinds):
         return dict.fromkeys(kinds, super().__call__(hidden_1lH, positions_l, HALF)[HALF[0]])

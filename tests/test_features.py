@@ -46,7 +46,7 @@ def index_of(folder: Path) -> dict[str, Any]:
 def test_training_from_a_dump_in_fp32_is_online_training_bit_for_bit(
     world, dumps, tmp_path, method, monkeypatch
 ):
-    """Held-out rows share other batches than a dump's: some processors round them differently."""
+    """Held-out rows are batched unlike a dump's, so some processors round them differently."""
     changes = METHODS[method] | {"evaluation__every_steps": 2}
     for name, features in (("online", None), ("offline", dumps["fp32"])):
         arguments = world.arguments(method, tmp_path / name, **changes, features=features)
@@ -229,7 +229,7 @@ def test_a_dump_killed_at_any_moment_goes_on_to_the_same_folder(
 
 
 def test_processes_share_the_shards_of_a_dump(world, dumps, tmp_path):
-    """Let one process search for shards beyond the usual limit on a collective call."""
+    """One process searches for shards longer than a collective call may usually take."""
     out = tmp_path / "dump"
     assert dump_killed_at(world, out, 7)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,6 +1,6 @@
 """SIGKILL at random moments in an upload and a server: nothing is lost, and both resume.
 
-Saves: test_hostile_faults.py; training: test_long_runs.py.
+test_hostile_faults.py tests kills in saves, test_long_runs.py in training.
 """
 
 import asyncio

@@ -168,10 +168,13 @@ def epochs(source, first: int, last: int) -> list[int]:
 @pytest.mark.parametrize("acceptance", [0.3, 0.8, 0.95])
 @pytest.mark.parametrize("in_flight, away_s, hit_s", [(None, 6.0, 2.0), (1, 5.25, 5.25)])
 def test_picospecs_time_equals_the_closed_form(in_flight, away_s, hit_s, acceptance):
-    """K = 2, T_d = 2, RTT + T_v = 5.25. A hit costs T_d with B = 3 in flight, max(T_d, RTT + T_v)
-    with one; a miss costs T_d + RTT + T_v. With three in flight the edge always drafts, and reads a
-    verdict when the current token is done: after 6. The first draft token after a hit is tested
-    with logits already computed: if it is rejected, T_v is saved."""
+    """K = 2, T_d = 2, RTT + T_v = 5.25: costs of hits and misses.
+
+    A hit costs T_d with B = 3 batches in flight, and max(T_d, RTT + T_v) with one. A miss costs
+    T_d + RTT + T_v. With three in flight the edge always drafts, and reads a verdict only when the
+    current token is done: after 6 instead of 5.25. The first draft token after a hit is tested with
+    logits already computed, so its rejection saves T_v.
+    """
     prompt = [1, 2, 3]
     source = BernoulliSource(prompt, acceptance, seed=1)
     plan = PicoSpec(slow=True, truncate=False, window=in_flight)
@@ -210,7 +213,7 @@ def test_plain_decoding_streams_a_token_per_pass(alone_s):
 
 
 def test_one_batch_is_away_as_published():
-    """If drafting is short and the link slow, enough batches to hide it are in flight."""
+    """As published, one batch is in flight; picospec keeps enough in flight to hide the link."""
     most = {}
     for name in ("picospec", "picospec_published"):
         config = simulate(tiny_llama(), None, temperature=1.0).config(METHODS[name])
@@ -243,7 +246,7 @@ def test_bytes_of_draft_tokens_take_their_time():
     [("picospec", 64, 0.008, 7.51), ("picospec_llama", 80, 0.005, 4.33)],
 )
 def test_split_inference_takes_what_picospecs_table_1_says(name, layers, round_trip_s, published):
-    """No constant was fitted to it: three layers on the edge, at its draft's speed per weight."""
+    """No constant was fitted to the table: three layers run at the draft's speed per weight."""
     times = METHOD_TIMES[name]
     alone_s = times.forward_s(1, alone=True) * (1 - 3 / layers)
     token_s = 3 * times.edge_layer_s + round_trip_s + alone_s
@@ -252,8 +255,8 @@ def test_split_inference_takes_what_picospecs_table_1_says(name, layers, round_t
 
 @pytest.mark.parametrize("size, round_s", [(4, 4.75), (8, 8.0)])
 def test_pearls_rounds_end_at_barriers(size, round_s):
-    """Every draft token is rejected. The first one is back after T_d + RTT, but the edge reads it
-    only after drafting the other size - 1."""
+    """Every draft token is rejected. The first one's result is back after T_d + RTT, but the edge
+    reads it only after drafting the other size - 1 tokens."""
     source = BernoulliSource([1, 2, 3], 0.0)
     result = run_exactly(source, plan="pearl", policy=f"fixed:{size}", max_new_tokens=20)
     times_s = result.token_times_s
@@ -366,7 +369,7 @@ def test_bytes_are_those_of_the_messages_and_energy_follows():
 
 
 def test_the_more_tokens_are_away_the_more_a_slow_link_hides():
-    """On a fast link and on a slow one, all drafts accepted: picospec takes the drafting's time."""
+    """With all drafts accepted, picospec takes the drafting's time on both links."""
     for rtt_ms in (2000, 20_000):
         link = Link.constant(up_mbps=1e18, rtt_ms=rtt_ms)
         options = {"plan": "picospec", "policy": "fixed:2", "link": link, "max_new_tokens": 100}

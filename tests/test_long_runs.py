@@ -208,7 +208,7 @@ BAD_STATES = [
 
 @pytest.mark.parametrize(("name", "content", "words"), BAD_STATES)
 def test_a_state_that_is_none_is_refused_by_its_name(runs, stopped, name, content, words):
-    """Its author has also written its size."""
+    """The manifest is rewritten to match the changed files, so it does not give them away."""
     newest = checkpoint.step_folders(stopped)[-1]
     (newest / "training_state" / name).unlink()
     if content is not None:
@@ -232,7 +232,7 @@ def test_a_state_that_is_none_is_refused_by_its_name(runs, stopped, name, conten
     ],
 )
 def test_a_signal_ends_the_run_after_its_step(runs, whole, tmp_path, step, numbers, status):
-    """Step 10, begun after step 9, ends with an evaluation, made on resuming."""
+    """After step 9 the signal stops the run at step 10; its evaluation is made on resuming."""
     folder = tmp_path / "run"
     assert runs.run("spd", folder, step=step, signals=numbers) == status
     (line,) = [x for x in said(folder).splitlines() if "stopped" in x]

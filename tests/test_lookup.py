@@ -51,7 +51,7 @@ def texts(count):
 
 @pytest.mark.parametrize("kind", [NGrams, SuffixAutomaton])
 def test_followers_are_those_of_a_brute_force_count(kind):
-    """The automaton merges contexts with the same end positions: skips some, but invents none."""
+    """The automaton merges contexts with equal end positions: it skips some, but invents none."""
     for text in texts(120):
         model = kind()
         for token in text:
@@ -81,7 +81,7 @@ def test_the_estimate_is_a_distribution_that_knows_the_longest_context(kind):
 
 
 class Checked(LookupSource):
-    """Every distribution equals the text's and path's, now or at the request."""
+    """Asserts that every distribution sums to 1."""
 
     def _logits(self, tree, rows):
         logits_RV = super()._logits(tree, rows)

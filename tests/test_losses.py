@@ -344,7 +344,7 @@ def rounded_parts(total, left, right):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_the_heads_gradient_in_bfloat16_is_rounded_once(device, monkeypatch):
-    """However many chunks add up to it. Known-bad: each chunk's part is rounded too."""
+    """The number of chunks does not matter. Known-bad: each chunk's part is rounded too."""
     inputs, _ = make_inputs(M=256, H=32, V=100)
     x, head, *teacher = ((y.detach() / 4).bfloat16() for y in inputs)
 

@@ -144,7 +144,7 @@ THEIR_NAMES = {
 
 
 def next_layer(target, weights, number=4):
-    """The same weights under DeepSeek's and GLM's names, with copies of the target's two ends."""
+    """The weights under DeepSeek's and GLM's names, with the target's embedding and LM head."""
     named = {name.removeprefix("mtp."): x for name, x in weights.items()}
     named = {THEIR_NAMES.get(n, n.removeprefix("layers.0.")): x for n, x in named.items()}
     named["embed_tokens.weight"] = target.get_input_embeddings().weight.data.clone()

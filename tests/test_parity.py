@@ -129,7 +129,7 @@ def test_files_are_compared_in_every_layout_that_the_draft_has(parity, head):
 
 
 def assert_named(parity, name, words, head="eagle3", *more):
-    """Assert that this check is the first to fail, and says so."""
+    """Assert that this check is the first to fail, and that its line has these words."""
     status, lines, found = parity(head, *more)
     assert status == 1
     failed = [check["name"] for check in found["checks"] if check["first"]]
@@ -269,7 +269,7 @@ def test_faults_of_exported_files_are_named(parity, place, layout, head, change,
 
 
 def test_a_permuted_map_of_the_checkpoint_itself_is_named(parity, place):
-    """Training's forward pass and decoding are equally wrong: only the checkpoint differs."""
+    """Training's forward pass and decoding are equally wrong; only the ids' order gives it away."""
     folder = place / "permuted"
     if not folder.exists():
         folder.mkdir()

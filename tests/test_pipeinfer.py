@@ -103,7 +103,7 @@ def test_steps_follow_the_closed_form(size):
 
 
 def test_a_draft_that_is_never_right_is_asked_rarely():
-    """Output and steps stay; a probe now and then notices when draft tokens get accepted."""
+    """Output and steps stay the same; an occasional probe notices if draft tokens get accepted."""
     eager, rare = (simulated(0.0, PipeInfer(give_up=floor), new_tokens=80) for floor in (0, 0.1))
     assert rare.token_ids == eager.token_ids and rare.num_steps == eager.num_steps
     assert rare.num_drafted < 0.25 * eager.num_drafted
@@ -119,7 +119,7 @@ def test_a_draft_that_becomes_right_is_asked_again(monkeypatch):
 
 
 def test_starting_again_at_the_root_costs_steps():
-    """Except in rounds that end before their first verdict has used up the drafted tokens."""
+    """The longer the rounds, the more steps it costs; rounds that end at once cost no more."""
     for acceptance, least in ((0.4, 1.0), (0.9, 1.05), (1.0, 1.5)):
         continued, restarted = (
             simulated(acceptance, PipeInfer(restart=restart), new_tokens=100)
@@ -131,7 +131,7 @@ def test_starting_again_at_the_root_costs_steps():
 
 
 def test_drafting_stops_when_a_verdict_waits(monkeypatch):
-    """The question comes before every draft forward but the first in a micro-batch."""
+    """The draft asks for a waiting verdict before every forward but a micro-batch's first."""
     monkeypatch.setattr(LocalPipeline, "verdict_waits", lambda pipeline: True)
     cut = simulated(0.8, PipeInfer(draft_tokens=4), new_tokens=100)
     monkeypatch.undo()

@@ -75,7 +75,7 @@ def test_a_product_of_16_bit_weights_rounds_nothing_else(num_rows, has_bias):
 
 
 def test_without_padding_some_row_has_other_bits(monkeypatch):
-    """Known-bad, where the kernel has several orders."""
+    """Known-bad on processors whose kernel sums in several orders."""
     if rounded.even_rows() == 1:
         pytest.skip("this CPU's kernels all sum in one order")
     monkeypatch.setattr(rounded, "even_rows", lambda: 1)

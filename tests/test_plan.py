@@ -85,7 +85,7 @@ def test_checkpointing_is_seen(world, tmp_path):
 def compare(
     method: str, target: PreTrainedConfig, tokens: int, options: list[str]
 ) -> list[tuple[float, float]]:
-    """Bytes per process with two under DDP, (plan, counted): in a training step, an evaluation."""
+    """(planned, counted) bytes per process, of two under DDP: in a step, and in an evaluation."""
     plan = make_plan(method, target, tokens, tokens, options)
     sizes = plan.measure()
     parts = plan.memory_bytes(sizes, processes=2, strategy="ddp")

@@ -95,7 +95,7 @@ def test_both_backends_agree_with_an_early_exit_head(width):
 
 @pytest.mark.parametrize("verifier, is_token", [("auto", True), ("rejection", False)])
 def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_token, monkeypatch):
-    """Logits over the vocabulary travel under a rule that weighs them, like a chain's here."""
+    """Under a rule that weighs logits, here with SPD's chain, logits travel instead of tokens."""
     target = tiny_llama(layers=4, vocab=500)
     verdicts = []
     send = Wire.send
@@ -238,7 +238,8 @@ def by_forks(words, num_processes, parent) -> str:
 def test_ranks_decode_what_one_process_decodes(start, num_processes, links, half, parent, tmp_path):
     """Two stages, the first one beside the controller and on its own rank. Hidden states travel
     inside their frames and separately. Every acceptance rule runs at temperature 1 in one case.
-    Every schedule runs at temperature 0 in one case and at 1 in the other: the baseline's output.
+    Every schedule runs at temperature 0 in one case and at 1 in the other, and gives the baseline's
+    output.
     """
     words = [str(tmp_path), links, half]
     output = start(words, num_processes, parent)

@@ -77,7 +77,7 @@ def test_the_first_stage_runs_ahead_with_the_same_text_and_steps(haste, num_stag
 @pytest.mark.parametrize("connect_ranks", [connect_in_turns, None])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_trained_module_runs_ahead_with_either_verifier(connect_ranks, temperature, sent_ahead):
-    """None: the first stage at the controller."""
+    """With ``connect_ranks`` None, the first stage runs at the controller."""
     target = tiny_qwen3(layers=6, vocab=16)
     for number, (num_stages, width) in enumerate(((3, 1), (2, 2))):
         decode_both(

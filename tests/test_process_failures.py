@@ -161,7 +161,7 @@ def test_a_lost_stage_ends_every_rank_with_a_line(number, cause, limit_s, folder
 
 
 def test_a_rank_that_was_suspended_goes_on(folder):
-    """Python's sigtimedwait makes up a signal after a stop beyond its time."""
+    """Known-bad: with a timeout, Python's sigtimedwait makes up a signal after a longer stop."""
     plan = Plan(folder=folder, num_new=500, failing_rank=2, failure=process_failures.be_suspended)
     outcome = outcome_of(plan)
     assert outcome.statuses == [0, 0, 0] and not any(map(outcome.lines, range(3))), outcome
@@ -305,7 +305,7 @@ def test_memory_that_a_message_lacks_is_no_lost_link():
 
 
 def test_a_closed_link_awaits_nothing(monkeypatch):
-    """Another thread asks it until this rank's other links are closed as well."""
+    """Another thread asks the closed link until this rank's other links are closed as well."""
 
     class Done:
         def wait(self, timeout):

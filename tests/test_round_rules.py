@@ -1,7 +1,7 @@
-"""Test whole-round rules: exactly the target's law to the last digits, for every drawable tree.
+"""Test whole-round rules: outputs follow the target's law, up to rounding, for each possible tree.
 
-Trees use three tokens and two levels. A shape has a number for each child below the root: how many
-children this child has.
+Trees use three tokens and two levels. A shape lists the root's children, each by the number of its
+own children.
 """
 
 # a, b, c the three tokens after the root
@@ -53,7 +53,7 @@ def drawn_trees(shape: tuple[int, ...]) -> Iterator[tuple[float, TokenTree]]:
 
 
 class Told(float):
-    """Uniform number failing this many tests and passing the next; ``odds``: its probability."""
+    """Uniform number that fails this many tests, then passes one; ``odds``: chance of this."""
 
     def __new__(cls, num_rejected: int):
         told = super().__new__(cls, 0.5)

@@ -182,7 +182,7 @@ def test_no_number_of_a_whole_round_serves_two_decisions(rule, way, monkeypatch)
 
 
 def test_block_verification_accepts_what_its_paper_computes(monkeypatch):
-    """Two tokens, two draft tokens, p = (1/3, 2/3), q = (2/3, 1/3): 11/9, one by one 10/9."""
+    """Two draft tokens, p = (1/3, 2/3), q = (2/3, 1/3): a mean of 11/9; 10/9 if tested singly."""
     p_V, q_V = (torch.tensor([a, 1 - a], dtype=torch.float64) for a in (1 / 3, 2 / 3))
     expected = 0.0
     for tokens in product((0, 1), repeat=2):

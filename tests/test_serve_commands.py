@@ -29,7 +29,7 @@ TOKEN = "opensesame"
 
 
 class Place:
-    """Folders for a target, a FlexSpec draft and one for another target, a certificate, a token."""
+    """Folder with a target, a FlexSpec draft for it, a draft for another target, and a token."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

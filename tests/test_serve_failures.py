@@ -112,7 +112,7 @@ async def test_a_pass_that_one_session_breaks_is_made_again_without_it(when, mon
 
 @in_loop
 async def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
-    """No pass fails here, but its logits allow no draw."""
+    """No pass fails here, but the session's logits allow no draw."""
     target, sound = make_target(vocab=64), make_target(vocab=64)
     with torch.no_grad():
         target.get_input_embeddings().weight[POISON] = float("nan")

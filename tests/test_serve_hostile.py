@@ -1,4 +1,4 @@
-"""Hostile clients at a server: the others never notice, and each gets one clear line."""
+"""Hostile clients at a server: each gets one clear line, and the other clients never notice."""
 
 import asyncio
 import random

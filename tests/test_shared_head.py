@@ -18,7 +18,7 @@ METHODS = {
 
 @pytest.fixture(scope="module", params=METHODS)
 def run(request, world, tmp_path_factory):
-    """Train for four steps: the trainer, and the network's folder."""
+    """Train for four steps; return the trainer, and the network's folder."""
     folder = tmp_path_factory.mktemp(request.param)
     options = METHODS[request.param] | {"share_head": True, "draft_vocab_size": 60}
     options |= {"teacher_vocabulary": "draft"}

@@ -56,7 +56,7 @@ def test_a_right_token_that_was_an_outcome_is_a_hit():
 
 
 def test_a_verdict_that_was_no_outcome_is_a_miss():
-    """One outcome: a rejected first draft token seems likelier than a fully accepted long batch.
+    """Only a rejected first token is prepared for: it seems likelier than full acceptance.
 
     Each miss is followed by a batch of its own length, drafted while the stages wait.
     """
@@ -74,7 +74,7 @@ def test_a_late_row_of_a_batch_is_worth_more_than_all_probabilities_above_it():
 
 
 def test_all_that_is_prepared_fits_beside_a_step():
-    """A head's pass over text not yet read counts as one of the four."""
+    """A head's pass over text not yet read counts as one of the four forwards."""
     target = tiny_llama(vocab=16, layers=4)
     cost = CostModel(draft_forward=1 / 16)
     options = {"num_stages": 4, "max_new_tokens": 24, "cost": cost, "schedule": "ssd"}
@@ -83,7 +83,7 @@ def test_all_that_is_prepared_fits_beside_a_step():
 
 
 def test_a_slow_draft_prepares_what_there_is_time_for():
-    """A forward per step, n in all: the outcomes, and n - 1 draft tokens below each."""
+    """One forward fits in a step, so n in all: the outcomes, and n - 1 draft tokens below each."""
     result = decode(1.0, forward=0.2, draft_tokens=NUM_STAGES)
     num_batches = 1 + math.ceil((TOKENS - NUM_STAGES - 1) / NUM_STAGES)
     assert result.num_steps == NUM_STAGES * num_batches
@@ -110,7 +110,7 @@ def test_prepared_batches_cost_the_stages_nothing():
 
 
 def test_a_hit_saves_the_drafting_of_a_one_batch_round():
-    """Equal tokens per batch; a round's drafting is saved from the second on."""
+    """Both emit equally many tokens per batch; from the second batch on, drafting costs no time."""
     shared = {"acceptance": 1.0, "forward": 0.1, "tokens": 49}
     ours = decode(**shared)
     theirs = decode(**shared, schedule="eagle", tree=TreeShape(kind="chain", depth=LENGTH))

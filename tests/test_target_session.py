@@ -167,7 +167,7 @@ def test_late_and_repeated_requests_and_broken_streams_change_nothing(seed, plan
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), plan=st.sampled_from([*PLANS]))
 def test_a_storm_does_not_touch_sampled_output_either(seed, plan):
-    """tail_escape asks for samples across it; gumbel's output must equal the baseline's."""
+    """tail_escape asks for samples across the storm; gumbel's output must equal the baseline's."""
     generator = torch.Generator().manual_seed(seed)
     target, draft = torch.randn(2, 6, 6, generator=generator)
     options = {"temperature": 1.0, "seed": seed}
@@ -193,7 +193,7 @@ def test_falling_back_at_any_moment_changes_nothing(seed, plan, after):
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), plan=st.sampled_from([*PLANS]), after=st.integers(1, 90))
 def test_falling_back_where_corrections_are_drawn_here_ends_the_output_too(seed, plan, after):
-    """Some draft tokens are rejected, so the target owes some roots when it continues alone."""
+    """Draft tokens are rejected, so the target may not know the root when it continues alone."""
     target, draft = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(seed))
     storm = Storm(TableTarget(target), seed, loss=0.1, falls_back_after=after)
     options = {"temperature": 1.0, "seed": seed, "rule": "tail_escape", "payload_tokens": 2}

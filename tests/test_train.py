@@ -1,6 +1,6 @@
 """The training loop: resuming, averaging over tokens, frozen parts, checkpoints.
 
-Kills and stops: test_long_runs.py; full disks: test_hostile_faults.py.
+test_long_runs.py tests kills and stops, test_hostile_faults.py full disks.
 """
 
 import json

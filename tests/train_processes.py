@@ -58,7 +58,7 @@ class Moments:
 
 
 class FullDisk:
-    """Counts files written in a run's folder; from a given file on the disk is full."""
+    """Counts files written in a run's folder, and lets the disk be full from a given file on."""
 
     def __init__(self, folder: str, full_at: int) -> None:
         self.folder, self.full_at, self.count = folder, full_at, 0

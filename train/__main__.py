@@ -1,8 +1,9 @@
 """Train a draft head: `accelerate launch -m pipedraft.train --help`.
 
-Exit status: 0 done, or ended by max_minutes or evaluation.patience; 143 after SIGTERM and 130 after
-SIGINT (Ctrl-C): both finish the step, save and leave; 2 bad input; 1 failure, also a NaN or
-infinite loss. The launchers accelerate and torchrun report their own status 1 instead.
+Exit status: 0 if the run is done, or ended by max_minutes or evaluation.patience; 143 after SIGTERM
+and 130 after SIGINT (Ctrl-C), each once the step is finished and saved; 2 for bad input; 1 for a
+failure, such as a NaN or infinite loss. The launchers accelerate and torchrun report their own
+status 1 instead.
 """
 
 import argparse

@@ -82,8 +82,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Describe the first missing file, or the first with another size than in the manifest; None:
-    the folder is sound."""
+    """Describe the first file that is missing or whose size is not the manifest's; None: sound."""
     try:
         lines = (folder / COMPLETE).read_text().splitlines()
         if not lines:
@@ -332,8 +331,10 @@ class TrainingState:
         plain = [LossScaler, ZeroStageEnum, fragment_address]  # numbers and nothing that acts
 
         class TensorsAndValues(TorchCheckpointEngine):
-            """Checkpoint reader for tensors and plain values only: DeepSpeed's own runs code named
-            in a file."""
+            """Checkpoint reader for tensors and plain values only.
+
+            DeepSpeed's own reader runs code that a file names.
+            """
 
             def load(self, path: str, map_location: Any = None) -> object:
                 try:

@@ -31,7 +31,7 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
     decay_gamma: float = 7.0
     """Decay length in draft tokens; the paper has 7 for blocks of 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = 0.5
-    """D-PACE's smoothing; at 1 a row's weight only counts the rows from it on."""
+    """D-PACE's smoothing; at 1 a row's weight is the number of rows from it on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,8 +48,9 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 
 
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
-    """Return the supervised row count for a block at each position, int64 [P] on the host, and the
-    documents' slices.
+    """Return a block's supervised row count at each position, and the documents' slices.
+
+    Counts are int64 [P] on the host.
 
     An anchor and its labels must be in one turn: in decoding, the anchor is never a prompt token.
     """
@@ -90,9 +91,9 @@ def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tenso
 class DFlashObjective(ChainObjective):
     """Sum over anchors and draft tokens i of w_i KL(target || row i in the block).
 
-    The loop divides by the anchors, each with at least one supervised row. The paper's loss is the
-    cross-entropy with the sequence's token: ``loss: ce`` equals it if the target wrote the sequence
-    greedily.
+    The loop divides by the number of anchors, each of which has at least one supervised row. The
+    paper's loss is the cross-entropy with the sequence's token: ``loss: ce`` equals it if the
+    target wrote the sequence greedily.
     """
 
     draft_class: ClassVar[type[Draft]] = DFlash

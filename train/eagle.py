@@ -53,8 +53,10 @@ def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
 
 
 def counted_rows(batch: dict[str, Tensor], rows: str) -> Tensor:
-    """Return supervised rows: bool [B, T-1], since the last position has no label. See
-    ``EagleTrainConfig.rows``."""
+    """Return supervised rows: bool [B, T-1], since the last position has no label.
+
+    See ``EagleTrainConfig.rows``.
+    """
     if rows == "turn":
         return chain_rows(batch["loss_mask"])
     return inner_mask(batch)[:, :-1]

@@ -70,8 +70,8 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
 def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor:
     """Return bool [B, T, S]: True if step i counts at a row; see ``Eagle3TrainConfig.rows``.
 
-    A document's rows are the same alone, padded or packed. As in the other packages, its last token
-    never counts, so a row's target distribution comes from its own document.
+    A document's rows are the same alone, padded or packed. As in speculators and SpecForge, its
+    last token never counts, so a row's target distribution comes from its own document.
     """
     if rows == "turn":
         steps_S = torch.arange(num_steps, device=batch["loss_mask"].device)
@@ -138,8 +138,11 @@ class UnrolledObjective(ChainObjective):
 
 
 class Eagle3Objective(UnrolledObjective):
-    """EAGLE-3 objective: the training-time test, which runs the head on its own states as in
-    decoding and sums the losses of all draft tokens in a chain."""
+    """EAGLE-3 objective: the training-time test.
+
+    It runs the head on its own states as in decoding, and sums the losses of all draft tokens in a
+    chain.
+    """
 
     draft_class: ClassVar[type[Draft]] = Eagle3
     addable: ClassVar[tuple[str, ...]] = ("candidate_rank", "num_candidates")

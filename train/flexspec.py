@@ -160,7 +160,7 @@ class FlexSpecObjective(DraftObjective):
     def _survival(
         self, hidden_MH: Tensor, wanted_MH: Tensor, labeled_BS: Tensor, depth: int
     ) -> dict[str, Tensor]:
-        """Return sums by chain length, greedy and at temperature 1; the loss does not matter."""
+        """Return sums by chain length, greedy and at temperature 1, independent of the loss."""
         result = self.distil(hidden_MH, wanted_MH)
         sums = {"acceptance": result.acceptance_M.sum()}
         for key, rates_M in (("T0", result.agreement_M), ("T1", result.acceptance_M)):
@@ -174,8 +174,11 @@ class FlexSpecObjective(DraftObjective):
         return [{"depth": EVALUATED_DEPTH}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Compute metrics. Evaluation adds measured chain survival and tokens per round: 1 + sum_j
-        s_j, with s_j the share of fully accepted chains with j draft tokens."""
+        """Compute metrics.
+
+        Evaluation adds measured chain survival and tokens per round: 1 + sum_j s_j, with s_j the
+        share of fully accepted chains with j draft tokens.
+        """
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement", "mass_outside")
         metrics = {name: sums[name] / count for name in names if name in sums}

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-"""FSDP's dtypes. Under accelerate's own policy gradient sums, loss and metrics are bfloat16."""
+"""FSDP's dtypes. Under accelerate's own policy, sums of gradients, loss and metrics are
+bfloat16."""
 WAIT_FOR_OTHERS = timedelta(hours=12)
 """Timeout for collective calls: the other processes wait during downloads and tokenization, and
 these take hours. If a process ends, its launcher ends the others without waiting."""
@@ -154,7 +155,7 @@ def _is_zero3(accelerator: Accelerator) -> bool:
 
 
 def _check_trackers(config: RunConfig) -> None:
-    """Refuse trackers without their package; accelerate would skip them silently."""
+    """Refuse trackers whose package is missing; accelerate would skip them silently."""
     installed = {str(name) for name in get_available_trackers()}
     for name in config.trackers:
         if name not in installed:
@@ -315,7 +316,7 @@ class Stopping:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Note signals inside the ``with``.
+        """Record signals that arrive inside the ``with`` body.
 
         A second signal acts as usual. A signal ignored since the process started stays ignored, for
         example a background job's SIGINT.

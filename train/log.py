@@ -163,8 +163,10 @@ def flop_counter() -> FlopCounterMode:
 
 
 class StepPace:
-    """Sums over the steps since the last report: seconds waiting for batches, seconds in total,
-    FLOPs in all processes."""
+    """Sums over the steps since the last report.
+
+    Seconds waiting for batches, seconds in total, and FLOPs in all processes.
+    """
 
     def __init__(self) -> None:
         self.waited_s = self.total_s = self.flops = self.flops_per_token = 0.0

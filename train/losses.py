@@ -3,8 +3,9 @@
 M supervised rows, L teacher rows, C rows of either kind in one chunk, H hidden size of the matrix
 at hand, V target vocabulary, U draft vocabulary (U = V without one)
 
-Logits exist for one chunk of rows at a time. Their gradient has a closed form, so it is multiplied
-out in the forward pass and the logits are dropped: backward only scales.
+Logits exist for one chunk of rows at a time. Their gradient has a closed form, so the forward pass
+already computes the gradients of its inputs and drops the logits. Backward only scales the
+gradients.
 """
 
 from collections.abc import Iterator
@@ -108,12 +109,12 @@ def chunked_distillation(
     Args:
         hidden_MH: input to the draft's head; supervised rows only.
         head_weight_UH: the draft's head.
-        pair_weight_UR: second head with added logits; applied to the columns of ``hidden`` after
-            the first H.
+        pair_weight_UR: second head, whose logits are added; applied to the columns of ``hidden``
+            after the first H.
         teacher_hidden_LH: input to the target's head; its H may differ.
         teacher_head_VH: the target's head; no gradient.
-        teacher_index_M: ascending, the teacher row for each row of hidden. Rows with the same one
-            share its softmax. Without it the rows correspond, L = M.
+        teacher_index_M: teacher row for each row of hidden, ascending. Rows with the same teacher
+            row share its softmax. None: row i has teacher row i, L = M.
         teacher_rows_U: target id for every draft token, without repeats; needed if U < V.
         weights_M: factor for each row in the loss; metrics are not weighted.
         chunk_rows: rows at a time, by default as many as fit CHUNK_BYTES or a processor's caches;

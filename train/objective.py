@@ -298,8 +298,7 @@ class DraftObjective(Objective):
         return int(self.reference.fingerprint["num_layers"])
 
     def hidden(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
-        """Return raw hidden states [B, T, H] for the layers read by the draft, and the last
-        (teacher).
+        """Return raw hidden states [B, T, H] for the draft's layers and the last (teacher's) one.
 
         They come from the target or from its stored hidden states.
         """
@@ -466,8 +465,7 @@ class StagedObjective(DraftObjective):
     def add_rates(
         self, metrics: dict[str, float], rates: Mapping[str, list[float]], tokens_per_step: int = 1
     ) -> dict[str, float]:
-        """Add rates and the expected acceptance length L' (teacher-forced, independent draft
-        tokens).
+        """Add teacher-forced rates, and L' expected from them if draft tokens were independent.
 
         Args:
             rates: agreement and acceptance with 1, 2 .. tokens in the pipeline, or one for all.

@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
     """Memory counter: ``with LiveBytes() as memory:`` counts the storages that its block allocates.
 
     Networks from ``without_numbers`` run in this block, too. Ids, masks and lengths decide shapes,
-    so they stay real: everything after them gets the same shapes as in a run.
+    so they stay real: all later tensors get the same shapes as in a run.
     """
 
     def __init__(self) -> None:
@@ -249,7 +249,8 @@ class Plan:
     def _decoder_flops(self, layers: nn.Module) -> float:
         """Return FLOPs per token in the frozen decoder's layers, counted as torch does.
 
-        Experts count by the fraction each token is routed to, recurrent layers by weights alone.
+        Experts count by the fraction of them that a token is routed to, recurrent layers by weights
+        alone.
         """
         weights = 0.0
         for name, parameter in layers.named_parameters():
@@ -265,7 +266,7 @@ class Plan:
     # -- the report -------------------------------------------------------------------------
 
     def memory_bytes(self, sizes: RunSizes, *, processes: int, strategy: str) -> dict[str, float]:
-        """Return bytes on one process by part: AdamW keeps two float32 values per trained weight.
+        """Return one process's bytes by part; AdamW keeps two float32 values per trained weight.
 
         Each process first computes all gradients, even if a strategy shards them later.
         """

@@ -64,7 +64,7 @@ QUESTIONS = {
 
 
 def read_panels(question: str) -> dict[str, Series]:
-    """Return panel -> series -> points; a price has no y."""
+    """Return panel -> series -> points (x, y); y is NaN for prices, which have only x."""
     panels: dict[str, Series] = defaultdict(lambda: defaultdict(list))
     with FIGURES.open(newline="") as file:
         for line in csv.DictReader(file):

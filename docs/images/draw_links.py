@@ -3,7 +3,7 @@
     python docs/images/draw_links.py --out docs/images
 
 Schedules run on the virtual clock in inference/edge/link.py, with PicoSpec's constants (24 ms per
-draft token, 87 ms per target pass) and a link of 60 ms. known_text.py has the draft.
+draft token, 87 ms per target pass) and a link of 60 ms. The draft is in known_text.py.
 """
 
 from collections.abc import Iterator

@@ -7,9 +7,10 @@
 
 Set OMP_NUM_THREADS=1. The first line writes six prompts, and our float32 output without a draft.
 out/vllm_eagle3 is assets/heads/smollm2_eagle3 in speculators' layout; docs/engines.md says how to
-install vLLM, and eval/engine_parity.py which variables it needs. For OpenVINO: `pip install
-openvino-genai==2026.4.1 optimum-intel nncf`, `pip uninstall torchvision`, and `optimum-cli export
-openvino --model out/smollm2 --task text-generation-with-past --weight-format int8 out/ov_int8`.
+install vLLM, and eval/engine_parity.py which environment variables it needs. For OpenVINO: `pip
+install openvino-genai==2026.4.1 optimum-intel nncf`, `pip uninstall torchvision`, and `optimum-cli
+export openvino --model out/smollm2 --task text-generation-with-past --weight-format int8
+out/ov_int8`.
 """
 
 import argparse

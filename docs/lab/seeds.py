@@ -2,7 +2,7 @@
 
     python docs/lab/seeds.py                         counts, and every differing cell
     python docs/lab/seeds.py NUMBERS.yaml            also against a file with the papers' numbers
-    python docs/lab/seeds.py --fill table.json ..    write our figures from `eval table` in, too
+    python docs/lab/seeds.py --fill table.json ..    also write our figures from `eval table`
 
 A line in published.csv is one published cell: its table, row, column and number. If we measured a
 comparable value, the line also has our measure and value. ``cell`` is the number's path in

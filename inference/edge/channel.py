@@ -30,7 +30,7 @@ Direction = Literal["up", "down"]
 """up: from the edge to the cloud."""
 BYTES_PER_MEGABIT = 1e6 / 8
 PACKET_BYTES = 1500
-"""Ethernet's largest packet; longer messages are lost packet by packet."""
+"""Size of Ethernet's largest packet; a longer message can lose each of its packets separately."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class Steps:
         return self.values[self._piece(time_s % self.period_s)]
 
     def reach(self, start_s: float, amount: float) -> float:
-        """Return the earliest t with an integral of ``amount`` from ``start_s`` to t.
+        """Return the earliest t such that the integral from ``start_s`` to t is ``amount``.
 
-        Divides to count whole periods and looks up the rest, so long waits cost nothing extra.
+        Whole periods are counted by a division and only the rest is looked up, so long waits take
+        no extra computing time.
         """
         # Nothing to send: arrived at once, even in an outage.
         if not amount:
@@ -88,7 +89,7 @@ class LinkState:
     up_bytes_per_s: float
     down_bytes_per_s: float
     round_trip_s: float
-    """Both one-way delays, without transmission or computing."""
+    """Sum of both one-way delays, without the time for transmission and computing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +97,13 @@ class Link:
     """Bandwidth, latency and losses; ``Channel`` sends over it."""
 
     up_bytes_per_s: Steps
-    """Bandwidth up. 0 is an outage: messages being sent wait."""
+    """Bandwidth from the edge to the cloud. 0 is an outage, during which messages wait."""
     down_bytes_per_s: Steps
     delay_s: Steps
     """Delay one way, the same in both directions."""
     jitter_s: float = 0.0
-    """Maximum deviation of each message's delay, uniform either way (as netem's default)."""
+    """Maximum deviation of each message's delay; drawn uniformly from -``jitter_s`` to
+    ``jitter_s``, as netem does by default."""
     loss: float = 0.0
     """Loss probability per packet and transmission."""
     retransmit_round_trips: float = 2.0
@@ -145,11 +147,10 @@ class Link:
         jitter_ms: float = 0.0,
         loss: float = 0.0,
     ) -> "Link":
-        """Build a constant link in the papers' units: megabits per second, milliseconds per round
-        trip.
+        """Build a constant link in the papers' units: Mbit/s, and milliseconds per round trip.
 
         Args:
-            down_mbps: None: same as ``up_mbps``.
+            down_mbps: None means the same as ``up_mbps``.
             jitter_ms: per round trip; each direction gets half.
         """
         down_mbps = up_mbps if down_mbps is None else down_mbps
@@ -176,9 +177,9 @@ PRESETS: dict[str, Link] = {
     "4g": Link.constant(up_mbps=50, rtt_ms=60, jitter_ms=10, loss=0.001),
     "wifi": Link.constant(up_mbps=10, rtt_ms=120, jitter_ms=40, loss=0.01),
 }
-"""FlexSpec's three networks. Bandwidths: its Table I (strong 5G, average 4G, weak WiFi; arXiv
-2601.00644), used for both directions, since the table has one. The paper gives no delays: round
-trips, jitter and loss are our assumptions."""
+"""FlexSpec's three networks (arXiv 2601.00644). The bandwidths are from the paper's Table I (strong
+5G, average 4G, weak WiFi). The table has one bandwidth per network, so both directions use it. The
+paper gives no delays, so round trips, jitter and loss are our assumptions."""
 
 
 @dataclass(kw_only=True)
@@ -224,7 +225,7 @@ class Channel:
         return self._lanes[direction].traffic
 
     def transmit(self, now_s: float, num_bytes: int, direction: Direction) -> float:
-        """Send a message; for each direction, call in sending order.
+        """Send a message; in each direction, call this in sending order.
 
         A message waits until the one before it has left, and until lost packets have been resent:
         TCP could not deliver it earlier.
@@ -281,8 +282,10 @@ class LinkEstimate:
         self.state = state
 
     def set_bandwidth(self, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
-        """Set the bandwidths that the radio reports (FlexSpec's R_n). Ignore 0: an outage's end
-        is unknown, and no draft length helps during it."""
+        """Set the bandwidths that the radio reports (FlexSpec's R_n), unless one is 0.
+
+        An outage's end is unknown, and no draft length helps during the outage.
+        """
         self.state = replace(
             self.state,
             up_bytes_per_s=up_bytes_per_s or self.state.up_bytes_per_s,
@@ -290,7 +293,7 @@ class LinkEstimate:
         )
 
     def observe(self, network_s: float, *, up_bytes: int, down_bytes: int) -> None:
-        """Record the time for a request and its answer, without the cloud's computing.
+        """Record the time for a request and its answer, without the cloud's computing time.
 
         Args:
             up_bytes, down_bytes: on the wire, headers included.
@@ -314,7 +317,7 @@ class EnergyModel:
     idle_w: float = 0.0
     """Power over the whole time, in addition to sending and drafting."""
     tail_j: float = 0.0
-    """Energy once at the end, before the radio sleeps again."""
+    """Energy spent once at the end, before the radio sleeps again."""
 
     def __post_init__(self) -> None:
         check_ranges(self, dict.fromkeys(vars(self), "[0, inf)"), "energy.")
@@ -356,12 +359,12 @@ TRACE_COLUMNS = ("rtt_ms", "up_mbps", "down_mbps")
 def read_trace(path: Path, *, base: Link | None = None) -> Link:
     """Read a CSV file with a header: ``t_ms`` from 0, and ``rtt_ms``, ``up_mbps`` or ``down_mbps``.
 
-    A row is valid until the next one, the last row as long as the one before it. Further columns
-    (signal strength) are ignored. Jitter and loss come from ``base``. With round trips in the file
-    they are 0, because the measurement contains both.
+    A row is valid until the next one, and the last row as long as the row before it. Further
+    columns (signal strength) are ignored. Jitter and loss come from ``base``. If the file has round
+    trips, jitter and loss are 0, because the measured round trips contain both.
 
     Args:
-        base: provides values without a column in the file.
+        base: provides the values that have no column in the file.
     """
     rows = _trace_rows(path)
     starts_s = tuple(row["t_ms"] / 1e3 for row in rows)
@@ -400,7 +403,7 @@ def _trace_rows(path: Path) -> list[dict[str, float]]:
     """Read the rows of a trace as numbers.
 
     Raises:
-        ValueError: names the file, and the line where one is wrong.
+        ValueError: the file is invalid; the message names it, and the wrong line if there is one.
     """
     rows: list[dict[str, float]] = []
     reader = csv.DictReader(read_text(path, "link").splitlines())

@@ -7,7 +7,8 @@ The runtime asks a policy once per round and reports the result:
     policy.observe(num_drafted, num_accepted)
 
 A fully accepted round does not tell how many more tokens would have been accepted: the count is
-censored. ``Geometric`` handles this; the published average of accepted over drafted does not.
+censored. ``Geometric`` handles this; the average of accepted over drafted tokens in the published
+rules does not.
 """
 
 # K draft lengths 1..max_length, or positions in a round
@@ -22,7 +23,7 @@ import numpy as np
 from pipedraft.inference.edge.channel import LinkEstimate, LinkState
 
 MAX_AWAY = 32
-"""Maximum batches in flight: half of the out-of-order messages a target buffers."""
+"""Maximum batches in flight: half as many as the out-of-order messages that a target stores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +47,15 @@ class RoundShape:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Seconds per round by number of draft tokens, and the tokens it may emit."""
+    """Seconds per round by number of draft tokens, and how many tokens the round may emit."""
 
     hit_s_K: np.ndarray
     """Seconds for a round in which all draft tokens are accepted."""
     miss_s_K: np.ndarray
     """Seconds for a round with a rejected draft token."""
     has_bonus: bool = True
-    """True: a full acceptance emits K + 1 tokens. False: K; the next round, drafted already, tests
-    its first token in place of the bonus."""
+    """True: a full acceptance emits K + 1 tokens. False: it emits K tokens, because the next round
+    is drafted already, and its first draft token is tested where the bonus token would be."""
     early_s_K: np.ndarray | float = 0.0
     """Seconds saved if the first token is rejected: its row may be computed during drafting."""
 
@@ -64,7 +65,7 @@ class RoundCost:
 
         T_step = T_fixed + K T_marg        FlexSpec Eq. 10
 
-        Addition: a rejection may cost more, due to its larger answer.
+        Beyond Eq. 10, a rejected round may take longer, because its answer is larger.
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         return cls(drafted_K + away_K, drafted_K + away_K + reject_s)
@@ -82,12 +83,11 @@ class RoundCost:
 
     @classmethod
     def pipelined(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
-        """PicoSpec with enough rounds in flight to hide link and cloud, B = ceil((RTT + T_v) /
-        T_d).
+        """PicoSpec with enough rounds in flight to hide link and cloud.
 
-        A full acceptance costs its drafting alone, since earlier results arrive meanwhile. The
-        cloud verifies all arrived rows in one pass: a round drafted faster than verified waits half
-        a pass on average.
+        B = ceil((RTT + T_v) / T_d) rounds are enough. A full acceptance costs only its drafting
+        time, because earlier results arrive meanwhile. The cloud verifies all arrived rows in one
+        pass, so a round that is drafted faster than it is verified waits half a pass on average.
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         verify_K = shape.verify_s + shape.verify_row_s * np.arange(1, max_length + 1)
@@ -104,12 +104,12 @@ class RoundCost:
         return mean_s_K - (1 - survival_K[0]) * self.early_s_K
 
     def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
-        """Mean tokens per round, [K]: 1 + S(1) + .. + S(K); without bonus up to S(K - 1)."""
+        """Mean tokens per round, [K]: 1 + S(1) + .. + S(K); without bonus, S(K) is left out."""
         tokens_K = 1 + np.cumsum(survival_K)
         return tokens_K if self.has_bonus else tokens_K - survival_K
 
     def best_length(self, survival_K: np.ndarray) -> int:
-        """Return the length with the most mean tokens per mean second; the shortest on ties."""
+        """Return the length with the most mean tokens per mean second; on ties, the shortest."""
         rate_K = self.expected_tokens(survival_K) / self.expected_s(survival_K)
         return int(rate_K.argmax()) + 1
 
@@ -117,7 +117,7 @@ class RoundCost:
 def _times(
     shape: RoundShape, link: LinkState, max_length: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return seconds to draft [K], from then to the result [K], and added by a rejection."""
+    """Return seconds to draft [K], seconds until the result [K], and seconds for a rejection."""
     assert link.up_bytes_per_s > 0 and link.down_bytes_per_s > 0, "an outage: ask the one before"
     number_K = np.arange(1, max_length + 1)
     up_bytes_K = shape.up_bytes + shape.up_bytes_per_token * number_K
@@ -133,7 +133,7 @@ def _times(
 
 @dataclass(kw_only=True)
 class Estimates:
-    """The draft side's estimates for computing and link, updated by measurements (weight 1/8)."""
+    """The draft side's estimates of compute times and link; a new measurement weighs 1/8."""
 
     draft_s: float
     verify_s: float
@@ -152,11 +152,11 @@ class Estimates:
 
     @property
     def away_s(self) -> float:
-        """Seconds a batch is in flight: RTT + T_v."""
+        """Seconds for which a batch is in flight: RTT + T_v."""
         return self.link.state.round_trip_s + self.verify_s
 
     def window(self, batch_size: int) -> int:
-        """Batches in flight to keep the target busy: ceil((RTT + T_v) / T_d)."""
+        """Number of batches in flight that keeps the target busy: ceil((RTT + T_v) / T_d)."""
         drafting_s = batch_size * self.draft_s
         # Free drafting can never hide the link, whatever the number in flight.
         # An exact multiple must not round up to one more.
@@ -177,8 +177,8 @@ class Estimates:
 
         Args:
             round_bytes: fields of ``RoundShape``.
-            drafts_on, window, early: from the schedule.
-            needs_q: from the rule.
+            drafts_on, window, early: the schedule's values.
+            needs_q: the acceptance rule's value.
         """
         shape = RoundShape(
             draft_s=self.draft_s,
@@ -205,8 +205,8 @@ class Estimates:
 class DraftLengthPolicy(ABC):
     """Chooses a draft length from 1 to ``max_length``, round by round.
 
-    Length 0 is excluded: without draft tokens there is nothing to learn from, and autoregressive
-    decoding in the cloud streams tokens without any round trips.
+    Length 0 is excluded. Such a round would teach nothing about acceptance, and a cloud that
+    decodes alone can stream its tokens, with no round trip for each.
     """
 
     caveat: ClassVar[str] = ""
@@ -239,8 +239,10 @@ class Fixed(DraftLengthPolicy):
 class _Published(DraftLengthPolicy):
     """Base of FlexSpec's published rules: a running acceptance gamma, and tokens linear in gamma.
 
-    gamma <- gamma + mu (tau / K - gamma)       gamma 0.8 at first; mu is not published: 0.1 here
-    Biased: the mean of tau / K is (S(1) + .. + S(K)) / K, the acceptance rate only for K = 1.
+    gamma <- gamma + mu (tau / K - gamma)       gamma starts at 0.8; mu, not published, is 0.1 here
+
+    tau of K draft tokens are accepted; S(k) is the probability that the first k are. The estimate
+    is biased: its mean (S(1) + .. + S(K)) / K is the acceptance rate only for K = 1.
     """
 
     rate = 0.1
@@ -260,7 +262,7 @@ class _Published(DraftLengthPolicy):
 class Eq11(_Published):
     """K* = argmax gamma K / T_step(K)        FlexSpec Eq. 11, as published.
 
-    gamma cancels, and K / (T_fixed + K T_marg) rises with K.
+    gamma cancels, and K / (T_fixed + K T_marg) rises with K, so K* is always the largest K.
     """
 
     caveat = "published; always the longest"
@@ -273,8 +275,8 @@ class Alg2(_Published):
     """K* = argmax (1 + gamma K) / T_step(K)      FlexSpec Algorithm 2, as published.
 
     The slope in K has the sign of gamma T_fixed - T_marg at every K, so the best K is at an end.
-    The biased gamma is low after long rounds and right after short ones, so K can jump between
-    both ends.
+    The biased gamma is too low after long rounds and correct after rounds of one token, so K can
+    jump between both ends.
     """
 
     caveat = "published; always 1 or the longest, from a biased estimate"
@@ -284,13 +286,13 @@ class Alg2(_Published):
 
 
 class Geometric(DraftLengthPolicy):
-    """Highest rate for i.i.d. acceptance: tokens (1 - a^(K + 1)) / (1 - a); the default.
+    """Default: maximize the token rate, with (1 - a^(K + 1)) / (1 - a) tokens per round.
 
-    One acceptance rate for all positions, from censored counts:
+    The acceptance rate a is the same for all positions, and is estimated from censored counts:
 
         a = sum tau / sum (tau + [tau < K])     tau accepted of K drafted: accepted over tested
 
-    This is the maximum-likelihood estimate under i.i.d. acceptance, with fading counts.
+    This is the maximum-likelihood estimate for i.i.d. acceptance, except that old counts fade.
     """
 
     def __init__(
@@ -298,8 +300,9 @@ class Geometric(DraftLengthPolicy):
     ) -> None:
         """
         Args:
-            memory: rounds; each one multiplies the counts by 1 - 1 / memory. Infinite: no fading.
-            acceptance: prior before the first round.
+            memory: in rounds; each round multiplies the counts by 1 - 1 / memory. Infinite: no
+                fading.
+            acceptance: prior acceptance rate.
             weight: prior's weight, as a number of tested tokens; it does not fade.
         """
         super().__init__(max_length)

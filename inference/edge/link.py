@@ -1,4 +1,4 @@
-"""Target behind a virtual link: real networks compute tokens, constants set the time.
+"""Target behind a virtual link: the models really compute tokens, but constants set the times.
 
 Draft and target each compute one thing at a time. Messages cross a ``Channel`` in encoded form and
 are decoded on the other side.
@@ -47,9 +47,11 @@ class Times:
     edge_layer_s: float = 0.0
     """Time for one target layer over one row on the edge."""
     prompt_row_s: float = 0.0
-    """Time for the draft's pass over one prompt token on the edge, next to the target's pass."""
+    """Time for the draft's pass over one prompt token on the edge, which overlaps with the target's
+    pass over the prompt."""
     jitter: float = 0.0
-    """Maximum deviation of each draft and target pass, as a fraction, uniform either way."""
+    """Maximum deviation of each draft and target pass, as a fraction of its time; drawn uniformly
+    from -``jitter`` to ``jitter``."""
 
     def __post_init__(self) -> None:
         ranges = dict.fromkeys(vars(self), "[0, inf)")
@@ -62,7 +64,7 @@ class Times:
 
 
 class LinkPipeline(LinkedPipeline):
-    """Link pipeline on a virtual clock, event by event.
+    """Pipeline over a virtual link; a virtual clock goes from event to event.
 
     Time passes while the draft computes and while a reply is awaited.
     """
@@ -80,7 +82,7 @@ class LinkPipeline(LinkedPipeline):
         """
         Args:
             is_colocated: the draft runs next to the target, so only the prompt crosses the link.
-            token_bytes: sent up with each draft token, in addition to its id.
+            token_bytes: bytes sent up with each draft token, in addition to its id.
         """
         super().__init__(target)
         self.shared, self.link, self.times, self.is_colocated = shared, link, times, is_colocated
@@ -147,7 +149,7 @@ class LinkPipeline(LinkedPipeline):
         self._pass_time(math.inf)
 
     def _pass_time(self, until_s: float) -> None:
-        """Advance time to a moment, or to the next event if it is infinite."""
+        """Advance time to a moment, or to the next event if the moment is infinite."""
         while True:
             # Before time moves: a free target starts with what has arrived.
             self._compute()

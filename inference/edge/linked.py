@@ -1,8 +1,8 @@
 """Draft side of a target behind a network: sends batches of draft tokens, receives results.
 
 A session (``edge/session_messages.py``) covers one chain: verified tokens, then draft tokens. A
-subclass transports the messages, each reply once and in order, and provides the time. ``Estimates``
-holds waiting times and the cost of a rejection.
+subclass transports the messages and provides the time; it delivers each reply once and in order.
+``Estimates`` holds waiting times and the cost of a rejection.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Expected = TypeVar("Expected", bound=Reply)
 
 @dataclass
 class RemoteTarget:
-    """Description of a remote target for the draft side: one stage, a chain at a time."""
+    """Description of a remote target for the draft side: one stage that verifies single chains."""
 
     eos_token_ids: tuple[int, ...] = ()
     max_positions: int = sys.maxsize
@@ -93,7 +93,7 @@ class Batch:
     start: int
     """Position of the first draft token."""
     size: int
-    """Planned draft tokens; once sent, the actual number."""
+    """Planned number of draft tokens; after sending, the actual number."""
     started_s: float
     num_drafted: int = 0
     seq: int = -1
@@ -111,19 +111,20 @@ class LinkVerdict(Returned):
     """Always 1, the root: link schedules use the fields below."""
     verdicts: Tensor = torch.empty(0)
     num_accepted: int
-    """Accepted draft tokens below the root."""
+    """Number of accepted draft tokens below the root."""
     token: int | None = None
     """The target's own token after the accepted ones."""
     payload: Payload | None = None
-    """Payload to draw the token that replaces the rejected one."""
+    """Payload from which to draw the token that replaces the rejected one."""
     outcomes: tuple[tuple[int, int], ...] = ()
-    """For each decided batch: its draft tokens, and how many are accepted."""
+    """For each decided batch, the number of its draft tokens and of the accepted ones."""
 
 
 class LinkedPipeline(Pipeline):
     """Pipeline to a remote target, with one session per prompt.
 
-    ``batch`` is being drafted, ``flights`` are in flight. Each ``tick`` waits for one reply.
+    ``batch`` is the batch being drafted, ``flights`` are the batches in flight. Each ``tick`` waits
+    for one reply.
     """
 
     is_link: ClassVar[bool] = True
@@ -135,7 +136,7 @@ class LinkedPipeline(Pipeline):
         self.timeline = Timeline("draft")
         self.last_rows = []
         self.anchor = ""
-        """Hash of the copy of the target's last block in the draft; "": no copy."""
+        """Hash of the draft's copy of the target's last block; "": no copy."""
         self.fallback = ""
         """Reason why the target decodes alone although there is a draft; "": the draft is in
         use."""
@@ -315,7 +316,7 @@ class LinkedPipeline(Pipeline):
         return kind(epoch=self._epoch, seq=self._next_seq, **fields)
 
     def _size(self, request: Request) -> int:
-        """Return a message's bytes without the link's header."""
+        """Return a message's size in bytes, without the link's header."""
         return len(REQUESTS.to_bytes(request))
 
     def _post(self, request: Request) -> None:
@@ -323,7 +324,7 @@ class LinkedPipeline(Pipeline):
         self._send(request)
 
     def round_bytes(self) -> dict[str, int]:
-        """Return message sizes by ``RoundShape`` field; measured once."""
+        """Return message sizes by ``RoundShape`` field; they are measured once."""
         if self._message_bytes is None:
             verifier, last = self.settings.verifier, self.target.vocab_size - 1
             certain = [] if self.knows_root else [0]
@@ -457,7 +458,7 @@ class LinkedPipeline(Pipeline):
         return count
 
     def _start_epoch(self, token: int | None) -> None:
-        """Start an epoch: batches in flight or being drafted belong to another sequence.
+        """Start an epoch: batches in flight or being drafted do not continue the new sequence.
 
         Args:
             token: new root, if it is the target's own.

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 TRIAL_TOKENS = 32
 """Tokens over which drafting is compared with the target decoding alone."""
 TOLERANCE = 1.25
-"""Tolerated slowdown: the target's estimate ignores its other sessions."""
+"""Tolerated slowdown: the estimate for the target alone ignores the server's other sessions."""
 LEAST_WAITS = 4
-"""Tokens after which their waiting times are compared, too."""
+"""Minimum number of tokens before the time spent waiting for them is compared, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class LocalDraft:
     target: str = ""
     """Hash of the embedding, final norm and LM head that the draft was trained with; "": any."""
     anchor: str = ""
-    """Hash of the copy of the target's last block in the draft; "": no copy."""
+    """Hash of the draft's copy of the target's last block; "": no copy."""
 
     def mismatch(self, about: Description) -> str:
         """Return the reason why the draft does not match a server's target; "": it matches."""
@@ -85,7 +85,7 @@ class LocalDraft:
 
 
 class RemotePipeline(LinkedPipeline):
-    """Sequences over one connection, one after the other."""
+    """Pipeline over one connection to a server, which decodes one sequence after the other."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class RemotePipeline(LinkedPipeline):
         self.connection, self.draft, self.warn = connection, draft, warn
         self.keeps_drafting, self.tokenizer = keeps_drafting, tokenizer
         self.num_reopened = 0
-        """Sessions broken after their first token; each cost a prefill."""
+        """Number of sessions that broke after their first token; each one cost a prefill."""
         if draft is not None:
             self.draft_vocab_size = draft.network.target_vocab_size
         self._stream: SessionStream | None = None
@@ -178,7 +178,7 @@ class RemotePipeline(LinkedPipeline):
 
         Raises:
             Failure: there was no reply for too long.
-            ValueError: the server refuses, or returned with another target.
+            ValueError: the server refuses, or now has another target.
         """
         self._hang_up()
         self.connection.patience.wait(lost)
@@ -223,11 +223,11 @@ class RemotePipeline(LinkedPipeline):
             return self._reopen(lost)
 
     def _compare(self, num_pending: int) -> None:
-        """Fall back if drafting is slower than the target alone, one token per pass.
+        """Let the target decode alone, one token per pass, if drafting is slower than that.
 
         Args:
-            num_pending: draft tokens without a result, assumed accepted. If drafting is too slow
-                even so, the fallback need not wait for the result.
+            num_pending: draft tokens without a result; they count as accepted. If drafting is too
+                slow even so, the fallback need not wait for the result.
         """
         if self.keeps_drafting or self._streams:
             return
@@ -247,7 +247,7 @@ class RemotePipeline(LinkedPipeline):
                 )
 
     def _waited(self) -> tuple[int, float]:
-        """Return the last tokens' number, and the time waited for them.
+        """Return the number of recent tokens, and the time spent waiting for them.
 
         A wait far above the median counts less: another client's prompt may have caused it.
         """
@@ -262,10 +262,10 @@ class RemotePipeline(LinkedPipeline):
             self.warn(f"{reason}; {consequence}")
 
     def close(self) -> int:
-        """End the session; return the server's passes.
+        """End the session.
 
         Returns:
-            0: unknown, since a session broke.
+            The number of target passes; 0 if it is unknown because a session broke.
         """
         assert self._stream is not None
         num_passes = self._stream.close(self._next(Close))
@@ -293,13 +293,13 @@ class RemotePipeline(LinkedPipeline):
         self._take(waits=True)
 
     def verdict_waits(self) -> bool:
-        """Return True if a result waits, or the next step starts with a new session."""
+        """Return True if a result waits to be read, or the next step starts with a new session."""
         while self._lost is None and self._take(waits=False):
             pass
         return self._lost is not None or super().verdict_waits()
 
     def _take(self, *, waits: bool) -> bool:
-        """Return True if a reply arrived."""
+        """Take the next reply from the stream; return False if none has arrived."""
         assert self._stream is not None
         try:
             found = self._stream.take(waits=waits)

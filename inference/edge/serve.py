@@ -1,4 +1,4 @@
-"""Serve a target: verify draft tokens from edge devices, or decode alone for edges without one."""
+"""Serve a target: verify edge devices' draft tokens, or decode alone for edges with no draft."""
 
 import asyncio
 import signal
@@ -40,7 +40,8 @@ class SecurityOptions(ListenOptions):
     IN_SHORT_HELP: ClassVar[bool] = False
 
     token_file: Path | None = option(None, metavar="FILE")
-    """tokens, one per line; every client must send one; default: $PIPEDRAFT_TOKEN, or no token"""
+    """file of access tokens, one per line; every client must send one of them; default:
+    $PIPEDRAFT_TOKEN, or no token"""
 
 
 @dataclass(frozen=True, kw_only=True)

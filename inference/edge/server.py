@@ -1,7 +1,7 @@
-"""Target as a gRPC server: a session per stream, shared forward passes.
+"""Target as a gRPC server, with one session per stream and shared forward passes.
 
-One thread computes; the rest runs on the event loop. Sessions with rows to compute at the end of a
-pass share the next one, so none waits for a batch to fill.
+One thread computes; everything else runs on the event loop. When a pass ends, all sessions with
+rows to compute share the next pass, so no session waits for a batch to fill.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Security:
     """Certificate chain (PEM); None: connections in plain text."""
     key: bytes | None = None
     tokens: tuple[str, ...] = ()
-    """Accepted tokens: every client must send one. (): none needed."""
+    """Accepted access tokens: every client must send one of them. (): no token is needed."""
 
 
 class Server:
@@ -93,7 +93,8 @@ class Server:
             is_serving=True,
         )
         self.num_passes = self.num_session_passes = 0
-        """Target passes; and the sum over them of the sessions that each one served."""
+        """Number of target passes, and the number of sessions in each pass, summed over all
+        passes."""
         self._due = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._tasks: list[asyncio.Task] = []
@@ -147,7 +148,7 @@ class Server:
             task.result()
 
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> int:
-        """Accept no new sessions, let the open ones finish, then end them; with ``hurry`` at once.
+        """Accept no new sessions, let open ones finish, then end them; ``hurry`` ends them at once.
 
         Returns:
             Number of sessions cut off.
@@ -212,7 +213,7 @@ class Server:
 
     @contextmanager
     def _ending_alone(self, session: HeldSession) -> Iterator[None]:
-        """End only this session on an exception in the body."""
+        """If the ``with`` block raises an exception, end only this session."""
         try:
             yield
         except Exception as error:
@@ -226,9 +227,9 @@ class Server:
         session.stream.finish(SessionRefused("INTERNAL", text))
 
     def _next_batch(self) -> list[HeldSession]:
-        """Start passes and return their sessions: all with rows, plus one prompt.
+        """Start passes and return their sessions: all sessions with rows, plus one with a prompt.
 
-        A single prompt bounds the delay new sessions cause to others.
+        A single prompt per pass bounds the delay that new sessions cause to the others.
         """
         batch, has_prompt = [], False
         # Longest waiting first.
@@ -293,7 +294,7 @@ class Server:
             context.set_trailing_metadata(((wire.NUM_PASSES, str(session.num_passes)),))
 
     async def _read(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> None:
-        """Read until the stream ends; its error becomes the stream's status."""
+        """Read requests until the stream ends; an error becomes the stream's status."""
         try:
             session = await self._enter(requests, stream)
             pace = MessageRate(self.limits.max_messages_s)
@@ -353,7 +354,7 @@ class Server:
 
 @torch.inference_mode()
 def measure(target: SharedTarget) -> tuple[float, float, int]:
-    """Measure seconds per one-row pass, per further row, and key-value bytes per token.
+    """Measure seconds per one-row pass, seconds per further row, and key-value bytes per token.
 
     These passes also load the kernels before the first client.
     """
@@ -390,13 +391,13 @@ def describe_failure(error: Exception) -> str:
 
 
 def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
-    """Run the passes together; after a failure run the remaining ones one by one.
+    """Run the sessions' passes together; after a failure, run the remaining passes one by one.
 
     Returns:
         Sessions whose own pass failed, with the reason. All other sessions have their rows.
 
     Raises:
-        Exception: the target cannot compute its own row either, so no session is at fault.
+        Exception: the target also fails on a row outside the sessions, so no session is at fault.
     """
     try:
         # One bad row must not end all sessions in its pass.

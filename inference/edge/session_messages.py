@@ -4,9 +4,9 @@ A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., t
 ``number`` 0, 1, .... The cloud processes requests in ``seq`` order, so a repeated or late one
 changes nothing. The edge rejects a reply out of order. Each reply names the ``seq`` it answers.
 
-An epoch ends at every token from the cloud or the edge itself (a correction, a bonus): tokens
-drafted before it belong to another sequence. Late messages from an ended epoch are stale and
-dropped.
+An epoch ends at every token that the cloud or the edge samples itself (a correction, a bonus),
+because tokens drafted before it do not continue the new sequence. Late messages from an ended epoch
+are stale and dropped.
 
     Open(prompt) ->                     <- Opened(first token)
     Preverify(known prefix) ->
@@ -15,8 +15,8 @@ dropped.
     Stream() ->                         <- Result(token), Result(token), ...
     Close() ->                          <- Error(text), at any time
 
-Two ``Codec``s frame them, one per direction. A session lives as long as its gRPC stream. If the
-stream breaks, the edge opens a new session with the output so far as its prompt.
+Two ``Codec``s encode the messages, one per direction. A session lives as long as its gRPC stream.
+If the stream breaks, the edge opens a new session with the output so far as its prompt.
 """
 
 import hashlib
@@ -64,15 +64,15 @@ class Settings(Message, kw_only=True):
 
     rule: RuleName = "match"
     temperature: float = 0.0
-    """0 is greedy, whatever the rule."""
+    """0 is greedy under every rule."""
     filters: TokenFilters = UNFILTERED
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     prompt: Count = 0
-    """Prompt index: with the seed, the key for all random numbers."""
+    """Prompt index; together with the seed it is the key for all random numbers."""
     payload_tokens: Annotated[int, Meta(ge=1, le=4096)] = 10
-    """Tokens in a ``Top``."""
+    """Number of most likely tokens in a ``Top``."""
     tail_samples: Annotated[int, Meta(ge=1, le=4096)] = 4
-    """Samples in the first ``Top``."""
+    """Number of samples in the first ``Top``."""
     has_bonus: bool = True
     """True: a fully accepted batch gets one more token."""
     pre_verifies: bool = False
@@ -143,7 +143,7 @@ class _DraftTokens(_Continues):
 
 
 class Preverify(_DraftTokens, tag="pre"):
-    """First draft tokens in a batch, or only the prefix; needs no answer."""
+    """First draft tokens in a batch, or only the known prefix; needs no answer."""
 
 
 class Verify(_DraftTokens, tag="verify"):
@@ -158,7 +158,7 @@ class More(_OfSession, tag="more"):
 
 
 class Stream(_Continues, tag="stream"):
-    """Stop drafting: the cloud decodes alone from its own tokens on."""
+    """Stop drafting: from its next token on, the cloud decodes alone."""
 
 
 class Close(_OfSession, tag="close"):
@@ -190,7 +190,7 @@ class Opened(_Numbered, tag="opened"):
 
 class _Verdict(_Numbered):
     length: Count
-    """Verified tokens, without the one in this result."""
+    """Number of verified tokens, without the token in this result."""
     held_s: Seconds
     """Seconds from the message's arrival to this answer."""
     forward_s: Seconds
@@ -238,7 +238,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     anchor: str
     """Hash of the last block."""
     weights: str
-    """Hash over one row per weight: changes with any fine-tuning."""
+    """Hash over the first 4,096 values of every weight tensor; any fine-tuning changes it."""
     tokenizer: str
     """Hash of the vocabulary."""
     vocab_size: int

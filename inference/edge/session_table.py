@@ -14,7 +14,7 @@ from pipedraft.inference.edge.target_session import MAX_PENDING, SharedTarget, T
 from pipedraft.models.stage_cache import MIN_CAPACITY
 
 UNSENT_BYTES = 4 * 2**20
-"""Unread reply bytes per edge before the server stops reading its requests."""
+"""Unread reply bytes per edge, beyond which the server stops reading the edge's requests."""
 
 
 class SessionRefused(ValueError):
@@ -66,7 +66,7 @@ class ReplyStream:
             self._drained.clear()
 
     def finish(self, end: SessionRefused) -> None:
-        """End the stream after queued replies; only the first call counts."""
+        """End the stream after the queued replies; only the first call has an effect."""
         self.end = self.end or end
         self._replies.put_nowait(None)
 
@@ -104,7 +104,7 @@ class SessionTable:
     def __init__(self, target: SharedTarget, limits: SessionLimits, row_bytes: int) -> None:
         """
         Args:
-            row_bytes: keys and values per token.
+            row_bytes: size of one token's keys and values.
         """
         self.target, self.limits, self.row_bytes = target, limits, row_bytes
         self._max_positions = target.staged().max_positions
@@ -175,11 +175,11 @@ class SessionTable:
         return reserved
 
     def _max_rows(self, num_tokens: int) -> int:
-        """Return a session's maximum buffer rows: buffers double from ``MIN_CAPACITY``."""
+        """Return a session's maximum buffer rows: buffers start at ``MIN_CAPACITY`` and double."""
         return max(MIN_CAPACITY, 2 * min(num_tokens + MAX_PENDING, self._max_positions))
 
     def drop(self, session: HeldSession) -> None:
-        """Remove a session and its memory; no effect if removed."""
+        """Remove a session and its memory, unless it is removed already."""
         self.held.pop(session.number, None)
 
     def expire(self, now_s: float) -> list[tuple[HeldSession, str]]:

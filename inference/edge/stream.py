@@ -1,8 +1,8 @@
 """Client side of a session on a gRPC server: one stream per session.
 
-The caller's thread sends and takes; a thread per stream queues incoming replies with their arrival
-time, so they are seen while the draft computes. A broken stream is not resumed: ``SessionLost``
-asks the caller to open a new session with the output so far.
+The caller's thread sends requests and takes replies. One further thread per stream queues incoming
+replies with their arrival times, even while the draft computes. A broken stream is not resumed:
+``SessionLost`` asks the caller to open a new session with the output so far.
 """
 
 import random
@@ -31,17 +31,17 @@ NUMBER = re.compile(r"[0-9]{1,9}")
 # An IPv6 address needs brackets: its colons would hide the one before the port.
 HOST = re.compile(r"[\w.-]+|\[[\w.:%]+\]")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0
-"""Seconds between attempts to reach a server, doubled each time."""
+"""First and longest wait between attempts to reach a server; the wait doubles each time."""
 CLOSING_S = 2.0
 """Seconds to wait for the server's last message after the output is complete."""
 RECOVERABLE = frozenset(
     ["UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN", "OK"]
 )
-"""Status codes for a broken stream, an expired session, and a server down or full."""
+"""Status codes for a broken stream, an expired session, and a server that is down or full."""
 
 
 class SessionLost(Exception):
-    """The session ended before its output, or the server is unreachable."""
+    """The session ended before its output was complete, or the server is unreachable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Access:
         """Return the exception for an ended call.
 
         Raises:
-            ValueError: the server refuses for good.
+            ValueError: the server refuses permanently.
         """
         if end.code in RECOVERABLE:
             return SessionLost(end.text)
@@ -105,7 +105,7 @@ class Bytes:
 
 
 class Patience:
-    """Retry limit: ``give_up_s`` without a reply."""
+    """Retry limit: give up after ``give_up_s`` without a reply."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -133,7 +133,7 @@ class Patience:
 
 
 class Connection:
-    """Channel to a server; use with ``with``."""
+    """Channel to a server; use it in a ``with`` statement."""
 
     def __init__(self, access: Access) -> None:
         self.grpc, self.access = wire.import_grpc(), access
@@ -183,7 +183,7 @@ def read_description(data: bytes) -> Description:
     """Read a server's description of itself.
 
     Raises:
-        ValueError: not from a server of this version.
+        ValueError: the description is not from a server of this version.
     """
     try:
         about = msgspec.msgpack.decode(data, type=Description)
@@ -229,7 +229,7 @@ class SessionCall:
         self._requests.put(data)
 
     def take(self, timeout_s: float) -> tuple[bytes | Break, float] | None:
-        """Return the next reply or end with its time; None: timeout."""
+        """Return the next reply, or the call's end, with its arrival time; None on a timeout."""
         try:
             data, arrived_s = self.arrived.get(timeout_s > 0, max(timeout_s, 0))
         except Empty:
@@ -240,7 +240,7 @@ class SessionCall:
         return data, arrived_s
 
     def hang_up(self) -> None:
-        """End the stream without a message; no effect if it is over."""
+        """End the stream without a message; do nothing if it is over."""
         self._answers.cancel()
         self._requests.put(None)
 
@@ -264,7 +264,7 @@ class SessionStream:
 
         Raises:
             SessionLost: the stream broke, or the answer did not come.
-            ValueError: the server refuses for good, or sent no valid reply.
+            ValueError: the server refuses permanently, or sent no valid reply.
         """
         found = self._call.take(self._access.answer_s if waits else 0.0)
         if found is None:

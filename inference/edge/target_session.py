@@ -6,7 +6,7 @@
         session.run()                        # the only heavy call; may use another thread
         replies += session.finish(now_s)
 
-Between ``start`` and ``finish`` requests are only stored, so a pass never sees its rows change.
+Between ``start`` and ``finish``, requests are only stored, so rows do not change during a pass.
 ``run_together`` runs several sessions' passes.
 """
 
@@ -54,7 +54,7 @@ MAX_PENDING = 512
 
 
 MAX_MORE = 16
-"""Maximum payloads per correction; samples double, then all logits are sent."""
+"""Maximum payload requests per correction: an edge asks once for samples, then for all logits."""
 
 
 class SharedTarget:
@@ -89,7 +89,7 @@ class _Batch:
 
 
 class TargetSession:
-    """One sequence. Never waits; ``now_s`` is the caller's clock."""
+    """One sequence. Its methods never wait; ``now_s`` is the caller's clock."""
 
     def __init__(self, target: SharedTarget) -> None:
         self.target = target
@@ -128,7 +128,7 @@ class TargetSession:
     # -- messages ---------------------------------------------------------------------------
 
     def receive(self, request: Request, now_s: float) -> list[Reply]:
-        """Accept a request; return the answers possible without a forward pass.
+        """Accept a request; return the answers that need no forward pass.
 
         Requests are processed in ``seq`` order; a repeated one changes nothing.
         """
@@ -282,7 +282,7 @@ class TargetSession:
         )
 
     def _retain(self, num_rows: int, num_committed: int = 0) -> None:
-        """Keep the first computed rows, some permanently; drop the others."""
+        """Keep the first computed rows, commit the first of these, and drop all others."""
         self._stage.keep(KeepRows(tuple(range(num_rows)), num_committed))
         # Logits mirror the speculative rows of the cache: drop the same ones.
         for _ in range(len(self._logits) - num_rows):
@@ -291,7 +291,7 @@ class TargetSession:
             self._logits.popleft()
 
     def _end_epoch(self) -> None:
-        """End the epoch: the root's row is verified, and drafted tokens after it are invalid."""
+        """End the epoch: commit the root's row, and drop all draft tokens after it."""
         self._retain(1, 1)
         self._draft_tokens, self._q = [], []
         self._batches.clear()
@@ -346,7 +346,7 @@ class TargetSession:
         return reject
 
     def _answer_hit(self, now_s: float) -> Result:
-        """Answer for the oldest batch: fully accepted, or the sequence has ended in it."""
+        """Answer for the oldest batch: all accepted, or the sequence has ended within it."""
         assert self._opening is not None
         batch = self._batches[0]
         if self._opening.settings.has_bonus and not self._stop_reason:
@@ -366,7 +366,7 @@ class TargetSession:
     def _verdict(
         self, kind: Callable[..., Answer], batch: _Batch | None, now_s: float, **fields: object
     ) -> Answer:
-        """Build a result; ``batch`` None: draft tokens from an incomplete batch."""
+        """Build a result; ``batch`` is None for draft tokens from an incomplete batch."""
         return self._numbered(
             kind,
             self.next_seq - 1 if batch is None else batch.seq,
@@ -410,7 +410,7 @@ class TargetSession:
         return self._computed_RV is not None
 
     def start(self, now_s: float) -> int:
-        """Start a forward pass if due; return its number of rows, 0: nothing to do."""
+        """Start a forward pass if one is due; return its number of rows, else 0."""
         assert not self.is_running, "finish the pass under way first"
         num_rows = self._num_due(now_s)
         if not num_rows:
@@ -441,7 +441,7 @@ class TargetSession:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Compute the rows, from the start again after a failed attempt."""
+        """Compute the rows; after a failed attempt, start from the beginning."""
         assert self.is_running and self._opening is not None, "nothing has been started"
         if self._segment is None:
             prompt = torch.tensor(self._opening.prompt_ids)

@@ -21,10 +21,10 @@ FRAME_BYTES = 2**16
 
 
 def import_grpc() -> ModuleType:
-    """Import ``grpc.aio`` and related modules, needed by these two commands only.
+    """Import ``grpc.aio`` and related modules, which only servers and edge clients need.
 
     Raises:
-        ValueError: not installed.
+        ValueError: grpc is not installed.
     """
     # gRPC's log lines would repeat ours at length; set GRPC_VERBOSITY=info for more.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -31,18 +31,18 @@ class Returned:
 
     num_rows: int
     verdicts: Tensor
-    """[R, ...]: results of the verifier's ``judge`` on their logits."""
+    """[R, ...]: results of the verifier's ``judge`` on the rows' logits."""
     logits: Tensor | None = None
     """[R, V], if the sequence requests logits."""
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Next segment, sent before the current step's result and valid if the result keeps it."""
+    """Next segment, sent before the current step's result; valid only if the result keeps it."""
 
     segment: Segment
     keep_after: Callable[[Returned], KeepRows]
-    """Computes the KeepRows that a result leads to."""
+    """Function that computes a result's KeepRows."""
 
 
 class Pipeline(ABC):
@@ -84,7 +84,7 @@ class Pipeline(ABC):
         """Queue rows at the first stage; one segment enters per step."""
 
     def start(self) -> None:  # noqa: B027 (may stay empty)
-        """Let the next segment enter now: everything before this step is known."""
+        """Let the next segment enter now, because everything before this step is known."""
 
     @abstractmethod
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
@@ -95,11 +95,11 @@ class Pipeline(ABC):
         """
 
     def features(self) -> Mapping[int, Tensor]:
-        """Hidden states [r, H] by tapped layer; r: rows in flight that have passed it."""
+        """Hidden states [r, H] by tapped layer, for the r rows in flight that passed this layer."""
         return {}
 
     def features_with(self, waiting: Sequence[int]) -> Mapping[int, Tensor]:
-        """Return ``features`` plus embeddings for draft tokens injected after them."""
+        """Return ``features``, with the embeddings of draft tokens injected after these rows."""
         features = self.features()
         # Layer 0 needs no stage: the draft can have embeddings before the target has run.
         if waiting and 0 in features:
@@ -115,7 +115,7 @@ class Pipeline(ABC):
         raise AssertionError("this pipeline has no hidden states")
 
     def verdict_waits(self) -> bool:
-        """Return True if rows arrived early, so more drafting would delay them."""
+        """Return True if rows have returned early; more drafting would delay their result."""
         return False
 
     def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Verdict:
@@ -151,7 +151,7 @@ class Pipeline(ABC):
         """End the sequence after a failure."""
 
     def reports(self) -> list[Values]:
-        """Return times and counts for every process since the last ``clear``."""
+        """Return every process's times and counts since the last ``clear``."""
         return [self.timeline.report()]
 
     def clear(self) -> None:
@@ -166,7 +166,7 @@ MIN_ROWS = 64
 
 
 def pick_rows(rows_RH: Tensor, places: Sequence[int]) -> Tensor:
-    """Return rows in ascending order; adjacent rows need no index tensor sent to the GPU."""
+    """Return the rows at ascending places; adjacent rows need no index tensor on the GPU."""
     if not _are_neighbors(places):
         return rows_RH[list(places)]
     first = places[0] if places else 0
@@ -189,7 +189,7 @@ class FeatureStore:
 
     @torch.inference_mode()
     def append(self, states: Mapping[int, Tensor]) -> None:
-        """Append rows [R, H] per layer index; one kernel launch for all layers."""
+        """Append rows [R, H] per layer index, with one kernel launch for all layers."""
         rooms = [
             self._rows.setdefault(layer, _StoredRows()).room(hidden_RH, len(hidden_RH))
             for layer, hidden_RH in states.items()
@@ -198,7 +198,7 @@ class FeatureStore:
             torch._foreach_copy_(rooms, list(states.values()))
 
     def view(self) -> dict[int, Tensor]:
-        """Return layer index -> [r, H] for the first r rows in the tree; r falls with the layer."""
+        """Return hidden states [r, H] by layer: the tree's first r rows; r falls with the layer."""
         return {layer: rows.view() for layer, rows in self._rows.items()}
 
     @torch.inference_mode()
@@ -232,7 +232,7 @@ class _StoredRows:
         return self._buffer_CH[self.start : self.end]
 
     def room(self, like_RH: Tensor, num_rows: int) -> Tensor:
-        """Return the next rows for writing."""
+        """Return a view of the next ``num_rows`` buffer rows, to write into."""
         # Full: move the live rows to a new buffer; old views still reference the old one.
         if self._buffer_CH is None or self.end + num_rows > len(self._buffer_CH):
             count = self.end - self.start

@@ -23,7 +23,8 @@ class LocalPipeline(Pipeline):
         self.target = target
         self.timeline = timeline or Timeline("one process", device=target.device)
         self.is_prefilling = False
-        """True while waiting segments are prompt rows: each stage commits them as they leave."""
+        """True while waiting segments are prompt rows; each stage commits these as they leave
+        it."""
         self.error: Exception | None = None
         """Exception from a step in which this sequence's own rows failed."""
         self._num_expected = 0
@@ -88,7 +89,7 @@ class LocalPipeline(Pipeline):
         """Run every stage on its waiting input; return the last stage's output.
 
         Args:
-            ahead: ignored: the verification result is always here first.
+            ahead: ignored, because the verification result is always here first.
         """
         step_together([self])
         return self.take_returned()
@@ -128,7 +129,7 @@ class LocalPipeline(Pipeline):
             self._waiting[0] = self._entrance.popleft()
 
     def run_alone(self, index: int, segment: Segment) -> Segment:
-        """Run one segment from this sequence alone through a stage."""
+        """Run one segment through a stage, without segments from other sequences."""
         stage, taps = self.target.stages[index], self._deeper
         if not self.is_prefilling:
             return stage.forward(segment, taps)
@@ -141,7 +142,7 @@ class LocalPipeline(Pipeline):
         """Pass rows on to the next stage, or judge them.
 
         Args:
-            logits_RV: for ``judged_rows``, if they are known.
+            logits_RV: logits for ``judged_rows``, if they are computed already.
         """
         start, end = self.target.boundaries[index : index + 2]
         own = [layer for layer in self._deeper if start < layer <= end]
@@ -157,7 +158,7 @@ class LocalPipeline(Pipeline):
         return [layer for layer in self.taps if layer > 0]
 
     def judged_rows(self, segment: Segment) -> Tensor:
-        """Return the last stage's rows [R, H] that need logits: all, of a prompt only the last."""
+        """Return the last stage's rows [R, H] that need logits: all, or a prompt's last row."""
         assert segment.hidden is not None
         return segment.hidden[-1:] if self.is_prefilling else segment.hidden
 

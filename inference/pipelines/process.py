@@ -1,8 +1,8 @@
 """Controller side for a pipeline with one process per stage.
 
-Tracks each row's place in the equivalent lock-step pipeline, so it counts the same steps as
-``LocalPipeline``. It waits only for needed data: steps without a returning row cost no time, and
-only the next verification result is on the critical path.
+The controller tracks each row's place in the equivalent lock-step pipeline, so it counts the same
+steps as ``LocalPipeline``. It waits only for data that it needs: steps without a returning row cost
+no time, and only the next verification result is on the critical path.
 """
 
 # P prompt rows, R rows, H hidden
@@ -48,7 +48,7 @@ class _Flight:
     """Rows (numbered as sent) not pruned or committed yet, in tree order."""
     sequence: int = -1
     entered: int = -1
-    """Step number in which the first stage processes it."""
+    """Number of the step in which the first stage processes the segment."""
     answered: set[int] = field(default_factory=set)
     """Stages that have returned hidden states for these rows."""
     verdicts: Tensor | None = None
@@ -89,7 +89,7 @@ class ProcessPipeline(Pipeline):
         """
         Args:
             target: used for its embedding and its description only.
-            answers: the stages' answers to this sequence and to others in the pipeline.
+            answers: the stages' answers for this sequence and for the other ones in the pipeline.
             cancels: direct links to every stage outside this process.
         """
         self.target, self.timeline = target, timeline
@@ -113,7 +113,8 @@ class ProcessPipeline(Pipeline):
         self._ahead: _Flight | None = None
         """Segment sent before its step; joins the flights once injected."""
         self._keep_after: Callable[[Returned], KeepRows] | None = None
-        """``Ahead.keep_after`` while the segment is sent, or computed by a first stage here."""
+        """``Ahead.keep_after`` while the segment is sent, or computed by a first stage in this
+        process."""
 
     @property
     def num_stages(self) -> int:
@@ -250,8 +251,8 @@ class ProcessPipeline(Pipeline):
 
         Args:
             ahead: segment to send before this step's verification result arrives. The first stage
-                then never waits for the last one, and stage times may vary. A result that drops the
-                segment stops it before its next layer.
+                then never waits for the last one, even if stage times vary. If the result drops the
+                segment, stages stop computing it before the next layer.
         """
         self.start()
         self._has_started = False
@@ -277,7 +278,7 @@ class ProcessPipeline(Pipeline):
         return Returned(len(due.alive), due.verdicts[due.alive])
 
     def _start_ahead(self, ahead: Ahead) -> None:
-        """Send the next step's segment early, unless another precedes it or the result is here."""
+        """Send the next step's segment early, unless another is due first or the result is here."""
         # With the result here, the next segment can be exact, so a guess would be wasted.
         is_late = self._due() is not None and self.verdict_waits()
         if is_late or any(flight.segment is not None for flight in self._flights):
@@ -345,14 +346,14 @@ class ProcessPipeline(Pipeline):
         return committed
 
     def _lost_ahead(self, keep: KeepRows) -> list[_Flight]:
-        """Return the segment ahead if it has left the tree, and forget it."""
+        """Forget the segment sent ahead if it has left the tree, and return it."""
         if self._ahead is None or self._keeps_ahead(keep):
             return []
         flight, self._ahead = self._ahead, None
         return [flight]
 
     def _drop_finished(self, lost: list[_Flight]) -> None:
-        """Forget flights without speculative rows; cancel the ones still computing."""
+        """Forget flights without speculative rows; cancel those that stages still compute."""
         gone = [flight for flight in self._flights if not flight.alive] + lost
         self._flights = [flight for flight in self._flights if flight.alive]
         under_way = [f.sequence for f in gone if f.verdicts is None and f.sequence >= 0]
@@ -395,7 +396,7 @@ class ProcessPipeline(Pipeline):
         return self.target.boundaries[stage + 1]
 
     def _layers(self, stage: int) -> list[int]:
-        """Return tapped layers with hidden states sent by a stage."""
+        """Return the tapped layers whose hidden states a stage sends."""
         start, end = self.target.boundaries[stage : stage + 2]
         return [layer for layer in self.taps if start < layer <= end]
 

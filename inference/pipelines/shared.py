@@ -32,15 +32,15 @@ class Sharing(TypedDict):
 
     clock: BatchClock
     wait: Callable[[], None]
-    """Block until a step including this sequence has run."""
+    """Function that blocks until a step with this sequence has run."""
     counts_alone: bool
     """True to draft and measure time as if this sequence were alone in the pipeline."""
     prompt_rows: int
-    """Rows per prompt chunk: chunks enter one per step, next to other sequences' decoding rows."""
+    """Rows per prompt chunk: one chunk enters per step, with other sequences' decoding rows."""
 
 
 class SharedPipeline(Pipeline):
-    """Pipeline with its own caches, but shared steps: ``tick`` waits for the next one."""
+    """Pipeline with its own caches but shared steps; ``tick`` waits for the next shared step."""
 
     is_prefilling: bool
     next_rows: list[int]
@@ -73,9 +73,9 @@ class SharedPipeline(Pipeline):
         return self._own_clock
 
     def let_go(self) -> None:
-        """Drop references at the end, so the caches are freed at once.
+        """Drop references after the sequence's end, so that its caches are freed at once.
 
-        A garbage collection may come only hundreds of sequences later.
+        Otherwise a garbage collection may free them only hundreds of sequences later.
         """
         self._own_clock, self._wait = None, _is_over
 
@@ -127,8 +127,8 @@ class SharedStages(SharedPipeline, LocalPipeline):
 class SharedRanks(SharedPipeline, ProcessPipeline):
     """Stages on another pipeline's ranks; ``step_ranks`` sends the inputs for each step.
 
-    Ranks continue while others wait. A sequence that skips a step receives its rows' results later,
-    so its steps match ``SharedStages``.
+    A rank may compute while other ranks wait. A sequence that skips a step receives its rows'
+    results later, so its steps are the same as with ``SharedStages``.
     """
 
     def __init__(self, root: ProcessPipeline, target: StagedTarget, sharing: Sharing) -> None:
@@ -186,7 +186,7 @@ def step_ranks(pipelines: Sequence[SharedRanks]) -> None:
 
 
 def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:
-    """Return rows in a sequence's key-value cache, including draft tokens in flight."""
+    """Return the number of rows in a sequence's key-value cache, with draft tokens in flight."""
     # Reserved at once: a cache that grows has its old and new memory at the same time.
     return max(min(num_prompt + num_new, max_positions) + MAX_ROWS, MIN_CAPACITY)
 

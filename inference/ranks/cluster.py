@@ -1,7 +1,7 @@
 """Ranks of one launch: stage assignment, rendezvous, and shutdown.
 
-Rank 0 is the controller and runs the draft. With one rank more than stages, the stages are ranks
-1..n; with as many ranks as stages, rank 0 also runs the first stage.
+Rank 0 is the controller and runs the draft. With one rank more than stages, ranks 1..n run the
+stages; with as many ranks as stages, rank 0 also runs the first stage.
 """
 
 import os
@@ -63,7 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Cluster:
-    """Context for every rank; leaving it ends the other ranks, in order or after a failure."""
+    """Context manager for every rank; its exit ends the other ranks, also after a failure."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Cluster:
     ) -> None:
         """
         Args:
-            links: transport for hidden states. device: next to their frames, by NCCL between GPUs
-                (gloo without GPUs). host: inside the frames, through host memory. auto: device if
-                every rank has its own GPU.
+            links: transport for hidden states. device: separately from their messages, by NCCL
+                between GPUs (gloo without GPUs). host: inside the messages, through host memory.
+                auto: device if every rank has its own GPU.
             on_cpu: ignore GPUs.
 
         Raises:
@@ -134,7 +134,8 @@ class Cluster:
     def _open_device_links(self) -> None:
         """Open links to the next rank and back to the controller, in the same order on all ranks.
 
-        NCCL connects two ranks at a link's first use: do it here, not in a step with a time limit.
+        NCCL connects two ranks when a link is first used. That happens here, and not later in a
+        step with a time limit.
         """
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         forward = [(rank, rank + 1, FORWARD) for rank in range(self.world_size - 1)]
@@ -214,7 +215,7 @@ class Cluster:
         return self._load_part(job, has_embedding=True, has_head=True)
 
     def connect(self, target: StagedTarget) -> ProcessPipeline:
-        """Connect the pipeline over all ranks; ``target``: from ``load_target``, staged.
+        """Connect the pipeline over all ranks; ``target`` is the staged result of ``load_target``.
 
         Raises:
             ValueError: the target's boundaries differ from the ranks'.
@@ -275,7 +276,7 @@ class Cluster:
         thread.join()
 
     def _listen(self, cancels: Receiver, worker: SharedWorker) -> None:
-        """Read cancellations, which overtake the segments they refer to."""
+        """Read cancellations; they may arrive before the segments that they cancel."""
         try:
             while isinstance(message := cancels.receive(), Cancel):
                 worker.cancel(message)
@@ -285,7 +286,7 @@ class Cluster:
     # -- both ---------------------------------------------------------------------------------
 
     def _measured(self, job: Job) -> Timeline:
-        """Return this rank's timeline, also read by the watch."""
+        """Return this rank's timeline, which its watchdog also reads."""
         self.watch.timeline = Timeline(self.watch.name, traces=job.traces, device=self.device)
         return self.watch.timeline
 

@@ -3,13 +3,13 @@
 A message set is a union of ``Message`` classes. Their fields declare types, sizes and ranges, and
 may be tensors. A ``Codec`` turns one message into one frame:
 
-    prefix   magic, bytes of the header, bytes of the tensors
+    prefix   magic number, bytes of the header, bytes of the tensors
     header   msgpack: dtype and shape of every tensor, then the message
     tensors  each starts at a multiple of 8 bytes and ends at one; bool as packed bits
 
-Nothing is pickled. Frames are checked before memory is allocated. Stream reads allocate as bytes
-arrive, never by a header's claim. On an accelerator tensors may travel separately, from device to
-device; the frame then has only their shapes.
+Nothing is pickled. Frames are checked before memory is allocated. A stream read allocates memory as
+bytes arrive, and never as much as a header claims. On an accelerator tensors may travel separately,
+from device to device; the frame then has only their shapes.
 """
 
 import math
@@ -32,13 +32,14 @@ from pipedraft.models.target import KeepRows, Segment
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 FillBuffer: TypeAlias = Callable[[memoryview], None]
-"""Blocks until the buffer is full, or raises."""
+"""Function that fills a buffer: it blocks until the buffer is full, or raises."""
 Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Receives the next separately sent tensor, with this shape and dtype."""
+"""Function that receives the next separately sent tensor, with this shape and dtype."""
 
 PREFIX = struct.Struct("<IIQ")
 MAGIC = 0x50444632
-"""First four bytes of a frame. The first is not zero, so a zeroed buffer shows an arrival."""
+"""First four bytes of a frame. The first byte is not zero, so a zeroed buffer shows that a frame
+has arrived."""
 PIECE_BYTES = 1 << 16
 """Memory allocated for a frame before its bytes arrive."""
 MAX_AXES = 3
@@ -57,9 +58,9 @@ Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Message base: fields in declaration order, the tag first.
+    """Base class of messages: encoded as the tag, then the fields in declaration order.
 
-    Put checks across fields into ``__post_init__``, as a ``ValueError``.
+    Check several fields together in ``__post_init__``, and raise a ``ValueError`` there.
     """
 
 
@@ -102,14 +103,14 @@ Decoded = TypeVar("Decoded")
 
 
 class Codec(Generic[M]):
-    """Encodes and decodes one message set; invalid input is a one-line ``ValueError``."""
+    """Encodes and decodes one message set; raises a one-line ``ValueError`` for invalid input."""
 
     def __init__(
         self, messages: UnionType | type[M], *, max_header_bytes: int, max_tensor_bytes: int
     ) -> None:
         """
         Args:
-            max_tensor_bytes: per message, including separately sent tensors.
+            max_tensor_bytes: limit per message, including separately sent tensors.
         """
         self.messages = messages
         self.max_header_bytes, self.max_tensor_bytes = max_header_bytes, max_tensor_bytes
@@ -118,7 +119,7 @@ class Codec(Generic[M]):
         """Encode a message as a frame: a header, then its tensor bytes.
 
         Args:
-            device: tensors on it are sent separately.
+            device: tensors on this device are sent separately.
         """
         tensors: list[Tensor] = []
 
@@ -168,7 +169,7 @@ class Codec(Generic[M]):
         """Read the next message from a stream.
 
         Args:
-            max_tensor_bytes: for this message, if fewer than usual are due.
+            max_tensor_bytes: limit for this message, if it is lower than usual.
         """
         limit = self.max_tensor_bytes if max_tensor_bytes is None else max_tensor_bytes
         return self._decode(lambda size: _read(fill, size), limit, None)
@@ -265,7 +266,7 @@ def check_tensor(
 
 
 def _read(fill: FillBuffer, size: int) -> bytearray:
-    """Read stream bytes in doubling pieces, so memory follows the received data."""
+    """Read stream bytes in pieces of doubling size, so memory grows with the received data."""
     data = bytearray()
     while len(data) < size:
         piece = bytearray(min(size - len(data), max(len(data), PIECE_BYTES)))
@@ -283,7 +284,7 @@ def _raw(tensor: Tensor) -> Buffer:
 
 
 def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
-    """Return a view that keeps ``data`` alive; bool is unpacked."""
+    """Return a view that keeps ``data`` alive; for bool, unpack a copy."""
     num_items = math.prod(head.shape)
     # frombuffer refuses an empty buffer.
     if num_items == 0:
@@ -297,7 +298,7 @@ def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
 
 
 def _header_room(header_bytes: int, tensor_bytes: int) -> int:
-    """Return bytes between the prefix and the first tensor; without tensors nothing is aligned."""
+    """Return the number of bytes between prefix and first tensor (no padding without tensors)."""
     return _padded(header_bytes) if tensor_bytes else header_bytes
 
 
@@ -324,7 +325,7 @@ class StageMessage(Message, kw_only=True):
     sequence: Number = 0
     """Number in the controller's sending order; an answer repeats its question's number."""
     slot: Number = 0
-    """Cache slot: each of several sequences has its own; a single one uses 0."""
+    """Cache slot: sequences in one pipeline have one slot each; a single sequence uses 0."""
 
 
 class Prefill(StageMessage, tag="prefill"):
@@ -333,7 +334,7 @@ class Prefill(StageMessage, tag="prefill"):
     rows: Tensor
     """int64 [l] tokens for the first stage, [l, H] for the others."""
     first_position: Count
-    """Position of the first row. 0: a new sequence; everything before is dropped."""
+    """Position of the first row. 0 begins a new sequence and drops everything before."""
     is_last: bool
     taps: Layers
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
@@ -354,7 +355,7 @@ class Step(StageMessage, tag="step"):
     """KeepRows in creation order, then a segment."""
 
     kept: Annotated[tuple[tuple[Rows, Count], ...], Meta(max_length=MAX_ROWS)]
-    """Rows and number of committed ones, per KeepRows."""
+    """For each KeepRows, its rows and the number of committed ones."""
     positions: Tensor
     """int64 [l]."""
     visible: Tensor
@@ -362,7 +363,7 @@ class Step(StageMessage, tag="step"):
     rows: Tensor | None
     """int64 [l] tokens for the first stage, [l, H] for the others, None if cancelled."""
     is_cancelled: bool = False
-    """True if no row is needed any more: caches make room, nothing is computed."""
+    """True if no row is needed any more: stages make room in their caches and compute nothing."""
 
     @classmethod
     def of(cls, keeps: Sequence[KeepRows], segment: Segment, *, is_cancelled: bool = False) -> Self:
@@ -405,7 +406,7 @@ class Step(StageMessage, tag="step"):
 
 
 class StageResult(StageMessage, tag="result"):
-    """A stage's answer: hidden states for the draft; results from the last stage."""
+    """A stage's answer: hidden states for the draft, and the last stage's results."""
 
     taps: Annotated[dict[Layer, Tensor], Meta(max_length=1000)] = {}
     """Layer index -> [l, H]."""
@@ -420,30 +421,30 @@ class StageResult(StageMessage, tag="result"):
 
 
 class Failed(StageMessage, tag="failed"):
-    """A stage failed on a sequence's message: only this sequence ends."""
+    """Notice that a stage failed on a sequence's message: only this sequence ends."""
 
     reason: Annotated[str, Meta(max_length=MAX_REASON)]
 
 
 class Leave(StageMessage, tag="leave"):
-    """A sequence has ended; free its caches."""
+    """Notice that a sequence has ended: its caches can be freed."""
 
 
 Part: TypeAlias = Prefill | Step | StageResult | Failed | Leave
 
 
 class Together(StageMessage, tag="together"):
-    """Messages for sequences sharing a step, at most one each; or their answers."""
+    """Messages for sequences that share a step, at most one per sequence; or the answers."""
 
     parts: Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
 class Cancel(StageMessage, tag="cancel"):
-    """Segments up to this number need not be computed."""
+    """Notice that segments up to this number need not be computed."""
 
 
 class MeasureRequest(StageMessage, tag="measure"):
-    """Request from the controller, passed down the stages."""
+    """Request for measurements from the controller, passed from stage to stage."""
 
     action: Literal["report", "clear"]
 

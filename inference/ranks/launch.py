@@ -1,7 +1,8 @@
 """Start a command's ranks on this machine without a launcher, with rendezvous at 127.0.0.1.
 
-This process loads no library and alone receives Ctrl-C, so it can end the ranks at any moment, with
-one line. ``python -m ... DESCRIPTOR`` serves a launch's store on the given socket until stdin ends.
+This process loads no library and alone receives Ctrl-C, so it can end the ranks at any moment and
+report why in one line. ``python -m ... DESCRIPTOR`` serves a launch's store on the given socket
+until stdin ends.
 """
 
 import os
@@ -26,8 +27,9 @@ def run_ranks(
     """Run a command as ``num_ranks`` ranks; exit with the first failing status, or 0.
 
     Args:
-        command: default: this process's.
-        passes_signals: pass up to two SIGTERM or Ctrl-C to the ranks, which end when done.
+        command: the command to run; default: this process's own.
+        passes_signals: pass up to two SIGTERM or Ctrl-C to the ranks, which first finish their
+            work.
     """
     # The store inherits the bound socket, so no other process can take the port in between.
     listener = socket.create_server(("127.0.0.1", 0))

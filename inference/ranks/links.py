@@ -2,7 +2,7 @@
 
 Receives are posted ahead into static buffers, so a frame never waits for its receiver, and sends
 return at once. A frame too large for a static buffer arrives in two pieces. If every rank has its
-own accelerator, hidden states go from device to device next to their frame.
+own accelerator, hidden states go from device to device, separately from their frame.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ from pipedraft.models.cuda_graphs import UNDER_WAY
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2
 MAX_UNSENT = 64
-"""Maximum unfinished sends; beyond, a send waits for the oldest."""
+"""Maximum unfinished sends; beyond this number, a send waits for the oldest one."""
 MEMORY_SIGNS = (
     "can't allocate memory",  # torch's CPU allocator
     "not enough memory",  # the same on Windows
@@ -61,7 +61,7 @@ class LostLink(ConnectionError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for out-of-memory errors: CUDA's and Python's types, RuntimeErrors by text."""
+    """Return True for out-of-memory errors, by type or, for a RuntimeError, by text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in MEMORY_SIGNS)
@@ -82,7 +82,7 @@ def _naming(peer: int) -> Iterator[None]:
 class DeviceLink:
     """One direction between two accelerators, in a process group of these two ranks.
 
-    Operations in a group run in posting order, so two links in one group could wait for each
+    Operations in a group run in posting order, so two links that share a group could wait for each
     other's receivers. ``wait`` without a limit blocks NCCL's streams, not this thread.
     """
 
@@ -298,7 +298,7 @@ class Local:
         return self._waiting.popleft()
 
     def take_parts(self) -> list[Part]:
-        """Return all waiting messages; only message parts are sent here."""
+        """Return all waiting messages, for a link that carries only message parts."""
         taken = cast(list[Part], list(self._waiting))
         self._waiting.clear()
         return taken

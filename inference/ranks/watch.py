@@ -2,8 +2,9 @@
 
 One thread checks signals, this rank's progress and the launcher. Another exchanges heartbeats with
 the other ranks through the launch's store. A stage may wait in C++ for messages that never arrive,
-and a store request may hang, too. So the watchdog needs no main thread, and the first thread does
-not depend on the second. The process exits at once, with the line on stderr and status 1.
+and a store request may hang, too. So the watchdog does not need the main thread, and its first
+thread does not depend on the second. The process exits at once with status 1, and writes the reason
+to stderr.
 """
 
 import os
@@ -36,19 +37,18 @@ FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
 
 @dataclass(frozen=True, kw_only=True)
 class WatchLimits:
-    """Failure timeouts in seconds. Every rank ends within 10 s, so all are shorter."""
+    """Failure timeouts in seconds: all below the 10 s within which every rank must end."""
 
     silence_s: float = 5.0
     """Longest time without a heartbeat from a rank, or an answer from the launch's store."""
     undelivered_s: float = 5.0
-    """Longest time between a rank's report of a sent message and its arrival."""
+    """Longest time between a rank's report of a sent message and the message's arrival."""
     step_s: float = 8.0
     """Longest forward pass in a stage or the draft. Raise it for slower targets."""
 
     @classmethod
     def of_step(cls, step_s: float) -> Self:
-        """Build limits from a step limit: a longer step also lengthens the waits for other
-        ranks."""
+        """Build limits from a step limit; a long one also lengthens the waits for other ranks."""
         if step_s <= cls.step_s:
             return cls(step_s=step_s)
         return cls(step_s=step_s, silence_s=step_s, undelivered_s=step_s)
@@ -64,8 +64,10 @@ class Beat(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass
 class Watch:
-    """Watchdog for one rank. Call ``start`` before torch creates threads: they inherit the blocked
-    signals."""
+    """Watchdog for one rank.
+
+    Call ``start`` before torch creates threads, because these inherit the blocked signals.
+    """
 
     rank: int
     world_size: int
@@ -123,7 +125,7 @@ class Watch:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def fail(self, reason: str) -> NoReturn:
-        """Report the reason, notify the other ranks and exit; an earlier failure elsewhere wins."""
+        """Notify the other ranks, report the reason (or another rank's earlier one) and exit."""
         self._failing.acquire()  # held forever: later findings by other threads are dropped
         line = f"{self.name}: {reason}"
         self.announce(line)

@@ -35,8 +35,8 @@ class StageWorker:
     """Layers and cache of one stage, and its output link.
 
     KeepRows and segments arrive in one stream, so the cache changes in the same order on every
-    stage, and a segment's rows never change between first and last stage. For rows a KeepRows
-    removed from a segment further on, the controller drops the results.
+    stage, and a segment's rows never change between first and last stage. If a KeepRows removes
+    rows from a segment that has moved on, the controller drops their results.
     """
 
     target: StagedTarget
@@ -50,9 +50,9 @@ class StageWorker:
     def __post_init__(self) -> None:
         self.stage = self.target.stages[self.index]
         self.first_live = 0
-        """Steps below this number are cancelled; another thread may raise it."""
+        """Steps below this number are cancelled; another thread may raise the number."""
         self.is_still_wanted: Callable[[], bool] = lambda: True
-        """Called before every layer, for the stage in the controller's process."""
+        """Called before every layer if the stage runs in the controller's process."""
         self.taps: tuple[int, ...] = ()
         self._verifier: Verifier | None = None
 
@@ -109,7 +109,7 @@ class StageWorker:
             self._answer(result, step)
 
     def _skip(self, step: Step) -> None:
-        """Make room in the caches here and further on; compute nothing."""
+        """Make room in the caches of this stage and of all later ones; compute nothing."""
         # Later KeepRows count these rows, so caches need their places.
         with self.timeline.span("skip", step.segment.num_rows):
             self.stage.skip(step.segment)

@@ -1,10 +1,10 @@
 """Base class for acceptance rules, and the rules with token ids as verification results.
 
 A rule has two halves connected by the link from the last stage to the controller: ``judge`` runs on
-the logits, ``walk`` runs on the tree. Rules with token-id results send nothing larger. Across a
-network the target tests draft tokens itself (``test``), and the draft side samples the correction
-(``correct``). Under every schedule, emitted tokens follow the target's distribution unless
-``caveat`` says otherwise.
+the logits, ``walk`` runs on the tree. Rules whose results are token ids send only these over the
+link. Across a network the target tests draft tokens itself (``test``), and the draft side samples
+the correction (``correct``). Under every schedule, emitted tokens follow the target's distribution
+unless ``caveat`` says otherwise.
 """
 
 # V target vocabulary, U draft vocabulary, R returned rows, Q leaves, D distinct positions
@@ -45,7 +45,7 @@ class Verdict:
     """Result of one verification."""
 
     path: list[int]
-    """Accepted rows, root first; logits were present for all of them."""
+    """Accepted rows, root first; all of them had logits."""
     next_token: int
     """Token after the path: a child with logits still in flight, or outside the tree."""
     tests: list[bool]
@@ -62,7 +62,8 @@ class Verifier(ABC):
 
     name: ClassVar[RuleName]
     needs_q: ClassVar[bool] = False
-    """True if draft tokens are sampled from q and the test compares q with p."""
+    """True if draft tokens are sampled from q (the draft's distribution) and the test compares q
+    with p (the target's)."""
     caveat: ClassVar[str] = ""
     """Reason why emitted tokens deviate from the target's distribution; "" if they don't."""
 
@@ -97,7 +98,7 @@ class Verifier(ABC):
         """Return the draft's next token: the most likely one.
 
         Args:
-            ids_U: target token for each entry.
+            ids_U: the target's token id for each entry in the logits.
             attempt: round number; a position is drafted once per round.
         """
         ranked_1U = self.rank(logits_U[None], self.noise_rows(ids_U, [position]))
@@ -110,8 +111,8 @@ class Verifier(ABC):
     def rank(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
         """Logits for choosing children: the draft's own, or log q plus the target's noise.
 
-        With noise the largest entry is the draft's sample. Filtered tokens go to the end, not away:
-        the target may keep them.
+        With noise the largest entry is the draft's sample. Filtered tokens move to the end but are
+        not removed, because the target may keep them.
         """
         ranked_QU = logits_QU
         if noise_QU is not None:
@@ -125,8 +126,8 @@ class Verifier(ABC):
     def child_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
         """Log-probabilities [Q, U] for choosing children and ordering trees.
 
-        Uses the draft's log-probabilities, after the noise if the rule shares it: a token favored
-        by the noise is also more likely to be the target's own token.
+        The scores are the draft's log-probabilities, with the noise added if the rule shares it: a
+        token favored by the noise is also more likely to be the target's own token.
         """
         return torch.log_softmax(self.rank(logits_QU, noise_QU).float(), -1)
 
@@ -190,11 +191,11 @@ class Verifier(ABC):
         return self._ids[1]
 
     def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Return one result per returned row, everything ``walk`` needs: [R, ...] on the CPU."""
+        """Return one result per returned row, with all that ``walk`` needs: [R, ...] on the CPU."""
         raise NotImplementedError
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
-        """Test the draft token at this position; None: accepted."""
+        """Test the draft token at this position; return None if it is accepted, else a payload."""
         raise NotImplementedError
 
     def more(self, logits_V: Tensor, position: int, first: int, count: int) -> Payload:
@@ -206,12 +207,12 @@ class Verifier(ABC):
         raise ValueError(f"more: rule {self.name!r} sends no samples; do not ask for more")
 
     def payload_bytes(self, vocab_size: int) -> int:
-        """Approximate bytes added to a verification result by a rejection."""
+        """Approximate number of bytes that a rejection adds to a verification result."""
         return 4
 
 
 class SampledVerifier(Verifier):
-    """Rule base: samples draft tokens from q, stores q with them, returns the rows' logits."""
+    """Base of rules that sample draft tokens from q, store q with them, and return logits."""
 
     needs_q = True
 
@@ -237,9 +238,9 @@ class SampledVerifier(Verifier):
 class MatchVerifier(Verifier):
     """Sample x ~ p(. | node), argmax if greedy; move to child x if the tree has it.
 
-    Exact for any tree computed from earlier samples only, in whatever order siblings are verified:
-    sampling at a node never looks at its children. EAGLE's sequential test with q = 1 has the same
-    distribution. The verification result is the sampled token.
+    The output is exact for any tree computed from earlier samples only, in whatever order siblings
+    are verified, because sampling at a node never looks at its children. EAGLE's sequential test
+    with q = 1 has the same distribution. The verification result is the sampled token.
     """
 
     name: ClassVar[RuleName] = "match"
@@ -309,9 +310,9 @@ class GumbelVerifier(MatchVerifier):
 
 
 class ArgmaxVerifier(Verifier):
-    """FlexSpec's Algorithm 2 at T > 0: accepts a draft token only if it is the target's argmax.
+    """FlexSpec's Algorithm 2 above temperature 0: accepts only the target's argmax.
 
-    The verification result is the argmax plus the target's own sample, used after a rejection.
+    The verification result is the target's argmax plus its own sample, which follows a rejection.
     """
 
     name: ClassVar[RuleName] = "argmax"

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FIRST_TOKENS = 64
-"""Tokens sorted first; usually enough for the requested mass."""
+"""Number of tokens sorted at first; they usually hold the requested mass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFilters:
     """Filters applied after the temperature, in field order.
 
-    Order and meaning match ``GenerationMixin`` in transformers: each filter works on the
-    renormalized result from the one before, and the most likely (most typical) token stays.
+    Order and meaning match ``GenerationMixin`` in transformers. Each filter works on the
+    renormalized result of the filter before, and always keeps the most likely token (``typical_p``:
+    the most typical).
     """
 
     top_k: Annotated[int, Meta(ge=0, lt=2**31)] = 0
@@ -92,14 +93,13 @@ class TokenFilters:
 
 
 def sampling_label(temperature: float, active: Mapping[str, float]) -> str:
-    """Return temperature and active filters for tables, "1, top-k 50"; equal labels are
-    comparable."""
+    """Return a label for tables, such as "1, top-k 50": temperature and active filters."""
     filters = (f", {name.replace('_', '-')} {value:g}" for name, value in active.items())
     return f"{temperature:g}" + "".join(filters)
 
 
 def _in_nucleus(logits_RV: Tensor, top_p: float) -> Tensor:
-    """Return bool [..., V]: tokens preceded by less than ``top_p`` of the mass."""
+    """Return bool [..., V]: True for tokens preceded by less than ``top_p`` of the mass."""
     logits_RK, p_RK = _ordered(logits_RV, logits_RV.softmax(-1), top_p)
     # Mass before each token: the one that crosses top_p is still in.
     count_R1 = (p_RK.cumsum(-1) - p_RK < top_p).sum(-1, keepdim=True)
@@ -111,7 +111,7 @@ def _in_nucleus(logits_RV: Tensor, top_p: float) -> Tensor:
 
 
 def _is_typical(logits_RV: Tensor, typical_p: float) -> Tensor:
-    """Return bool [..., V]: tokens nearest to the entropy, including ties with the last one."""
+    """Return bool [..., V]: the most typical tokens, including ties with the last one."""
     logp_RV = logits_RV.log_softmax(-1)
     p_RV = logp_RV.exp()
     # nansum: a removed token gives -inf times 0, which is NaN.

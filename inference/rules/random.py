@@ -31,8 +31,8 @@ Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "bra
 class KeyedRandom:
     """Uniform random numbers as a function of (seed, prompt, position, purpose, attempt).
 
-    Counter-based: numbers at a position do not depend on the schedule reaching it, and two
-    decisions never share a number.
+    Counter-based: the numbers at a position are the same under every schedule, and two decisions
+    never share a number.
     """
 
     seed: int
@@ -110,8 +110,8 @@ def draw_on_device(probabilities_RV: Tensor, uniforms: Sequence[float]) -> Tenso
 class SharedNoise:
     """Noise shared by target and draft: they sample the same token if their distributions agree.
 
-    The token with the smallest E_v / p_v, for exponential E_v, follows p. Taking logarithms, this
-    is the largest log p_v + g_v with Gumbel noise g_v = -log E_v.
+    With independent exponential numbers E_v, the token v with the smallest E_v / p_v is a sample
+    from p. It is also the token with the largest log p_v + g_v, with Gumbel noise g_v = -log E_v.
     """
 
     NUM_KEPT: ClassVar[int] = 64
@@ -122,7 +122,7 @@ class SharedNoise:
         self._kept: dict[int, np.ndarray] = {}
 
     def exponential(self, position: int, size: int) -> np.ndarray:
-        """Return a position's exponential numbers, float64 [size]; shorter results are prefixes."""
+        """Return a position's exponential numbers, float64 [size]; a larger size appends more."""
         kept = self._kept.get(position)
         if kept is None or len(kept) < size:
             if len(self._kept) >= self.NUM_KEPT:
@@ -138,7 +138,7 @@ class SharedNoise:
 
 
 class Token(Message, tag="t"):
-    """Token replacing the rejected draft token."""
+    """Token that replaces the rejected draft token."""
 
     id: Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -154,7 +154,7 @@ class Logits(Message, tag="l"):
 
 
 class Top(Message, tag="k"):
-    """Most likely tokens, the mass of the remaining ones, and samples from these."""
+    """Most likely tokens, the remaining tokens' mass, and samples from the remaining tokens."""
 
     ids: Tensor
     """int32 [K + M]: the K most likely tokens, then M samples from the target's distribution over

@@ -45,7 +45,7 @@ class _Node:
     children: Iterator[int]
     """Rows not tested yet."""
     weight: float
-    """Probability for the output to pass through this node."""
+    """Probability that the output passes through this node."""
     p_V: Tensor
     """Distribution of the token after this node, if the output passes through it."""
     q_V: Tensor
@@ -56,12 +56,12 @@ class BlockVerifier(SampledVerifier):
     """Block verification for chains (Sun et al., arXiv:2403.10444, Algorithm 2).
 
     With X_i ~ q(. | X_<i), w_0 = 1 and w_i = min(w_{i-1} p(X_i | X_<i) / q(X_i | X_<i), 1), the
-    first i of M draft tokens pass, each by its own uniform, with probability h_M = w_M and
+    first i of M draft tokens pass with probability h_i (each i has its own uniform): h_M = w_M, and
 
         h_i = S_i / (S_i + 1 - w_i),  S_i = sum_v (w_i p(v | X_<=i) - q(v | X_<=i))+  for i < M.
 
-    Accepts the longest passing prefix, then samples the next token from (w p - q)+, or from p after
-    all M. On average it accepts at least as many tokens as ``rejection``.
+    The rule accepts the longest prefix that passes, then samples the next token from (w p - q)+, or
+    from p after all M. On average it accepts at least as many tokens as ``rejection``.
 
     Tokens behind the accepted prefix were tested and are drafted again, so the round number is part
     of the random-number key for tests.
@@ -70,7 +70,7 @@ class BlockVerifier(SampledVerifier):
     name: ClassVar[RuleName] = "block"
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
-        """Verify from the leaves up, after the whole tree has returned (``TraversalVerifier``)."""
+        """Verify from the leaves up, as in ``TraversalVerifier``; needs the whole returned tree."""
         path = [self._open(tree, 0, 1.0, verdicts_R)]
         while True:
             node = path[-1]
@@ -102,7 +102,7 @@ class BlockVerifier(SampledVerifier):
         return min(weight * ratio, 1.0)
 
     def reject(self, parent: _Node, token: int) -> None:
-        """Replace a node's distribution by the residual without its next child."""
+        """Replace a node's distribution by the residual after its child ``token`` is rejected."""
         # S / (S + 1 - w), with S the mass of (w p - q)+; min avoids 0 / 0 when w = 1 and S = 0.
         rest_V = (parent.weight * parent.p_V - parent.q_V).clamp_min(0)
         gain = float(rest_V.sum())
@@ -123,13 +123,13 @@ class RecursiveVerifier(SampledVerifier):
         p_{j+1} = (p_j - q_j)+ / sum_v (p_j - q_j)+,  q_{j+1}(v) ~ q_j(v) for v != x_j, 0 for x_j;
 
     after the last child the token comes from p_{k+1}. The output stays exact only if x_j itself has
-    no influence on giving the node a j-th child. EAGLE-2 orders by the child's own probability and
-    breaks this; here a tree's shape depends on ranks alone (``score``).
+    no influence on whether the node gets a j-th child. EAGLE-2 breaks this, because it orders
+    children by their own probability. Here a tree's shape depends on ranks alone (``score``).
     """
 
     name: ClassVar[RuleName] = "recursive"
     accepts: ClassVar[tuple[float, float]] = (0.8, 0.35)
-    """Assumed acceptance rates: first children, and tested later children."""
+    """Assumed acceptance rates, of first children and of later children that are tested."""
 
     def draw_children(
         self, logits_RU: Tensor, ids_U: Tensor, position: int, width: int, *, attempt: int
@@ -191,20 +191,20 @@ class TraversalVerifier(BlockVerifier, RecursiveVerifier):
     """Traversal verification for trees, leaves first (Weng et al., arXiv:2505.12398).
 
     Children are sampled as in ``recursive``. Each node has a weight w, 1 for the root: the
-    probability for the output to pass through it, given its token and earlier rejections. Child x_1
+    probability that the output passes through it, given its token and earlier rejections. Child x_1
     ~ q gets weight min(w p(x_1) / q(x_1), 1) and is tested with all its descendants. If none is
     accepted, the node continues with its next child and
 
         w' = S / (S + 1 - w),  p' = (w p - q)+ / S,  q'(v) ~ q(v) for v != x_1, 0 for x_1,
 
     with S = sum_v (w p(v) - q(v))+. After the last child, a uniform accepts the node with
-    probability w', together with the path to it and a token from p'. Otherwise its parent has lost
-    a child.
+    probability w', together with the path to it and a token from p'. Otherwise the node is
+    rejected, and its parent goes on without this child.
 
-    Exact: by induction a node is in the output with probability w, and the next token then follows
-    p. A child x uses up q(x) min(w p(x) / q(x), 1) = min(w p(x), q(x)) from w p(x) and leaves (w
-    p(x) - q(x))+, in total S. S must come from rejections of this child, with probability 1 - w +
-    S. On a chain this is block verification.
+    The output is exact: by induction a node is in the output with probability w, and the next token
+    then follows p. A child x uses up q(x) min(w p(x) / q(x), 1) = min(w p(x), q(x)) from w p(x) and
+    leaves (w p(x) - q(x))+, in total S. S must come from rejections of this child, with probability
+    1 - w + S. On a chain this is block verification.
     """
 
     name: ClassVar[RuleName] = "traversal"
@@ -215,10 +215,10 @@ class RejectionVerifier(SampledVerifier):
     """Speculative sampling on a chain of sampled draft tokens: accept x ~ q with min(1, p / q).
 
     After a rejection the token comes from the residual (p - q)+ (Leviathan et al.,
-    arXiv:2211.17192). The acceptance probability is sum_v min(p, q), more than sum_v p q for
-    ``match``. Use it only for chains sampled from the stored q: deterministic draft tokens or
-    several children would change the distribution. The verification result is the row's logits,
-    because the residual needs all of p.
+    arXiv:2211.17192). A draft token is accepted with probability sum_v min(p, q); for ``match``
+    this is only sum_v p q. Use it only for chains sampled from the stored q: deterministic draft
+    tokens or several children would change the distribution. The verification result is the row's
+    logits, because the residual needs all of p.
     """
 
     name: ClassVar[RuleName] = "rejection"
@@ -247,7 +247,7 @@ class RejectionVerifier(SampledVerifier):
     def _corrected(
         self, draft_token: DraftToken, logits_V: Tensor, position: int, payload: Payload
     ) -> int:
-        """Call ``correct`` in one process until it has enough payloads."""
+        """Call ``correct`` until its payloads are enough; target and draft share this process."""
         payloads, num_samples = [payload], self.tail_samples
         while (token := self.correct(draft_token, position, payloads)) is None:
             count = self.next_samples(len(payloads))
@@ -292,8 +292,9 @@ class RejectionVerifier(SampledVerifier):
 class TopKVerifier(RejectionVerifier):
     """PicoSpec's separate rejection sampling as published: only the K most likely tokens are sent.
 
-    Samples the correction from (p - q)+ among them. At a tested position the total variation from p
-    is the sum of (p - q)+ outside the top K (``top_k_bias``), at most their mass under p.
+    The correction is sampled from (p - q)+ among these K tokens. At a tested position the total
+    variation from p is the sum of (p - q)+ outside the top K (``top_k_bias``), which is at most the
+    mass of p there.
     """
 
     name: ClassVar[RuleName] = "topk"
@@ -343,7 +344,7 @@ class TopKVerifier(RejectionVerifier):
 
 
 class TailEscapeVerifier(TopKVerifier):
-    """Sends the K most likely tokens, the remaining mass and a few samples from it; exact.
+    """Exact rule: sends the K most likely tokens, the mass outside them, and samples from there.
 
     Let r be the mass of (p - q)+ among the K tokens and t the mass of p outside. Repeat: with
     probability r / (r + t), sample from (p - q)+ among the K. Otherwise take the next sample y ~ p
@@ -456,7 +457,7 @@ def _padded(draft_token: DraftToken, size: int) -> Tensor:
 
 
 def _entries(draft_token: DraftToken, ids: Tensor) -> Tensor:
-    """Return q for some tokens, 0 past the draft's last token, however large an id is."""
+    """Return q for some tokens; 0 for every id past the draft's last token."""
     q_V = draft_token.q_V
     assert q_V is not None, "only tokens that were drawn from q are tested against it"
     known = ids < len(q_V)

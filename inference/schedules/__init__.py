@@ -1,4 +1,4 @@
-"""Schedules decide when to draft and when to inject: one file each, on the same session verbs."""
+"""Schedules decide when to draft and inject: one file each, which calls the session's verbs."""
 
 from importlib import import_module
 from pkgutil import iter_modules

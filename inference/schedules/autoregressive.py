@@ -18,7 +18,7 @@ class Autoregressive(Schedule):
 
     @property
     def auto_rule(self) -> RuleName:
-        """Return ``gumbel``: trees then give the same output, and stages return token ids only."""
+        """Return ``gumbel``: trees then give the same output, and stages return only token ids."""
         return "gumbel"
 
     def run(self, session: Session) -> None:

@@ -18,7 +18,7 @@ Growth = Literal["layers", "trees", "micro_batches"]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """Decides when to draft and inject. Fields in a subclass are its settings and options."""
+    """Decides when to draft and inject. A subclass's fields are its settings and options."""
 
     name: ClassVar[str]
     grows: ClassVar[Growth | None] = None
@@ -42,7 +42,7 @@ class Schedule(ABC):
 
     @property
     def label(self) -> str | None:
-        """Name for the drafted shape in tables; None: a layer with ``width`` draft tokens."""
+        """Name of the drafted shape in tables; None for a layer with ``width`` draft tokens."""
         return None
 
     @property
@@ -78,8 +78,8 @@ class LayerSchedule(Schedule):
     grows: ClassVar[Growth | None] = "layers"
 
     tree_width: Budget = 1
-    """Draft tokens per step. Above 1, every branch matching the output is kept. auto: choose 1 to
-    16 by the cost model."""
+    """Draft tokens per step. Above 1, every branch that matches the output is kept. auto: choose 1
+    to 16 by the cost model."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tree_width")
@@ -100,8 +100,8 @@ class TreeSchedule(Schedule):
     grows: ClassVar[Growth | None] = "trees"
 
     tree: TreeShape = TreeShape()
-    """Draft shape per round: chain:M, static, or dynamic[:LEVELS:BEAMS:TOKENS]. TOKENS may be auto:
-    the cost model chooses."""
+    """Draft shape per round: chain:M, static, or dynamic[:LEVELS:BEAMS:TOKENS]. If TOKENS is auto,
+    the cost model chooses the number."""
 
     @property
     def width(self) -> int:
@@ -138,7 +138,7 @@ class SegmentSchedule(TreeSchedule):
 
 
 def check_at_least(settings: object, least: float, *names: str) -> None:
-    """Refuse settings below a number, or not finite; None is left alone."""
+    """Refuse settings that are below a number or not finite; accept None."""
     for name in names:
         value = getattr(settings, name)
         if value not in (None, "auto") and not least <= value < float("inf"):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleSchedule(TreeSchedule):
-    """One segment per round: takes n steps, and the stages wait while the head drafts."""
+    """Sends one segment per round, which takes n steps; stages wait while the head drafts."""
 
     name: ClassVar[str] = "eagle"
     verifies_whole: ClassVar[bool] = True

@@ -30,17 +30,18 @@ class FlowSpec(PrunedPP):
     expansion: bool = True
     """False: add no draft tokens within a round (pruned pipeline parallelism)."""
     expansion_depth: int | None = None
-    """Levels per fresh tree, one draft forward each. None: as many as fit within a one-row step
-    under the cost model, at least 1 and at most the whole tree's."""
+    """Levels per fresh tree, one draft forward each. None: as many as fit, under the cost model,
+    within a step with one row per stage; at least 1 and at most the whole tree's number."""
     expansion_tokens: Budget = 64
     """Draft tokens per fresh tree, including any already in flight. auto: choose by the cost model,
     at most 59."""
     max_expansion_rows: int | None = None
-    """New tokens that enter together from a fresh or deepened tree; None: all, as published."""
+    """Maximum number of new tokens that enter together from a fresh or deepened tree; None: all, as
+    published."""
     refill_depth: int = 2
     """Levels added to the last tree if pruning emptied the returning segment; 0: none."""
     refill_tokens: int = 48
-    """New draft tokens sent from the levels that a refill adds, best first."""
+    """Number of new draft tokens sent from the levels that a refill adds, best first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +91,9 @@ class FlowSpec(PrunedPP):
 
 
 def beside_step(session: Session, asked: int | None, most: int) -> int:
-    """Return draft forwards per step: ``asked``, else as many as fit into a one-row step, up to
-    ``most``."""
+    """Return the number of draft forwards per step.
+
+    This is ``asked`` or, if that is not set, as many as fit into a step with one row per stage, up
+    to ``most``.
+    """
     return asked or min(most, session.clock.hidden_forwards())

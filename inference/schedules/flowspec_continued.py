@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
 
 MAX_FORWARDS = 7
-"""Draft forwards for EAGLE-2's tree."""
+"""Maximum draft forwards per step: as many as EAGLE-2's tree takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,10 @@ class FlowSpecContinued(Schedule):
 
     step_tokens: Budget = 4
     """Draft tokens continued, and added, by one draft forward. auto: choose by the cost model, at
-    most an equal share per forward within ``max_segment_rows``."""
+    most ``max_segment_rows`` divided by the number of forwards."""
     expansion_depth: int | None = None
-    """Draft forwards per step; None: 1 to 7, as many as fit within a one-row step."""
+    """Draft forwards per step; None: 1 to 7, as many as fit within a step with one row per
+    stage."""
     max_segment_rows: int = 16
     """Draft tokens that enter together, from all forwards in a step, not counting the root."""
     level_order: bool = False

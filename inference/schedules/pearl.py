@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class PEARL(LinkSchedule):
     """PEARL's pre-verify and post-verify.
 
-    Reads verification results between batches only. After a rejection, the first draft token is
-    sent as its own batch and the remaining ones as the next. Draft length: T_v / t_d tokens, or a
-    policy.
+    The schedule reads verification results only between batches. After a rejection, the first draft
+    token is sent as a batch of its own, and the remaining ones as the next batch. The draft length
+    is T_v / t_d tokens, or chosen by a policy.
     """
 
     name: ClassVar[str] = "pearl"

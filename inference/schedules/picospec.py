@@ -1,4 +1,4 @@
-"""PicoSpec: keep drafting while the target verifies, with enough batches in flight for it."""
+"""PicoSpec: keep drafting during verification; enough batches in flight keep the target busy."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PicoSpec(LinkSchedule):
-    """Parallel drafting, early passes, batches cut by time, a partial distribution sent back.
+    """Drafts during verification and cuts batches by time; the target computes rows early.
 
-    Cuts a batch by elapsed time alone. Dropping a draft token for its low probability would bias
-    the distribution of the remaining ones.
+    After a rejection, the target sends only a part of its distribution. Only elapsed time cuts a
+    batch: dropping draft tokens for their low probability would bias the distribution of the
+    remaining ones.
     """
 
     name: ClassVar[str] = "picospec"
 
     slow: bool = False
-    """Skip early passes: the target computes a batch only once complete."""
+    """Skip early passes: the target computes a batch only once it is complete."""
     serial: bool = False
     """Wait for each verification result. Batches then get a bonus token and are never cut."""
     truncate: bool = True

@@ -18,7 +18,7 @@ class PipeDec(LayerSchedule):
     name: ClassVar[str] = "pipedec"
 
     tree_width: Budget = 16
-    """Draft tokens per step; every branch matching the output is kept. auto: choose 1 to 16."""
+    """Draft tokens per step; every branch that matches the output is kept. auto: choose 1 to 16."""
 
     def run(self, session: Session) -> None:
         draft_beside_step(session, lambda: session.grow_layer(self.tree_width))

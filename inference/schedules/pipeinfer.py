@@ -38,15 +38,15 @@ class PipeInfer(Schedule):
     and its cancellations are KeepRows. Its non-speculative run (one token of certain output) is the
     root's own segment, needed only if the root is not in flight.
 
-    An entry is the first stage's input in one step. With the defaults drafting never stops: on the
-    lock-step clock a draft token costs nothing in an entry that would stay empty. PipeInfer's code
-    defaults to size 16, accept 0.5 and split 0.1. Its published runs use size 3 or 4, branches 3,
-    accept 0.001 to 0.1, split 0.8 to 0.9, recovery up to 0.4 and decay up to 0.01.
+    An entry is the first stage's input in one step. With the defaults, drafting never stops,
+    because on the lock-step clock a draft token costs nothing in an entry that would stay empty. In
+    PipeInfer's code the defaults are size 16, accept 0.5 and split 0.1. Its published runs use size
+    3 or 4, branches 3, accept 0.001 to 0.1, split 0.8 to 0.9, recovery up to 0.4 and decay up to
+    0.01.
 
-    Deviations: the stages keep step, with one entry per step. Each position is verified once. A
-    copied draft token costs its entry only, no time in stages or links. Additions: a draft that is
-    hardly ever accepted is run rarely (``give_up``), and the cost model sizes ``auto``
-    micro-batches.
+    Deviations: all stages step together, with one entry per step. Each position is verified once. A
+    copied draft token takes only its place in an entry, no time in stages or links. A draft that is
+    hardly ever accepted runs rarely (``give_up``). The cost model sizes ``auto`` micro-batches.
     """
 
     name: ClassVar[str] = "pipeinfer"
@@ -54,17 +54,18 @@ class PipeInfer(Schedule):
 
     draft_tokens: Budget = 3
     """Draft tokens per micro-batch, over all branches; they enter the first stage together. auto:
-    choose 1 to 16 by the cost model, as many as can be drafted within a one-row step."""
+    choose 1 to 16 by the cost model, as many as can be drafted within a step with one row per
+    stage."""
     branches: int = 1
-    """Branches one micro-batch may start; 1: a chain."""
+    """Number of branches that one micro-batch may start; 1: a chain."""
     accept: float = 0.0
-    """End a branch if the draft's best token has a lower probability."""
+    """End a branch if the draft's best token has a lower probability than this."""
     split: float = 0.1
-    """Fork a branch into the draft's next best tokens if their probability is higher."""
+    """Fork a branch into the draft's next best tokens if their probability is higher than this."""
     recovery: float = 0.0
-    """Added to accept and split per micro-batch since the last verification result."""
+    """Amount added to accept and split per micro-batch since the last verification result."""
     decay: float = 0.0
-    """Subtracted from accept and split per empty micro-batch since the last verification result."""
+    """Amount subtracted from accept and split per empty micro-batch since that result."""
     give_up: float = 0.1
     """Pause the draft while its recent acceptance rate is below this. Each pause is twice as long
     as the one before, so a useless draft costs the stages little. 0: never pause."""
@@ -163,7 +164,8 @@ class PipeInfer(Schedule):
         """Draft up to ``size`` tokens below a row, level by level, while the draft is confident.
 
         A branch ends if the draft's best token has a probability below ``accept + shift``. It forks
-        into next best tokens above ``split + shift``, up to ``branches`` branches in total.
+        into the next best tokens with a probability above ``split + shift``, up to ``branches``
+        branches in total.
 
         Args:
             start: row to continue.
@@ -223,7 +225,7 @@ class DraftGate:
         self.left = 0
 
     def observe(self, share: float | None) -> None:
-        """Record one verification result's acceptance rate, or None if it had no draft tokens.
+        """Record a verification result's acceptance rate; None if the result had no draft tokens.
 
         Below the floor, each pause (in verification results) is twice as long as the one before.
         """

@@ -25,7 +25,8 @@ def draft_after_step(session: Session, width: Budget) -> None:
 
     SPD with timing ``output_states`` uses this loop too. The head sits behind the first stage and
     starts before the verification result is known. Its time counts at every step, as in the paper:
-    speed-up L' L / (Ls n + L). A step with nothing to continue still pays for one draft token.
+    the speed-up is L' L / (Ls n + L), with L layers in the target and Ls in the head. A step with
+    nothing to continue still pays for one draft token.
     """
     while not session.done:
         session.inject()

@@ -18,11 +18,12 @@ class SPDSchedule(LayerSchedule):
     name: ClassVar[str] = "spd"
 
     timing: Literal["input_states", "output_states"] = "input_states"
-    """Hidden states read by the head. input_states: before the step, overlapped with the stages.
-    output_states: after the step, one stage deeper, while the stages wait (ablation in the SPD
-    paper). A head trained for output states (model.timing) accepts only these."""
+    """Hidden states that the head reads. input_states: those before the step; drafting overlaps
+    with the stages. output_states: those after the step, one stage deeper; the stages wait (an
+    ablation in the SPD paper). A head trained for output states (model.timing) accepts only
+    these."""
     tokens_per_step: int = 1
-    """Draft tokens per branch and step, one forward each; they enter together. Must equal the
+    """Draft tokens per branch and step, one forward each; they enter together. This must be the
     number that the head was trained for (model.tokens_per_step)."""
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
 
     A round starts with the pending root alone in the pipeline, so its first verification result
     takes n steps. From then on every step returns verified tokens until a rejection. Every branch
-    matching the output is kept.
+    that matches the output is kept.
     """
     while not session.done:
         session.inject()

@@ -21,7 +21,8 @@ class SSD(Schedule):
     after them. While a batch travels, the draft predicts likely outcomes and drafts a chain for
     each. If the result is among them (a hit), the next batch is ready and the pipeline does not
     wait. Otherwise (a miss) the pipeline waits for a new chain, as with ``eagle``. Every batch
-    takes n steps, so hits are all batches (K / n) except the first in each round.
+    takes n steps, so there are K / n batches. All of them are hits, except the first batch of each
+    round.
 
     Deviations: outcomes are chosen over the whole batch by the draft's probabilities
     (``_flatten``), not a fixed number per length. Above temperature 0 the draft uses the shared
@@ -88,7 +89,7 @@ class SSD(Schedule):
         """Draft possible next batches by 1 to ``levels`` levels.
 
         Args:
-            outcomes: number to search for; 0: already chosen, continue every leaf.
+            outcomes: number to search for; 0 if they are chosen already: continue every leaf.
 
         Returns:
             Number of levels, and the rows in the last one.
@@ -118,8 +119,8 @@ def _children(
 ) -> list[tuple[float, int, int]]:
     """Return (negative score, parent, token) for children not yet in the tree.
 
-    An outcome scores log(p sqrt(P)): P is the draft's probability that all draft tokens above it
-    are accepted, p the probability for its token as the target's next one.
+    An outcome's score is log(p sqrt(P)). P is the draft's probability that all draft tokens above
+    the outcome are accepted; p is the probability that the outcome's token follows.
     """
     return [
         (-score, parent, int(token))

@@ -49,8 +49,10 @@ class LinkSchedule(Schedule):
 
     @property
     def drafts_on(self) -> bool:
-        """Return True to draft while batches are in flight; accepted batches then get no bonus
-        token."""
+        """Return True to draft while batches are in flight.
+
+        Fully accepted batches then get no bonus token.
+        """
         return False
 
     @property
@@ -60,8 +62,10 @@ class LinkSchedule(Schedule):
 
     @property
     def early(self) -> bool:
-        """Return True if the target may compute received rows before their batch is complete,
-        unless this delays the batch."""
+        """Return True if the target may compute rows before their batch is complete.
+
+        It does so unless this delays the batch.
+        """
         return False
 
     def make_policy(self, estimates: Estimates) -> DraftLengthPolicy:
@@ -156,8 +160,8 @@ class LinkSchedule(Schedule):
     def _is_worth_sending(self, session: Session) -> bool:
         """Return True if an early pass over the known rows would end before the batch is complete.
 
-        Send a correction sampled here at once. Send draft tokens at the last useful moment, so one
-        pass covers as many as possible.
+        A correction sampled here is sent at once. Draft tokens are sent at the last useful moment,
+        so that one pass covers as many as possible.
         """
         link, batch, tree = session.link, session.link.batch, session.tree
         assert batch is not None

@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP server for a target and its draft; its limits import no torch."""
+"""OpenAI-compatible HTTP server for a target and its draft. This file does not import torch."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ class HttpLimits(ServerLimits):
     """request limits"""
 
     max_waiting: int = option(64, metavar="N", least=1)
-    """sequences in the queue; further requests get status 429"""
+    """maximum sequences in the queue; further requests get status 429"""
     max_client_sequences: int = option(32, metavar="N", least=1)
-    """open sequences per client; a client is an API key if --api-key-file has several, else an
-    address"""
+    """maximum open sequences per client; clients are told apart by API key if --api-key-file has
+    several keys, else by address"""
     max_choices: int = option(8, metavar="N", least=1)
-    """sequences per request"""
+    """maximum sequences per request"""

@@ -1,4 +1,4 @@
-"""Serve a target and its draft over HTTP, as OpenAI's clients know it, with a page to chat on."""
+"""Serve a target and its draft over HTTP, with OpenAI's API and a chat page."""
 
 import sys
 from collections.abc import Sequence
@@ -42,9 +42,10 @@ class HttpOptions(ListenOptions):
     """who may connect"""
 
     port: int = 8000
-    """port; 0 takes a free one"""
+    """port; 0: any free port"""
     api_key_file: Path | None = option(None, metavar="FILE")
-    """API keys, one per line; every client must send one; default: $PIPEDRAFT_API_KEY, or no key"""
+    """file of API keys, one per line; every client must send one of them; default:
+    $PIPEDRAFT_API_KEY, or no key"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,10 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
     AT_MOST_ONE = (*EngineOptions.AT_MOST_ONE, ("model_name", "served_model_name"))
 
     model_name: str | None = None
-    """model name for clients; default: the last part of the checkpoint's name, or the target's"""
+    """model name for clients; default: the last part of the checkpoint's name, or of the draft
+    model's or target's"""
     served_model_name: str | None = option(None, metavar="NAME,..")
-    """comma list of names for clients, as in vLLM; answers carry the first"""
+    """comma-separated model names for clients, as in vLLM; answers give the first one"""
     vllm_metrics: bool = False
     """also export metrics under vLLM's names (vllm:num_requests_running)"""
 
@@ -89,7 +91,7 @@ build_parser = ServeOptions.parser
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Serve as configured on a command line; ``words`` None: this process's."""
+    """Serve as a command line says; if ``words`` is None, read this process's command line."""
     options = ServeOptions.read(sys.argv[1:] if words is None else words)
     keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
     try:

@@ -1,4 +1,4 @@
-"""Admission: one pass from a parsed request to the sequences decoded for it."""
+"""Admission: turns a parsed request into the sequences decoded for it."""
 
 import math
 import secrets
@@ -23,7 +23,7 @@ from pipedraft.inference.serving.requests import (
 
 MAX_RETRY_S = 120
 NOT_AGAIN = {"x-should-retry": "false"}
-"""Tells OpenAI clients not to retry the request by themselves."""
+"""Header that tells OpenAI clients not to retry the request by themselves."""
 
 
 class Admissions:
@@ -47,7 +47,7 @@ class Admissions:
         """Open sequences per client."""
 
     def admit(self, client: str, asked: ApiRequest, tell: Callable[[Piece], None]) -> "Admission":
-        """Check a request against model, limits and room; tokenize it and create its choices.
+        """Check a request's model, limits and room; tokenize it and create its choices.
 
         Args:
             tell: receives the choices' pieces, from the decoding thread.
@@ -194,7 +194,7 @@ class Admissions:
 
 @dataclass(frozen=True)
 class Admission:
-    """A client's admitted request; ``with`` decodes its choices, and ends unfinished ones."""
+    """A client's admitted request; a ``with`` block decodes its choices and ends open ones."""
 
     desk: Admissions
     client: str

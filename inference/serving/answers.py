@@ -1,4 +1,4 @@
-"""Answers in progress: choices reported by the decoding thread, in OpenAI's shapes."""
+"""Answers in progress: choices reported by the decoding thread, in OpenAI's format."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ class Piece:
     is_drafted: bool = False
     """True if the last token is an accepted draft token."""
     rejected: Sequence[int] = ()
-    """Draft tokens tested and rejected at the last token's place."""
+    """Draft tokens that were rejected at the last token's place."""
     steps: Sequence[Sequence[int]] = ()
     """Rows per stage in each step since the previous piece."""
     logprobs: Sequence[TokenLogprob] = ()
@@ -74,7 +74,7 @@ class Choice(Observer):
     """True if a stop string ended the choice."""
     has_ended: bool = False
     handle: "Handle | None" = None
-    """Sequence in the batch engine; None: ended."""
+    """Sequence in the batch engine; None after its end."""
     _told: list[str] = field(default_factory=list)
     _rest: str = ""
     """Text not reported yet."""
@@ -168,7 +168,7 @@ class Choice(Observer):
             self._rest, self.is_stopped = self._rest[: min(found)], True
 
     def _held(self) -> int:
-        """Return how many final characters may start a stop string."""
+        """Return how many of the last characters may be the start of a stop string."""
         # A whole stop string has been cut already, hence the 1.
         longest = max(map(len, self.stop_strings), default=1) - 1
         for size in range(min(longest, len(self._rest)), 0, -1):
@@ -192,7 +192,7 @@ class Choice(Observer):
         return 0 if self.result is None else len(self.result.token_ids)
 
     def report(self) -> dict[str, object]:
-        """Return times in vLLM's per-request shape, and acceptance figures with L', K and n."""
+        """Return times in vLLM's per-request format, and acceptance figures with L', K and n."""
         between = self.last_s - self.first_s
         gaps, whole = self.num_tokens - 1, self.last_s - self.started_s
         return {
@@ -308,7 +308,7 @@ class HttpAnswer:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _end(self) -> Json:
-        """Return figures for a single sequence; several have none in common."""
+        """Return the final figures of a single sequence; several sequences have none in common."""
         report = self.choices[0].report() if len(self.choices) == 1 else None
         return {"usage": self._usage(), "seed": self._seed, "metrics": report}
 

@@ -1,4 +1,4 @@
-"""HTTP server: OpenAI's paths, health, metrics and the page."""
+"""HTTP server: OpenAI's paths, health, metrics and the chat page."""
 
 import asyncio
 import base64
@@ -45,13 +45,13 @@ Send: TypeAlias = Callable[[Any], Awaitable[None]]
 PAGE = Path(__file__).with_name("page.html").read_text()
 IGNORED = "x-pipedraft-ignored"
 MAX_IGNORED = 16
-"""Maximum names in the header with ignored fields."""
+"""Maximum number of names in the header that lists ignored fields."""
 BODY_S = 20.0
 """Seconds for a request's body to arrive."""
 
 
 def page_policy(page: str) -> str:
-    """Return the Content-Security-Policy: the page's script and style by hash, this server only."""
+    """Return the Content-Security-Policy: this server only; the page's script and style by hash."""
     parts = {}
     for tag in ("script", "style"):
         (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -189,7 +189,7 @@ class Service:
     async def until_gone(
         self, receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Run an answer's work; return False if its reader left first.
+        """Await an answer's work; return False if its reader left before the end.
 
         Raises:
             RequestError: the answer took too long, or the sequence failed.
@@ -229,7 +229,7 @@ class Service:
     async def drain(self, hurry: asyncio.Event) -> None:
         """Refuse new requests and let the open ones finish for ``grace_s``; then end them.
 
-        A cut answer is reported at once, whatever its sequence does.
+        If an answer is cut, its client learns this at once, even if the sequence still runs.
         """
         self.admissions.is_draining = True
         until_s = time.monotonic() + self.limits.grace_s
@@ -255,7 +255,7 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Server-sent events; leaving it ends the choices in any case."""
+    """Response of server-sent events; its end also ends choices that are not finished."""
 
     media_type = "text/event-stream"
 
@@ -306,7 +306,7 @@ class EventStream(Response):
 
 
 def engine_facts(engine: Engine) -> Json:
-    """Return facts on target, draft and pipeline for the page, without the path of a folder."""
+    """Return facts on target, draft and pipeline for the chat page, without folder paths."""
     target, is_whole = engine.target, isinstance(engine.pipeline, LocalPipeline)
     assert isinstance(target, StagedTarget)
     name = str(target.model.name_or_path)
@@ -393,7 +393,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def add_tools(app: FastAPI, service: Service) -> None:
-    """Add paths without decoding: the tokenizer, the version, the schema."""
+    """Add the paths that do not decode: the tokenizer, the version, the schema."""
 
     @app.post("/tokenize")
     async def tokenize(request: HttpRequest) -> Response:

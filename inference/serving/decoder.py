@@ -19,7 +19,7 @@ USUAL_S = 1.0
 
 
 class SequenceDecoder:
-    """Decodes sequences sharing the pipeline's steps; a failing one ends alone.
+    """Decodes sequences that share the pipeline's steps; a failing sequence ends alone.
 
     ``submit`` starts a choice. Other threads then report its tokens and its end.
     """
@@ -58,7 +58,7 @@ class SequenceDecoder:
 
     @property
     def wait_s(self) -> float:
-        """Return the estimated wait for a new sequence, from earlier ones."""
+        """Return a new sequence's estimated waiting time, based on earlier sequences."""
         return self._usual_s * (self.num_waiting + 1) / self.capacity
 
     def submit(self, choice: Choice) -> None:
@@ -78,7 +78,7 @@ class SequenceDecoder:
         handle.future.add_done_callback(partial(self._end, choice))
 
     def cancel(self, choice: Choice) -> None:
-        """End a choice while running or waiting."""
+        """End a choice that is running or waiting."""
         choice.is_cancelled = True
         # Read once: the decoding thread may clear it at any moment.
         if (handle := choice.handle) is not None:

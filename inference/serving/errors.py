@@ -1,4 +1,4 @@
-"""HTTP server errors in OpenAI's shape."""
+"""HTTP server errors in OpenAI's format."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -9,7 +9,7 @@ Json: TypeAlias = dict[str, object]
 
 
 class RequestError(Exception):
-    """Refused request, reported in OpenAI's error shape."""
+    """Refused request, reported in OpenAI's error format."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Request fields without a parser: harmless, without effect, or unknown."""
+"""Request fields that the server does not parse: harmless, unsupported, or unknown."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -71,10 +71,10 @@ INSTEAD = {
 }
 OF_MESSAGES = {"role", "content", "name", "reasoning_content", "reasoning"}
 CHANGES_MESSAGES = {"tool_calls", "function_call", "tool_call_id", "prefix", "images", "audio"}
-"""Message fields visible to the model."""
+"""Message fields that the model would see."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 TYPO = 0.8
-"""Minimum similarity to a known field for a typo; typos are refused."""
+"""Similarity to a known field from which on an unknown name counts as a typo; typos are refused."""
 
 
 def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]]:
@@ -110,7 +110,7 @@ def _unsupported(name: str) -> RequestError:
 
 
 def plain_message(turn: object, ignored: list[str]) -> object:
-    """Return a message's parsed fields, with all clients' text parts in one form.
+    """Return a message's parsed fields, with text parts from all clients in one format.
 
     Args:
         ignored: collects names of unknown fields.

@@ -91,7 +91,7 @@ def run(
     listener: socket.socket,
     cluster: "Cluster | None" = None,
 ) -> None:
-    """Serve until a signal or a lost rank; ``cluster``: runs the engine's pipeline."""
+    """Serve until a signal or a lost rank; ``cluster`` runs the engine's pipeline."""
     decoder = SequenceDecoder(engine, options)
     service = Service(
         decoder,
@@ -125,7 +125,7 @@ def run(
 
 
 async def serve(server: HttpServer, service: Service, listener: socket.socket) -> None:
-    """Serve until a signal, or until the pipeline has failed; a second signal ends at once."""
+    """Serve until a signal, or until the pipeline has failed; a second signal ends it at once."""
     loop, ended, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities for emitted tokens, in OpenAI's shapes."""
+"""Log-probabilities for emitted tokens, in OpenAI's formats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def as_completion(found: Sequence[TokenLogprob], first: int) -> Json:
     """Return ``logprobs`` for a completion choice.
 
     Args:
-        first: characters in earlier tokens.
+        first: number of characters before these tokens.
     """
     offsets = [first]
     for one in found:

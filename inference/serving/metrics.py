@@ -1,4 +1,4 @@
-"""Server counters with vLLM's names under ``pipedraft:``."""
+"""Server counters, with vLLM's names after the prefix ``pipedraft:``."""
 
 import math
 from collections.abc import Iterator

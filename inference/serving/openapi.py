@@ -23,7 +23,7 @@ GETS = ("/v1/models", "/v1/models/{name}", "/health", "/metrics", "/version", "/
 
 
 def openapi_document() -> Json:
-    """Return the description of all paths; answers have OpenAI's shapes."""
+    """Return the description of all paths; answers have OpenAI's formats."""
     schemas, components = msgspec.json.schema_components(
         POSTS.values(), ref_template="#/components/schemas/{name}"
     )

@@ -17,7 +17,7 @@ from pipedraft.inference.serving.fields import plain_message, split_fields
 
 MAX_SEED = 2**63 - 1
 MAX_DEPTH = 16
-"""Maximum nesting depth in a request; its own structures have four levels."""
+"""Maximum nesting depth in a request; a valid request needs four levels."""
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -43,7 +43,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(max_length=256)] = ""
     reasoning_content: str = ""
     reasoning: str = ""
-    """Newer name for ``reasoning_content``, accepted as clients send an answer's fields back."""
+    """Newer name for ``reasoning_content``, accepted because clients send an answer's fields
+    back."""
 
     def __post_init__(self) -> None:
         if self.content is None:
@@ -87,7 +88,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     pipedraft_events: bool = False
-    """True: every chunk tells who made its tokens and how full the stages were."""
+    """True: every chunk also tells its last token's origin, rejected tokens, and rows per stage."""
     pipedraft_draft: bool = True
     """False: decode without the draft, to compare."""
 
@@ -105,11 +106,11 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most likely tokens reported per token; None: no log-probabilities."""
+        """Number of most likely tokens reported per token; None: no log-probabilities."""
         return None
 
     def demands(self) -> Demands:
-        """Return the request's demands on logits and ends."""
+        """Return the request's demands on logits and on the sequence's end."""
         return Demands(
             ignores_eos=self.ignore_eos,
             stop_token_ids=tuple(self.stop_token_ids),
@@ -179,7 +180,7 @@ class ChatRequest(ApiRequest, kw_only=True):
 class CompletionRequest(ApiRequest, kw_only=True):
     PATH = "/v1/completions"
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
-    """A text, its token ids, or several of one kind."""
+    """A text, the token ids of a text, or a list of one of these."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_special_tokens: bool = True
 
@@ -235,7 +236,7 @@ def parse_with_ignored(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     """Parse a request's body; also return the names of ignored unknown fields.
 
     Raises:
-        RequestError: not JSON, or not this request; names the field.
+        RequestError: not JSON, or not this kind of request; the message names the field.
     """
     try:
         # Without a type: unknown fields are sorted first, where msgspec would refuse them all.
@@ -273,7 +274,7 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def wrong(text: str) -> RequestError:
-    """Return msgspec's message with the field first."""
+    """Return msgspec's error, with the field's name first in the message."""
     said, _, place = text.partition(" - at `$")
     param = place.strip("`").lstrip(".").replace("[...]", "")
     if found := re.search(r"(?:missing required|contains unknown) field `([^`]*)`", said):

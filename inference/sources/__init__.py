@@ -1,4 +1,4 @@
-"""Draft sources: every draft's decode-time side."""
+"""Draft sources: what each draft does at decode time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from pipedraft.inference.sources.spd import SPDSource
 
 
 def make_source(draft: Any, timing: str = "input_states", tokens_per_step: int = 1) -> DraftSource:
-    """Build a loaded draft's decode-time side.
+    """Build the draft source for a loaded draft.
 
     Args:
         timing: from schedule ``spd``; values other than the default need an SPD head.

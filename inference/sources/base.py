@@ -1,4 +1,4 @@
-"""Base for draft sources: schedules and heads meet only in ``DraftSource``."""
+"""Base for draft sources: schedules reach a draft only through ``DraftSource``."""
 
 # P prompt positions, a committed positions, H hidden, Q leaves
 # U draft vocabulary, V target vocabulary
@@ -42,7 +42,7 @@ class DraftSampling:
 
     @property
     def graph_key(self) -> tuple[object, ...] | None:
-        """Key for the launches of ``child_scores``; None: they depend on device data."""
+        """Key of a graph with ``child_scores``; None: no graph, as launches depend on data."""
         filters = self.rule.filters
         if filters.top_p < 1 or filters.typical_p < 1:
             return None
@@ -51,8 +51,10 @@ class DraftSampling:
 
     @property
     def later(self) -> "DraftSampling":
-        """Same settings, with the price of draft tokens that could enter one step later: entering
-        now saves one step at most."""
+        """Same settings, with a higher price for draft tokens that could enter one step later.
+
+        Entering now saves at most one step.
+        """
         if self.costs is None:
             return self
         # A late token gains less, which is the same as a higher price for its row.
@@ -89,7 +91,7 @@ class Expansion:
 class DraftSource:
     """Draft at decode time: reads committed tokens and rows in flight, and adds draft tokens.
 
-    A source lists its growth verbs in ``grows``; a schedule needing another is rejected.
+    A source lists its growth verbs in ``grows``; a schedule that needs another verb is rejected.
     """
 
     taps: tuple[int, ...] = ()
@@ -113,7 +115,7 @@ class DraftSource:
         raise NotImplementedError
 
     def keep(self, keep: KeepRows) -> None:
-        """Renumber rows as in ``TokenTree.reroot``; nothing retained means a rejection."""
+        """Renumber rows as in ``TokenTree.reroot``; if no row is retained, this is a rejection."""
 
     @property
     def draft_ids(self) -> Tensor:
@@ -142,10 +144,10 @@ class DraftSource:
         beams: int = 0,
         split: float | None = None,
     ) -> Iterator[Tensor]:
-        """Yield children for some rows, as in ``best_children``, then perhaps for the rows just
-        added.
+        """Yield children for some rows, as in ``best_children``, then perhaps for rows just added.
 
-        Later levels give the best child only, in row order, or with ``split`` as many as before.
+        Later levels give only each row's best child, in row order, or with ``split`` as many
+        children as the first level.
 
         Args:
             features: as in ``grow_layer``.
@@ -169,7 +171,7 @@ class DraftSource:
 
         Args:
             features: CURRENT hidden states for rows in flight; entry l covers the first r rows in
-                the tree, the ones past layer l.
+                the tree, which are those past layer l.
         """
         raise NotImplementedError
 
@@ -196,7 +198,7 @@ class DraftSource:
 def add_sampled(
     tree: TokenTree, leaf: int, logits_U: Tensor, draft: Any, sampling: DraftSampling
 ) -> int:
-    """Sample one token from q, store q for the test, return the row.
+    """Sample one token from q, store q for the test, and return the token's row.
 
     q is float64 over the target's vocabulary; tokens unknown to the draft have 0.
     """

@@ -23,9 +23,9 @@ from pipedraft.models.target import KeepRows
 class DFlashSource(TreeSource):
     """Draft tokens from the block at the root, until the root changes.
 
-    A row continues by its depth's marginal distribution, whatever its tokens: a chain takes the
-    best one per depth, a tree several, and no level needs its own pass. Trees deeper than a block
-    use rows unseen in training: marginals for more masked positions.
+    Every row is continued from its depth's marginal distribution, whatever its tokens are. A chain
+    takes the best token per depth, a tree several, and no level needs a pass of its own. Trees
+    deeper than a block use more masked positions than in training.
     """
 
     def __init__(self, draft: DFlash) -> None:
@@ -44,13 +44,13 @@ class DFlashSource(TreeSource):
 
     def _forget_block(self) -> None:
         self._block_SH: Tensor | None = None
-        """Outputs for the token after each depth; the first one follows the root."""
+        """Outputs for the token after each depth; the first one is for the token after the root."""
         self._states = {}
         self._scored: tuple[object, Tensor] | None = None
         """On a GPU: scoring key, and the best tokens [2, D, W] read with it."""
 
     def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
-        """Grow the tree by levels; one pass computes the block for all of them."""
+        """Grow the tree by levels; one pass computes the block for all levels."""
         more = replace(expansion, num_forwards=expansion.num_forwards + 1)
         return super().expand_tree(tree, more, sampling)
 
@@ -121,22 +121,23 @@ class DFlashSource(TreeSource):
         return found
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        """Forget the block: the new root's block knows more tokens."""
+        """Forget the block: the new root's block will have read more tokens."""
         self._forget_block()
 
 
 class GraphBlocks(GraphText):
-    """Proposes DFlash's blocks by CUDA graphs.
+    """Proposes DFlash's blocks with CUDA graphs.
 
-    Block rows are written after the text rows, then forgotten. One forward pass gives all depths'
-    marginals, so the host reads them together.
+    Block rows are written after the text rows, and dropped after use. One forward pass gives all
+    depths' marginals, so the host reads them together.
     """
 
     def __init__(self, draft: DFlash) -> None:
         super().__init__(len(draft.layers), draft.draft_ids)
         self.draft = draft
         self._num_depths = self._width = 0
-        """Largest depth count and width requested so far; later reads use them at once."""
+        """Largest number of depths and width requested so far; later reads request these at
+        once."""
 
     def propose(self, text: NewText, token: int, num_rows: int) -> Tensor:
         """Return a block's hidden states, as in ``DFlash.propose``: a reused buffer [S, H]."""
@@ -168,7 +169,7 @@ class GraphBlocks(GraphText):
     def _compute(
         self, packing: Packing, A: int, R: int, packed: Tensor, given_PH: Tensor | None
     ) -> Tensor:
-        """Run the whole call, from fixed buffers to a new one."""
+        """Run the whole call: read fixed buffers, return a new one."""
         x, draft = packing.unpack(packed), self.draft
         first, end = x["counts"].split(1)
         columns_C = torch.arange(self._num_places + self._num_spare, device=packed.device)

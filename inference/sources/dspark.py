@@ -24,5 +24,5 @@ class DSparkSource(DFlashSource):
     def _best(
         self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
     ) -> Tensor:
-        """Rank row by row, on a GPU too: the best tokens depend on the row's own token."""
+        """Rank row by row, also on a GPU: the best tokens depend on the row's own token."""
         return TreeSource._best(self, tree, rows, width, sampling)

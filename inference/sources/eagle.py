@@ -24,8 +24,8 @@ from pipedraft.models.layers import KeyValues
 class EagleSource(CacheSource):
     """Draft tokens from an EAGLE head.
 
-    Continued rows in the session's tree stay as drafted, while committed rows below them are
-    refreshed with the target's states.
+    Rows that are continued in the session's tree keep their drafted states, while committed rows
+    are recomputed from the target's states.
     """
 
     def __init__(self, draft: EagleHead) -> None:
@@ -60,8 +60,8 @@ class EagleSource(CacheSource):
     def _take_in(self, tree: TokenTree, rows: list[int]) -> None:
         """Run one forward pass: newly committed text, then tree rows.
 
-        The head joins a token to the state before it: the target's for text rows, its own
-        otherwise.
+        The head joins a token to the state before it: the target's state for text rows, the head's
+        own state otherwise.
         """
         text = self._take_pending()
         states = [self.draft.feature(taps) for taps in text.features]
@@ -85,7 +85,7 @@ class EagleSource(CacheSource):
             self._root_state = text_AH[-1]
 
     def _within_window(self, tree: TokenTree, positions: list[int], root: int) -> Tensor:
-        """Return cached rows within the window: bool [R, C]; all without a window.
+        """Return which cached rows are within the window: bool [R, C]; without a window, all.
 
         Deviation: chain rows leave the window with age, as in inference engines; the package
         speculators trains with the window of the chain's first row.

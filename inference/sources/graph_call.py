@@ -18,7 +18,7 @@ from pipedraft.models.layers import KeyValues
 
 
 class GraphDraft(Protocol):
-    """Runs a draft's rows, on fixed-shape tensors alone."""
+    """Runs a draft's rows, and uses only tensors with fixed shapes."""
 
     @property
     def num_caches(self) -> int: ...
@@ -26,7 +26,7 @@ class GraphDraft(Protocol):
     def state_shape(self) -> tuple[int, ...]: ...
     @property
     def shift(self) -> int:
-        """Positions by which a row's rotary position precedes its token's."""
+        """Number of positions by which a row's rotary position precedes its token's position."""
 
     @property
     def reads_rows(self) -> bool:
@@ -68,14 +68,14 @@ class ChildQuery:
     then: int = 0
     """Best children per row at further levels."""
     split: float | None = None
-    """Continue each row by its best child, and by others with a higher probability than this, in
-    order, up to the beams; None: by the best over all rows."""
+    """Continue each row by its best child, and by further children with a higher probability than
+    this, in order, up to ``beams``. None: continue the best children over all rows."""
     sampling: DraftSampling | None = None
     """Settings for scoring children."""
 
     @property
     def key(self) -> tuple[object, ...] | None:
-        """Key for a query's launches; None: they depend on device data."""
+        """Key of a graph with this query; None: no graph, as launches depend on device data."""
         rule = () if self.sampling is None else self.sampling.graph_key
         if rule is None:
             return None
@@ -85,7 +85,7 @@ class ChildQuery:
 
 @dataclass(frozen=True)
 class CallShape:
-    """Tensor sizes in a call; each has its own graph."""
+    """Tensor sizes in a call; each combination of sizes has its own graph."""
 
     num_text: int
     num_rows: int
@@ -129,7 +129,7 @@ class Places:
     leading: int
     """Leading text rows, visible to all rows."""
     first: int
-    """Rows after the leading text rows, cached before this call."""
+    """Number of rows after the leading text rows that were cached before this call."""
     slots: list[int]
     """Place for each row after the leading text rows."""
     before: int
@@ -138,7 +138,7 @@ class Places:
     name: Callable[[int], int]
 
     def of(self, row: int) -> int:
-        """Return a tree row's place; for a row without its own, the end of the text."""
+        """Return a tree row's place; for a row that has none, the end of the text."""
         # The root is text, and has no place as a tree row.
         end_of_text = self.slot_of.get(TEXT, self.leading - 1)
         return self.slot_of.get(self.name(row), end_of_text)

@@ -2,8 +2,8 @@
 
 On a GPU a draft forward is a few hundred launches with little work, and reading its best tokens
 waits for all of them. Here one graph takes in committed text, forwards tree rows, ranks children,
-and continues with the best ones for as many levels as requested. The host sends one tensor
-before it and reads one after it.
+and continues with the best ones for as many levels as requested. The host sends one tensor before
+the graph runs and reads one after it.
 """
 
 # A text rows, R tree rows, G rows reading the target's states, Q leaves
@@ -28,14 +28,14 @@ from pipedraft.models.layers import FixedKeyValues
 MAX_ROWS = 64
 """Maximum rows in a graph; larger calls run without one."""
 CHUNK_ROWS = 512
-"""Maximum text rows per forward; bounds their mask."""
+"""Maximum text rows per forward; this bounds the size of their mask."""
 MIN_COLUMNS = 64
 
 
 class GraphRows(RowCache):
     """``RowCache`` with buffers and graphs that outlive a sequence.
 
-    Dropping or renaming a row costs nothing: rows move when the next ones arrive.
+    Dropping or renaming a row takes no time: rows move only when the next ones arrive.
     """
 
     def __init__(self, draft: GraphDraft, like: Tensor) -> None:
@@ -62,7 +62,7 @@ class GraphRows(RowCache):
         self._names, self._slots = [names[name] for name, _ in kept], [slot for _, slot in kept]
 
     def extend(self, names: list[int]) -> None:
-        """Append rows in further levels, already forwarded by a graph."""
+        """Append the rows of further levels, which a graph has already forwarded."""
         first = self._num_leading + len(self._names)
         self._names += names
         self._slots += range(first, first + len(names))
@@ -82,8 +82,8 @@ class GraphRows(RowCache):
 
         Args:
             rows: as in ``compute``.
-            leaves: rows cached or among ``rows``; a root without its own row is the end of the
-                text.
+            leaves: rows that are cached or in ``rows``; for a root without a row of its own, the
+                end of the text.
             given: hidden states for all tree rows, if the draft reads them.
 
         Returns:
@@ -129,7 +129,7 @@ class GraphRows(RowCache):
     def _place(
         self, text: NewText, rows: list[int], query: ChildQuery, name: Callable[[int], int]
     ) -> Places:
-        """Assign places after the cached rows, which first move together."""
+        """Assign places after the cached rows; first close the gaps between those."""
         first, leading, num_text = len(self._names), self._num_leading, self.num_text
         new = [*[TEXT] * len(text.tokens), *(name(row) for row in rows)]
         names = self._names = [*self._names, *new]
@@ -228,7 +228,7 @@ class GraphRows(RowCache):
     def _visible(
         self, tree: TokenTree, rows: list[int], name: Callable[[int], int], num_columns: int
     ) -> Tensor:
-        """Return bool [R, S]: the text, and ancestors-or-self."""
+        """Return bool [R, S]: each row sees the text, its ancestors and itself."""
         text_O = torch.tensor([cached == TEXT for cached in self._names], dtype=torch.bool)
         seen_RO = text_O | tree.ancestors(rows, [name(cached) for cached in self._names])
         return torch.nn.functional.pad(seen_RO, (0, num_columns - len(text_O)))
@@ -282,7 +282,7 @@ class GraphRows(RowCache):
         self.graphs.clear()
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
-        """Move rows outside graphs: capturing runs a graph several times."""
+        """Move rows, outside of graphs, because capturing runs a graph's code several times."""
         if moves:
             from_M, to_M = torch.tensor(moves).T.contiguous().to(self._states_CX.device)
             for buffer in self.buffers:
@@ -299,7 +299,7 @@ class GraphRows(RowCache):
         packed: Tensor,
         given_PH: Tensor | None,
     ) -> Tensor:
-        """Run the whole call, from fixed buffers to a new one."""
+        """Run the whole call: read fixed buffers, return a new one."""
         x, A, S = packing.unpack(packed), shape.num_text, shape.num_columns
         leading, first, end, before = x["counts"].split(1)
         features_GX = None
@@ -405,7 +405,7 @@ class GraphRows(RowCache):
 
 
 def _branches(begun_Q: Tensor, is_fork_QW: Tensor, most: int) -> Tensor:
-    """Return bool [Q, W]: children to continue, each row's best one and the first forks.
+    """Return bool [Q, W]: True for children to continue (each row's best, and the first forks).
 
     Args:
         begun_Q: False for rows outside every branch.
@@ -423,7 +423,7 @@ def _joined(
 
 
 def make_rows(draft: GraphDraft, holder: object, like: Tensor) -> RowCache:
-    """Create a draft's rows: on a GPU with CUDA graphs, reused by later sequences."""
+    """Create a draft's rows; on a GPU, with CUDA graphs that later sequences reuse."""
     if like.device.type != "cuda":
         return RowCache(draft.num_caches)
     assert isinstance(draft, torch.nn.Module)

@@ -16,7 +16,7 @@ CHUNK_ROWS = 512  # maximum rows per forward over the prompt; bounds its mask
 
 
 class GraphLanguageModelSource(RowsSource):
-    """Draft tokens from a causal LM on a GPU, with forwards as CUDA graphs."""
+    """Draft tokens from a causal LM on a GPU, with CUDA graphs as forward passes."""
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
         return has_text + bool(rows)
@@ -74,7 +74,7 @@ class LanguageModelSource(TextSource):
         """Rename computed rows for the remaining tree, and forget the others.
 
         Args:
-            num_committed: first computed rows, which become text and need no name.
+            num_committed: number of first computed rows, which become text and need no name.
         """
         # KeepRows wants ascending places.
         retained = sorted(self._places.keys() & names.keys(), key=self._places.__getitem__)

@@ -2,9 +2,9 @@
 
 Both estimate the next token's distribution from earlier occurrences of the current context, longer
 contexts first. If a token followed a context c times out of C, its probability is (c + e) / (C +
-1), with e the estimate from the next shorter context; the empty context falls back to uniform
-(prediction by partial matching, Cleary and Witten 1984, escape method A). Every request thus gets a
-draft token, and every acceptance rule a distribution.
+1), with e the estimate from the next shorter context; the empty context falls back to the uniform
+distribution (prediction by partial matching, Cleary and Witten 1984, escape method A). Every
+request thus gets a draft token, and every acceptance rule a distribution.
 """
 
 # R tree rows, V vocabulary
@@ -60,9 +60,9 @@ class NGrams:
 class SuffixAutomaton:
     """Contexts of any length: the online automaton of all substrings (Blumer et al. 1985).
 
-    A state represents substrings with the same end positions; ``counts`` is their number. With
-    this automaton, SuffixDecoding (arXiv:2411.04975) drafts from the longest suffix that occurred
-    earlier. Deviation: uses this sequence alone, so its draft tokens depend on nothing else.
+    A state represents substrings with the same end positions; ``counts`` is their number. With this
+    automaton, SuffixDecoding (arXiv:2411.04975) drafts from the longest suffix that occurred
+    earlier. Deviation: only this sequence is searched, so draft tokens depend on nothing else.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _reached(self, state: int, token: int) -> int:
-        """Return the state for ``state``'s longest substring plus ``token``; split a longer one."""
+        """Return the state of ``state``'s longest substring plus ``token``, split off if needed."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
@@ -140,7 +140,7 @@ def estimate(followers: Followers, path: Sequence[int], vocab_size: int) -> Tens
 
 
 class Lookup(nn.Module):
-    """Draft without a network or training, as seen by an engine; a forward costs nothing."""
+    """Draft with no neural network and no training, as an engine sees it; forwards are free."""
 
     num_stages: ClassVar[int | None] = None
     boundaries: ClassVar[tuple[int, ...]] = ()

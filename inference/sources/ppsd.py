@@ -29,8 +29,8 @@ from pipedraft.models.target import KeepRows
 class PPSDSource(DraftSource):
     """Reads each row once, after the first stage.
 
-    A row has the same input in flight and committed. Its keys and values move with it from the tree
-    to the text, and a step forwards the newest rows only.
+    A row's input is the same while it is in flight and after its commit. Its keys and values move
+    with it from the tree to the text, so a step forwards only the newest rows.
     """
 
     grows: tuple[Growth, ...] = ("layers",)
@@ -51,7 +51,7 @@ class PPSDSource(DraftSource):
         self.observe(features, tokens[1:])
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """Compute rows committed before the head read them: the prompt's."""
+        """Compute the rows that were committed before the head read them (the prompt's)."""
         stream_PH = features[self.draft.exit_layer][self._num_moved :]
         self._num_moved = 0
         if not len(stream_PH):

@@ -26,7 +26,7 @@ MIN_PLACES = 256
 class NewText:
     tokens: list[int]
     features: list[Mapping[int, Tensor]]
-    """Target hidden states by layer, in parts; none for a draft reading tokens alone."""
+    """Target hidden states by layer, in parts; empty for a draft that reads only tokens."""
 
     def gathered(self, layers: Sequence[int]) -> tuple[dict[int, list[int]], list[Tensor]]:
         """Return each row's index into the hidden states for each layer, and these states."""
@@ -56,7 +56,8 @@ class NewText:
 class GraphText:
     """Keys and values for text rows in fixed-size buffers, read and written by CUDA graphs.
 
-    Buffers and graphs outlive the sequence. Padding rows are written after all its places.
+    Buffers and graphs outlive the sequence. Padding rows are written after all of the sequence's
+    places.
     """
 
     def __init__(self, num_layers: int, draft_ids: Tensor) -> None:
@@ -84,7 +85,7 @@ class RowCache:
     """Cached rows: keys and values for every draft layer, and the outputs.
 
     Each row is computed once. A tree row is named by its row number, and stays until it leaves the
-    tree or becomes text. It sees the text, and its ancestors-or-self among cached rows.
+    tree or becomes text. It sees the text, its cached ancestors and itself.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -94,7 +95,8 @@ class RowCache:
     def restart(self) -> None:
         """Start a new sequence."""
         self._num_leading = 0
-        """Text rows before all others. Most rows are among them, and need no name."""
+        """Number of text rows before all other rows. Most rows are among these, and need no
+        name."""
         self._names: list[int] = []
         """Name of each cached row after the leading text rows, in key-value order."""
         self.layers = [KeyValues() for _ in range(self._num_layers)]

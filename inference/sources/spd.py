@@ -31,9 +31,9 @@ from pipedraft.models.target import KeepRows
 class SPDSource(DraftSource):
     """Reads the states of rows in flight and drafts one layer at a time.
 
-    Rows in flight are presented by distance from the deepest ones: distance i at depth i. Without
-    pruning this is the true depth. After a prune with a gap a row may be deeper than presented,
-    never shallower, and the head sees an occupancy from training.
+    The head is told that a row in flight is at depth i if it is at distance i from the deepest
+    rows. Without pruning this is the true depth. If pruning leaves a gap, a row may be deeper than
+    that, never shallower, and the head still sees an occupancy that occurs in training.
     """
 
     grows: tuple[Growth, ...] = ("layers",)
@@ -41,9 +41,9 @@ class SPDSource(DraftSource):
     def __init__(self, draft: SPD, *, lead: int = 0) -> None:
         """
         Args:
-            lead: stages that the deepest rows have passed, beyond the depth in training. The rows
-                before them are presented as that many stages deeper. The deepest rows remain the
-                head's queries, at depth 0.
+            lead: number of stages that the deepest rows have passed beyond the depth in training.
+                The head is told that all other rows are deeper by that many stages. The deepest
+                rows remain the head's queries, at depth 0.
         """
         self.draft, self.lead = draft, lead
         self.taps = draft.taps
@@ -119,7 +119,7 @@ class SPDSource(DraftSource):
         )
 
     def _presented(self, distance: int) -> int:
-        """Return the depth used for a row at this distance from the deepest ones."""
+        """Return the depth given to the head for a row at this distance from the deepest ones."""
         # The deepest rows are the queries in training; no lead may move them from depth 0.
         return distance + self.lead if distance else 0
 
@@ -128,7 +128,7 @@ class GraphModule(GraphText):
     """Takes in committed rows and proposes the next tokens, both in one CUDA graph.
 
     Every depth gets as many rows as the widest one, so one graph serves any number of busy stages.
-    Rows in flight are written after the committed ones, then forgotten.
+    Rows in flight are written after the committed ones, and dropped after use.
     """
 
     def __init__(self, draft: SPD) -> None:
@@ -163,7 +163,8 @@ class GraphModule(GraphText):
             positions_R, visible_RR: on the host.
 
         Returns:
-            For best children float64: tokens [W, K], then scores [W, K], for Q and spare rows.
+            Best children are a float64 tensor: tokens [W, K], then scores [W, K], for Q and spare
+            rows.
         """
         text, self._pending = self._pending, NewText([], [])
         while len(text.tokens) > MAX_ROWS:
@@ -310,7 +311,7 @@ class GraphModule(GraphText):
         packed: Tensor,
         given_PH: Tensor | None,
     ) -> Tensor:
-        """Run the whole call, from fixed buffers to a new one."""
+        """Run the whole call: read fixed buffers, return a new one."""
         x, draft, (A, W) = packing.unpack(packed), self.draft, shape
         first, committed = x["counts"].split(1)
         assert given_PH is not None, "states of new rows or of rows in flight"

@@ -30,7 +30,7 @@ from pipedraft.models.draft_calls import call
 from pipedraft.models.target import KeepRows
 
 _Child: TypeAlias = tuple[int, float, Tensor | None]
-"""Token, cumulative score, and q if sampled from it."""
+"""Token, cumulative score, and q if the token was sampled from q."""
 
 
 @dataclass
@@ -75,9 +75,9 @@ class TreeSource(DraftSource):
 
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
     reads_features = True
-    """True if a row's result depends on the target's current hidden states. Of two rows for one
-    draft token the latest then counts. Otherwise the earlier one counts: its cache place is between
-    its parent's and its children's."""
+    """True if a row's result depends on the target's current hidden states. If so, of two rows for
+    one draft token the later one counts. Otherwise the earlier one counts, because its cache place
+    is between its parent's and its children's."""
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
@@ -90,7 +90,7 @@ class TreeSource(DraftSource):
         self._root_waits = True
         """True until ``expand_tree`` continues this root."""
         self._states: dict[int, Tensor] = {}
-        """Name of a row below the root -> output [H], unless a subclass stores them elsewhere."""
+        """Outputs [H] by name, for rows below the root, unless a subclass stores them elsewhere."""
         self._pending = NewText([], [])
         """Committed tokens not read by the draft yet."""
 
@@ -99,7 +99,7 @@ class TreeSource(DraftSource):
         self.observe(features, tokens[1:])
 
     def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
-        """Queue committed tokens for the next growth; tokens never continued cost nothing."""
+        """Queue committed tokens for the next growth; without one, they are never computed."""
         self._pending.features.append(features)
         self._pending.tokens += next_tokens
 
@@ -121,7 +121,7 @@ class TreeSource(DraftSource):
 
     @property
     def _graph_rows(self) -> GraphRows | None:
-        """Draft as CUDA graphs, replacing ``_root_output`` and ``_compute``."""
+        """CUDA graphs that replace ``_root_output`` and ``_compute``; None: no graphs."""
         return None
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
@@ -158,7 +158,7 @@ class TreeSource(DraftSource):
         self._root_waits = True
 
     def _name(self, tree: TokenTree, row: int) -> int:
-        """Return a stored row's name: row, or ~row in the fresh tree; also maps names to rows."""
+        """Return a row's name: row, or ~row in the fresh tree. For a name, return its row."""
         is_fresh = self._fresh is not None and tree is self._fresh.tree
         return ~row if is_fresh else row
 
@@ -201,7 +201,7 @@ class TreeSource(DraftSource):
         leaves: list[int],
         query: ChildQuery,
     ) -> Tensor:
-        """Query the children of rows; forward the missing ones first."""
+        """Query the children of some rows; first forward the rows that are not computed yet."""
         name, text = partial(self._name, tree), self._take_pending()
         missing = [row for row in leaves if row and name(row) not in graph.known]
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + query.levels
@@ -415,7 +415,7 @@ class TreeSource(DraftSource):
         width: int,
         rule: RecursiveVerifier,
     ) -> dict[int, list[_Child]]:
-        """Sample children and score them by rank: selection must not depend on tokens."""
+        """Sample children and score them by rank, because selection must not depend on tokens."""
         # All parents are on one level; one position keys the random numbers of all of them.
         (position,) = {fresh.tree.position(parent) + 1 for parent in parents}
         attempt = fresh.sampling.attempt
@@ -460,7 +460,7 @@ class CacheSource(TreeSource):
 
 
 class TextSource(TreeSource):
-    """Draft source reading tokens only, up to the root.
+    """Draft source that reads only tokens, up to the root.
 
     Results for accepted draft tokens are retained as text.
     """
@@ -470,7 +470,8 @@ class TextSource(TreeSource):
     def _restart(self) -> None:
         super()._restart()
         self._num_taken_in = 0
-        """Next observed tokens already turned into text by a KeepRows."""
+        """Number of observed tokens, from the next one on, that a KeepRows has already turned into
+        text."""
 
     def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
         self._restart()
@@ -482,10 +483,10 @@ class TextSource(TreeSource):
 
 
 class RowsSource(CacheSource, TextSource):
-    """Draft source reading tokens only, with its rows in one ``RowCache``.
+    """Draft source that reads only tokens, with its rows in one ``RowCache``.
 
-    Results for accepted draft tokens are retained as text, so nothing is computed twice, except for
-    fresh trees, which ignore rows in the session's tree.
+    Results for accepted draft tokens are retained as text, so nothing is computed twice. Fresh
+    trees are an exception: they ignore rows in the session's tree.
     """
 
     def __init__(self, draft: Any) -> None:

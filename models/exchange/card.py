@@ -55,7 +55,7 @@ class CardSource:
     description: Description
     """config.json from the draft's checkpoint."""
     place: str = "THIS_FOLDER"
-    """Value for the reader's --checkpoint: the repository once it has one."""
+    """Value for the reader's --checkpoint: the repository, once the draft has one."""
     revision: str | None = None
     """Repository branch, if it is not the main one."""
     layout: str | None = None
@@ -72,7 +72,7 @@ class CardSource:
 
     @property
     def target_is_public(self) -> bool:
-        """Return True if others can load the target by name: not a local folder."""
+        """Return True if others can load the target by name, because it is no local folder."""
         return is_hub_id(self.target)
 
     def licensed(self, *, asks_hub: bool) -> "CardSource":
@@ -87,7 +87,7 @@ def is_hub_id(name: str) -> bool:
 
 @cache
 def card_template() -> Template:
-    """Compile the template once: a run writes a card with every save."""
+    """Compile the template once, because a run writes a card with every save."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -198,7 +198,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     position_tests: list[int] = []
     position_accepts: list[int] = []
     filters: dict[str, float] = {}
-    """Active sample filters."""
+    """Active sampling filters."""
     wallclock: MeasuredClock | None = None
 
     @property
@@ -247,8 +247,7 @@ class Measured:
 
     @property
     def best(self) -> MeasuredRun | None:
-        """Return the greedy entry with the largest speed-up, or with most tokens per round if
-        untimed."""
+        """Return the greedy entry with the largest speed-up (if untimed: most tokens per round)."""
 
         def gain(run: MeasuredRun) -> tuple[float, float]:
             speedup = run.wallclock.speedup if run.wallclock else None
@@ -262,7 +261,8 @@ class Measured:
         """Read measured figures for a model card from an evaluation's results.
 
         Args:
-            weights_sha256: for the draft's checkpoint; the evaluation must have run it.
+            weights_sha256: hash of the draft checkpoint's weights; the evaluation must have used
+                them.
 
         Raises:
             ValueError: no results from `pipedraft eval`, or results for other weights.

@@ -1,4 +1,4 @@
-"""Acceptance by draft position: the best chain for a launch line, and simulator settings.
+"""Acceptance by draft position: the best chain for a launch command, and simulator settings.
 
 vLLM and SGLang can accept draft tokens at given rates instead of verifying them, so you can measure
 what a rate is worth on other hardware. Rates from a real run make the figures reproducible.
@@ -31,7 +31,7 @@ def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
 
 
 def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
-    """Group an evaluation's chains by sampling; retain only the longest, with every benchmark.
+    """Group an evaluation's chain entries by sampling; keep the longest chain's, one per benchmark.
 
     Raises:
         ValueError: this checkpoint has no evaluated chain.
@@ -82,7 +82,7 @@ def simulated(chains: dict[str, list[MeasuredRun]]) -> Values:
     """Return both engines' simulator settings by sampling and benchmark.
 
     vLLM's rates are unconditional: entry j is the share of rounds that accept tokens 1 .. j. Both
-    engines include the target's own token in the length.
+    engines count the target's own token in the acceptance length.
     """
     found: Values = {}
     for sampling, runs in chains.items():

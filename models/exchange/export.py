@@ -1,21 +1,21 @@
 """Export heads in serving engines' layouts.
 
-``sglang`` is the authors' layout (`LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`, and
-`DFlashDraftModel` and `Qwen3DSparkModel`, which vLLM loads as well; for an MTP layer the target's
-own, `mtp.*`):
+``sglang`` is the authors' layout: `LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`,
+`DFlashDraftModel` or `Qwen3DSparkModel`. vLLM loads the last two as well. An MTP layer is written
+in its target's layout, `mtp.*`. To serve an EAGLE-3 head:
 
     python -m sglang.launch_server --model-path TARGET --dtype bfloat16 \\
       --speculative-algorithm EAGLE3 --speculative-draft-model-path OUT \\
       --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
 
-``speculators`` is vLLM's:
+``speculators`` is vLLM's layout:
 
     vllm serve TARGET --dtype bfloat16 \\
       --speculative-config '{"method": "eagle3", "model": "OUT", "num_speculative_tokens": 3}'
 
 Weights stay float32 as trained; ``--dtype`` sets the engine's compute dtype. The token embedding is
-the target's: SGLang takes it from there, vLLM's layout gets a copy. (vLLM needs none, but without
-it the speculators package reads uninitialized memory with transformers 5.23.)
+the target's: SGLang takes it from the target, vLLM's layout gets a copy. (vLLM needs no copy, but
+without one the speculators package reads uninitialized memory with transformers 5.23.)
 
 Layer numbers: here and in vLLM index i is the input of the target's layer i. SGLang adds one to the
 numbers it reads, so its numbers are written one lower, and omitted where they equal its default.
@@ -73,7 +73,7 @@ HEADS: dict[str, type[Draft]] = {
 ORIGIN_FILE = "pipedraft.json"
 
 VLLM_ONLY = ("norm_before_residual", "query_key_norm", "sliding_window")
-"""EAGLE-3 settings not read from the files by SGLang 0.5.23."""
+"""EAGLE-3 settings that SGLang 0.5.23 does not read from the files."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 """Norms around the projection; both engines read them."""
 SIMULATORS_FILE = "acceptance.json"
@@ -92,7 +92,7 @@ def export(
     Args:
         folder: checkpoint folder.
         out: created by one rename when every file is written; must be empty or new.
-        target: the target's name for the engine, if different from training.
+        target: name by which the engine loads the target, if different from training.
         results: results.json from an evaluation with a chain. It sets the chain length, and its
             acceptance is written for the engines' simulators.
 
@@ -153,7 +153,7 @@ def load_head(folder: Path, layout: str) -> tuple[Eagle | Eagle3 | MTP | DFlash,
     """Load a checkpoint, if the layout supports its head type.
 
     Raises:
-        ValueError: another head type.
+        ValueError: the layout does not support the head's type.
     """
     description = read_description(folder)
     kind = description["draft_type"]
@@ -204,7 +204,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     weights_sha256: str
     """SHA-256 over the checkpoint's weights; identifies them in evaluations."""
     description: Description
-    """The checkpoint's config.json, with the target's name for the engine."""
+    """The checkpoint's config.json, with the name by which the engine loads the target."""
     num_tokens: int = CHAIN_LENGTH
     """Draft tokens per round."""
 
@@ -312,8 +312,7 @@ def sglang_weights(head: Eagle3) -> dict[str, Tensor]:
 
 
 def _speculators(kind: str, num_tokens: int, target: str, architectures: list[str]) -> Config:
-    """Return common config.json entries for vLLM's layout, version 0.9 of the speculators
-    package."""
+    """Return the common config.json entries of vLLM's layout (speculators package, version 0.9)."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": num_tokens,
@@ -362,7 +361,7 @@ def speculators_config(
 
 
 def speculators_weights(head: Eagle3, embedding_VH: Tensor) -> dict[str, Tensor]:
-    """Return weights without whole-vocabulary maps, for which vLLM has no parameters."""
+    """Return the weights, without maps for a whole vocabulary: vLLM has no parameters for these."""
     renamed = {
         name.replace("midlayer.", "layers.0."): value
         for name, value in sglang_weights(head).items()
@@ -373,9 +372,10 @@ def speculators_weights(head: Eagle3, embedding_VH: Tensor) -> dict[str, Tensor]
 
 
 def vocabulary_maps(head: Eagle3 | DFlash) -> dict[str, Tensor]:
-    """Return d2t int64 [U]: target id minus draft id, and t2d bool [V]: in the draft vocabulary.
+    """Return d2t int64 [U] (target id minus draft id) and t2d bool [V] (in the draft vocabulary).
 
-    Zeros and all true for the full vocabulary: without them SpecForge's maps stay uninitialized.
+    For the full vocabulary these are zeros and all True. Without them SpecForge's maps would stay
+    uninitialized.
     """
     t2d = torch.zeros(head.target_vocab_size, dtype=torch.bool)
     t2d[head.draft_ids] = True
@@ -385,8 +385,9 @@ def vocabulary_maps(head: Eagle3 | DFlash) -> dict[str, Tensor]:
 def eagle_config(head: Eagle) -> Config:
     """Return config.json in the authors' EAGLE-1 layout.
 
-    vLLM silently drops a bias in ``fc``, and then drafts other tokens. So only a head without one
-    gets the name known to vLLM. ``bias`` is not written: SGLang would apply it to the attention.
+    vLLM silently drops a bias in ``fc``, and then drafts other tokens. So only a head without this
+    bias gets the name ``EagleLlamaForCausalLM``, under which vLLM loads it. ``bias`` is not
+    written, because SGLang would apply it to the attention.
     """
     names = ["LlamaForCausalLMEagle"] + ["EagleLlamaForCausalLM"] * (not head.config.fc_bias)
     biases = {"attention_bias": True, "qkv_bias": True} if head.config.attention_bias else {}
@@ -396,8 +397,8 @@ def eagle_config(head: Eagle) -> Config:
 def eagle_weights(head: Eagle) -> dict[str, Tensor]:
     """Return weights without the embedding and the LM head: engines take both from the target.
 
-    SGLang allocates a bias for ``fc`` in every head, and for ``o_proj`` where queries have one.
-    Missing from the file, they would stay uninitialized.
+    SGLang allocates a bias for ``fc`` in every head, and for ``o_proj`` where queries have one. If
+    the file lacked these biases, they would stay uninitialized.
     """
     weights = {
         name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: value
@@ -413,7 +414,7 @@ def eagle_weights(head: Eagle) -> dict[str, Tensor]:
 def mtp_parts(head: MTP, found: TargetFiles) -> tuple[Config, dict[str, Tensor]]:
     """Return the target's config.json, its embedding and LM head, and the layer in its own form.
 
-    Engines read the folder as they read the target's own to find its MTP layer.
+    An engine finds the MTP layer in this folder as it finds it in the target's own folder.
     """
     if not head.config.native:
         raise ValueError(
@@ -464,8 +465,10 @@ def dspark_config(head: DSpark) -> Config:
 
 
 def _block_config(head: DFlash, lowest: int) -> Config:
-    """Return config.json entries for DFlash and DSpark. A layer number means this layer's output,
-    -1 the embedding."""
+    """Return config.json entries for DFlash and DSpark.
+
+    A layer number means this layer's output, -1 the embedding.
+    """
     layers, last = head.config.feature_layers, head.config.num_target_layers
     if not all(lowest <= layer < last for layer in layers):
         raise ValueError(
@@ -512,8 +515,11 @@ def block_speculators_config(head: DFlash, target: str, architectures: list[str]
 
 
 def block_speculators_weights(head: DFlash, head_VH: Tensor) -> dict[str, Tensor]:
-    """Return the weights to write. The engine takes embedding and LM head from the target, except
-    the LM head's rows for a draft vocabulary."""
+    """Return the weights to write.
+
+    The engine takes embedding and LM head from the target. For a draft vocabulary, however, the LM
+    head's rows are written.
+    """
     weights = head.state_dict()
     if weights.pop("draft_ids", None) is None:
         return weights
@@ -523,7 +529,8 @@ def block_speculators_weights(head: DFlash, head_VH: Tensor) -> dict[str, Tensor
 def _layer_config(head: Draft) -> Config:
     """Return the head's decoder layers as a Llama or Qwen3 configuration.
 
-    Rotary settings are given twice: readers before transformers 5 know only the first form.
+    Rotary settings are given twice: readers before transformers 5 know only ``rope_theta`` and
+    ``rope_scaling``.
     """
     layer = head.layer_config
     rope = dict(layer.rope_parameters)

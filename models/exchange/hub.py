@@ -1,7 +1,7 @@
 """Upload a checkpoint, or an export for a serving engine, to the Hub.
 
 Existing content is not sent again: huggingface_hub compares every file with the branch, and the
-large-file storage knows files sent by an interrupted upload.
+large-file storage already has the files that an interrupted upload sent.
 """
 
 import json
@@ -56,10 +56,10 @@ class Upload:
 
 
 def model_card(description: Description) -> str:
-    """Return the card for a checkpoint not yet on the Hub; reads only files.
+    """Return the card for a checkpoint that is not on the Hub yet; read only local files.
 
     Args:
-        description: its config.json.
+        description: the checkpoint's config.json.
     """
     return render_card(CardSource(description=description).licensed(asks_hub=False))
 
@@ -68,7 +68,7 @@ def model_card(description: Description) -> str:
 
 
 def check_repo_id(repo: str) -> None:
-    """Raise ValueError for an invalid repository name; valid names cannot leave a folder."""
+    """Raise ValueError for an invalid repository name; a valid one has no path such as ``..``."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -78,9 +78,9 @@ def check_repo_id(repo: str) -> None:
 
 
 def prepare_upload(folder: Path, upload: Upload) -> Files:
-    """Return files for the Hub, never the training state: name -> text, or file to send.
+    """Return the files for the Hub by name, each as text or as a file to send.
 
-    A hand-written README.md is kept unchanged.
+    The training state is never among them. A hand-written README.md is kept unchanged.
 
     Raises:
         ValueError: no complete checkpoint or export, another target than the draft's, results for
@@ -195,7 +195,7 @@ def identity_of(texts: Mapping[str, object]) -> tuple[object, ...]:
     """Return the fields that must match within one folder: draft layout, type, stages and target.
 
     Args:
-        texts: config.json and pipedraft.json, if present; for another model's return ().
+        texts: config.json and pipedraft.json, if present. Another model's files give ().
     """
     try:
         layout, description = None, json.loads(str(texts[CONFIG_FILE]))

@@ -3,8 +3,9 @@
     llama-server -m TARGET.gguf -md OUT/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max 3
 
 llama.cpp reads the embedding and, for a whole vocabulary, DFlash's LM head from the target. The
-tokenizer is copied from the target's GGUF file, because llama.cpp compares the two. Names and keys
-follow llama.cpp's ``conversion/llama.py`` and ``conversion/qwen.py`` as on 2026-08-24.
+tokenizer is copied from the target's GGUF file, because llama.cpp compares the draft's with the
+target's. Names and keys follow llama.cpp's ``conversion/llama.py`` and ``conversion/qwen.py`` as on
+2026-08-24.
 """
 
 # N query or key heads, D head size
@@ -65,7 +66,7 @@ def export_gguf(folder: Path, out: Path, *, target: str | None) -> tuple[list[Pa
         The files, and a shell command to serve the target with the head.
 
     Raises:
-        ValueError: a head without a form in llama.cpp, or another target.
+        ValueError: llama.cpp has no form for the head, or the GGUF file is another target's.
     """
     if target is None or not target.endswith(".gguf") or not Path(target).is_file():
         raise ValueError(
@@ -111,7 +112,7 @@ def load_head(folder: Path) -> tuple[Eagle3 | DFlash, list[float]]:
 
 
 def check_head(head: Eagle3 | DFlash) -> None:
-    """Refuse every setting without support in llama.cpp, by name."""
+    """Refuse a setting that llama.cpp does not support, and name it."""
     config, rope = head.config, head.layer_config.rope_parameters
     found: dict[str, Any] = {}
     if isinstance(head, Eagle3):
@@ -128,8 +129,11 @@ def check_head(head: Eagle3 | DFlash) -> None:
 
 
 def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
-    """Return tensors by GGUF name. Permute EAGLE-3's query and key rows, because llama.cpp rotates
-    neighboring rows in EAGLE-3; in DFlash it rotates halves, as this package does."""
+    """Return tensors by GGUF name.
+
+    EAGLE-3's query and key rows are permuted, because llama.cpp rotates neighboring rows there. In
+    DFlash it rotates halves, as this package does.
+    """
     layer = head.layer_config
     tensors: dict[str, Tensor] = {}
     heads = {"attn_q": layer.num_heads, "attn_k": layer.num_key_value_heads}
@@ -160,7 +164,7 @@ def read_tokenizer(file: Path, head: Eagle3 | DFlash) -> dict[str, Any]:
     """Return the tokenizer fields from the target's GGUF file.
 
     Raises:
-        ValueError: another target.
+        ValueError: the file belongs to another target.
     """
     gguf = _library()
     try:

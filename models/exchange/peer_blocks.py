@@ -38,7 +38,7 @@ PAIRS, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True):
-    """``dflash_config``: settings also allowed outside it, and settings without effect."""
+    """``dflash_config``: settings that may also lie outside it, and settings without effect."""
 
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
@@ -56,7 +56,7 @@ class _Block(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Given(msgspec.Struct):
-    """Settings except the decoder layers'."""
+    """A head's settings, except those for its decoder layers."""
 
     num_hidden_layers: int
     mask_token_id: int
@@ -79,7 +79,7 @@ def block_head(peer: Peer, found: TargetFiles, reference: TargetReference) -> DF
     """Return the head; a DFlash whose anchor gives a draft token becomes a DSpark without a table.
 
     Raises:
-        ValueError: a setting or tensor not expressible here.
+        ValueError: a setting or tensor that this package cannot express.
     """
     kind, settings = _kind(peer), _settings(peer)
     given = convert(peer, settings, _Given)
@@ -148,8 +148,7 @@ class _Nested(msgspec.Struct):
 
 
 def _pairs(peer: Peer, given: _Given, hidden: int) -> Values:
-    """Return settings for DSpark's two small heads from the tensors; the configuration must
-    agree."""
+    """Read DSpark's table and confidence settings from the tensors; config.json must agree."""
     rank = peer.weights[PAIRS].shape[-1] if PAIRS in peer.weights else 0
     proj = peer.weights.get(CONFIDENCE)
     reads_pair = proj is not None and proj.shape[-1] != hidden  # else it reads states alone
@@ -172,7 +171,7 @@ def _pairs(peer: Peer, given: _Given, hidden: int) -> Values:
 
 
 def _feature_layers(peer: Peer, given: _Given, depth: int) -> tuple[int, ...]:
-    """Return layer numbers that count inputs (as in speculators); other layouts count outputs."""
+    """Return the fused layers by input, as speculators counts them; other layouts count outputs."""
     if given.aux_hidden_state_layer_ids is not None:
         key, numbers, shift = "aux_hidden_state_layer_ids", given.aux_hidden_state_layer_ids, 0
     elif given.target_layer_ids is not None:

@@ -1,7 +1,7 @@
 """Shared functions to import heads from other projects: files, settings, vocabulary, tensors.
 
-Pickled files are opened with ``weights_only=True``: tensors and plain values, no code. An
-inexpressible setting or tensor is refused by its name and value.
+Pickled files are opened with ``weights_only=True``: tensors and plain values, no code. A setting or
+tensor that this package cannot express is refused by its name and value.
 """
 
 # H hidden, V target vocabulary, U draft vocabulary
@@ -148,7 +148,7 @@ def _opened(file: Path) -> Iterator[safe_open]:
 
 
 def _unpickle(file: Path) -> Values:
-    """Read tensors and plain values from a torch.save file; refuse anything else unexecuted."""
+    """Read tensors and plain values from a torch.save file; refuse all else without running it."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
@@ -195,7 +195,7 @@ def convert(peer: Peer, settings: Values, kind: type[Fields]) -> Fields:
 
 
 def layer_of(peer: Peer, settings: Values, reference: TargetReference) -> LayerConfig:
-    """Return the decoder layer's shape, from the tensors where possible, else the configuration."""
+    """Return the decoder layer's shape: from the tensors if possible, else from config.json."""
     own, name = peer.weights, peer.name
     kind = settings.get("model_type")
     known = {key: value for key, value in settings.items() if key != "architectures"}
@@ -225,7 +225,7 @@ def layer_of(peer: Peer, settings: Values, reference: TargetReference) -> LayerC
 def vocabulary_of(
     peer: Peer, weights: Weights, size: int | None, reference: TargetReference
 ) -> tuple[Weights, Tensor]:
-    """Return the weights without the maps, and every draft token's target id."""
+    """Return the weights without the vocabulary maps, and every draft token's target id."""
     weights = dict(weights)
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
     num_tokens, head = size_of(reference), weights.get("lm_head.weight")

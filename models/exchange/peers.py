@@ -58,7 +58,7 @@ UNKNOWN_LAYER = re.compile(r"experts?\.|mlp\.gate\.|_a_proj|kv_b_proj")
 
 
 class _Fields(msgspec.Struct):
-    """Head settings besides those for its decoder layer."""
+    """A head's settings, except those for its decoder layer."""
 
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -91,7 +91,8 @@ def import_head(
         The draft, and the files.
 
     Raises:
-        ValueError: an unknown layout, an inexpressible setting or tensor, another target.
+        ValueError: an unknown layout, another target, or a setting or tensor that cannot be
+            expressed here.
     """
     place = place_of(name, revision)
     peer = Peer(name, *read_head(name, place), revision)
@@ -220,8 +221,10 @@ def _fields(peer: Peer, settings: Values) -> _Fields:
 
 
 def _feature_layers(peer: Peer, given: _Fields, num_layers: int) -> tuple[int, ...]:
-    """Return layer inputs: index i is the input of the target's layer i; SGLang's eagle_config
-    counts outputs."""
+    """Return the fused layers by input: index i is the input of the target's layer i.
+
+    SGLang's eagle_config counts outputs.
+    """
     key = "eagle_aux_hidden_state_layer_ids"
     check(peer, "use_aux_hidden_state", given.eagle_config.get("use_aux_hidden_state", True), True)
     numbers, shift = given.eagle_aux_hidden_state_layer_ids, 0
@@ -266,7 +269,7 @@ class _Module(msgspec.Struct):
 
 
 def _spd(peer: Peer, found: TargetFiles, reference: TargetReference) -> SPD:
-    """Return the module from version 10 (a list of layers per depth) or 11 (anchors).
+    """Return the head from a file of version 10 (a list of layers per depth) or 11 (anchors).
 
     Committed rows are read at depth n, whatever trained_with_use_deepest says, because their states
     are known up to the last layer.

@@ -87,7 +87,7 @@ def cut_in_shards(
 ) -> tuple[list[list[list[int]]], list[int]]:
     """Return each shard's batches and its number of tokens; a batch is a list of row numbers.
 
-    Validation rows follow the training rows. Uses the batches from the run's first epoch and from
+    Validation rows follow the training rows. The batches are those of the run's first epoch and of
     its evaluation. So with one process and fp32 storage, training reads bit for bit the hidden
     states that it would compute itself.
     """
@@ -111,7 +111,7 @@ def cut_in_shards(
 
 
 def size_table(layers: dict[str, tuple[int, ...]], hidden_size: int) -> str:
-    """Return Markdown: bytes per token in each dtype, and for 2,048 tokens in bf16."""
+    """Return a Markdown table of bytes per token in each dtype and per 2,048 tokens in bf16."""
     lines = ["| head | layers | fp32 | bf16, fp16 | int8 | 2,048 tokens in bf16 |"]
     lines.append("|---|---|---|---|---|---|")
     for name, chosen in layers.items():
@@ -159,8 +159,10 @@ class States:
 
 
 class Dump:
-    """A dump folder being filled. After a kill at any moment, it resumes with its complete
-    shards."""
+    """A dump folder being filled.
+
+    After a kill at any moment, it resumes with its complete shards.
+    """
 
     def __init__(
         self,
@@ -228,7 +230,7 @@ class Dump:
         """Write the missing shards, each process its share.
 
         Args:
-            load: called if a shard is missing.
+            load: loads the target; called only if this process has a missing shard to write.
         """
         accelerator = self.accelerator
         mine = self.missing[accelerator.process_index :: accelerator.num_processes]

@@ -184,8 +184,7 @@ class ShardFolder:
         return self._open[number]
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return hidden states, row by row, as in shards: ``layer.I`` [M, H], and ``layer.I.scale``
-        [M].
+        """Return hidden states as in shards, row by row: ``layer.I`` [M, H], ``layer.I.scale`` [M].
 
         Args:
             rows: indices in the data set, training rows first.
@@ -211,7 +210,7 @@ def weightless_draft(
     config: "DataclassInstance",
     target_config: PreTrainedConfig,
 ) -> Draft:
-    """Return a configuration's draft without weights: its shape, and the layers it reads.
+    """Return a configuration's draft without weights, to learn its shape and the layers it reads.
 
     Args:
         target_config: for the target's decoder.
@@ -227,8 +226,7 @@ def weightless_draft(
 
 
 def needed_layers(draft: Draft, num_layers: int) -> tuple[int, ...]:
-    """Return the layers a dump must contain: the draft's and the teacher's, without the
-    embeddings."""
+    """Return the layers a dump must contain: the draft's and the teacher's, without embeddings."""
     return tuple(sorted({*draft.taps, num_layers} - {0}))
 
 
@@ -282,7 +280,7 @@ def load_embedding_and_head(
 
 
 TIE = 0.5
-"""Largest gap in nats that rounding may cause between the most likely tokens here and there."""
+"""Largest gap in nats from rounding between the best token here and the server's next token."""
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ def identity_of(
     tokenizer: PreTrainedTokenizerBase,
     data: TokenizedData,
 ) -> dict[str, int | str]:
-    """Return the hidden states' identity; a dump must have the run's to replace its target."""
+    """Return a run's identity for hidden states; a dump must have the same to be used for it."""
     return {
         **target_identity(run, target_config),
         "tokenizer": template_hash(tokenizer),
@@ -128,8 +128,7 @@ WHAT_DIFFERS = {"format": "another version of pipedraft", "tokenizer": "another 
 
 
 def difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str | None:
-    """Return the first field in which two identities differ, with both values; None if they
-    agree."""
+    """Return the first field in which two identities differ, with both values; None if equal."""
     for name, value in wanted.items():
         if found.get(name) != value:
             side = "other data" if name.startswith(("train_", "valid_")) else "another target"
