@@ -106,7 +106,7 @@ class _Masked:
         self._cache = stage.cache
         self._attend = grouped_attention if stage.groups > 1 else masked
         self._known: tuple[Tensor, Tensor] | None = None
-        self._mask: Tensor | None = None
+        self._kind = ""
         self._masks = {
             kind: additive_mask(
                 segment.visible.to(stage.device),
@@ -119,7 +119,7 @@ class _Masked:
         }
 
     def enter(self, kind: str) -> None:
-        self._mask = self._masks[kind]
+        self._kind = kind
 
     def update(
         self, keys_1JlD: Tensor, values_1JlD: Tensor, layer_idx: int
@@ -129,7 +129,7 @@ class _Masked:
 
     def attend(self, query_1NlD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
         assert self._known is not None, "the layer's keys come first"
-        return self._attend(query_1NlD, *self._known, self._mask, scale)
+        return self._attend(query_1NlD, *self._known, self._masks[self._kind], scale)
 
 
 class _Apart:
