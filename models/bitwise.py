@@ -80,15 +80,13 @@ def _pass(
     """Return hidden states [l, H] by layer index; the first stage adds index 0, the embedding."""
     cache, num_rows = stage.cache, len(entering_lH)
     positions_C = cache.begin(positions_l.to(stage.device))
-    # Every row sees all committed rows; the mask covers only the segment's.
-    committed_lC = visible_lS.new_ones(num_rows, cache.num_committed)
     hidden_1PH = pad(entering_lH, stage.is_rounded)[None]
     positions_P = pad(positions_C[-num_rows:], stage.is_rounded)
     places = stage.places(hidden_1PH, positions_P, stage.kinds)
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1PH.new_zeros(1, 1, 1, hidden_1PH.shape[1])
     outputs = {stage.start: entering_lH} if stage.start == 0 else {}
-    alone = _RowByRow(cache, torch.cat([committed_lC, visible_lS], 1), stage.window)
+    alone = row_by_row(stage, visible_lS)
     attends = dict.fromkeys(stage.kinds, alone.attend)
     num_padded = hidden_1PH.shape[1]
     calls = stage.plain.calls(num_padded, places=places, cache=alone, attends=attends) or [
@@ -98,7 +96,7 @@ def _pass(
     with attending_by(alone.attend):
         passes = zip(calls, stage.kinds, strict=True)
         for index, (call, kind) in enumerate(passes, start=stage.start + 1):
-            alone.is_windowed = kind == "sliding_attention"
+            alone.enter(kind)
             hidden_1PH = call(hidden_1PH)
             outputs[index] = hidden_1PH[0, :num_rows]
     cache.advance(committed=False)
@@ -111,7 +109,14 @@ def _places(seen_C: Tensor) -> Tensor | slice:
     return slice(first, last + 1) if last - first + 1 == len(seen_C) else seen_C
 
 
-class _RowByRow:
+def row_by_row(stage: "Stage", visible_lS: Tensor) -> "RowByRow":
+    """Return attention for a segment's rows over the stage's cache, each row alone."""
+    # Every row sees all committed rows; the mask covers only the segment's.
+    committed_lC = visible_lS.new_ones(len(visible_lS), stage.cache.num_committed)
+    return RowByRow(stage.cache, torch.cat([committed_lC, visible_lS], 1), stage.window)
+
+
+class RowByRow:
     """Cache stand-in that drops padding rows and lets each row attend alone."""
 
     def __init__(self, cache: StageCache, visible_lC: Tensor, window: int | None) -> None:
@@ -126,8 +131,11 @@ class _RowByRow:
         # The last positions seen, by ancestry, as autoregressive decoding would have them.
         self._near = self._seen if window is None else [_places(x[-window:]) for x in seen]
         self._known: tuple[Tensor, Tensor] | None = None
-        self.is_windowed = False
-        """True while a windowed layer runs."""
+        self._is_windowed = False
+
+    def enter(self, kind: str) -> None:
+        """Begin a layer of this kind."""
+        self._is_windowed = kind == "sliding_attention"
 
     def update(
         self, keys_1JPD: Tensor, values_1JPD: Tensor, layer_idx: int
@@ -142,7 +150,7 @@ class _RowByRow:
         keys_1JCD, values_1JCD = self._known
         # Padding rows attend to nothing; zeros keep them finite.
         out_1NPD = torch.zeros_like(query_1NPD)
-        for row, seen_C in enumerate(self._near if self.is_windowed else self._seen):
+        for row, seen_C in enumerate(self._near if self._is_windowed else self._seen):
             one = slice(row, row + 1)
             out_1NPD[:, :, one] = F.scaled_dot_product_attention(
                 query_1NPD[:, :, one].contiguous(),

@@ -1,15 +1,11 @@
-"""Two faster ways to run a stage's layers: as a CUDA graph, and for several sequences at once.
+"""Run a stage's layers as a CUDA graph, and replace attention in transformers' layers.
 
-Graphs: embedding, masks and rotary tables are computed inside the graph from data packed on the
-host. Attention covers the cache's whole capacity behind a mask.
-
-Several sequences: their rows, each with its own cache, are concatenated without padding.
-Projections and MLPs see one matrix, so weights are read once for all sequences. Attention runs per
-sequence over its own keys.
+Embedding, masks and rotary tables are computed inside the graph from data packed on the host.
+Attention covers the cache's whole capacity behind a mask.
 """
 
-# l rows in a segment, P padded rows, R rows of all segments, H hidden, C cache rows
-# S mask columns, N query heads, J key heads, D head size
+# l rows in a segment, P padded rows, H hidden, C cache rows, S mask columns
+# N query heads, J key heads, D head size
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,9 +21,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
-from pipedraft.models.families import PLAIN, has_latents
+from pipedraft.models.families import PLAIN
 from pipedraft.models.layers import grouped_attention
-from pipedraft.models.stage_cache import Segment, StageCache, additive_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -195,119 +190,7 @@ def lend_graphs(stage: "Stage") -> StageGraphs:
     return graphs
 
 
-# -- several sequences -------------------------------------------------------------------------
-
-
-def can_run_together(stage: "Stage") -> bool:
-    """Return True if rows of several sequences can share a pass.
-
-    They cannot with recurrent layers, ``bitwise``, latent caches, or attention other than "sdpa".
-    """
-    if stage.cache.recurrent_layers or stage.is_bitwise:
-        return False
-    config = stage.layers[0].self_attn.config
-    return config._attn_implementation == "sdpa" and not has_latents(config)
-
-
-@torch.inference_mode()
-def forward_together(
-    stages: Sequence["Stage"], segments: Sequence[Segment], taps: Collection[int] = ()
-) -> list[Segment]:
-    """Run several sequences' stages at once; equal to separate runs up to rounding.
-
-    Rows are appended as speculative.
-
-    Args:
-        stages: the same layers in the same model, each with its own cache.
-        taps: layer indices, the same for all segments.
-    """
-    first = stages[0]
-    assert all(stage.layers[0] is first.layers[0] for stage in stages), "one model's stages"
-    caches = [stage.cache for stage in stages]
-    sizes = [segment.num_rows for segment in segments]
-    own_positions = [segment.positions.to(first.device) for segment in segments]
-    # Every sequence has its own cache; the rows pass the layers side by side.
-    known = [cache.begin(p) for cache, p in zip(caches, own_positions, strict=True)]
-    parts = [
-        stage._enter(segment.ids if stage.embedding is not None else segment.hidden)
-        for stage, segment in zip(stages, segments, strict=True)
-    ]
-    hidden_1RH = torch.cat(parts)[None]
-    # One mask per layer kind and sequence: rows see only their own sequence's cache.
-    masks = {}
-    for kind in set(first.kinds):
-        window = first.window if kind == "sliding_attention" else None
-        masks[kind] = [
-            additive_mask(
-                segment.visible.to(first.device),
-                positions_C,
-                window,
-                hidden_1RH.dtype,
-                groups=first.groups,
-            )
-            for segment, positions_C in zip(segments, known, strict=True)
-        ]
-    places = first.places(hidden_1RH, torch.cat(own_positions), first.kinds)
-    apart = _Apart(caches, sizes, is_folded=first.groups > 1)
-    # Never read; without a mask transformers would create a causal one.
-    unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
-    collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
-    # Weights are read once for all rows; `apart` runs attention per sequence.
-    attends = dict.fromkeys(first.kinds, apart.attend)
-    calls = first.plain.calls(sum(sizes), places=places, cache=apart, attends=attends) or [
-        partial(layer, attention_mask=unused_mask, past_key_values=apart, **places[kind])
-        for layer, kind in zip(first.layers, first.kinds, strict=True)
-    ]
-    with attending_by(apart.attend):
-        for index, (call, kind) in enumerate(
-            zip(calls, first.kinds, strict=True), start=first.start + 1
-        ):
-            apart.masks = masks[kind]
-            hidden_1RH = call(hidden_1RH)
-            if index in taps:
-                collected[index] = hidden_1RH[0].split(sizes)
-    for cache in caches:
-        cache.advance(committed=False)
-    return [
-        segment.after(hidden_lH, {layer: parts[place] for layer, parts in collected.items()})
-        for place, (segment, hidden_lH) in enumerate(
-            zip(segments, hidden_1RH[0].split(sizes), strict=True)
-        )
-    ]
-
-
-class _Apart:
-    """Cache stand-in for several sequences: splits the rows, so each attends to its own cache."""
-
-    def __init__(
-        self, caches: Sequence[StageCache], sizes: Sequence[int], *, is_folded: bool
-    ) -> None:
-        """``is_folded``: masks treat query heads as rows of their key head."""
-        self.caches, self.sizes, self.is_folded = caches, list(sizes), is_folded
-        self.masks: list[Tensor] = []
-        self._known: list[tuple[Tensor, Tensor]] = []
-
-    def update(
-        self, keys_1JRD: Tensor, values_1JRD: Tensor, layer_idx: int
-    ) -> tuple[Tensor, Tensor]:
-        """Cache the keys and values; attention modules need only the shape of the returned ones."""
-        pairs = zip(keys_1JRD.split(self.sizes, 2), values_1JRD.split(self.sizes, 2), strict=True)
-        self._known = [
-            cache.update(keys, values, layer_idx)
-            for cache, (keys, values) in zip(self.caches, pairs, strict=True)
-        ]
-        return keys_1JRD, values_1JRD
-
-    def attend(self, query_1NRD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
-        """Return rows in sequence order: [1, N, R, D]."""
-        attend = grouped_attention if self.is_folded else masked
-        outs = [
-            attend(query_1NlD, *known, mask, scale)
-            for query_1NlD, known, mask in zip(
-                query_1NRD.split(self.sizes, 2), self._known, self.masks, strict=True
-            )
-        ]
-        return torch.cat(outs, 2)
+# -- attention in transformers' layers ---------------------------------------------------------
 
 
 def masked(
@@ -322,8 +205,6 @@ def masked(
     inputs = (query_1NlD, keys_1JCD, values_1JCD, mask)
     return F.scaled_dot_product_attention(*inputs, scale=scale, enable_gqa=is_shared)
 
-
-# -- attention in transformers' layers ---------------------------------------------------------
 
 Attend = Callable[..., Tensor]
 """(query [1, N, R, D], keys, values, mask, scale=) -> [1, N, R, D]."""

@@ -21,7 +21,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks import watch, worker
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.rules.sampled import KeyedRandom
-from pipedraft.models import stage_calls
+from pipedraft.models import together
 
 PLAIN = {"schedule": "autoregressive"}
 WAYS = {
@@ -116,7 +116,7 @@ def swap_rows(monkeypatch, module=local):
     """Mutant: swap the first row between two caches after a pass over both."""
 
     def mutant(stages, segments, taps=()):
-        outputs = stage_calls.forward_together(stages, segments, taps)
+        outputs = together.forward_together(stages, segments, taps)
         one, other = (stage.cache._keys for stage in stages[:2])
         for layer in one:
             row = one[layer][:, :, 0].clone()
@@ -131,8 +131,8 @@ def see_everything(monkeypatch):
     def mutant(visible, *others, **options):
         return right(torch.ones_like(visible), *others, **options)
 
-    right = stage_calls.additive_mask
-    monkeypatch.setattr(stage_calls, "additive_mask", mutant)
+    right = together.additive_mask
+    monkeypatch.setattr(together, "additive_mask", mutant)
 
 
 def share_seed(monkeypatch):

@@ -32,8 +32,8 @@ from pipedraft.inference.sources import default_schedule, make_source
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models import stage_cache
 from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
-from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import KeepRows, Segment, StagedTarget
+from pipedraft.models.together import can_run_together, forward_together
 from pipedraft.pretrained import place_draft
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes

@@ -42,8 +42,8 @@ from pipedraft.inference.result import stop_reason
 from pipedraft.inference.rules.random import Token
 from pipedraft.inference.rules.sampled import Top, Verifier
 from pipedraft.models.flexspec import anchor_hash
-from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import KeepRows, Segment, StagedTarget, target_fingerprint
+from pipedraft.models.together import can_run_together, forward_together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

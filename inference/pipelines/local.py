@@ -12,8 +12,8 @@ from pipedraft.inference.demands import EndMask
 from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned
 from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.timeline import Timeline
-from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
+from pipedraft.models.together import can_run_together, forward_together
 
 
 class LocalPipeline(Pipeline):

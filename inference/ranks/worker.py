@@ -26,8 +26,8 @@ from pipedraft.inference.ranks.links import Local, Outbox
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom, Verifier
 from pipedraft.inference.timeline import Timeline
 from pipedraft.models.stage_cache import Abandoned
-from pipedraft.models.stage_calls import can_run_together, forward_together
 from pipedraft.models.target import Segment, StagedTarget
+from pipedraft.models.together import can_run_together, forward_together
 
 
 @dataclass(eq=False, kw_only=True)

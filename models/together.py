@@ -1,0 +1,159 @@
+"""Run a stage's layers once for the rows of several sequences.
+
+The rows are concatenated without padding, so projections and MLPs read their weights once for all
+sequences. Attention runs per sequence, over its own cache.
+"""
+
+# l rows in a segment, R rows of all segments, H hidden, C cache rows, S mask columns
+# N query heads, J key heads, D head size
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pipedraft.models.bitwise import RowByRow, row_by_row
+from pipedraft.models.families import has_latents
+from pipedraft.models.layers import grouped_attention
+from pipedraft.models.stage_cache import Segment, additive_mask
+from pipedraft.models.stage_calls import attending_by, masked
+
+if TYPE_CHECKING:
+    from pipedraft.models.target import Stage
+
+
+def can_run_together(stage: "Stage") -> bool:
+    """Return True if rows of several sequences can share a pass.
+
+    They cannot with recurrent layers, latent caches, or attention other than "sdpa". With
+    ``bitwise`` only rows of rounded targets can, because a row's bits depend on no other row there.
+    """
+    if stage.cache.recurrent_layers or (stage.is_bitwise and not stage.is_rounded):
+        return False
+    config = stage.layers[0].self_attn.config
+    return config._attn_implementation == "sdpa" and not has_latents(config)
+
+
+@torch.inference_mode()
+def forward_together(
+    stages: Sequence["Stage"], segments: Sequence[Segment], taps: Collection[int] = ()
+) -> list[Segment]:
+    """Run several sequences' stages at once; equal to separate runs up to rounding.
+
+    With rounded weights the results are equal bit for bit. Rows are appended as speculative.
+
+    Args:
+        stages: the same layers in the same model, each with its own cache.
+        taps: layer indices, the same for all segments.
+    """
+    first = stages[0]
+    assert all(stage.layers[0] is first.layers[0] for stage in stages), "one model's stages"
+    caches = [stage.cache for stage in stages]
+    sizes = [segment.num_rows for segment in segments]
+    own_positions = [segment.positions.to(first.device) for segment in segments]
+    # Every sequence has its own cache; the rows pass the layers side by side.
+    known = [cache.begin(p) for cache, p in zip(caches, own_positions, strict=True)]
+    parts = [
+        stage._enter(segment.ids if stage.embedding is not None else segment.hidden)
+        for stage, segment in zip(stages, segments, strict=True)
+    ]
+    hidden_1RH = torch.cat(parts)[None]
+    places = first.places(hidden_1RH, torch.cat(own_positions), first.kinds)
+    apart = _Apart(
+        [
+            row_by_row(stage, segment.visible.to(first.device))
+            if stage.is_rounded
+            else _Masked(stage, segment, positions_C, hidden_1RH.dtype)
+            for stage, segment, positions_C in zip(stages, segments, known, strict=True)
+        ],
+        sizes,
+    )
+    # Never read; without a mask transformers would create a causal one.
+    unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
+    collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
+    # Weights are read once for all rows; `apart` runs attention per sequence.
+    attends = dict.fromkeys(first.kinds, apart.attend)
+    calls = first.plain.calls(sum(sizes), places=places, cache=apart, attends=attends) or [
+        partial(layer, attention_mask=unused_mask, past_key_values=apart, **places[kind])
+        for layer, kind in zip(first.layers, first.kinds, strict=True)
+    ]
+    with attending_by(apart.attend):
+        for index, (call, kind) in enumerate(
+            zip(calls, first.kinds, strict=True), start=first.start + 1
+        ):
+            apart.enter(kind)
+            hidden_1RH = call(hidden_1RH)
+            if index in taps:
+                collected[index] = hidden_1RH[0].split(sizes)
+    for cache in caches:
+        cache.advance(committed=False)
+    return [
+        segment.after(hidden_lH, {layer: parts[place] for layer, parts in collected.items()})
+        for place, (segment, hidden_lH) in enumerate(
+            zip(segments, hidden_1RH[0].split(sizes), strict=True)
+        )
+    ]
+
+
+class _Masked:
+    """A sequence's rows, attending to its cache in one call, behind a mask per layer kind."""
+
+    def __init__(
+        self, stage: "Stage", segment: Segment, positions_C: Tensor, dtype: torch.dtype
+    ) -> None:
+        self._cache = stage.cache
+        self._attend = grouped_attention if stage.groups > 1 else masked
+        self._known: tuple[Tensor, Tensor] | None = None
+        self._kind = ""
+        self._masks = {
+            kind: additive_mask(
+                segment.visible.to(stage.device),
+                positions_C,
+                stage.window if kind == "sliding_attention" else None,
+                dtype,
+                groups=stage.groups,
+            )
+            for kind in set(stage.kinds)
+        }
+
+    def enter(self, kind: str) -> None:
+        self._kind = kind
+
+    def update(
+        self, keys_1JlD: Tensor, values_1JlD: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        self._known = self._cache.update(keys_1JlD, values_1JlD, layer_idx)
+        return keys_1JlD, values_1JlD
+
+    def attend(self, query_1NlD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
+        assert self._known is not None, "the layer's keys come first"
+        return self._attend(query_1NlD, *self._known, self._masks[self._kind], scale)
+
+
+class _Apart:
+    """Cache stand-in for several sequences: splits the rows, so each attends to its own cache."""
+
+    def __init__(self, parts: Sequence[_Masked | RowByRow], sizes: Sequence[int]) -> None:
+        self._parts, self._sizes = parts, list(sizes)
+
+    def enter(self, kind: str) -> None:
+        """Begin a layer of this kind."""
+        for part in self._parts:
+            part.enter(kind)
+
+    def update(
+        self, keys_1JRD: Tensor, values_1JRD: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        """Cache the keys and values; attention modules need only the shape of the returned ones."""
+        pairs = (x.split(self._sizes, 2) for x in (keys_1JRD, values_1JRD))
+        for part, keys, values in zip(self._parts, *pairs, strict=True):
+            part.update(keys, values, layer_idx)
+        return keys_1JRD, values_1JRD
+
+    def attend(self, query_1NRD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
+        """Return rows in sequence order: [1, N, R, D]."""
+        queries = query_1NRD.split(self._sizes, 2)
+        outs = [p.attend(q, scale=scale) for p, q in zip(self._parts, queries, strict=True)]
+        return torch.cat(outs, 2)
