@@ -269,7 +269,7 @@ class VirtualClock:
         return True
 
     def verified(self, tree: TokenTree, walk: Verdict) -> None:
-        """Record accepted and rejected draft tokens in a tree."""
+        """Record which of the tree's draft tokens were accepted and which were rejected."""
 
     def hidden_forwards(self) -> int:
         """Return how many draft forwards fit into a step with one row per stage; at least 1.

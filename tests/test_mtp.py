@@ -57,7 +57,7 @@ def mtp_weights(target):
 
 
 def write_target(folder, target, weights):
-    """Write the target's folder with further tensors, in two files like a large one."""
+    """Write the target as large models are saved: its tensors, ``weights``, and an index file."""
     target.save_pretrained(folder)
     main = folder / "model.safetensors"
     own = load_file(main)

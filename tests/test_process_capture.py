@@ -20,6 +20,6 @@ def test_every_schedule_ends_with_plain_decodings_text(num_processes, parent, tm
 
 @pytest.mark.all  # waits 20 s in vain
 def test_ranks_that_record_while_they_send_wait_for_ever(parent, tmp_path):
-    """Known-bad: no check for a send in flight."""
+    """Known-bad variant: a rank does not check for a send in flight before it records."""
     with pytest.raises(AssertionError, match="recording waits for a peer that records, too"):
         run_ranks(parent, SCRIPT, [str(tmp_path), "unguarded"], 3)

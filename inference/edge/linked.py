@@ -1,7 +1,7 @@
-"""Draft side of a target behind a network: sends batches of draft tokens, receives results.
+"""The draft's side of a link to the target: sends batches of draft tokens, receives results.
 
 A session (``edge/session_messages.py``) covers one chain: verified tokens, then draft tokens. A
-subclass transports the messages and provides the time; it delivers each reply once and in order.
+subclass carries the messages, each reply once and in order, and reads a real or modeled clock.
 ``Estimates`` holds waiting times and the cost of a rejection.
 """
 

@@ -33,7 +33,10 @@ class Followers(Protocol):
         """Append one token to the sequence."""
 
     def contexts(self, path: Sequence[int]) -> Iterable[Mapping[int, int]]:
-        """Yield next-token counts after the sequence and ``path``, shortest context first."""
+        """Yield, per context at the end of sequence and ``path``, how often each token followed it.
+
+        The shortest context comes first.
+        """
 
 
 class NGrams:
