@@ -92,7 +92,7 @@ class NotReplayable(Exception):
 
 
 def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> str:
-    """Say why a run under ``cost`` would have drafted other tokens; "": it would not."""
+    """Return why a run under ``cost`` would have drafted other tokens; empty if it would not."""
     if cost == recorded:
         return ""
     if schedule.is_auto:

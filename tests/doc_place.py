@@ -82,6 +82,8 @@ def runner_of(command: Command) -> str:
         return "test_serve_http.py"  # it starts these servers
     if command.module.startswith(("docs/images/", "docs/lab/write_results")):
         return "test_docs.py"  # it compares their output
+    if command.module == "docs/lab/servers.py":
+        return "test_serve_command.py"
     if command.module in ("docs/lab/runs.py", "docs/lab/shared_link.py"):
         return "test_lab_scripts.py"
     is_served = any(word.startswith("127.0.0.1:") for word in words)

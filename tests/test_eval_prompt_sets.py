@@ -1,4 +1,4 @@
-"""Prompt sets reported by other projects, in their official file formats."""
+"""Prompt sets on which other projects report results, in the sets' official file formats."""
 
 import pytest
 from conftest import write_rows

@@ -56,7 +56,7 @@ LAYOUTS = {
 
 
 def block_files(name, target):
-    """Files of a two-layer head, config.json and tensors, as published."""
+    """Return config.json and the tensors of a two-layer head, as the project publishes them."""
     generator = torch.Generator().manual_seed(4)
     weights = {"fc.weight": random(generator, HIDDEN, len(NUMBERS) * HIDDEN)}
     weights |= {f"{name}.weight": random(generator, HIDDEN) for name in ("norm", "hidden_norm")}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import signal
 import ssl
 import subprocess
@@ -115,6 +116,21 @@ def test_a_killed_rank_ends_it_with_one_line(ranks):
     (line,) = err.splitlines()
     assert (status, line.startswith("error: rank 0 (controller and stage 0): ")) == (1, True)
     assert "rank 1 (stage 1)" in line
+
+
+@pytest.mark.all
+def test_streams_that_load_a_server_are_timed(command, repository, capsys, monkeypatch):
+    target = str(repository / "assets" / "target")
+    process, port = command("--target", target, "--schedule", "autoregressive")
+    words = [str(process.pid), f"http://127.0.0.1:{port}", "--tokens", "4"]
+    script = runpy.run_path(str(repository / "docs" / "lab" / "servers.py"))
+    words += ["--data-dir", str(repository / "assets" / "eval")]
+    monkeypatch.setattr(sys, "argv", ["servers.py", *words])
+    script["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" tokens/s")[0].split(", ")[0] for line in lines] == [
+        f"{streams} streams: {4 * count} tokens" for streams, count in script["REQUESTS"].items()
+    ]
 
 
 @pytest.mark.all

@@ -82,8 +82,8 @@ def _naming(peer: int) -> Iterator[None]:
 class DeviceLink:
     """One direction between two accelerators, in a process group of these two ranks.
 
-    Operations in a group run in posting order, so two links that share a group could wait for each
-    other's receivers. ``wait`` without a limit blocks NCCL's streams, not this thread.
+    Operations in a group run in posting order, so two links in one group could deadlock, each
+    waiting for the other's receiver. ``Work.wait`` without a limit blocks streams, not this thread.
     """
 
     group: dist.ProcessGroup
