@@ -155,7 +155,7 @@ class Parity:
             self.checks[name] = Check(name=name, remark=remark)
 
     def add(self, prompt: Prompt) -> None:
-        """Decode a prompt, and compare its rows with training."""
+        """Decode a prompt; compare the draft's rows with its training pass and exported files."""
         name = f"{prompt.task}/{prompt.id}"
         prompt_ids = encode_turn(self.decoding.tokenizer, prompt, [])
         answer, drafted = self.decoding.run(prompt_ids)

@@ -40,8 +40,9 @@ def rows_that_pay(scores: Sequence[float], costs: RowCosts) -> int:
     """Return how many of the best rows to take for the most tokens per time.
 
     A row is emitted if its whole path is accepted, with a probability p from its cumulative score.
-    The k best rows yield ``tokens`` + p_1 + .. + p_k tokens in the time ``time`` + k ``row``. As p
-    falls, the maximum is reached before the first row with p / ``row`` below the rate so far.
+    The k best rows yield ``tokens`` + p_1 + .. + p_k tokens in the time ``time`` + k * ``row``. p
+    falls from row to row, so the most tokens per time are reached before the first row with
+    p / ``row`` below the rate so far.
 
     Args:
         scores: cumulative log-probabilities, descending.

@@ -113,9 +113,9 @@ class DSpark(DFlash):
         anchors: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Run DFlash's forward; each place follows the sequence's own token (teacher forcing).
+        """Run DFlash's forward with the true token before each place (teacher forcing).
 
-        Rows past the end of the sequence have undefined values.
+        Places past the end of the sequence have undefined values.
 
         Returns:
             Outputs [A, S, H + r].

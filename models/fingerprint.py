@@ -148,7 +148,7 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash the whole tokenizer; of a slow tokenizer only the vocabulary (for manifests)."""
+    """Hash the tokenizer for manifests; a slow tokenizer's hash covers only the vocabulary."""
     if tokenizer.is_fast:
         text = tokenizer.backend_tokenizer.to_str()
     else:

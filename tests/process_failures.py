@@ -66,7 +66,7 @@ def run_rank(plan: Plan) -> None:
 
 
 def run_forked_rank(rank: int, port: int, plan: Plan) -> None:
-    """Run ``run_rank`` in torchrun's environment; its output goes to a file."""
+    """Run ``run_rank`` in torchrun's environment; its stderr goes to a file."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(NUM_RANKS),

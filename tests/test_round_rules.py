@@ -104,7 +104,7 @@ def each_node_has_its_own_threshold(monkeypatch):
 
 
 def rejecting(monkeypatch, change):
-    """``change`` may undo a rejection's effect on a node; it gets the state before."""
+    """Call ``change`` after each rejection, with the node and its earlier weight, p and q."""
     plain = BlockVerifier.reject
 
     def reject(self, parent, token):

@@ -23,10 +23,11 @@ from pipedraft.inference.edge.channel import PRESETS, Channel
 
 
 def ms_per_token(network: str, num_users: int, length: int, row: float, seconds: float) -> float:
-    """Return the mean time per token; ``length`` 0: the cloud alone.
+    """Return a user's mean milliseconds per token.
 
     Args:
-        row: price of a further row in a pass, relative to the first.
+        length: draft tokens per round; 0: the cloud decodes alone.
+        row: time for a further row in a pass, relative to the first row's.
         seconds: simulated time.
     """
     channel = Channel(replace(PRESETS[network], jitter_s=0.0, loss=0.0))
