@@ -28,6 +28,7 @@ KEPT = {
     },
     "test_cli": {
         "test_a_training_process_that_has_read_its_data_still_prints_one_line": 0,
+        "test_a_language_model_drafts_and_is_evaluated": 0,
     },
     "test_cpu": {
         "test_laid_out_layers_decode_what_transformers_generates": 2,
@@ -41,13 +42,14 @@ KEPT = {
     },
     "test_device_training": {
         "test_no_operation_of_training_sees_two_devices": 4,
-        "test_a_layer_of_a_draft_is_one_graph_to_the_compiler": 1,
+        "test_a_layer_of_a_draft_is_one_graph_to_the_compiler": 0,
     },
     "test_doc_runs": {
         "test_commands_run": 2,
     },
     "test_docs": {
         "test_drafts_of_the_papers_models_are_made_by_the_commands_above_them": 4,
+        "test_the_pictures_are_what_the_engine_draws": 0,
     },
     "test_draft_calls": {
         "test_drafts_that_share_a_pass_are_those_of_each_alone": 0,
@@ -66,14 +68,14 @@ KEPT = {
     "test_eagle_schedules": {
         "test_greedy_text_equals_transformers_greedy": 6,
         "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 6,
-        "test_sampled_text_has_the_targets_distribution": 1,
+        "test_sampled_text_has_the_targets_distribution": 0,
         "test_segments_pruned_to_one_row_and_to_none_change_nothing": 1,
         "test_expansion_depth_stays_within_the_time_of_one_row": 1,
         "test_no_segment_has_more_draft_tokens_than_the_setting_says": 4,
         "test_naive_micro_batches_cost_n_plus_m_minus_1_steps_a_round": 2,
     },
     "test_edge_rules": {
-        "test_sampled_text_has_the_targets_distribution": 1,
+        "test_sampled_text_has_the_targets_distribution": 0,
         "test_top_k_misses_the_distribution_by_what_is_predicted": 0,
         "test_the_distribution_test_catches_known_mistakes": 1,
         "test_the_first_three_tokens_have_the_product_distribution": 0,
@@ -90,6 +92,7 @@ KEPT = {
     },
     "test_eval_html": {
         "test_a_real_evaluation_writes_its_page": 0,
+        "test_many_runs_stay_below_two_megabytes": 0,
     },
     "test_eval_margin": {
         "test_half_precision_differs_by_ties_alone": 0,
@@ -118,12 +121,13 @@ KEPT = {
         "test_heads_train_on_a_family": 1,
     },
     "test_features": {
-        "test_training_from_a_dump_in_fp32_is_online_training_bit_for_bit": 1,
+        "test_training_from_a_dump_in_fp32_is_online_training_bit_for_bit": 0,
         "test_over_several_epochs_the_losses_are_those_of_online_training": 0,
+        "test_processes_share_the_shards_of_a_dump": 0,
     },
     "test_features_served": {
         "test_training_from_a_server_is_online_training": 1,
-        "test_a_run_that_loses_its_server_saves_and_goes_on_later": 1,
+        "test_a_run_that_loses_its_server_saves_and_goes_on_later": 0,
         "test_what_cannot_be_dumped_is_refused_before_the_target_runs": 0,
     },
     "test_flexspec": {
@@ -135,11 +139,11 @@ KEPT = {
     "test_flexspec_training": {
         "test_it_learns_a_handful_of_conversations_by_heart": 1,
     },
-    "test_gpu_check": {
-        "test_every_section_runs_and_every_output_is_right": 0,
-    },
     "test_gguf": {
         "test_a_broken_file_ends_the_command_with_status_2": 0,
+    },
+    "test_gpu_check": {
+        "test_every_section_runs_and_every_output_is_right": 0,
     },
     "test_hostile_checkpoints": {
         "test_no_value_in_a_checkpoints_description_is_believed": 1,
@@ -150,9 +154,19 @@ KEPT = {
     "test_hostile_inputs": {
         "test_yaml_that_could_grow_is_refused": 1,
     },
+    "test_hostile_kills": {
+        "test_a_server_that_is_killed_again_and_again_gives_the_whole_sequence": 0,
+        "test_an_upload_that_is_killed_leaves_one_of_the_two_heads_whole": 0,
+    },
     "test_hub": {
         "test_a_process_of_its_own_goes_by_hf_endpoint_and_xet_sends_chunks_once": 0,
         "test_every_failure_is_one_line": 8,
+    },
+    "test_hub_cards": {
+        "test_the_commands_of_a_card_work_as_printed": 0,
+    },
+    "test_layout": {
+        "test_the_wheel_holds_the_package_and_runs_from_another_directory": 0,
     },
     "test_link_schedules": {
         "test_greedy_text_equals_transformers_greedy": 5,
@@ -163,6 +177,7 @@ KEPT = {
     "test_long_runs": {
         "test_a_signal_ends_the_run_after_its_step": 1,
         "test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room": 0,
+        "test_a_run_killed_at_any_moment_resumes_bit_for_bit": 0,
     },
     "test_lookup": {
         "test_the_output_is_the_targets_under_every_schedule": 8,
@@ -175,10 +190,11 @@ KEPT = {
         "test_steps_equal_the_closed_form_on_a_bernoulli_draft": 0,
         "test_both_tests_of_sampled_text_catch_the_published_tree_rule": 0,
         "test_shared_noise_makes_draft_and_target_agree_more_often": 0,
+        "test_the_comparison_notices_a_draw_that_depends_on_the_draft": 0,
     },
     "test_meter": {
         "test_text_is_the_targets_whatever_part_is_drafted": 6,
-        "test_sampled_text_has_the_targets_law_whatever_part_is_drafted": 1,
+        "test_sampled_text_has_the_targets_law_whatever_part_is_drafted": 0,
         "test_both_tests_of_sampled_text_catch_a_token_changed_with_a_part": 0,
     },
     "test_mtp": {
@@ -206,6 +222,7 @@ KEPT = {
         "test_a_target_in_parts_is_the_same_target": 1,
         "test_processes_wait_for_one_that_is_longer_than_the_usual_timeout": 0,
         "test_a_group_that_the_processes_cannot_share_goes_on_and_says_so": 0,
+        "test_processes_on_two_disks_are_refused_at_once": 0,
     },
     "test_parity": {
         "test_what_is_decoded_is_what_is_trained": 3,
@@ -224,6 +241,7 @@ KEPT = {
         "test_sampled_text_has_the_targets_distribution": 0,
         "test_a_recurrent_language_model_drafts_branches": 0,
         "test_steps_with_a_perfect_and_with_a_useless_draft": 3,
+        "test_a_wrong_mask_between_branches_is_noticed": 0,
     },
     "test_plan": {
         "test_parameters_bytes_and_flops_are_those_of_the_real_networks": 1,
@@ -257,6 +275,7 @@ KEPT = {
         "test_a_lost_stage_ends_every_rank_with_a_line": 1,
         "test_a_rank_cut_off_from_everything_ends_too": 0,
         "test_a_rank_that_was_suspended_goes_on": 0,
+        "test_a_silent_link_ends_every_rank_with_a_line": 0,
     },
     "test_recurrent_trees": {
         "test_sampled_text_is_plain_decodings": 2,
@@ -269,7 +288,7 @@ KEPT = {
     },
     "test_sampling": {
         "test_chains_have_the_targets_law": 2,
-        "test_chains_have_the_law_of_the_filtered_target": 1,
+        "test_chains_have_the_law_of_the_filtered_target": 0,
         "test_rules_of_whole_rounds_have_the_targets_law": 2,
         "test_rules_of_whole_rounds_have_the_law_of_the_filtered_target": 1,
         "test_plain_decoding_has_the_targets_law": 1,
@@ -308,7 +327,7 @@ KEPT = {
         "test_sequences_that_come_and_go_decode_what_each_does_alone": 1,
         "test_a_sequence_that_fails_ends_alone": 2,
         "test_a_sequence_takes_the_steps_that_it_takes_alone": 0,
-        "test_as_many_sequences_draft_as_pay": 1,
+        "test_as_many_sequences_draft_as_pay": 0,
     },
     "test_several_ranks": {
         "test_ranks_make_the_steps_that_one_process_makes": 0,
