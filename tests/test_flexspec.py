@@ -159,7 +159,7 @@ def test_the_cost_of_a_forward_counts_what_is_computed():
 
 
 class Checked(RemembersText, FlexSpecSource):
-    """Compares the logits after every tree row with its path read from scratch."""
+    """Checks each tree row: reading its whole path from scratch gives the same logits."""
 
     def __init__(self, draft) -> None:
         self.expected: dict[tuple[int, ...], torch.Tensor] = {}

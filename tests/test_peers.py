@@ -1,4 +1,4 @@
-"""Heads from other projects compute the same as their own files say, and export unchanged."""
+"""Imported heads return the logits that formulas give for their files, and export unchanged."""
 
 # R rows of a text but its last token, H hidden, U draft vocabulary
 

@@ -155,9 +155,9 @@ class Runs:
         return self.parent.wait(self.start(method, folder, **job))
 
     def run_on_disk(self, method: str, folder: Path, *, full_at: int, **job: Any) -> bool:
-        """Return True if a run ended before its n-th file, where the disk is full.
+        """Run on a disk that is full at file ``full_at``; True: the run was complete before that.
 
-        Otherwise it has ended with one line and status 1, and all its saved files are whole.
+        If not, it must print one error line and exit with status 1. All saved files must be whole.
         """
         before = checkpoint.step_folders(folder)
         status = self.run(method, folder, full_at=full_at, **job)

@@ -4,7 +4,7 @@
 
 Networks on the meta device count the parameters. The draft runs one training step and one
 evaluation on fake tensors with the run's shapes, so bytes and FLOPs equal the real ones. The
-target's kernels differ by family, so its forward is estimated: a sum over one layer's largest
+target's kernels differ by family, so its forward's memory is estimated as one layer's largest
 tensors. Only the target's config.json is read.
 """
 
