@@ -156,6 +156,7 @@ STAND_INS = {
     "PATH/stories260K": "assets/target",
     "configs/sizes/qwen3_8b": "assets/target",
     "assets/heads/smollm2_spd_n4": "assets/heads/spd_n4",
+    "assets/heads/smollm2_spd_n8": "assets/heads/eagle3",  # any other head than n4's
     "assets/heads/smollm2_eagle3": "assets/heads/eagle3",
 }
 HUB_TARGETS = {
