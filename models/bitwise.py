@@ -3,9 +3,8 @@
 Libraries choose kernels by shape, and each kernel sums in its own order. So in bfloat16 a row's
 logits depend on the other rows. Here every matrix product is padded to the same number of rows, and
 each row attends alone to its ancestors in order, exactly as in autoregressive decoding. A product
-has 16 rows on a CPU and 1 on a GPU, where with 16 rows outputs differed from autoregressive
-decoding. Targets with rounded weights (``rounded.py``) always run this way, without padding: their
-rows are independent.
+has 16 rows on a CPU. On a GPU it has 1, because outputs differed with 16. Rounded weights
+(``rounded.py``) need no padding, so their targets use only ``RowByRow``.
 """
 
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size
@@ -42,17 +41,14 @@ def check_bitwise(config: PreTrainedConfig) -> None:
         )
 
 
-def rows_of_a_pass(device: torch.device, is_rounded: bool) -> int | None:
-    """Return the fixed number of rows per pass; None: any number."""
-    if is_rounded:
-        return None
+def rows_of_a_pass(device: torch.device) -> int:
+    """Return the fixed number of rows per pass."""
     return ROWS if device.type == "cpu" else 1  # 16 rows were not enough on a GPU
 
 
-def pad(rows_lH: Tensor, is_rounded: bool) -> Tensor:
+def pad(rows_lH: Tensor) -> Tensor:
     """Pad a pass to its fixed row count with copies of the last row."""
-    count = rows_of_a_pass(rows_lH.device, is_rounded)
-    num_copies = 0 if count is None else count - len(rows_lH)
+    num_copies = rows_of_a_pass(rows_lH.device) - len(rows_lH)
     return torch.cat([rows_lH, rows_lH[-1:].expand(num_copies, *rows_lH.shape[1:])])
 
 
@@ -62,7 +58,7 @@ def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
     entering = segment.ids if stage.embedding is not None else segment.hidden
     assert entering is not None, "stage 0 needs token ids, later stages hidden states"
     hidden_lH, collected = [], {index: list[Tensor]() for index in taps}
-    size = rows_of_a_pass(stage.device, stage.is_rounded) or segment.num_rows
+    size = rows_of_a_pass(stage.device)
     for start in range(0, segment.num_rows, size):
         rows = slice(start, min(start + size, segment.num_rows))
         seen_lS = segment.visible[rows, : segment.lo + rows.stop].to(stage.device)
@@ -80,8 +76,8 @@ def _pass(
     """Return hidden states [l, H] by layer index; the first stage adds index 0, the embedding."""
     cache, num_rows = stage.cache, len(entering_lH)
     positions_C = cache.begin(positions_l.to(stage.device))
-    hidden_1PH = pad(entering_lH, stage.is_rounded)[None]
-    positions_P = pad(positions_C[-num_rows:], stage.is_rounded)
+    hidden_1PH = pad(entering_lH)[None]
+    positions_P = pad(positions_C[-num_rows:])
     places = stage.places(hidden_1PH, positions_P, stage.kinds)
     # Never read; without a mask transformers would ask for a causal one.
     unused_mask = hidden_1PH.new_zeros(1, 1, 1, hidden_1PH.shape[1])
@@ -110,7 +106,7 @@ def _places(seen_C: Tensor) -> Tensor | slice:
 
 
 def row_by_row(stage: "Stage", visible_lS: Tensor) -> "RowByRow":
-    """Return attention for a segment's rows over the stage's cache, each row alone."""
+    """Return attention over the stage's cache in which each row of a segment attends alone."""
     # Every row sees all committed rows; the mask covers only the segment's.
     committed_lC = visible_lS.new_ones(len(visible_lS), stage.cache.num_committed)
     return RowByRow(stage.cache, torch.cat([committed_lC, visible_lS], 1), stage.window)

@@ -39,6 +39,7 @@ from pipedraft.models.stage_cache import (
     prune_segment,
 )
 from pipedraft.models.stage_calls import StageGraphs
+from pipedraft.models.together import forward_together
 from pipedraft.pretrained import (
     context_length,
     load_config,
@@ -153,7 +154,7 @@ class Stage:
         self.device = next(self.layers[0].parameters()).device
         self.cache = StageCache(recurrent)
         self.is_rounded = rounded.rounded_dtype(self.layers[0]) is not None
-        self.is_bitwise = self.is_rounded
+        self.is_bitwise = False
         can_capture = stage_calls.can_capture(decoder.config)
         on_gpu = self.device.type == "cuda"
         self.groups = stage_calls.shared_heads(decoder.config, self.device)
@@ -208,6 +209,8 @@ class Stage:
             f"stage [{self.start}, {self.end}) holds {self.num_speculative} speculative rows, "
             f"the segment starts at row {segment.lo}"
         )
+        if self.is_rounded:
+            return forward_together([self], [segment], taps)[0]
         if self.is_bitwise:
             return bitwise.forward(self, segment, taps)
         entering = segment.ids if self.embedding is not None else segment.hidden
@@ -334,7 +337,7 @@ class StagedTarget:
         self._lm_head = model.lm_head
         cpu.lay_out(model)
         self._is_rounded = rounded.rounded_dtype(model) is not None
-        self._is_bitwise = self._is_rounded
+        self._is_bitwise = False
 
     @property
     def device(self) -> torch.device:
@@ -349,9 +352,10 @@ class StagedTarget:
         """Let every row's numbers depend on its own past alone; see ``bitwise.py``."""
         if is_on:
             bitwise.check_bitwise(self.model.get_decoder().config)
-        self._is_bitwise = is_on or self._is_rounded
+        # Rounded weights do this always, and without padding.
+        self._is_bitwise = is_on and not self._is_rounded
         for stage in self.stages:
-            stage.is_bitwise = is_on or stage.is_rounded
+            stage.is_bitwise = self._is_bitwise
 
     def reserve(self, num_rows: int) -> None:
         """Reset and make room for a sequence, so that decoding it captures no new graphs."""
@@ -411,8 +415,8 @@ class StagedTarget:
     def logits(self, hidden_lH: Tensor) -> Tensor:
         """Return logits, from raw hidden states (index L); float32 [l, V]."""
         if self._is_bitwise:
-            count = bitwise.rows_of_a_pass(hidden_lH.device, self._is_rounded) or len(hidden_lH)
-            parts = (bitwise.pad(x, self._is_rounded) for x in hidden_lH.split(count))
+            count = bitwise.rows_of_a_pass(hidden_lH.device)
+            parts = (bitwise.pad(x) for x in hidden_lH.split(count))
             padded = (self._lm_head(self._norm(x)) for x in parts)
             return torch.cat(list(padded))[: len(hidden_lH)].float()
         logits_lV = self._lm_head(self._norm(hidden_lH))

@@ -1,7 +1,7 @@
-"""Run a stage's layers once for the rows of several sequences.
+"""Run a stage's layers once for several sequences.
 
-The rows are concatenated without padding, so projections and MLPs read their weights once for all
-sequences. Attention runs per sequence, over its own cache.
+Their rows are concatenated without padding, so projections and MLPs read their weights only once.
+Attention runs per sequence, over its own cache; with rounded weights (``rounded.py``), per row.
 """
 
 # l rows in a segment, R rows of all segments, H hidden, C cache rows, S mask columns
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 def can_run_together(stage: "Stage") -> bool:
     """Return True if rows of several sequences can share a pass.
 
-    They cannot with recurrent layers, latent caches, or attention other than "sdpa". With
-    ``bitwise`` only rows of rounded targets can, because a row's bits depend on no other row there.
+    They cannot with recurrent layers, ``bitwise``, latent caches, or attention other than "sdpa".
     """
-    if stage.cache.recurrent_layers or (stage.is_bitwise and not stage.is_rounded):
+    if stage.cache.recurrent_layers or stage.is_bitwise:
         return False
     config = stage.layers[0].self_attn.config
     return config._attn_implementation == "sdpa" and not has_latents(config)
@@ -40,9 +39,9 @@ def can_run_together(stage: "Stage") -> bool:
 def forward_together(
     stages: Sequence["Stage"], segments: Sequence[Segment], taps: Collection[int] = ()
 ) -> list[Segment]:
-    """Run several sequences' stages at once; equal to separate runs up to rounding.
+    """Run several sequences' stages at once, and append their rows as speculative.
 
-    With rounded weights the results are equal bit for bit. Rows are appended as speculative.
+    Results equal separate runs up to rounding; with rounded weights, bit for bit.
 
     Args:
         stages: the same layers in the same model, each with its own cache.

@@ -323,6 +323,7 @@ KEPT = {
         "test_fifty_edges_at_once": 0,
     },
     "test_several": {
+        "test_sequences_on_a_rounded_target_decode_what_each_does_alone": 1,
         "test_sequences_that_mix_are_noticed": 1,
         "test_sequences_that_come_and_go_decode_what_each_does_alone": 1,
         "test_a_sequence_that_fails_ends_alone": 2,

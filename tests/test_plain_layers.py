@@ -110,8 +110,8 @@ def test_masked_attention_instead_of_rows_alone_changes_bits(monkeypatch):
     """Known-bad: a pass whose rows attend together, as in float32."""
     target = StagedTarget(rounded_target(torch.int8), 1)
     found = []
-    for is_bitwise in (True, False):
-        target.stages[0].is_bitwise = is_bitwise
+    for is_alone in (True, False):
+        target.stages[0].is_rounded = is_alone
         target.prefill(torch.arange(200))
         segment = chain_segment(target, torch.arange(30, 46))
         found.append(target.stages[0].forward(segment).hidden)

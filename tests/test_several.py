@@ -8,6 +8,7 @@ import weakref
 from concurrent.futures import CancelledError
 
 import pytest
+import torch
 from conftest import tiny_mistral
 from decode_runs import PlainTokenizer, SimulatedSource, attentive_llama, friendly_module
 from several_runs import (
@@ -32,6 +33,7 @@ from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import Observer
+from pipedraft.models.rounded import round_target
 from pipedraft.models.target import StagedTarget
 
 
@@ -57,6 +59,16 @@ def test_sequences_that_come_and_go_decode_what_each_does_alone(world, kind):
     assert batch.clock.num_tokens == sum(h.future.result().num_tokens for h in handles)
     assert batch.clock.num_steps < sum(h.future.result().num_steps for h in handles)
     assert all(len(h.token_times) == len(h.token_ids) for h in handles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_sequences_on_a_rounded_target_decode_what_each_does_alone(dtype):
+    target, rng = attentive_llama(1.0), random.Random(1)
+    draft = make_head(target)
+    round_target(target, dtype)
+    asked = list(requests(rng, WAYS["head"], stages_of(draft), len(WAYS["head"])))
+    _, handles = decode_several(target, draft, stages_of(draft), asked, rng=rng)
+    assert check_as_alone(target, draft, handles) == 0
 
 
 @pytest.mark.all
