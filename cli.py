@@ -63,7 +63,7 @@ class UsageError(ValueError):
 
 
 class Failure(RuntimeError):
-    """A failure that the input did not cause, such as a network outage: one line, status 1."""
+    """A failure not caused by the input, such as a network outage: one line, status 1."""
 
 
 def check_ranges(values: object, ranges: Mapping[str, str], prefix: str = "") -> None:
@@ -165,7 +165,7 @@ def as_typed(message: str, words: Sequence[str]) -> str:
 def needed(message: str, words: Sequence[str]) -> str:
     """Return the command that creates the missing file in a message; "" if none is known.
 
-    YAML files on the command line name such commands. For example, after ``# Needs out/smollm2:
+    YAML files on the command line name these commands. For example, after ``# Needs out/smollm2:
     make out/smollm2/config.json`` a message about 'out/smollm2' gets ``make ...``.
     """
     for word in words:

@@ -229,7 +229,7 @@ class Contestant:
 
 
 class Informed(DraftLengthPolicy):
-    """Policy with the highest rate under the true survival, which only a simulation knows."""
+    """Policy with the highest rate under the true survival, known only to a simulation."""
 
     def __init__(self, world: World) -> None:
         super().__init__(MAX_LENGTH)
@@ -320,7 +320,7 @@ class PolicyRun:
         self.policy.observe(verdict.drafted, verdict.accepted)
 
     def round(self) -> None:
-        """Run one round of a protocol that waits: draft, send, wait."""
+        """Run one round in a protocol without overlap: draft, send, wait."""
         world, text = self.world, self.world.text
         drafted = self.choose()
         accepted = min(drafted, text.num_right[text.place])

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 # B rows, T positions, V vocabulary, J key heads, D head size
 
 ENDED_SHARE = 1 / 4
-"""Share of finished rows that triggers their removal, which copies the caches once."""
+"""Share of finished rows that triggers their removal. A removal copies the caches once."""
 CHECK_EVERY = 16
 """Forward passes between two checks for finished rows: each check waits for the device."""
 
@@ -244,7 +244,7 @@ def _collect(
 
 
 def repeats_itself(ids: np.ndarray, most: int = 12) -> bool:
-    """Return True for a loop: four tokens in sequence that repeat more than ``most`` times."""
+    """Return True for a loop: four tokens in sequence, repeated more than ``most`` times."""
     if len(ids) < 4:
         return False
     wide = ids.astype(np.uint64)

@@ -41,7 +41,7 @@ class RenderedChat:
     num_missing: int
     """Assistant turns without any trace in the text."""
     not_rendered: tuple[str, ...] = ()
-    """Fields of the conversation that the template leaves out."""
+    """Conversation fields left out by the template."""
     has_thinking_back: bool = False
     """True if the last turn's thinking was put back after the template stripped it."""
 
@@ -367,7 +367,7 @@ def is_in(part: str, text: str) -> bool:
 
 
 def mark_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
-    """Return 1 for every token that shares a character with a span, else 0.
+    """Return 1 for every token sharing a character with a span, else 0.
 
     Byte-level post-processors may trim whitespace from offsets, down to an empty range. So a token
     is taken to begin no later than where the one before it ends.

@@ -111,7 +111,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """First token that differs between two greedy answers."""
+    """First differing token in two greedy answers."""
 
     prompt: str
     place: int
@@ -124,7 +124,7 @@ class Difference:
 
 
 def read_answer(payload: Values) -> Answer:
-    """Read a chat completion, which may be empty.
+    """Read a chat completion; it may be empty.
 
     Raises:
         TryAgain: the payload is no complete chat completion.

@@ -17,9 +17,9 @@ import numpy as np
 NUM_PERMUTATIONS = 2000
 NUM_SIMULATIONS = 100
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Shares of wrong answers for which power is computed."""
+"""Power is computed for these shares of wrong answers."""
 POWER = 0.9
-"""Probability with which a test must find a fault."""
+"""A test must find a fault with this probability."""
 
 Features = Sequence[Hashable]
 """An answer's features: its first token, its token pairs, ..."""
@@ -107,7 +107,7 @@ def _detectable(
     Args:
         tables: per prompt, both servers' feature counts [N, K] by answer, a faulty answer's [K],
             and the number of answers per server.
-        critical: statistic above which a test raises an alarm.
+        critical: a test raises an alarm above this statistic.
     """
     for share in SHARES:
         hits = 0

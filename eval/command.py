@@ -45,7 +45,7 @@ from pipedraft.pretrained import quieten, resolve_dtype
 
 LoadedDraft = tuple[str, str, DraftNetwork]
 """Name in tables, the draft's folder or Hub name, and its network. Heads of one type share a name
-if they were trained for different numbers of stages."""
+if they were trained for different stage counts."""
 
 
 def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:

@@ -30,7 +30,7 @@ from pipedraft.inference.result import DecodeResult
 AUTOREGRESSIVE = "autoregressive"
 """The baseline's schedule and method name."""
 OVERALL = "overall"
-"""Benchmark name for all of them pooled."""
+"""Benchmark name for all benchmarks pooled."""
 ENTROPY_EDGES = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
 """Bin edges in nats, fixed so that runs can be compared bin by bin. A bin ends below the next edge;
 the last is open."""
@@ -102,7 +102,7 @@ def run_record(
         results: one per turn, all with the same number of stages.
         conversations: each result's conversation; None: every result is its own.
         seed: for the bootstrap.
-        fields: record fields that the results do not contain, such as the settings.
+        fields: record fields missing in the results, for example the settings.
     """
     stages = {result.num_stages for result in results}
     if len(stages) != 1:

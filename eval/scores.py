@@ -1,7 +1,7 @@
 """Score answers with GSM8K's accuracy, and write files for other harnesses.
 
 Lossless decoding does not change the output, so every score is the target's own. Every method is
-scored anyway, which exposes a method that changes answers. Programs are not run here: evalplus and
+scored anyway, to expose a method that changes answers. Programs are not run here: evalplus and
 lm-evaluation-harness score the files from ``save_answers``.
 """
 
@@ -57,7 +57,7 @@ def find_number(answer: str) -> Decimal | None:
     """Return the answer's final number; None if it has none.
 
     GSM8K's published rule takes the number after the first "####", wherever it is. Without "####",
-    take the last number in the last \\boxed{..} that has one; without that, the last number.
+    take the last number in the last \\boxed{..} with a number; if no box has one, the last number.
     Thousands separators, units and reasoning before "</think>" are ignored. Numbers are compared by
     value: 1,250.50 is $1250.5.
     """

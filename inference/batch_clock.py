@@ -2,8 +2,8 @@
 
 A stage takes as long for rows from all sequences as for one segment with the same number of rows.
 All sequences draft on one device: their forwards run as one (``drafts_together``) or one after the
-other. A draft forward that overlaps with a step adds only the time by which it outlasts the stages.
-A sequence that drafts while its rows wait sits out steps while the other sequences continue.
+other. A draft forward overlapped with a step adds only its excess over the stages' time. A sequence
+that drafts while its rows wait sits out steps while the other sequences continue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 MEMORY = 0.99
-"""Factor that every step applies to the weight of older measurements."""
+"""Factor applied to older measurements' weight at every step."""
 PRIOR_STEPS = 64.0
 """Weight of the prior, in steps: a drafting sequence is assumed to emit ``PRIOR_LENGTH`` / n tokens
 per step. As old measurements fade, the prior gains influence, so drafting is tried again."""
@@ -34,7 +34,7 @@ LEARNING = 0.1
 rejected."""
 SHARPEST = 4.0
 SWITCH = 1.02
-"""Ratio of new to old rate from which on the number of drafting sequences changes."""
+"""Minimum ratio (new rate / old rate) to change the number of drafting sequences."""
 
 
 class BatchClock:
@@ -53,7 +53,7 @@ class BatchClock:
         self.num_tokens = 0
         """Tokens emitted by all sequences, without each sequence's first."""
         self.live: list[SharedPipeline] = []
-        """Decoding sequences, without those still in prefill."""
+        """Decoding sequences, without sequences still in prefill."""
         self._stages = VirtualClock(cost, boundaries, draft_forward)
         self._rows = [0] * self._stages.num_stages
         self._beside: list[int] = []
@@ -77,7 +77,7 @@ class BatchClock:
 
     @property
     def forwards_beside(self) -> int:
-        """Draft forwards that fit into a step, for a sequence that drafts while its rows wait."""
+        """Draft forwards that fit into a step, for a sequence drafting while its rows wait."""
         return self._stages.hidden_forwards()
 
     @property
@@ -161,7 +161,7 @@ class BatchClock:
         self._beside, self._after, self._unpriced, self._is_open = [], [], [], False
 
     def _passes(self, forwards: Sequence[int]) -> float:
-        """Return the time that these draft forwards take, in single forwards.
+        """Return the time for these draft forwards, in single forwards.
 
         ``forwards`` has one number per sequence. With ``drafts_together`` the sequences' first
         forwards run as one pass, then their second ones, and so on. Each further sequence makes a
@@ -195,7 +195,7 @@ class BatchClock:
     def _choose(self) -> None:
         """Choose the sequences that draft: the number with the most tokens per time.
 
-        Sequences with the fewest tokens start first, those with the most tokens stop first.
+        Sequences with the fewest tokens start first; sequences with the most tokens stop first.
         """
         drafting = [pipeline for pipeline in self.live if pipeline in self.drafting]
         best = max(range(len(self.live) + 1), key=self.rate)

@@ -25,14 +25,14 @@ EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_
 
 
 class NoText:
-    """Tokenizer stand-in that returns no text: transformers uses token ids only."""
+    """Tokenizer stand-in: returns no text, because transformers uses token ids only."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
 
 class Stopper(Observer):
-    """Observer that ends the sequence if one of transformers' other stopping criteria is met."""
+    """Observer: ends the sequence if one of transformers' other stopping criteria is met."""
 
     def __init__(self, prompt_ids: list[int], criteria: Sequence[StoppingCriteria]) -> None:
         self.ids, self.criteria = list(prompt_ids), criteria

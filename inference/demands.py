@@ -20,7 +20,7 @@ class Demands:
     ignores_eos: bool = False
     """Ignore the target's EOS tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Further token ids that end the sequence."""
+    """Further token ids ending the sequence."""
     min_tokens: int = 0
     """New tokens required before any token may end the sequence."""
     wants_logits: bool = False

@@ -35,9 +35,9 @@ class DraftMeter:
         self._windows: dict[float, deque[tuple[float, int]]] = {
             part: deque(maxlen=MEMORY) for part in PARTS
         }
-        """Time and number of tokens in each of a part's last windows."""
+        """For each part, time and token count per recent window."""
         self._due = dict.fromkeys(PARTS, 0.0)
-        """Value of ``total`` from which on a part may be tried again."""
+        """Per part: it may be tried again once ``total`` reaches this value."""
         self._tokens, self._time, self._last = 0, 0.0, 0.0
 
     def begin(self, now: float) -> None:

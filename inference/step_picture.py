@@ -48,7 +48,7 @@ class RecordingPipeline(LocalPipeline):
     def __init__(self, target: StagedTarget, text: Sequence[int], prompt_length: int) -> None:
         """
         Args:
-            text: prompt and output; a row past the end of the output counts as rejected.
+            text: prompt and output; a row past the output's end counts as rejected.
             prompt_length: tokens in the prompt.
         """
         super().__init__(target)

@@ -30,8 +30,7 @@ class TextStream:
         """Number of characters returned so far."""
         self._ids: list[int] = []
         self._shown = self._num_held = 0
-        """Number of returned characters in the window; number of tokens since its last complete
-        character."""
+        """Returned characters in the window; tokens since its last complete character."""
         self._text = ""
         """Text in the window."""
 

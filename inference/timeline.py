@@ -17,10 +17,10 @@ MAX_PENDING = 4096
 """Maximum number of GPU spans waiting to be read."""
 MAX_EVENTS = 200_000
 WAIT = "wait"
-"""Span kind for times in which the process can only wait for a message."""
+"""Span kind for times when the process can only wait for a message."""
 
 UNFINISHED = "unfinished"
-"""Span kind for spans that an exception ended."""
+"""Span kind for spans ended by an exception."""
 
 TimelineReport: TypeAlias = Values
 """One process's measurements, as JSON stores them."""

@@ -1,4 +1,4 @@
-"""Networks: the target cut into stages, and the heads and draft models that draft for it."""
+"""Networks: the target cut into stages, and the heads and draft models drafting for it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -63,7 +63,7 @@ def _has_onednn_product() -> bool:
 
 
 def _multiply_rows(x_H: Tensor, laid_out_GH: Tensor, bias_G: Tensor | None) -> Tensor:
-    """Call the operator through which torch's own compiler reaches oneDNN's float32 product."""
+    """Call the operator used by torch's own compiler for oneDNN's float32 product."""
     return torch.ops.mkldnn._linear_pointwise(x_H, laid_out_GH, bias_G, "none", [], "")
 
 
@@ -190,7 +190,7 @@ def orthogonalize(
 
 @contextmanager
 def muon_in_float32(device: torch.device) -> Iterator[None]:
-    """Context in which torch.optim.Muon iterates in float32, if ``device`` is a CPU."""
+    """Let torch.optim.Muon iterate in float32 in this context, if ``device`` is a CPU."""
     if device.type == "cpu":
         _muon._zeropower_via_newtonschulz = orthogonalize  # type: ignore[assignment]
     try:

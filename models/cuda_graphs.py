@@ -2,8 +2,8 @@
 
 A decoding step with a few rows launches hundreds of small kernels; on a GPU launching takes longer
 than their work. The host packs everything that varies between steps, and copies it into a fixed
-buffer in one transfer. Rows that are on the device enter another buffer. Launches are captured once
-per key. On a CPU the same functions run without a graph.
+buffer in one transfer. Rows on the device enter another buffer. Launches are captured once per key.
+On a CPU the same functions run without a graph.
 """
 
 # P padded rows, H hidden, S columns, C cache rows
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 MAX_IDLE = 1
-"""Maximum idle caches with graphs that a network retains for the next sequences."""
+"""Maximum idle caches, with their graphs, retained by a network for the next sequences."""
 Borrowed = TypeVar("Borrowed")
 
 
@@ -39,7 +39,7 @@ would wait for each other."""
 @dataclass
 class CapturedGraph:
     packed: Tensor
-    """int64: everything that varies between steps, except rows on the device."""
+    """int64: all values varying between steps, except rows on the device."""
     rows_PH: Tensor | None
     replay: Callable[[], None]
     out: Tensor

@@ -79,7 +79,7 @@ def plain_embedding(target: PreTrainedModel) -> nn.Module:
 
 
 def logits_divisor(config: PreTrainedConfig) -> float:
-    """Return the number that divides the LM head's output to give logits (Granite); else 1."""
+    """Return the divisor applied to the LM head's output to get logits (Granite); else 1."""
     return float(getattr(config, "logits_scaling", None) or 1.0)
 
 
@@ -145,7 +145,7 @@ _lacks: dict[str, str | None] = {}  # by configuration: a check builds a model
 
 
 def check_target(config: PreTrainedConfig, name: str) -> None:
-    """Raise ValueError that names the missing part, if a model cannot be cut into stages."""
+    """Raise ValueError, naming the missing part, if a model cannot be cut into stages."""
     key = f"{type(config)} {config.to_json_string(use_diff=False)}"
     if key not in _lacks:
         try:
@@ -197,7 +197,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
 
 
 def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Make the tensors that weight files lack (rotary tables, scales), for a meta-device model."""
+    """Make tensors missing in weight files (rotary tables, scales), for a meta-device model."""
     decoder = model.get_decoder()
     if (rotary := getattr(decoder, "rotary_emb", None)) is not None:
         decoder.rotary_emb = type(rotary)(config=decoder.config).to(device)

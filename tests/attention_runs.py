@@ -72,7 +72,7 @@ def assert_nothing_without_rows(objective, empty, full=None) -> None:
 
     Args:
         empty: a batch without a supervised row.
-        full: another batch, whose sums have the same names.
+        full: another batch; its sums have the same names.
     """
     output = objective(empty, torch.Generator())
     assert float(output.loss.detach()) == 0 and int(output.counted) == 0

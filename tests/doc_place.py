@@ -321,7 +321,7 @@ def clear_output(command: Command, words: list[str]) -> None:
 
 
 def measure_here(*options: str) -> dict[str, Any]:
-    """Run ``measurement.measure_apart`` without its own process, which imports torch first."""
+    """Run ``measurement.measure_apart`` in this process: a new one would import torch first."""
     with redirect_stdout(io.StringIO()) as said:
         run_module(sys.argv[0], [*sys.argv[1:], *options])
     return json.loads(said.getvalue())
@@ -340,7 +340,7 @@ def failures_of(commands: list[Command], page: str, run: Callable[[Command], Non
 
 
 class Reader:
-    """Reader who runs commands one after the other in this process.
+    """Reader running commands one after the other in this process.
 
     A command repeated on another page runs once.
     """

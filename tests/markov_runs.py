@@ -42,7 +42,7 @@ TARGET, DRAFT = tables()
 
 
 class MarkovStage:
-    """Stage that keeps only the token and position for each row."""
+    """Stage without weights: keeps only the token and position for each row."""
 
     def __init__(self) -> None:
         self.committed: list[int] = []

@@ -2,9 +2,9 @@
 
 torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
 
-HALF 0 or 1 runs one half of the acceptance rules, of the EAGLE settings, and of the temperatures
-per schedule; the two prompts take turns. "whole" runs both halves with both prompts, "bitwise" runs
-a few settings in bfloat16.
+HALF 0 or 1 runs half the acceptance rules, half the EAGLE settings, and one temperature per
+schedule; the two prompts take turns. "whole" runs both halves with both prompts, "bitwise" runs a
+few settings in bfloat16.
 """
 
 import json

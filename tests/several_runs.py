@@ -48,7 +48,7 @@ WAYS = {
         {"schedule": "pipeinfer", "draft_tokens": "auto", "branches": 2},
     ],
 }
-"""Every pipeline schedule, by a draft that it can use."""
+"""Settings for every pipeline schedule, by draft kind."""
 
 
 def requests(rng, ways, num_stages, count):
@@ -87,7 +87,7 @@ def decode_alone(target, draft, handle):
 
 
 def check_as_alone(target, draft, handles) -> int:
-    """Count the sequences whose output differs from the one decoded alone."""
+    """Decode each sequence alone, and count the differing outputs."""
     wrong = 0
     for handle in handles:
         alone, found = decode_alone(target, draft, handle), handle.future.result(0)

@@ -158,7 +158,7 @@ def first_layers(target, num_layers: int):
 
 
 def test_an_assistant_model_accepts_as_in_transformers(model, monkeypatch):
-    """transformers drafts before it has its first token, so we append that token to its prompt."""
+    """transformers drafts before it has its first token, so we append this token to its prompt."""
     assistant = first_layers(model.target, 14)
     settings = assistant.generation_config
     settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 3, "constant"

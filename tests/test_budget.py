@@ -77,7 +77,7 @@ def plain(pair):
 @pytest.mark.parametrize("way", AUTO, ids=lambda way: way["schedule"])
 def test_outputs_are_the_targets_whatever_rows_cost(way, row, pair, plain):
     """Compare greedy outputs and, with noise shared by target and draft, outputs at temperature 1.
-    Each way decodes each of the four prompts."""
+    Each way decodes all four prompts."""
     greedy, sampled = (1, 3) if row else (2, 0)
     cost = CostModel(row=row, link_row=row / 9, head_row=row / 9, draft_forward=1 / 16)
     (result,) = decode(pair, way, [greedy], cost=cost)

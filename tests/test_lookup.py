@@ -81,7 +81,7 @@ def test_the_estimate_is_a_distribution_that_knows_the_longest_context(kind):
 
 
 class Checked(LookupSource):
-    """Asserts that every distribution sums to 1."""
+    """Lookup source with an assertion: every distribution sums to 1."""
 
     def _logits(self, tree, rows):
         logits_RV = super()._logits(tree, rows)

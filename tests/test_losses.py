@@ -19,7 +19,7 @@ MEASURES = {kind: LossKind(kind=kind, eta=ETA, top_k=TOP_K, ce_share=SHARE) for 
 
 
 def make_inputs(M=11, H=5, teacher_H=7, V=13, U=None, dtype=torch.float64, seed=0):
-    """(hidden, head, teacher hidden, teacher head) and the target ids of the draft tokens."""
+    """Return (hidden, head, teacher hidden, teacher head) and the draft tokens' target ids."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):

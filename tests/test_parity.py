@@ -129,7 +129,7 @@ def test_files_are_compared_in_every_layout_that_the_draft_has(parity, head):
 
 
 def assert_named(parity, name, words, head="eagle3", *more):
-    """Assert that this check is the first to fail, and that its line has these words."""
+    """Assert that this check is the first to fail, and its line has these words."""
     status, lines, found = parity(head, *more)
     assert status == 1
     failed = [check["name"] for check in found["checks"] if check["first"]]

@@ -1,4 +1,4 @@
-"""Imported heads return the logits that formulas give for their files, and export unchanged."""
+"""Imported heads return the logits computed by formulas from their files, and export unchanged."""
 
 # R rows of a text but its last token, H hidden, U draft vocabulary
 

@@ -131,7 +131,7 @@ def count(plan: Plan, config: PreTrainedConfig, tokens: int) -> tuple[float, flo
 
 
 def bytes_of(network: nn.Module) -> int:
-    """Bytes of the parameters, each once; buffers are small."""
+    """Return the parameters' bytes, each parameter counted once; buffers are small."""
     return sum(p.nbytes for p in network.parameters())
 
 

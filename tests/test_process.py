@@ -212,7 +212,7 @@ def test_a_trace_has_a_track_for_every_process():
 
 
 def by_torchrun(words, num_processes, _) -> str:
-    """Output of the ranks."""
+    """Return the ranks' output."""
     script = Path(__file__).with_name("process_agreement.py")
     process = launch([str(script), *words], num_processes=num_processes)
     output, errors = process.communicate(timeout=500)

@@ -85,7 +85,7 @@ class FlexSpecObjective(DraftObjective):
 
     h_t is the target's hidden state after its final norm, h_d the vocabulary projection's input
     (equations 5 and 6 in the paper). Both terms are summed over rows before an assistant token. W_p
-    is not part of the draft.
+    does not belong to the draft.
     """
 
     draft_class: ClassVar[type[Draft]] = FlexSpec
@@ -177,7 +177,7 @@ class FlexSpecObjective(DraftObjective):
         """Compute metrics.
 
         Evaluation adds measured chain survival and tokens per round: 1 + sum_j s_j, with s_j the
-        share of fully accepted chains with j draft tokens.
+        fully accepted share among chains with j draft tokens.
         """
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement", "mass_outside")

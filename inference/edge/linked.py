@@ -1,8 +1,8 @@
-"""The draft's side of a link to the target: sends batches of draft tokens, receives results.
+"""The draft's side of a link to the target: sends draft tokens in batches, receives results.
 
 A session (``edge/session_messages.py``) covers one chain: verified tokens, then draft tokens. A
 subclass carries the messages, each reply once and in order, and reads a real or modeled clock.
-``Estimates`` holds waiting times and the cost of a rejection.
+``Estimates`` holds waiting times and a rejection's cost.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Expected = TypeVar("Expected", bound=Reply)
 
 @dataclass
 class RemoteTarget:
-    """Description of a remote target for the draft side: one stage that verifies single chains."""
+    """Remote target as seen from the draft side: one stage that verifies single chains."""
 
     eos_token_ids: tuple[int, ...] = ()
     max_positions: int = sys.maxsize
@@ -117,7 +117,7 @@ class LinkVerdict(Returned):
     payload: Payload | None = None
     """Payload from which to draw the token that replaces the rejected one."""
     outcomes: tuple[tuple[int, int], ...] = ()
-    """For each decided batch, the number of its draft tokens and of the accepted ones."""
+    """For each decided batch, how many draft tokens it had and how many were accepted."""
 
 
 class LinkedPipeline(Pipeline):
@@ -148,7 +148,7 @@ class LinkedPipeline(Pipeline):
         """Prepare for opening a session; return its estimates."""
 
     draft_vocab_size = sys.maxsize
-    """Vocabulary size of the draft."""
+    """The draft's vocabulary size."""
 
     @abstractmethod
     def _send(self, request: Request) -> None: ...

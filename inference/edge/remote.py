@@ -1,8 +1,8 @@
 """Target behind a server: the draft computes in the caller's thread, messages cross gRPC.
 
 A broken session is reopened with the output so far, at the cost of one prefill. Random numbers are
-keyed by position. Greedy outputs, and sampled ones under the rules ``match`` and ``gumbel``, thus
-equal those of an unbroken session.
+keyed by position. Greedy outputs, and sampled ones under the rules ``match`` and ``gumbel``, are
+thus the same as in an unbroken session.
 """
 
 import math
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipedraft.models.language_model import LanguageModelDraft
 
 TRIAL_TOKENS = 32
-"""Tokens over which drafting is compared with the target decoding alone."""
+"""Tokens per comparison between drafting and the target decoding alone."""
 TOLERANCE = 1.25
 """Tolerated slowdown: the estimate for the target alone ignores the server's other sessions."""
 LEAST_WAITS = 4
@@ -50,7 +50,7 @@ class LocalDraft:
 
     network: "Draft | LanguageModelDraft"
     target: str = ""
-    """Hash of the embedding, final norm and LM head that the draft was trained with; "": any."""
+    """Hash of the embedding, final norm and LM head used to train the draft; "": any."""
     anchor: str = ""
     """Hash of the draft's copy of the target's last block; "": no copy."""
 
@@ -105,7 +105,7 @@ class RemotePipeline(LinkedPipeline):
         self.connection, self.draft, self.warn = connection, draft, warn
         self.keeps_drafting, self.tokenizer = keeps_drafting, tokenizer
         self.num_reopened = 0
-        """Number of sessions that broke after their first token; each one cost a prefill."""
+        """Sessions broken after their first token; each one cost a prefill."""
         if draft is not None:
             self.draft_vocab_size = draft.network.target_vocab_size
         self._stream: SessionStream | None = None
@@ -117,7 +117,7 @@ class RemotePipeline(LinkedPipeline):
         self._max_new_tokens = config.max_new_tokens
         self._first_about: Description | None = None
         self._times_s: list[float] = []
-        """Verification time of each token after the first."""
+        """Time when each token after the first was verified."""
         self._drafting_s = 0.0
 
     def now(self) -> float:

@@ -40,7 +40,7 @@ class SecurityOptions(ListenOptions):
     IN_SHORT_HELP: ClassVar[bool] = False
 
     token_file: Path | None = option(None, metavar="FILE")
-    """file of access tokens, one per line; every client must send one of them; default:
+    """file with access tokens, one per line; every client must send one of them; default:
     $PIPEDRAFT_TOKEN, or no token"""
 
 

@@ -72,7 +72,7 @@ class Settings(Message, kw_only=True):
     payload_tokens: Annotated[int, Meta(ge=1, le=4096)] = 10
     """Number of most likely tokens in a ``Top``."""
     tail_samples: Annotated[int, Meta(ge=1, le=4096)] = 4
-    """Number of samples in the first ``Top``."""
+    """Samples in the first ``Top``."""
     has_bonus: bool = True
     """True: a fully accepted batch gets one more token."""
     pre_verifies: bool = False
@@ -124,7 +124,7 @@ class _OfSession(Message):
 
 
 class _Continues(_OfSession):
-    """Tokens that continue the first ``base`` ones, some of which may await verification."""
+    """Tokens that continue the first ``base`` ones, even if these are not all verified yet."""
 
     base: Count
     prefix_hash: PrefixHash
@@ -174,9 +174,9 @@ Request: TypeAlias = Open | Preverify | Verify | More | Stream | Close
 class _Numbered(Message):
     number: Count
     seq: Count
-    """``seq`` of the message that this one answers."""
+    """The answered message's ``seq``."""
     epoch: Count
-    """Epoch of the message that this one answers."""
+    """The answered message's epoch."""
 
 
 class Opened(_Numbered, tag="opened"):

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 Untyped: TypeAlias = Any
-"""Object from grpc, which has no types."""
+"""Object from grpc; the package has no types."""
 SERVICE = "pipedraft.EdgeCloud"
 NUM_PASSES = "passes"
 """Trailing metadata of a finished session: target passes after the prompt's."""

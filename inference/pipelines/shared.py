@@ -192,7 +192,7 @@ def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:
 
 
 def row_bytes(target: PreTrainedModel) -> int:
-    """Return the bytes that one token's keys and values take in all layers."""
+    """Return the memory for one token's keys and values in all layers, in bytes."""
     config = target.get_decoder().config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * size * target.dtype.itemsize

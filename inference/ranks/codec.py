@@ -3,7 +3,7 @@
 A message set is a union of ``Message`` classes. Their fields declare types, sizes and ranges, and
 may be tensors. A ``Codec`` turns one message into one frame:
 
-    prefix   magic number, bytes of the header, bytes of the tensors
+    prefix   magic number, then two sizes in bytes: header, tensors
     header   msgpack: dtype and shape of every tensor, then the message
     tensors  each starts at a multiple of 8 bytes and ends at one; bool as packed bits
 

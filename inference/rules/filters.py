@@ -24,7 +24,7 @@ class TokenFilters:
     """Filters applied after the temperature, in field order.
 
     Order and meaning match ``GenerationMixin`` in transformers. Each filter works on the
-    renormalized result of the filter before, and always keeps the most likely token (``typical_p``:
+    previous filter's renormalized result, and always keeps the most likely token (``typical_p``:
     the most typical).
     """
 

@@ -18,13 +18,13 @@ class SPDSchedule(LayerSchedule):
     name: ClassVar[str] = "spd"
 
     timing: Literal["input_states", "output_states"] = "input_states"
-    """Hidden states that the head reads. input_states: those before the step; drafting overlaps
-    with the stages. output_states: those after the step, one stage deeper; the stages wait (an
+    """Hidden states that the head reads. input_states: from before the step; drafting overlaps
+    with the stages. output_states: from after the step, one stage deeper; the stages wait (an
     ablation in the SPD paper). A head trained for output states (model.timing) accepts only
     these."""
     tokens_per_step: int = 1
-    """Draft tokens per branch and step, one forward each; they enter together. This must be the
-    number that the head was trained for (model.tokens_per_step)."""
+    """Draft tokens per branch and step, one forward each; they enter together. This must equal
+    the head's number in training (model.tokens_per_step)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,7 @@ def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
 
     A round starts with the pending root alone in the pipeline, so its first verification result
     takes n steps. From then on every step returns verified tokens until a rejection. Every branch
-    that matches the output is kept.
+    matching the output is kept.
     """
     while not session.done:
         session.inject()

@@ -21,8 +21,7 @@ class SSD(Schedule):
     after them. While a batch travels, the draft predicts likely outcomes and drafts a chain for
     each. If the result is among them (a hit), the next batch is ready and the pipeline does not
     wait. Otherwise (a miss) the pipeline waits for a new chain, as with ``eagle``. Every batch
-    takes n steps, so there are K / n batches. All of them are hits, except the first batch of each
-    round.
+    takes n steps, so there are K / n batches. They are all hits, except each round's first batch.
 
     Deviations: outcomes are chosen over the whole batch by the draft's probabilities
     (``_flatten``), not a fixed number per length. Above temperature 0 the draft uses the shared

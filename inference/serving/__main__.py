@@ -44,7 +44,7 @@ class HttpOptions(ListenOptions):
     port: int = 8000
     """port; 0: any free port"""
     api_key_file: Path | None = option(None, metavar="FILE")
-    """file of API keys, one per line; every client must send one of them; default:
+    """file with API keys, one per line; every client must send one of them; default:
     $PIPEDRAFT_API_KEY, or no key"""
 
 
@@ -59,8 +59,8 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
     AT_MOST_ONE = (*EngineOptions.AT_MOST_ONE, ("model_name", "served_model_name"))
 
     model_name: str | None = None
-    """model name for clients; default: the last part of the checkpoint's name, or of the draft
-    model's or target's"""
+    """model name for clients; default: the last part of the checkpoint's name, else the draft
+    model's, else the target's"""
     served_model_name: str | None = option(None, metavar="NAME,..")
     """comma-separated model names for clients, as in vLLM; answers give the first one"""
     vllm_metrics: bool = False

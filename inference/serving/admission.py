@@ -42,7 +42,7 @@ class Admissions:
         self.tokenizer, self.target = decoder.engine.tokenizer, decoder.engine.target
         self.is_draining = False
         self.num_open = self.num_answered = 0
-        """Number of open requests, and of answered ones."""
+        """Number of requests open now, and answered so far."""
         self.of_client: Counter[str] = Counter()
         """Open sequences per client."""
 
@@ -99,7 +99,7 @@ class Admissions:
             )
 
     def _check_size(self, asked: ApiRequest) -> tuple[int, int]:
-        """Return the number of outputs, and the maximum new tokens of each."""
+        """Return the number of outputs, and the maximum new tokens per output."""
         limits = self.limits
         self.check_model(asked.model)
         most, wanted = limits.max_new_tokens, asked.longest()

@@ -45,7 +45,7 @@ Send: TypeAlias = Callable[[Any], Awaitable[None]]
 PAGE = Path(__file__).with_name("page.html").read_text()
 IGNORED = "x-pipedraft-ignored"
 MAX_IGNORED = 16
-"""Maximum number of names in the header that lists ignored fields."""
+"""Maximum number of names in the header for ignored fields."""
 BODY_S = 20.0
 """Seconds for a request's body to arrive."""
 
@@ -255,7 +255,7 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Response of server-sent events; its end also ends choices that are not finished."""
+    """Response of server-sent events; its end also ends unfinished choices."""
 
     media_type = "text/event-stream"
 

@@ -78,7 +78,7 @@ class SequenceDecoder:
         handle.future.add_done_callback(partial(self._end, choice))
 
     def cancel(self, choice: Choice) -> None:
-        """End a choice that is running or waiting."""
+        """End a running or waiting choice."""
         choice.is_cancelled = True
         # Read once: the decoding thread may clear it at any moment.
         if (handle := choice.handle) is not None:

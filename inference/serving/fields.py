@@ -1,4 +1,4 @@
-"""Request fields that the server does not parse: harmless, unsupported, or unknown."""
+"""Request fields not parsed by the server: harmless, unsupported, or unknown."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -62,7 +62,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "max_new_tokens": (),
     "stop_sequences": ([],),
 }
-"""Unsupported fields that would change the answer, each with its harmless values."""
+"""Unsupported fields with influence on the answer, each with its harmless values."""
 INSTEAD = {
     "enable_thinking": "give it in chat_template_kwargs",
     "max_completion_tokens": "give max_tokens",
@@ -71,10 +71,10 @@ INSTEAD = {
 }
 OF_MESSAGES = {"role", "content", "name", "reasoning_content", "reasoning"}
 CHANGES_MESSAGES = {"tool_calls", "function_call", "tool_call_id", "prefix", "images", "audio"}
-"""Message fields that the model would see."""
+"""Unsupported message fields the model would see."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 TYPO = 0.8
-"""Similarity to a known field from which on an unknown name counts as a typo; typos are refused."""
+"""Minimum similarity to a known field for an unknown name to count as a typo; typos are refused."""
 
 
 def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]]:

@@ -180,7 +180,7 @@ class ChatRequest(ApiRequest, kw_only=True):
 class CompletionRequest(ApiRequest, kw_only=True):
     PATH = "/v1/completions"
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
-    """A text, the token ids of a text, or a list of one of these."""
+    """A text, a text's token ids, a list with texts, or a list with token id lists."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_special_tokens: bool = True
 

@@ -1,4 +1,4 @@
-"""Draft sources: what each draft does at decode time."""
+"""Draft sources: each draft's work at decode time."""
 
 from collections.abc import Callable
 from typing import Any

@@ -26,7 +26,7 @@ class GraphDraft(Protocol):
     def state_shape(self) -> tuple[int, ...]: ...
     @property
     def shift(self) -> int:
-        """Number of positions by which a row's rotary position precedes its token's position."""
+        """A row's token position minus its rotary position."""
 
     @property
     def reads_rows(self) -> bool:
@@ -129,7 +129,7 @@ class Places:
     leading: int
     """Leading text rows, visible to all rows."""
     first: int
-    """Number of rows after the leading text rows that were cached before this call."""
+    """Rows cached before this call, not counting the leading text rows."""
     slots: list[int]
     """Place for each row after the leading text rows."""
     before: int
@@ -138,7 +138,7 @@ class Places:
     name: Callable[[int], int]
 
     def of(self, row: int) -> int:
-        """Return a tree row's place; for a row that has none, the end of the text."""
+        """Return a tree row's place; for a row without one, the text's end."""
         # The root is text, and has no place as a tree row.
         end_of_text = self.slot_of.get(TEXT, self.leading - 1)
         return self.slot_of.get(self.name(row), end_of_text)

@@ -61,7 +61,7 @@ class NGrams:
 
 
 class SuffixAutomaton:
-    """Contexts of any length: the online automaton of all substrings (Blumer et al. 1985).
+    """Contexts of any length: the online automaton for all substrings (Blumer et al. 1985).
 
     A state represents substrings with the same end positions; ``counts`` is their number. With this
     automaton, SuffixDecoding (arXiv:2411.04975) drafts from the longest suffix that occurred
@@ -152,7 +152,7 @@ class Lookup(nn.Module):
     def __init__(self, draft_type: LookupKind, vocab_size: int) -> None:
         """
         Args:
-            vocab_size: of the target.
+            vocab_size: the target's.
         """
         super().__init__()
         self.draft_type = draft_type

@@ -33,7 +33,7 @@ class SPDSource(DraftSource):
 
     The head is told that a row in flight is at depth i if it is at distance i from the deepest
     rows. Without pruning this is the true depth. If pruning leaves a gap, a row may be deeper than
-    that, never shallower, and the head still sees an occupancy that occurs in training.
+    the head is told, never shallower, and the head still sees an occupancy that occurs in training.
     """
 
     grows: tuple[Growth, ...] = ("layers",)
@@ -41,9 +41,9 @@ class SPDSource(DraftSource):
     def __init__(self, draft: SPD, *, lead: int = 0) -> None:
         """
         Args:
-            lead: number of stages that the deepest rows have passed beyond the depth in training.
-                The head is told that all other rows are deeper by that many stages. The deepest
-                rows remain the head's queries, at depth 0.
+            lead: number of extra stages passed by the deepest rows, compared with training. The
+                depth given to the head is larger by ``lead`` for all other rows. The deepest rows
+                remain the head's queries, at depth 0.
         """
         self.draft, self.lead = draft, lead
         self.taps = draft.taps

@@ -201,7 +201,7 @@ class TreeSource(DraftSource):
         leaves: list[int],
         query: ChildQuery,
     ) -> Tensor:
-        """Query the children of some rows; first forward the rows that are not computed yet."""
+        """Query the children of some rows; first forward the rows not computed yet."""
         name, text = partial(self._name, tree), self._take_pending()
         missing = [row for row in leaves if row and name(row) not in graph.known]
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + query.levels
@@ -303,7 +303,7 @@ class TreeSource(DraftSource):
     ) -> list[int]:
         """Choose the rows to continue: the root once after every commit, and the best new rows.
 
-        The root's children wait for the next forward: they need the state that this one computes.
+        The root's children wait for the next forward: they need the state computed by this one.
 
         Args:
             again: include rows whose children were not worth their cost in an earlier step. They

@@ -1,7 +1,7 @@
 """Upload a checkpoint, or an export for a serving engine, to the Hub.
 
 Existing content is not sent again: huggingface_hub compares every file with the branch, and the
-large-file storage already has the files that an interrupted upload sent.
+large-file storage already has the files sent by an interrupted upload.
 """
 
 import json
@@ -56,7 +56,7 @@ class Upload:
 
 
 def model_card(description: Description) -> str:
-    """Return the card for a checkpoint that is not on the Hub yet; read only local files.
+    """Return the card for a checkpoint not yet on the Hub; read only local files.
 
     Args:
         description: the checkpoint's config.json.
@@ -118,7 +118,7 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def _check_weights(folder: Path, *, is_export: bool) -> None:
-    """Refuse weights that nobody could load, or decode with."""
+    """Refuse weights unfit for loading or decoding."""
     path = folder / WEIGHTS_FILE
     for needed in (folder / CONFIG_FILE, path):
         if not needed.is_file():
@@ -172,7 +172,7 @@ def _card(
 
 
 def _halved(path: Path) -> dict[str, Tensor]:
-    """Return weights in fp16, which has 11 significant bits (bf16: 8).
+    """Return weights in fp16, with 11 significant bits (bf16: 8).
 
     Raises:
         ValueError: a weight outside the fp16 range.

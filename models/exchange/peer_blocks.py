@@ -56,7 +56,7 @@ class _Block(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Given(msgspec.Struct):
-    """A head's settings, except those for its decoder layers."""
+    """A head's settings, except its decoder layers' settings."""
 
     num_hidden_layers: int
     mask_token_id: int
@@ -79,7 +79,7 @@ def block_head(peer: Peer, found: TargetFiles, reference: TargetReference) -> DF
     """Return the head; a DFlash whose anchor gives a draft token becomes a DSpark without a table.
 
     Raises:
-        ValueError: a setting or tensor that this package cannot express.
+        ValueError: this package cannot express a setting or tensor.
     """
     kind, settings = _kind(peer), _settings(peer)
     given = convert(peer, settings, _Given)

@@ -85,11 +85,11 @@ def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, t
 def cut_in_shards(
     run: RunConfig, data: TokenizedData, settings: DumpSettings, token_bytes: int
 ) -> tuple[list[list[list[int]]], list[int]]:
-    """Return each shard's batches and its number of tokens; a batch is a list of row numbers.
+    """Return each shard's batches and its token count; a batch is a list of row numbers.
 
-    Validation rows follow the training rows. The batches are those of the run's first epoch and of
-    its evaluation. So with one process and fp32 storage, training reads bit for bit the hidden
-    states that it would compute itself.
+    Validation rows follow the training rows. The batches are the same as in the run's first
+    epoch and its evaluation. So with one process and fp32 storage, training reads bit for bit the
+    hidden states that it would compute itself.
     """
     lengths = row_lengths(data.train) + row_lengths(data.valid)
     num_train, group = len(data.train), settings.batch_group
