@@ -1,9 +1,9 @@
 """Run forward passes in which no row's bits depend on the other rows: ``--bitwise``.
 
 Libraries choose kernels by shape, and each kernel sums in its own order. So in bfloat16 a row's
-logits depend on the other rows. Here every matrix product is padded to the same number of rows, and
-each row attends alone to its ancestors in order, exactly as in autoregressive decoding. A product
-has 16 rows on a CPU. On a GPU it has 1, because outputs differed with 16. Rounded weights
+logits depend on the other rows. Here every matrix product is padded to the same row count, and each
+row attends alone to its ancestors in order, exactly as in autoregressive decoding. A product
+has 16 rows on a CPU. On a GPU it has one, because outputs differed with 16. Rounded weights
 (``rounded.py``) need no padding, so their targets use only ``RowByRow``.
 """
 
@@ -32,7 +32,7 @@ PROMPT_ROWS = 512
 
 
 def check_bitwise(config: PreTrainedConfig) -> None:
-    """Raise ValueError for a target whose products cannot all have one shape."""
+    """Raise ValueError if the target's products cannot all have one shape."""
     if config.model_type not in PLAIN or config._attn_implementation != "sdpa":
         raise ValueError(
             f"bitwise: targets of model_type {config.model_type!r} with attention "
@@ -42,7 +42,7 @@ def check_bitwise(config: PreTrainedConfig) -> None:
 
 
 def rows_of_a_pass(device: torch.device) -> int:
-    """Return the fixed number of rows per pass."""
+    """Return how many rows each pass has."""
     return ROWS if device.type == "cpu" else 1  # 16 rows were not enough on a GPU
 
 
@@ -106,7 +106,7 @@ def _places(seen_C: Tensor) -> Tensor | slice:
 
 
 def row_by_row(stage: "Stage", visible_lS: Tensor) -> "RowByRow":
-    """Return attention over the stage's cache in which each row of a segment attends alone."""
+    """Return attention over the stage's cache, with every segment row alone."""
     # Every row sees all committed rows; the mask covers only the segment's.
     committed_lC = visible_lS.new_ones(len(visible_lS), stage.cache.num_committed)
     return RowByRow(stage.cache, torch.cat([committed_lC, visible_lS], 1), stage.window)
@@ -119,7 +119,7 @@ class RowByRow:
         """
         Args:
             visible_lC: bool; cache rows visible to row i, including its own.
-            window: number of last positions visible in layers with a sliding window; None: all.
+            window: how many last positions sliding layers see; None: all.
         """
         self.cache = cache
         seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]

@@ -157,7 +157,7 @@ def dtype_of(model: PreTrainedModel) -> torch.dtype:
 
 
 def rounds(dtype: torch.dtype, config: PreTrainedConfig, device: torch.device | str) -> bool:
-    """Return True for a dtype that rounds only weights: float16 and int8 on a CPU.
+    """Return True if a dtype rounds only weights: float16 and int8 on a CPU.
 
     In families without a pass in ``plain_layers``, float16 computes in half precision.
 

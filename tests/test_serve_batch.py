@@ -91,7 +91,7 @@ def test_products_that_depend_on_other_texts_would_be_noticed(kind, mutant, monk
 
 
 def test_attention_that_mixed_the_texts_would_be_noticed():
-    """The check above can fail: one cache in place of another changes the rows."""
+    """Known-bad: one cache in place of another changes the rows."""
     model = TARGETS["llama"]()
     staged = [begin(model, prompt) for prompt in PROMPTS[:2]]
     wrong = [begin(model, PROMPTS[0]), begin(model, [9])]

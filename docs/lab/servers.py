@@ -1,9 +1,9 @@
 """Load an OpenAI-compatible server with streams: `python docs/lab/servers.py PID URL`.
 
-Prints, per number of streams: tokens/s, tokens per CPU second of the server's processes, the median
-time to the first token, the median time per further token, and a hash of the texts, equal where two
-servers gave equal answers. PID is the server's. Requests are greedy, the first turns of MT-Bench,
-GSM8K and HumanEval in turn, 64 tokens each.
+PID is the server's process. For 1, 4 and 8 streams, print tokens/s, tokens per CPU second in the
+server's processes, and median times to the first token and per further token. Equal hashes show
+equal answers from two servers. Requests are greedy: first turns from MT-Bench, GSM8K and HumanEval,
+with up to 64 new tokens.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pipedraft.eval.tasks import load_task
 
 TASKS = ("mt_bench", "gsm8k", "humaneval")
 REQUESTS = {1: 4, 4: 8, 8: 16}
-"""Requests by the number of streams."""
+"""Requests for each stream count."""
 
 
 class Answer(NamedTuple):
