@@ -344,6 +344,11 @@ class StagedTarget:
         """Device for the embedding and a draft."""
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
+    @property
+    def prompt_rows(self) -> int | None:
+        """Rows per prompt chunk, if another size would change a row's bits; None: any size."""
+        return bitwise.PROMPT_ROWS if self._is_bitwise or self._is_rounded else None
+
     def reset(self) -> None:
         for stage in self.stages:
             stage.reset()

@@ -192,7 +192,7 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
             if segment is not None and pipeline.error is None:
                 pairs.append((pipeline, segment))
         if len(pairs) > 1:
-            together = [pair for pair in pairs if can_run_together(pair[0].target.stages[index])]
+            together = [pair for pair in pairs if _can_join(pair[0], index)]
             # After a failure all run alone, so that only the faulty sequence gets the error.
             if len(together) > 1 and _run_together(index, together):
                 pairs = [pair for pair in pairs if pair not in together]
@@ -203,6 +203,15 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
                 pipeline.leave_stage(index, output)
             except Exception as error:
                 pipeline.error = error
+
+
+def _can_join(pipeline: LocalPipeline, index: int) -> bool:
+    """Return True if a sequence's rows may share the stage's next pass."""
+    stage = pipeline.target.stages[index]
+    # A rounded target's prompt attends behind a mask. In a shared pass each row would attend alone,
+    # with other bits.
+    is_masked = stage.is_rounded and pipeline.is_prefilling
+    return can_run_together(stage) and not is_masked
 
 
 def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) -> bool:

@@ -32,7 +32,6 @@ from pipedraft.inference.ranks.codec import (
 from pipedraft.inference.ranks.links import Answers, Outbox
 from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
 
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 512
@@ -175,9 +174,8 @@ class ProcessPipeline(Pipeline):
 
     def _chunk_rows(self, num_rows: int) -> int:
         """Return rows per prompt chunk."""
-        if self._is_bitwise:  # Bitwise equality needs chunks of one size.
-            return PROMPT_ROWS
-        return min(max(-(-num_rows // self.num_stages), MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
+        usual = min(max(-(-num_rows // self.num_stages), MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
+        return self.target.prompt_rows or usual
 
     def _reserved_rows(self, num_prompt: int) -> int:
         """Return the cache rows to allocate at once."""

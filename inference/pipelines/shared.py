@@ -18,7 +18,6 @@ from pipedraft.inference.ranks.codec import Leave, Part, Together
 from pipedraft.inference.ranks.links import Local
 from pipedraft.inference.rules.sampled import Verifier
 from pipedraft.inference.timeline import Timeline
-from pipedraft.models.bitwise import PROMPT_ROWS
 from pipedraft.models.stage_cache import MIN_CAPACITY
 from pipedraft.models.stage_calls import MAX_ROWS
 from pipedraft.models.target import Segment, StagedTarget
@@ -59,9 +58,7 @@ class SharedPipeline(Pipeline):
     def open(self, config: DecodeConfig, prompt_index: int) -> None:
         super().open(config, prompt_index)
         self._num_expected = config.max_new_tokens
-        # Chunks of another size would change the prompt's rounding.
-        if config.bitwise:
-            self.prompt_rows = PROMPT_ROWS
+        self.prompt_rows = self.target.prompt_rows or self.prompt_rows
 
     def make_clock(
         self, cost: CostModel, boundaries: Sequence[int], draft_forward: float
