@@ -41,6 +41,7 @@ class Sharing(TypedDict):
 class SharedPipeline(Pipeline):
     """Pipeline with its own caches but shared steps; ``tick`` waits for the next shared step."""
 
+    target: StagedTarget
     is_prefilling: bool
     next_rows: list[int]
     """Rows each stage will process in the next step."""
