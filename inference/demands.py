@@ -43,13 +43,19 @@ class EndMask:
     end: int
     """First position where these tokens are allowed."""
 
+    def changes(self, positions_R: Tensor) -> bool:
+        """Return True if the mask removes tokens after a row at these positions."""
+        return bool(self.token_ids) and bool(self._is_early(positions_R).any())
+
+    def _is_early(self, positions_R: Tensor) -> Tensor:
+        # The row at position t decides the token at t + 1.
+        return positions_R + 1 < self.end
+
     def apply(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
         """Mask the logits for rows at these positions; each row decides the next token."""
-        # The row at position t decides the token at t + 1.
-        is_early_R = (positions_R + 1 < self.end).to(logits_RV.device)
-        if not self.token_ids or not bool(is_early_R.any()):
+        if not self.changes(positions_R):
             return logits_RV
-        masked_RV = logits_RV.clone()
+        masked_RV, is_early_R = logits_RV.clone(), self._is_early(positions_R).to(logits_RV.device)
         for token in self.token_ids:
             masked_RV[:, token] = masked_RV[:, token].masked_fill(is_early_R, -math.inf)
         return masked_RV

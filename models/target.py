@@ -11,13 +11,15 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.models import bitwise, cpu, rounded, stage_boundaries, stage_calls
+from pipedraft.models.cuda_graphs import Graphs, borrow_for, padded_rows
 from pipedraft.models.families import (
     LayerPositions,
     check_packable,
@@ -47,6 +49,9 @@ from pipedraft.pretrained import (
     load_tokenizer,
     read_config,
 )
+
+if TYPE_CHECKING:
+    from pipedraft.inference.rules.random import Choice
 
 __all__ = [
     "KeepRows",
@@ -338,6 +343,11 @@ class StagedTarget:
         cpu.lay_out(model)
         self._is_rounded = rounded.rounded_dtype(model) is not None
         self._is_bitwise = False
+        self._graphs: Graphs | None = None
+        """Graphs from the last hidden states to tokens; None: not on a GPU."""
+        place = self.stages[-1].device
+        if self.stages[-1].graphs is not None:
+            self._graphs = borrow_for(model.lm_head, self, "choose", partial(Graphs, place))
 
     @property
     def device(self) -> torch.device:
@@ -424,8 +434,39 @@ class StagedTarget:
             parts = (bitwise.pad(x) for x in hidden_lH.split(count))
             padded = (self._lm_head(self._norm(x)) for x in parts)
             return torch.cat(list(padded))[: len(hidden_lH)].float()
-        logits_lV = self._lm_head(self._norm(hidden_lH))
-        return finish_logits(self._config, logits_lV).float()
+        return _logits(self._norm, self._lm_head, self._config, hidden_lH)
+
+    def can_choose(self, num_rows: int) -> bool:
+        """Return True if ``choose`` takes this many rows: on a GPU, a few."""
+        return (
+            self._graphs is not None and not self._is_bitwise and num_rows <= stage_calls.MAX_ROWS
+        )
+
+    @torch.inference_mode()
+    def choose(self, hidden_lH: Tensor, choice: "Choice") -> Tensor:
+        """Compute logits and choose from them in one CUDA graph.
+
+        Returns:
+            [l, ...]: a view of a buffer that the next call overwrites.
+        """
+        assert self._graphs is not None
+        numbers_P = torch.zeros(padded_rows(len(hidden_lH)), dtype=torch.float64)
+        numbers_P[: len(choice.numbers_R)] = choice.numbers_R
+        # Graphs outlive this object, so they must not refer to it.
+        logits, choose = partial(_logits, self._norm, self._lm_head, self._config), choice.choose
+
+        def compute(packed: Tensor, rows_PH: Tensor | None) -> Tensor:
+            assert rows_PH is not None
+            return choose(logits(rows_PH), packed.view(torch.float64))
+
+        chosen_P = self._graphs.run(choice.key, numbers_P.view(torch.int64), [hidden_lH], compute)
+        return chosen_P[: len(hidden_lH)]
+
+
+def _logits(
+    norm: nn.Module, lm_head: nn.Module, config: PreTrainedConfig, hidden_lH: Tensor
+) -> Tensor:
+    return finish_logits(config, lm_head(norm(hidden_lH))).float()
 
 
 def _checked_boundaries(boundaries: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -96,6 +96,9 @@ class MarkovTarget:
             stage.committed, stage.rows = ids.tolist(), []
         return TARGET[tuple(ids[-2:])], {}
 
+    def can_choose(self, num_rows):
+        return False
+
     def logits(self, hidden_R2):
         return TARGET[hidden_R2[:, 0], hidden_R2[:, 1]]
 

@@ -67,6 +67,10 @@ SPECIAL = [
     ("dflash", "pipeinfer", {"branches": 2}),
     ("dspark", "pipeinfer", {"branches": 2}),
     ("flexspec", "pipedec", {"tree_width": 4}),
+    ("eagle3", "eagle", {"tree": CHAIN, "verifier": "match"}),
+    ("eagle3", "eagle", {"tree": CHAIN, "verifier": "match", "top_k": 5, "min_p": 0.01}),
+    ("eagle3", "eagle", {"tree": CHAIN, "verifier": "match", "top_p": 0.9}),
+    ("eagle3", "eagle", {"tree": CHAIN, "verifier": "rejection"}),
 ]
 """Other settings; the last ssd drafts three levels a step."""
 
@@ -198,6 +202,8 @@ def test_a_step_launches_and_waits_a_few_times_only(head, schedule, settings, te
     assert counts["syncs_per_step"] <= 2, counts
     assert counts["launches_per_stage"] <= 5, counts
     assert counts["launches_per_draft_forward"] <= 5, counts
+    # Norm, LM head and, unless noise comes from the host, the choice are one graph, without these.
+    assert counts["launches_of_a_verification"] <= (7 if temperature else 1), counts
 
 
 @pytest.mark.parametrize(
@@ -229,6 +235,23 @@ def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():
         draw_on_device(p_RV * torch.nan, uniforms)
 
 
+def test_a_token_that_cannot_be_drawn_on_the_device_is_an_error():
+    config = DecodeConfig.of(
+        "autoregressive", num_stages=1, max_new_tokens=3, temperature=1.0, verifier="match"
+    )
+    target = tiny_llama()
+    with pretended_cuda():
+        target.to("cuda:0")
+        engine = Engine(target, PlainTokenizer(), config)
+        engine.decode(PROMPT[:3])
+        target.model.norm.weight.data.fill_(torch.nan)
+        with (
+            patch.object(StagedTarget, "prefill", lambda self, ids, _=(): (torch.zeros(60), {})),
+            pytest.raises(ValueError, match="no token can be drawn"),
+        ):
+            engine.decode(PROMPT[:3])
+
+
 def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
     """Successive outputs with any expected length reuse the idle graphs."""
     keys, right = [], Graphs._make
@@ -246,7 +269,7 @@ def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
             for prompt in (PROMPT[:20], PROMPT[:2]):
                 engine.decode(prompt)
             del engine
-        assert len(keys) == len(set(keys)) == 2, "one for each stage"
+        assert len(keys) == len(set(keys)) == 3, "one for each stage, and one for tokens"
         monkeypatch.undo()
         monkeypatch.setattr(Graphs, "_make", record)
         source = make_source(make_draft(tiny_llama()))

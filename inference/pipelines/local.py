@@ -166,7 +166,13 @@ class LocalPipeline(Pipeline):
         assert self._verifier is not None
         with self.timeline.span("verify", segment.num_rows):
             if logits_RV is None:
-                logits_RV = self.target.logits(self.judged_rows(segment))
+                hidden_RH = self.judged_rows(segment)
+                needs_logits = self.is_prefilling or self._keeps_logits
+                if not needs_logits and not self._mask.changes(segment.positions):
+                    at = segment.positions
+                    verdicts = self._verifier.judge_states(self.target, hidden_RH, at)
+                    return Returned(segment.num_rows, verdicts)
+                logits_RV = self.target.logits(hidden_RH)
             if self.is_prefilling:
                 return Returned(segment.num_rows, logits_RV)
             masked_RV = self._mask.apply(logits_RV, segment.positions)

@@ -103,8 +103,9 @@ class StageWorker:
         if self.following is None:
             assert output.hidden is not None and self._verifier is not None
             with self.timeline.span("verify", segment.num_rows):
-                logits_RV = self.target.logits(output.hidden)
-                result.verdicts = self._verifier.judge(logits_RV, segment.positions)
+                result.verdicts = self._verifier.judge_states(
+                    self.target, output.hidden, segment.positions
+                )
         if taps or self.following is None:
             self._answer(result, step)
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,18 +24,26 @@ from torch import Tensor
 from pipedraft.inference.config import RuleName
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import (
+    ALL_LOGITS,
     UNFILTERED,
+    Choice,
     DraftToken,
     KeyedRandom,
     Payload,
     SharedNoise,
     Token,
+    checked_draws,
     draw,
     draw_on_device,
+    greedy_tokens,
     probabilities,
+    sampled_tokens,
     scaled,
 )
 from pipedraft.inference.tree import TokenTree
+
+if TYPE_CHECKING:
+    from pipedraft.models.target import StagedTarget
 
 PENALTY = 8.0
 """Subtracted from the draft's log-probability for filtered tokens (docs/lab/log.md)."""
@@ -194,6 +203,19 @@ class Verifier(ABC):
         """Return one result per returned row, with all that ``walk`` needs: [R, ...] on the CPU."""
         raise NotImplementedError
 
+    def judge_states(self, target: StagedTarget, hidden_RH: Tensor, positions_R: Tensor) -> Tensor:
+        """Run ``judge`` on raw hidden states: on a GPU in one CUDA graph, if the rule allows it."""
+        if not target.can_choose(len(hidden_RH)):
+            return self.judge(target.logits(hidden_RH), positions_R)
+        choice = self.choice(positions_R)
+        if choice is None:
+            return self.judge(target.choose(hidden_RH, ALL_LOGITS), positions_R)
+        return checked_draws(target.choose(hidden_RH, choice).cpu())
+
+    def choice(self, positions_R: Tensor) -> Choice | None:
+        """Return ``judge`` for a CUDA graph; None: its results are no tokens, or need the host."""
+        return None
+
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
         """Test the draft token at this position; return None if it is accepted, else a payload."""
         raise NotImplementedError
@@ -248,6 +270,19 @@ class MatchVerifier(Verifier):
     def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
         return self.target_tokens(logits_RV, positions_R)
 
+    def choice(self, positions_R: Tensor) -> Choice | None:
+        if self.temperature == 0:
+            zeros_R = torch.zeros(len(positions_R), dtype=torch.float64)
+            return Choice("greedy", zeros_R, greedy_tokens)
+        if self.filters.reads_on_host:
+            return None
+        numbers = [self.random.uniform(t + 1, "target") for t in positions_R.tolist()]
+        return Choice(
+            (self.temperature, self.filters),
+            torch.tensor(numbers, dtype=torch.float64),
+            partial(sampled_tokens, self.temperature, self.filters),
+        )
+
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
         tokens = verdicts_R.tolist()
         path: list[int] = [0]
@@ -286,6 +321,10 @@ class GumbelVerifier(MatchVerifier):
         with np.errstate(divide="ignore"):
             # Exponential race: argmin of E / p is a sample of p, and p = 0 gives infinity.
             return int((self.noise.exponential(position, len(p_V)) / p_V).argmin())
+
+    def choice(self, positions_R: Tensor) -> Choice | None:
+        # A position's noise, one number per token of the vocabulary, comes from the host.
+        return super().choice(positions_R) if self.temperature == 0 else None
 
     def draw_on_device(self, logits_RV: Tensor, positions: Sequence[int]) -> Tensor:
         # Tree rows share few positions; copy the noise to the device once per position.

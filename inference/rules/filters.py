@@ -75,6 +75,11 @@ class TokenFilters:
         )
         return {name: value for name, value, default in values if value != default}
 
+    @property
+    def reads_on_host(self) -> bool:
+        """True if ``apply`` looks at values on the host, as no CUDA graph can."""
+        return self.top_p < 1 or self.typical_p < 1
+
     def apply(self, logits_RV: Tensor) -> Tensor:
         """Set removed tokens to -inf in logits [..., V] already divided by the temperature."""
         if 0 < self.top_k < logits_RV.shape[-1]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -95,16 +95,57 @@ def draw(probabilities_V: Tensor, uniform: float) -> int:
 
 def draw_on_device(probabilities_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Run ``draw`` for each row on the rows' device: int64 [R] on the CPU."""
+    uniform_R = torch.tensor(uniforms, dtype=torch.float64).to(probabilities_RV.device)
+    return checked_draws(drawn_tokens(probabilities_RV, uniform_R).cpu())
+
+
+def drawn_tokens(probabilities_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """Run ``draw`` without the host: int64 [R], -1 for weights that nothing can be drawn from."""
     size, cumulative_RV = probabilities_RV.shape[1], probabilities_RV.cumsum(-1)
-    uniform_R1 = torch.tensor(uniforms, dtype=torch.float64)[:, None].to(cumulative_RV.device)
+    least_RV = uniform_R[:, None] * cumulative_RV[:, -1:]
     # A parallel cumulative sum may rise by a last bit at a zero weight.
-    is_past_RV = (cumulative_RV > uniform_R1 * cumulative_RV[:, -1:]) & (probabilities_RV > 0)
+    is_past_RV = (cumulative_RV > least_RV) & (probabilities_RV > 0)
     index_V = torch.arange(size, device=cumulative_RV.device)
     is_drawable_R1 = cumulative_RV[:, -1:].isfinite()
-    tokens_R = torch.where(is_past_RV & is_drawable_R1, index_V, size).amin(-1).cpu()
-    if bool((tokens_R == size).any()):
+    tokens_R = torch.where(is_past_RV & is_drawable_R1, index_V, size).amin(-1)
+    return torch.where(tokens_R < size, tokens_R, -1)
+
+
+def checked_draws(tokens_R: Tensor) -> Tensor:
+    """Return tokens from ``drawn_tokens``.
+
+    Raises:
+        ValueError: one of them could not be drawn.
+    """
+    if bool((tokens_R < 0).any()):
         raise ValueError(UNDRAWABLE.format("not positive and finite"))
     return tokens_R
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A rule's choice of tokens as a CUDA graph runs it."""
+
+    key: Hashable
+    """Everything that the launches depend on."""
+    numbers_R: Tensor
+    """float64 on the CPU: one uniform number per row; zeros if the choice needs none."""
+    choose: Callable[[Tensor, Tensor], Tensor]
+    """From logits [R, V] and numbers [R], both on the device; knows no sequence."""
+
+
+ALL_LOGITS = Choice("logits", torch.zeros(0, dtype=torch.float64), lambda logits_RV, _: logits_RV)
+"""No choice: the graph ends with the logits."""
+
+
+def greedy_tokens(logits_RV: Tensor, _: Tensor) -> Tensor:
+    return logits_RV.argmax(-1)
+
+
+def sampled_tokens(
+    temperature: float, filters: TokenFilters, logits_RV: Tensor, uniform_R: Tensor
+) -> Tensor:
+    return drawn_tokens(probabilities(logits_RV, temperature, filters), uniform_R)
 
 
 class SharedNoise:
