@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipedraft.inference.auto_tree import ShapeMeter
 from pipedraft.inference.batch_clock import BatchClock
 from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.engine import DraftNetwork, Engine
@@ -240,7 +241,7 @@ class BatchEngine:
             drafts_together=drafts_together and draft is not None and _joins_rows(draft),
         )
         self._root, self.timeline = engine.pipeline, engine.pipeline.timeline
-        self._meter = DraftMeter()
+        self._meter, self._shapes = DraftMeter(), ShapeMeter()
         self.last_rows: list[list[int]] = []
         """Rows per stage for each sequence in the last step."""
         self._row_bytes = row_bytes(target)
@@ -351,6 +352,7 @@ class BatchEngine:
         )
         if engine.meter is not None:  # one for all: they share the time
             engine.meter = self._meter
+        engine.shapes = self._shapes
         return engine
 
     # -- steps ------------------------------------------------------------------------------

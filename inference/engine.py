@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipedraft.inference.auto_tree import ShapeMeter
 from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.demands import Demands, EndMask
 from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget, check_draft
@@ -73,6 +74,8 @@ class Engine:
         self.target = self._stage(target)
         self.pipeline = connect(self.target)
         self.meter = DraftMeter() if config.never_slower else None
+        self.shapes = ShapeMeter()
+        """For ``--tree auto``."""
         self._check_growth()
 
     def _stage(self, target: PreTrainedModel | RemoteTarget) -> StagedTarget | RemoteTarget:
@@ -233,6 +236,9 @@ class Session:
         self.tree = self._fresh_tree(token, len(prompt_ids))
         self.part = 1.0
         """Fraction of the draft in use, as chosen by ``DraftMeter``."""
+        self._shape: TreeShape | None = None
+        """Shape of the round, if ``ShapeMeter`` chose it."""
+        self._round_began = self.pipeline.now()
         if engine.meter is not None:
             engine.meter.begin(self.pipeline.now())
             self.part = engine.meter.choose()
@@ -294,6 +300,8 @@ class Session:
         """
         if not self.drafts_pay("auto" if shape.is_auto else 1):
             return
+        if shape.kind == "auto":
+            shape = self._shape = self.engine.shapes.shape
         sampling = self._round_sampling(costs if shape.is_auto else None)
         # A static tree is a fixed set of paths: there is no depth to shrink.
         if self.part < 1 and shape.kind != "static":
@@ -450,6 +458,7 @@ class Session:
         if meter is not None:
             meter.count(len(emitted), self.pipeline.now())
         if not hit or self.done:
+            self._time_round()
             self._end_round(accepted)
             self.part = 1.0 if meter is None else meter.choose()
         if self.source is not None and not self.done:
@@ -516,6 +525,14 @@ class Session:
             self.resolve(self.link.tick())
 
     # -- bookkeeping ------------------------------------------------------------------------
+
+    def _time_round(self) -> None:
+        began, self._round_began = self._round_began, self.pipeline.now()
+        # A part of the draft is another shape, and the last round is cut at the output's end.
+        if self._shape is not None and self.part == 1 and not self.done:
+            time = self._round_began - began
+            self.engine.shapes.count(self._shape, self.round_length, time)
+        self._shape = None
 
     def _end_round(self, accepted: bool | None) -> None:
         """Record a round; ``accepted``: result of its last draft-token test; None: not tested."""

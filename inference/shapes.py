@@ -75,9 +75,10 @@ MAX_SIZE = 1024
 class TreeShape:
     """Tree drafted below the root in one round."""
 
-    kind: Literal["chain", "static", "dynamic"] = "dynamic"
+    kind: Literal["chain", "static", "dynamic", "auto"] = "dynamic"
     """dynamic: EAGLE-2, the best ``num_tokens`` candidates by cumulative score. static: the ranks
-    in ``paths``, whatever the scores. chain: one draft token per level."""
+    in ``paths``, whatever the scores. chain: one draft token per level. auto: in every round the
+    chain or dynamic tree with the most tokens per second so far (inference/auto_tree.py)."""
     depth: int = 7
     """Levels of draft tokens (draft forwards). EAGLE's code counts only expansions after the first
     level: its depth 6 is 7 here."""
@@ -126,28 +127,31 @@ class TreeShape:
     @property
     def label(self) -> str:
         """Return the shape in the format ``parse`` reads."""
-        if self.kind == "static":
-            return "static"
+        if self.kind in ("static", "auto"):
+            return self.kind
         sizes = [self.depth] if self.is_chain else [self.depth, self.top_k, self.num_tokens]
         return ":".join([self.kind, *map(str, sizes)])
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
-        """Read ``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``; TOKENS may be auto.
+        """Read ``auto``, ``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``.
+
+        TOKENS may be auto.
 
         Raises:
             ValueError: another format.
         """
         kind, *sizes = text.split(":")
-        names = {"chain": ["depth"], "static": [], "dynamic": ["depth", "top_k", "num_tokens"]}
+        dynamic = ["depth", "top_k", "num_tokens"]
+        names = {"chain": ["depth"], "static": [], "dynamic": dynamic, "auto": []}
         expected = names.get(kind)
         right_count = expected is not None and len(sizes) in {len(expected), 0}
         is_auto = kind == "dynamic" and sizes[2:] == ["auto"]
         numbers = sizes[:2] if is_auto else sizes
         if not right_count or not all(size.isdecimal() for size in numbers):
             raise ValueError(
-                f"tree: {text!r} is no tree; give chain:7, static, or dynamic:7:10:59 (levels, "
-                "beams, draft tokens or auto)"
+                f"tree: {text!r} is no tree; give auto, chain:7, static, or dynamic:7:10:59 "
+                "(levels, beams, draft tokens or auto)"
             )
         assert expected is not None
         fields: Values = dict(zip(expected, map(int, numbers), strict=False))

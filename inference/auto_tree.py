@@ -1,0 +1,117 @@
+"""``--tree auto``: time rounds, and draft the chain or tree with the most tokens per second."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from pipedraft.inference.shapes import TreeShape
+
+SHAPES = ("chain:3", "chain:1", "chain:2", "chain:4", "chain:6", "dynamic:3:3:7", "dynamic:5:6:16")
+"""Shapes to choose from. The first is drafted first; the others are tried in this order."""
+TRIAL = 2
+"""Rounds per trial: their median time is the shape's."""
+MEMORY = 32
+"""Rounds remembered per shape."""
+DOUBT = 8
+"""Weight, in rounds, of what is known from elsewhere: a few lucky rounds must not decide."""
+DECAY = 0.998
+"""Weight of a round's draft tokens relative to the next round's."""
+BUDGET = 0.001
+"""Maximum loss by each shape's trials, as a fraction of the decoding time."""
+
+
+class ShapeMeter:
+    """Timer for rounds with different draft shapes.
+
+    A shape's time per round is measured. How many tokens a chain adds is known from rounds with
+    longer chains, too: they show how often its first draft tokens are accepted. A shape is tried if
+    it could be the best one. After a trial that lost time, its next trial waits for loss / BUDGET.
+    Several sequences may share a meter.
+    """
+
+    def __init__(self) -> None:
+        self._shapes = {text: TreeShape.parse(text) for text in SHAPES}
+        """By label."""
+        self._times = {text: deque[float](maxlen=MEMORY) for text in SHAPES}
+        self._lengths = {text: deque[int](maxlen=MEMORY) for text in SHAPES}
+        """Tokens per round."""
+        depth = max(shape.depth for shape in self._shapes.values())
+        self._tested, self._accepted = [0.0] * depth, [0.0] * depth
+        """For each place in a chain, how often its draft token was tested, and accepted."""
+        self._due = dict.fromkeys(SHAPES, 0.0)
+        self._total = 0.0
+        self._used, self._left = SHAPES[0], TRIAL
+
+    @property
+    def shape(self) -> TreeShape:
+        """Shape to draft in the next round."""
+        return self._shapes[self._used]
+
+    def count(self, shape: TreeShape, num_tokens: int, time: float) -> None:
+        """Record a round with this shape, and choose the shape for the next one."""
+        self._total += time
+        self._times[shape.label].append(time)
+        self._lengths[shape.label].append(num_tokens)
+        if shape.is_chain:
+            self._note_chain(shape.depth, num_tokens - 1)
+        self._left -= shape == self.shape  # sequences that share this meter may be behind
+        if self._left <= 0:
+            self._choose()
+
+    def _note_chain(self, depth: int, num_accepted: int) -> None:
+        for place in range(min(depth, num_accepted + 1)):
+            self._tested[place] = DECAY * self._tested[place] + 1
+            self._accepted[place] = DECAY * self._accepted[place] + (place < num_accepted)
+
+    def _choose(self) -> None:
+        measured = [text for text in SHAPES if self._times[text]]
+        best = max(measured, key=self._speed)
+        # Time that its rounds would have saved with the best shape.
+        lost = TRIAL * (self._time(self._used) - self._tokens_of(self._used) / self._speed(best))
+        self._due[self._used] = self._total + max(lost, 0.0) / BUDGET
+        tried = [
+            text
+            for text in SHAPES
+            if text != best and self._due[text] <= self._total and self._may_win(text, best)
+        ]
+        # Unmeasured shapes first.
+        tried.sort(key=lambda text: len(self._times[text]) > 0)
+        self._used = tried[0] if tried else best
+        self._left = TRIAL if tried else 1
+
+    def _may_win(self, text: str, best: str) -> bool:
+        """Return True unless a measured shape of fewer draft tokens shows that this one loses."""
+        if self._times[text]:
+            return True
+        cheaper = [
+            self._time(other)
+            for other in SHAPES
+            if self._times[other] and self._shapes[other].most <= self._shapes[text].most
+        ]
+        most = (
+            self._tokens_of(text) if self._shapes[text].is_chain else 1 + self._shapes[text].depth
+        )
+        return most > self._speed(best) * max(cheaper, default=0.0)
+
+    def _speed(self, text: str) -> float:
+        return self._tokens_of(text) / self._time(text)
+
+    def _time(self, text: str) -> float:
+        # Median: a hiccup must not decide.
+        return statistics.median(self._times[text])
+
+    def _tokens_of(self, text: str) -> float:
+        """Return the expected tokens per round: for a chain 1 + a_1 + a_1 a_2 + .."""
+        shape = self._shapes[text]
+        tokens = reached = 1.0
+        rate = 0.5
+        for tested, accepted in zip(self._tested[: shape.depth], self._accepted, strict=False):
+            # A place seldom tested is taken to be like the one before.
+            rate = (accepted + DOUBT * rate) / (tested + DOUBT)
+            reached *= rate
+            tokens += reached
+        if shape.is_chain:
+            return tokens
+        own = self._lengths[text]
+        return (DOUBT * tokens + sum(own)) / (DOUBT + len(own))

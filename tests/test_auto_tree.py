@@ -1,0 +1,138 @@
+"""``--tree auto``: the cost of its trials, and exact outputs whatever it chooses."""
+
+import random
+from collections import Counter
+
+import pytest
+from conftest import tiny_qwen3
+from decode_runs import (
+    NEW_TOKENS,
+    PROMPTS,
+    assert_sampled_like_the_target,
+    attentive_llama,
+    decode_exactly,
+    engine_for,
+    sampling_target,
+    simulate,
+)
+from several_runs import decode_several
+from tiny_drafts import make_head
+
+from pipedraft.inference.auto_tree import SHAPES, ShapeMeter
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.shapes import TreeShape
+
+AUTO = {"schedule": "eagle", "tree": TreeShape.parse("auto")}
+PARSED = [TreeShape.parse(text) for text in SHAPES]
+TIMES = {
+    "costly tokens": lambda shape: 1 + 0.12 * shape.most + 0.06 * shape.depth,
+    "cheap tokens": lambda shape: 1 + 0.01 * shape.most + 0.05 * shape.depth,
+    "steps": lambda shape: (
+        (1.1 if shape.most < 3 else 1.6 + 0.05 * shape.most) + 0.08 * shape.depth
+    ),
+}
+"""Time per round on simulated machines."""
+
+
+def rates(shape, acceptance, gain):
+    """Acceptance by level; a tree's siblings raise it."""
+    last = [acceptance[-1]] * shape.depth
+    own = [*acceptance, *last][: shape.depth]
+    return own if shape.is_chain else [min(1.0, rate * gain) for rate in own]
+
+
+def expected_tokens(own):
+    tokens = reached = 1.0
+    for rate in own:
+        reached *= rate
+        tokens += reached
+    return tokens
+
+
+@pytest.mark.parametrize("machine", TIMES)
+@pytest.mark.parametrize(
+    "acceptance", [(0.3,), (0.55, 0.5, 0.45), (0.7, 0.6, 0.5), (0.9,)], ids=str
+)
+def test_trials_cost_little_beside_the_best_chain(acceptance, machine):
+    """Expected time per token of the shapes in use, relative to the best chain's; ten runs."""
+    time_of, gain, used = TIMES[machine], 1.15, Counter()
+    for seed in range(10):
+        rng, meter, tokens = random.Random(seed), ShapeMeter(), 0
+        while tokens < 3_000:
+            shape, length = meter.shape, 1
+            for rate in rates(shape, acceptance, gain):
+                if rng.random() > rate:
+                    break
+                length += 1
+            noise = (1 + 0.05 * rng.random()) * (10 if rng.random() < 0.005 else 1)
+            meter.count(shape, length, time_of(shape) * noise)
+            tokens, used[shape.label] = tokens + length, used[shape.label] + 1
+    own = {shape.label: expected_tokens(rates(shape, acceptance, gain)) for shape in PARSED}
+    times = {shape.label: time_of(shape) for shape in PARSED}
+    best = min(times[text] / own[text] for text in own if text.startswith("chain"))
+    spent = sum(count * times[text] for text, count in used.items())
+    assert spent <= 1.02 * best * sum(count * own[text] for text, count in used.items())
+
+
+def test_a_machine_that_changes_changes_the_shape():
+    meter = ShapeMeter()
+    for now, name in enumerate(("steps", "cheap tokens")):
+        for _ in range(4_000):
+            shape = meter.shape
+            meter.count(shape, 1 + shape.depth, TIMES[name](shape))
+        assert (meter.shape.most > 2) or not now
+
+
+class Shuffled(ShapeMeter):
+    """Chooses another shape after every round."""
+
+    chosen: list[TreeShape] = []
+
+    @property
+    def shape(self):
+        self.chosen.append(PARSED[len(self.chosen) % len(PARSED)])
+        return self.chosen[-1]
+
+
+@pytest.fixture
+def shuffled(monkeypatch):
+    monkeypatch.setattr(Shuffled, "chosen", [])
+    for module in ("engine", "batch"):
+        monkeypatch.setattr(f"pipedraft.inference.{module}.ShapeMeter", Shuffled)
+
+
+@pytest.mark.parametrize("schedule", ["eagle", "naive_pp"])
+def test_greedy_text_is_the_targets_whatever_is_drafted(shuffled, schedule):
+    simulate(attentive_llama(8, vocab=16), PROMPTS[2], 0.6, **{**AUTO, "schedule": schedule})
+    assert len(Shuffled.chosen) > 2
+
+
+def test_sampled_text_has_the_targets_law_whatever_is_drafted(shuffled):
+    target = sampling_target()
+    assert_sampled_like_the_target(target, make_head(target), **AUTO)
+    assert {*Shuffled.chosen} == {*PARSED}
+
+
+def test_real_rounds_are_timed():
+    target = tiny_qwen3(vocab=16)
+    way = {**AUTO, "num_stages": 1, "max_new_tokens": NEW_TOKENS}
+    engine = engine_for(target, draft=make_head(target, "eagle3"), **way)
+    result = decode_exactly(engine, PROMPTS[1])
+    assert engine.shapes._total > 0 and result.num_drafted > 0
+
+
+def test_several_sequences_share_the_meter_and_keep_their_texts(shuffled):
+    target = tiny_qwen3(vocab=64)
+    draft, texts = make_head(target, "eagle"), []
+    for tree in ("auto", "chain:2"):
+        way = {"num_stages": 2, "max_new_tokens": 6, "tree": TreeShape.parse(tree)}
+        asked = [(prompt, DecodeConfig.of("eagle", **way), 0) for prompt in PROMPTS[:3]]
+        _, handles = decode_several(target, draft, 2, asked)
+        texts.append([handle.token_ids for handle in handles])
+    assert texts[0] == texts[1] and Shuffled.chosen
+
+
+def test_schedules_without_rounds_refuse_it():
+    with pytest.raises(ValueError, match="tree: auto with schedule 'flowspec'.*eagle or naive_pp"):
+        DecodeConfig.of("flowspec", tree=TreeShape.parse("auto"))
+    assert TreeShape.parse("auto").label == "auto"
