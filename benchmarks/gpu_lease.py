@@ -325,7 +325,7 @@ def train_head(options: argparse.Namespace) -> None:
     from pipedraft.train.loop import Trainer
 
     class TimedTrainer(Trainer):
-        """Lowers the learning rate with the remaining time instead of steps."""
+        """Lowers the learning rate as time runs out, not by steps."""
 
         begin: float | None = None
 

@@ -40,7 +40,7 @@ class Rows:
         return (self[row] for row in range(len(self)))
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a column by its name, a row by its index, or columns of some rows."""
+        """Return a column by name, a row by index, or all columns for some indices."""
         if isinstance(key, str):
             values = [value for batch in self.batches for value in batch[key].to_pylist()]
             return [values[row] for row in self.chosen_N.tolist()]
@@ -57,7 +57,7 @@ class Rows:
 
     @property
     def whole(self) -> pyarrow.Table:
-        """The batches, rows that are not chosen included."""
+        """All rows in the batches, chosen or not."""
         return pyarrow.Table.from_batches(self.batches)
 
     def table(self, index: Sequence[int] | np.ndarray | slice) -> pyarrow.Table:

@@ -67,13 +67,14 @@ def compare(
     rng: np.random.Generator,
     wrong: Features | None = None,
 ) -> PairedTest:
-    """Test two servers' answers for equal features.
+    """Test two servers for equal feature distributions.
 
     Args:
         ours: features by prompt and answer.
         theirs: the same for the other server, with as many answers.
         level: false-alarm probability.
-        wrong: a faulty answer's features, for the power; None: the prompt's most frequent answer.
+        wrong: faulty answer to simulate for the power, as features; None: the prompt's most
+            frequent answer.
     """
     found, drawn_R, tables = 0.0, np.zeros(NUM_PERMUTATIONS), []
     for one, other in zip(ours, theirs, strict=True):

@@ -227,7 +227,10 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesChart(Chart):
-    """Chart of series; ``panels`` maps title -> series label -> place -> estimate."""
+    """Chart of series; ``panels`` maps title -> series label -> place -> estimate.
+
+    A place is a row's name or a number on the horizontal axis.
+    """
 
     COLUMNS = ("panel", "series", "place", "value", "low", "high")
     reference: float | None = None
@@ -253,7 +256,7 @@ class SeriesChart(Chart):
 
 
 class IntervalChart(SeriesChart):
-    """One row per place, with a point and its interval for each series."""
+    """One row per place, with each series' point and interval."""
 
     def figure(self) -> Figure:
         looks = self.looks()

@@ -138,20 +138,20 @@ class CheckpointSearch:
 
 
 class Drafts:
-    """Drafts by role, each loaded once per target."""
+    """Drafts by name, each loaded once for the target."""
 
     def __init__(
         self, search: CheckpointSearch, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self.search, self.target, self.tokenizer = search, target, tokenizer
         self.folders: dict[str, Path] = {}
-        """Folders with the drafts found."""
+        """Name -> folder with this draft."""
         self.networks: dict[str, DraftNetwork] = {}
         self.missing: dict[str, str] = {}
         """Reason for each missing draft, and the command to train it."""
 
     def find(self, name: str) -> DraftNetwork | None:
-        """Return the network; None if no checkpoint with this role fits this target."""
+        """Return the named draft; None if no checkpoint with this name fits the target."""
         if name in self.networks or name in self.missing:
             return self.networks.get(name)
         folder, reason = self.search.find(name), "no checkpoint"

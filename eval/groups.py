@@ -75,7 +75,7 @@ def count_groups(
 
 
 def sum_groups(parts: Iterable[GroupCounts]) -> GroupCounts:
-    """Add up counts from several turns."""
+    """Add up counts, group by group."""
     total: GroupCounts = {}
     for part in parts:
         for name, values in part.items():

@@ -22,7 +22,7 @@ class DecodedTurn:
     """One decoded turn."""
 
     conversation: tuple[str, int]
-    """Conversation of the turn: benchmark, and the prompt's index in it."""
+    """The turn's conversation: benchmark, and the prompt's index there."""
     prompt: Prompt
     turn: int
     result: DecodeResult
@@ -153,7 +153,7 @@ class _Conversation:
         return prompt_seed(self.prompt, len(self.records))
 
     def add(self, result: DecodeResult) -> None:
-        """Add the newly decoded next turn."""
+        """Add the next turn, just decoded."""
         key = turn_key(self.prompt, len(self.records), result.prompt_ids)
         self._append(DecodeResult(**self.traces.find(key, lambda: asdict(result))))
 

@@ -141,7 +141,7 @@ def whole_rows(count: int) -> int:
 def argmax(x_NV: Tensor) -> Tensor:
     """Return each row's argmax [N]; torch's is not vectorized on CPUs.
 
-    Find the first block with the largest maximum, then this maximum's place: 5 times faster.
+    Find the first block with the largest maximum, then its place there: 5 times torch's speed.
     """
     width = gcd(x_NV.shape[-1], 128)  # blocks must divide the row
     if width < 8 or x_NV.device.type != "cpu":
@@ -158,7 +158,7 @@ CACHED_BYTES = 1 << 24
 def chunk_bytes(most: int, device: torch.device) -> int:
     """Return the chunk size in bytes, at most ``most``, for logits processed in chunks.
 
-    On a CPU a chunk fits the caches: 3,040 rows over 16,384 tokens take 1.1 instead of 1.7 s.
+    On a CPU a chunk fits the caches: 3,040 rows of 16,384 logits take 1.1 instead of 1.7 s.
     """
     return min(most, CACHED_BYTES) if device.type == "cpu" else most
 

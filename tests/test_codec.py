@@ -1,4 +1,4 @@
-"""Frames: every message and dtype survives; anything else is refused and costs no memory."""
+"""Every message and dtype survives its frame; other bytes are refused and cost no memory."""
 
 import math
 import random

@@ -54,7 +54,7 @@ def sampled_and_plain(way):
 )
 @pytest.mark.parametrize("way", TREES, ids=way_name)
 def test_greedy_text_is_transformers(way, acceptance):
-    """Segments are pruned to one row and to none."""
+    """Pruning leaves some segments one row, and others none."""
     simulate(tiny("qwen3_5"), PROMPTS[2], acceptance, max_new_tokens=LENGTH, **way)
 
 

@@ -1,4 +1,4 @@
-"""SPD with several tokens per step: the module's rows, the steps, and the same output."""
+"""SPD with several tokens per step: the head's rows, the steps, the target's output."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_text_is_the_targets_at_every_acceptance(acceptance, width):
         simulate(target, prompt, acceptance, schedule="spd", tree_width=width, tokens_per_step=2)
 
 
-# -- what the module reads ------------------------------------------------------------------
+# -- what the head reads --------------------------------------------------------------------
 
 
 def test_tokens_that_enter_together_have_the_same_depth():

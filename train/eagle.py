@@ -91,11 +91,11 @@ def row_lengths(lengths: list[int] | None) -> list[int] | None:
 
 
 class EagleObjective(DraftObjective):
-    """SmoothL1(f', f) + w * KL(target || draft) for the next hidden states f' and f.
+    """SmoothL1(f', f) + w * KL(target || draft); f': predicted next hidden state, f: true one.
 
-    Both are summed over rows, the regression after a mean over H. The paper's second term is the
-    cross-entropy with the target's distribution. KL differs from it by a constant entropy, so
-    gradients match the paper's and values are comparable with SPD.
+    Both terms are summed over rows, SmoothL1 after a mean over H. The paper's second term is the
+    cross-entropy with the target's distribution. KL and cross-entropy differ by a constant, the
+    target's entropy. So gradients match the paper's, and values are comparable with SPD's.
     """
 
     draft_class: ClassVar[type[Draft]] = Eagle

@@ -1,8 +1,8 @@
 """Messages between edge and cloud, and their encoding.
 
 A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., the cloud's have
-``number`` 0, 1, .... The cloud processes requests in ``seq`` order, so a repeated or late one
-changes nothing. The edge rejects a reply out of order. Each reply names the ``seq`` it answers.
+``number`` 0, 1, .... The cloud processes each request once and in ``seq`` order, however late or
+often it arrives. The edge rejects a reply out of order. Each reply names the ``seq`` it answers.
 
 An epoch ends at every token that the cloud or the edge samples itself (a correction, a bonus),
 because tokens drafted before it do not continue the new sequence. Late messages from an ended epoch
@@ -16,7 +16,7 @@ are stale and dropped.
     Close() ->                          <- Error(text), at any time
 
 Two ``Codec``s encode the messages, one per direction. A session lives as long as its gRPC stream.
-If the stream breaks, the edge opens a new session with the output so far as its prompt.
+If the stream breaks, the edge opens a new session from the prompt and the output so far.
 """
 
 import hashlib

@@ -120,7 +120,7 @@ class RecursiveVerifier(SampledVerifier):
     Gumbel top-k samples a node's children x_1, x_2, ..., each ~ q without the ones before it. With
     p_1 = p and q_1 = q, x_j is accepted with probability min(1, p_j(x_j) / q_j(x_j)), else
 
-        p_{j+1} = (p_j - q_j)+ / sum_v (p_j - q_j)+,  q_{j+1}(v) ~ q_j(v) for v != x_j, 0 for x_j;
+        p_{j+1} = (p_j - q_j)+ / sum_v (p_j - q_j)+,  q_{j+1} = q_j without x_j, renormalized;
 
     after the last child the token comes from p_{k+1}. The output stays exact only if x_j itself has
     no influence on whether the node gets a j-th child. EAGLE-2 breaks this, because it orders
@@ -190,12 +190,12 @@ class RecursiveVerifier(SampledVerifier):
 class TraversalVerifier(BlockVerifier, RecursiveVerifier):
     """Traversal verification for trees, leaves first (Weng et al., arXiv:2505.12398).
 
-    Children are sampled as in ``recursive``. Each node has a weight w, 1 for the root: the
-    probability that the output passes through it, given its token and earlier rejections. Child x_1
-    ~ q gets weight min(w p(x_1) / q(x_1), 1) and is tested with all its descendants. If none is
+    Children are sampled as in ``recursive``. Each node has a weight w, the probability that the
+    output passes through it, given its token and earlier rejections; the root's is 1. Child x_1 ~ q
+    gets weight min(w p(x_1) / q(x_1), 1) and is tested with all its descendants. If none is
     accepted, the node continues with its next child and
 
-        w' = S / (S + 1 - w),  p' = (w p - q)+ / S,  q'(v) ~ q(v) for v != x_1, 0 for x_1,
+        w' = S / (S + 1 - w),  p' = (w p - q)+ / S,  q' = q without x_1, renormalized,
 
     with S = sum_v (w p(v) - q(v))+. After the last child, a uniform accepts the node with
     probability w', together with the path to it and a token from p'. Otherwise the node is
@@ -203,8 +203,8 @@ class TraversalVerifier(BlockVerifier, RecursiveVerifier):
 
     The output is exact: by induction a node is in the output with probability w, and the next token
     then follows p. A child x uses up q(x) min(w p(x) / q(x), 1) = min(w p(x), q(x)) from w p(x) and
-    leaves (w p(x) - q(x))+, in total S. S must come from rejections of this child, with probability
-    1 - w + S. On a chain this is block verification.
+    leaves (w p(x) - q(x))+, in total S. Rejections of the child (probability 1 - w + S) must supply
+    S, hence w' above. On a chain, the rule is block verification.
     """
 
     name: ClassVar[RuleName] = "traversal"
