@@ -81,18 +81,22 @@ class ShapeMeter:
         self._left = TRIAL if tried else 1
 
     def _may_win(self, text: str, best: str) -> bool:
-        """Return True unless a measured shape of fewer draft tokens shows that this one loses."""
+        """Return True unless the measured price of a draft token shows that this shape loses."""
+        shape, least = self._shapes[text], 0.0
         if self._times[text]:
             return True
-        cheaper = [
-            self._time(other)
-            for other in SHAPES
-            if self._times[other] and self._shapes[other].most <= self._shapes[text].most
-        ]
-        most = (
-            self._tokens_of(text) if self._shapes[text].is_chain else 1 + self._shapes[text].depth
-        )
-        return most > self._speed(best) * max(cheaper, default=0.0)
+        points = {
+            self._shapes[other].most: self._time(other) for other in SHAPES if self._times[other]
+        }
+        cheaper = sorted(size for size in points if size <= shape.most)
+        if cheaper:
+            first, last = cheaper[0], cheaper[-1]
+            price = (points[last] - points[first]) / max(last - first, 1)
+            # Half the price: more rows at once may cost less each.
+            least = points[last] + 0.5 * max(price, 0.0) * (shape.most - last)
+        # A tree's siblings: as if each level had two chances.
+        most = self._chain_tokens(shape, 1 if shape.is_chain else 2)
+        return most > self._speed(best) * least
 
     def _speed(self, text: str) -> float:
         return self._tokens_of(text) / self._time(text)
@@ -102,16 +106,19 @@ class ShapeMeter:
         return statistics.median(self._times[text])
 
     def _tokens_of(self, text: str) -> float:
-        """Return the expected tokens per round: for a chain 1 + a_1 + a_1 a_2 + .."""
-        shape = self._shapes[text]
+        """Return the expected tokens per round."""
+        shape, own = self._shapes[text], self._lengths[text]
+        tokens = self._chain_tokens(shape)
+        # A chain's own rounds are in the acceptance rates already.
+        return tokens if shape.is_chain else (DOUBT * tokens + sum(own)) / (DOUBT + len(own))
+
+    def _chain_tokens(self, shape: TreeShape, chances: int = 1) -> float:
+        """Return 1 + a_1 + a_1 a_2 + .., with 1 - (1 - a)^chances for each acceptance rate a."""
         tokens = reached = 1.0
         rate = 0.5
         for tested, accepted in zip(self._tested[: shape.depth], self._accepted, strict=False):
             # A place seldom tested is taken to be like the one before.
             rate = (accepted + DOUBT * rate) / (tested + DOUBT)
-            reached *= rate
+            reached *= 1 - (1 - rate) ** chances
             tokens += reached
-        if shape.is_chain:
-            return tokens
-        own = self._lengths[text]
-        return (DOUBT * tokens + sum(own)) / (DOUBT + len(own))
+        return tokens
