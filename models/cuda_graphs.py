@@ -142,6 +142,18 @@ class Graphs:
         return made
 
 
+@dataclass(frozen=True)
+class TokenChoice:
+    """How a CUDA graph chooses tokens, given their logits."""
+
+    key: Hashable
+    """Everything that the launches depend on."""
+    numbers_R: Tensor
+    """float64 on the CPU: one uniform number per row; zeros if the choice needs none."""
+    choose: Callable[[Tensor, Tensor], Tensor]
+    """From logits [R, V] and numbers [R], both on the device; knows no sequence."""
+
+
 def padded_rows(num_rows: int) -> int:
     """Round a row count up to a power of two, so that few sizes need a graph."""
     return 1 << (num_rows - 1).bit_length() if num_rows else 0

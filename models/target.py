@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.models import bitwise, cpu, rounded, stage_boundaries, stage_calls
-from pipedraft.models.cuda_graphs import Graphs, borrow_for, padded_rows
+from pipedraft.models.cuda_graphs import Graphs, TokenChoice, borrow_for, padded_rows
 from pipedraft.models.families import (
     LayerPositions,
     check_packable,
@@ -49,9 +48,6 @@ from pipedraft.pretrained import (
     load_tokenizer,
     read_config,
 )
-
-if TYPE_CHECKING:
-    from pipedraft.inference.rules.random import Choice
 
 __all__ = [
     "KeepRows",
@@ -443,7 +439,7 @@ class StagedTarget:
         )
 
     @torch.inference_mode()
-    def choose(self, hidden_lH: Tensor, choice: "Choice") -> Tensor:
+    def choose(self, hidden_lH: Tensor, choice: TokenChoice) -> Tensor:
         """Compute logits and choose from them in one CUDA graph.
 
         Returns:

@@ -84,7 +84,8 @@ def runner_of(command: Command) -> str:
         return "test_docs.py"  # it compares their output
     if command.module == "docs/lab/servers.py":
         return "test_serve_command.py"
-    if command.module in ("docs/lab/runs.py", "docs/lab/shared_link.py"):
+    lab = ("runs", "shared_link", "same_tokens", "auto_tree", "launches")
+    if command.module in [f"docs/lab/{name}.py" for name in lab]:
         return "test_lab_scripts.py"
     is_served = any(word.startswith("127.0.0.1:") for word in words)
     is_client = command.module == "pipedraft.inference" and "--server" in words

@@ -1,9 +1,11 @@
-"""Scripts of docs/lab: fates of segments, and many users on one link."""
+"""Scripts of docs/lab: fates of segments, many users on one link, and comparisons of outputs."""
 
+import re
 import runpy
 
 import pytest
 from conftest import REPOSITORY
+from doc_commands import run_module
 
 from pipedraft.eval.edge_methods import TIMES
 from pipedraft.inference.result import DecodeResult
@@ -28,3 +30,31 @@ def test_users_share_passes_for_free_only_if_a_row_is_free():
     dear = ms_per_token("5g", 50, 0, 0.02, 30.0)
     assert dear == pytest.approx(alone_ms * (1 + 0.02 * 49), rel=0.1)
     assert ms_per_token("5g", 1, 5, 0.0, 30.0) < 2 * alone_ms
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
+def test_every_schedule_has_the_tokens_of_autoregressive_decoding(capsys, dtype):
+    run_module("docs/lab/same_tokens.py", [dtype, "--prompts=1", "--new-tokens=4"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 26 + (dtype == "float32")
+    assert all(line.endswith("1 of 1 outputs equal") for line in lines), lines
+
+
+@pytest.mark.all
+def test_chains_and_auto_are_timed(capsys):
+    assets = REPOSITORY / "assets"
+    places = {"target": assets / "target", "head": assets / "heads/eagle3"}
+    words = [f"--{name}={place}" for name, place in {**places, "data-dir": assets / "eval"}.items()]
+    run_module("docs/lab/auto_tree.py", [*words, "--limit=1", "--new-tokens=4"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and all("3/3 outputs equal" in line for line in lines), lines
+
+
+@pytest.mark.all
+def test_greedy_verification_is_one_graph_without_further_kernels(capsys):
+    run_module("docs/lab/launches.py", [])
+    lines = capsys.readouterr().out.splitlines()
+    figures = {line.split(" | ")[0]: re.findall(r"[\d.]+", line)[-4:] for line in lines[2::2]}
+    assert figures["| autoregressive"] == ["2.0", "2.0", "1.0", "2.0"]
+    assert len(figures) == 5

@@ -10,18 +10,20 @@ import pipedraft
 from pipedraft.eval.metrics import decode_seconds
 from pipedraft.eval.tasks import encode_turn, load_tasks
 
-TARGET, HEAD = "out/smollm2", "assets/heads/smollm2_eagle3"
 TREES = ("chain:1", "chain:2", "chain:3", "chain:4", "chain:6", "auto")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--target", default="out/smollm2")
+    parser.add_argument("--head", default="assets/heads/smollm2_eagle3")
+    parser.add_argument("--data-dir", default="data/eval")
     parser.add_argument("--limit", type=int, default=4, help="prompts per benchmark")
     parser.add_argument("--new-tokens", type=int, default=64)
     options = parser.parse_args()
-    loaded = pipedraft.load(TARGET, draft=HEAD, dtype=options.dtype)
-    tasks = load_tasks(["mt_bench", "gsm8k", "humaneval"], "data/eval", options.limit)
+    loaded = pipedraft.load(options.target, draft=options.head, dtype=options.dtype)
+    tasks = load_tasks(["mt_bench", "gsm8k", "humaneval"], options.data_dir, options.limit)
     rows = [
         [*map(int, encode_turn(loaded.tokenizer, prompt, []))]
         for prompts in zip(*tasks.values(), strict=True)

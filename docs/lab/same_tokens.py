@@ -4,7 +4,7 @@
 
 Decodes with the target and the heads in assets, greedy and at temperature 1 (rule gumbel).
 bfloat16 is decoded with `bitwise`. In float32, greedy decoding is compared with transformers'
-`generate` too. Prints one line per run: the number of equal outputs.
+`generate` too. Prints a line per run: how many outputs are equal.
 """
 
 import argparse
@@ -40,7 +40,7 @@ RUNS = {
 
 
 def encoded_prompts(model: Model, count: int) -> list[list[int]]:
-    """Return the last tokens of the benchmarks' first turns, then of training prompts."""
+    """Return each prompt's last tokens: first benchmark questions, then training prompts."""
     tasks = load_tasks(["mt_bench", "gsm8k", "humaneval"], ROOT / "assets/eval")
     texts = [prompt.turns[0] for prompts in tasks.values() for prompt in prompts]
     lines = (ROOT / "assets/train/prompts.jsonl").read_text().splitlines()

@@ -26,7 +26,6 @@ from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import (
     ALL_LOGITS,
     UNFILTERED,
-    Choice,
     DraftToken,
     KeyedRandom,
     Payload,
@@ -41,6 +40,7 @@ from pipedraft.inference.rules.random import (
     scaled,
 )
 from pipedraft.inference.tree import TokenTree
+from pipedraft.models.cuda_graphs import TokenChoice
 
 if TYPE_CHECKING:
     from pipedraft.models.target import StagedTarget
@@ -212,7 +212,7 @@ class Verifier(ABC):
             return self.judge(target.choose(hidden_RH, ALL_LOGITS), positions_R)
         return checked_draws(target.choose(hidden_RH, choice).cpu())
 
-    def choice(self, positions_R: Tensor) -> Choice | None:
+    def choice(self, positions_R: Tensor) -> TokenChoice | None:
         """Return ``judge`` for a CUDA graph; None: its results are no tokens, or need the host."""
         return None
 
@@ -270,14 +270,14 @@ class MatchVerifier(Verifier):
     def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
         return self.target_tokens(logits_RV, positions_R)
 
-    def choice(self, positions_R: Tensor) -> Choice | None:
+    def choice(self, positions_R: Tensor) -> TokenChoice | None:
         if self.temperature == 0:
             zeros_R = torch.zeros(len(positions_R), dtype=torch.float64)
-            return Choice("greedy", zeros_R, greedy_tokens)
+            return TokenChoice("greedy", zeros_R, greedy_tokens)
         if self.filters.reads_on_host:
             return None
         numbers = [self.random.uniform(t + 1, "target") for t in positions_R.tolist()]
-        return Choice(
+        return TokenChoice(
             (self.temperature, self.filters),
             torch.tensor(numbers, dtype=torch.float64),
             partial(sampled_tokens, self.temperature, self.filters),
@@ -322,7 +322,7 @@ class GumbelVerifier(MatchVerifier):
             # Exponential race: argmin of E / p is a sample of p, and p = 0 gives infinity.
             return int((self.noise.exponential(position, len(p_V)) / p_V).argmin())
 
-    def choice(self, positions_R: Tensor) -> Choice | None:
+    def choice(self, positions_R: Tensor) -> TokenChoice | None:
         # A position's noise, one number per token of the vocabulary, comes from the host.
         return super().choice(positions_R) if self.temperature == 0 else None
 

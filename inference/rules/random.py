@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from pipedraft.inference.config import MIN_TEMPERATURE
 from pipedraft.inference.ranks.codec import Message, check_tensor
 from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.models.cuda_graphs import TokenChoice
 
 UNFILTERED = TokenFilters()
 UNDRAWABLE = (
@@ -122,19 +123,9 @@ def checked_draws(tokens_R: Tensor) -> Tensor:
     return tokens_R
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A rule's choice of tokens as a CUDA graph runs it."""
-
-    key: Hashable
-    """Everything that the launches depend on."""
-    numbers_R: Tensor
-    """float64 on the CPU: one uniform number per row; zeros if the choice needs none."""
-    choose: Callable[[Tensor, Tensor], Tensor]
-    """From logits [R, V] and numbers [R], both on the device; knows no sequence."""
-
-
-ALL_LOGITS = Choice("logits", torch.zeros(0, dtype=torch.float64), lambda logits_RV, _: logits_RV)
+ALL_LOGITS = TokenChoice(
+    "logits", torch.zeros(0, dtype=torch.float64), lambda logits_RV, _: logits_RV
+)
 """No choice: the graph ends with the logits."""
 
 
