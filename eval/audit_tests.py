@@ -71,10 +71,10 @@ def compare(
 
     Args:
         ours: features by prompt and answer.
-        theirs: the same for the other server, with as many answers.
+        theirs: the same for the other server; the power assumes as many answers as in ``ours``.
         level: false-alarm probability.
-        wrong: faulty answer to simulate for the power, as features; None: the prompt's most
-            frequent answer.
+        wrong: a faulty answer's features, to simulate the power; None: per prompt, the answer
+            whose features have the highest summed counts.
     """
     found, drawn_R, tables = 0.0, np.zeros(NUM_PERMUTATIONS), []
     for one, other in zip(ours, theirs, strict=True):
@@ -134,5 +134,5 @@ FEATURES: dict[str, Callable[[Sequence[str], bool], Features]] = {
 }
 """Test name -> function that makes features from an answer's tokens and its ``ended``."""
 OF_THE_END = ("lengths", "stop reasons")
-"""Tests whose power assumes wrong answers without an end. The other tests assume the prompt's most
-frequent answer as the wrong one."""
+"""Tests whose power assumes wrong answers without an end. The other tests assume each prompt's
+answer with the most frequent features."""

@@ -203,8 +203,8 @@ class TraversalVerifier(BlockVerifier, RecursiveVerifier):
 
     The output is exact: by induction a node is in the output with probability w, and the next token
     then follows p. A child x uses up q(x) min(w p(x) / q(x), 1) = min(w p(x), q(x)) from w p(x) and
-    leaves (w p(x) - q(x))+, in total S. Rejections of the child (probability 1 - w + S) must supply
-    S, hence w' above. On a chain, the rule is block verification.
+    leaves (w p(x) - q(x))+, in total S. The child is rejected with probability 1 - w + S, so w' is
+    S divided by this. On a chain, the rule is block verification.
     """
 
     name: ClassVar[RuleName] = "traversal"

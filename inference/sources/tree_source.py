@@ -1,4 +1,4 @@
-"""Draft sources that continue any draft token, in layers, chains, trees or micro-batches."""
+"""Draft sources that can continue any draft token: by layers, trees or micro-batches."""
 
 # Q rows to continue, R forwarded rows, W children per row, H hidden, U draft vocabulary
 
