@@ -15,6 +15,10 @@ KEPT = {
     "test_audit": {
         "test_planted_faults_are_found": 3,
     },
+    "test_auto_tree": {
+        "test_trials_cost_little_beside_the_best_chain": 3,
+        "test_sampled_text_has_the_targets_law_whatever_is_drafted": 0,
+    },
     "test_bitwise": {
         "test_text_is_that_of_plain_decoding": 10,
     },
@@ -45,7 +49,7 @@ KEPT = {
         "test_a_layer_of_a_draft_is_one_graph_to_the_compiler": 0,
     },
     "test_doc_runs": {
-        "test_commands_run": 2,
+        "test_commands_run": 1,
     },
     "test_docs": {
         "test_drafts_of_the_papers_models_are_made_by_the_commands_above_them": 4,
@@ -57,7 +61,7 @@ KEPT = {
         "test_bitwise_outputs_have_drafts_of_their_own": 0,
     },
     "test_draft_length_links": {
-        "test_geometric_keeps_97_percent_of_the_oracle_on_links_of_constants": 1,
+        "test_geometric_keeps_97_percent_of_the_oracle_on_links_of_constants": 0,
         "test_the_default_keeps_95_percent_of_the_oracle_where_batches_are_away": 1,
         "test_rounds_that_are_away_take_the_time_that_policies_are_told": 1,
         "test_geometric_keeps_97_percent_of_the_oracle_on_the_shipped_traces": 1,
@@ -129,6 +133,9 @@ KEPT = {
         "test_training_from_a_server_is_online_training": 1,
         "test_a_run_that_loses_its_server_saves_and_goes_on_later": 0,
         "test_what_cannot_be_dumped_is_refused_before_the_target_runs": 0,
+    },
+    "test_field_thinking": {
+        "test_an_evaluation_is_lossless_and_says_where_the_settings_differ": 1,
     },
     "test_flexspec": {
         "test_greedy_text_equals_transformers_greedy": 1,
@@ -307,6 +314,9 @@ KEPT = {
     },
     "test_serve_batch": {
         "test_rows_of_several_texts_are_what_each_gives_alone": 2,
+    },
+    "test_serve_command": {
+        "test_ranks_answer_together_and_end_it_at_a_signal": 0,
     },
     "test_serve_failures": {
         "test_a_pass_that_one_session_breaks_is_made_again_without_it": 1,

@@ -54,9 +54,9 @@ def expected_tokens(own):
     "acceptance", [(0.3,), (0.55, 0.5, 0.45), (0.7, 0.6, 0.5), (0.9,)], ids=str
 )
 def test_trials_cost_little_beside_the_best_chain(acceptance, machine):
-    """Expected time per token of the shapes in use, relative to the best chain's; ten runs."""
+    """Expected time per token of the shapes in use, relative to the best chain's; six runs."""
     time_of, gain, used = TIMES[machine], 1.15, Counter()
-    for seed in range(10):
+    for seed in range(6):
         rng, meter, tokens = random.Random(seed), ShapeMeter(), 0
         while tokens < 3_000:
             shape, length = meter.shape, 1
