@@ -118,7 +118,7 @@ class Model:
                 template.
             schedule: schedule name; None: the draft's own.
             stages: pipeline stages; None: as the draft was trained, else 1.
-            tree: draft tree shape, as "chain:5" or "dynamic:7:10:59".
+            tree: draft tree shape, as "chain:5", "dynamic:7:10:59" or "auto".
             temperature: 0 is greedy.
             stream: called with each piece of text once it is certain; True prints it.
             settings: for the schedule and ``DecodeConfig``, as ``top_p=0.9``.

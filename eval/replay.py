@@ -97,8 +97,8 @@ def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> s
         return ""
     if schedule.is_auto:
         return (
-            f"{schedule.name} chose its budget (auto) by its own cost model; record a run under "
-            "this one"
+            f"{schedule.name} chose its draft tokens (auto) by its own cost model or clock; record "
+            "a run under this one"
         )
     is_same_draft = (cost.draft_forward, cost.draft_on_first_stage) == (
         recorded.draft_forward,

@@ -17,6 +17,8 @@ DOUBT = 8
 """Weight, in rounds, of what is known from elsewhere: a few lucky rounds must not decide."""
 DECAY = 0.998
 """Weight of a round's draft tokens relative to the next round's."""
+SIBLINGS = 1.25
+"""Chances per level of a tree relative to a chain's, until its own rounds show them."""
 BUDGET = 0.001
 """Maximum loss by each shape's trials, as a fraction of the decoding time."""
 
@@ -26,7 +28,7 @@ class ShapeMeter:
 
     A shape's time per round is measured. How many tokens a chain adds is known from rounds with
     longer chains, too: they show how often its first draft tokens are accepted. A shape is tried if
-    it could be the best one. After a trial that lost time, its next trial waits for loss / BUDGET.
+    it could be the best one. After rounds that lost time, its next trial waits for loss / BUDGET.
     Several sequences may share a meter.
     """
 
@@ -41,6 +43,8 @@ class ShapeMeter:
         """For each place in a chain, how often its draft token was tested, and accepted."""
         self._due = dict.fromkeys(SHAPES, 0.0)
         self._total = 0.0
+        self._warm: set[str] = set()
+        """Shapes drafted before. A first round may capture CUDA graphs, so it is not counted."""
         self._used, self._left = SHAPES[0], TRIAL
 
     @property
@@ -51,25 +55,32 @@ class ShapeMeter:
     def count(self, shape: TreeShape, num_tokens: int, time: float) -> None:
         """Record a round with this shape, and choose the shape for the next one."""
         self._total += time
+        if shape.label not in self._warm:
+            self._warm.add(shape.label)
+            return
         self._times[shape.label].append(time)
         self._lengths[shape.label].append(num_tokens)
         if shape.is_chain:
             self._note_chain(shape.depth, num_tokens - 1)
-        self._left -= shape == self.shape  # sequences that share this meter may be behind
+        best = self._best()
+        # Time that this round would have saved with the best shape. Several sequences' rounds end
+        # one by one, so a trial may have more of them.
+        lost = self._time(shape.label) - self._tokens_of(shape.label) / self._speed(best)
+        due = max(self._due[shape.label], self._total)
+        self._due[shape.label] = due + max(lost, 0.0) / BUDGET
+        self._left -= shape == self.shape
         if self._left <= 0:
-            self._choose()
+            self._choose(best)
 
     def _note_chain(self, depth: int, num_accepted: int) -> None:
         for place in range(min(depth, num_accepted + 1)):
             self._tested[place] = DECAY * self._tested[place] + 1
             self._accepted[place] = DECAY * self._accepted[place] + (place < num_accepted)
 
-    def _choose(self) -> None:
-        measured = [text for text in SHAPES if self._times[text]]
-        best = max(measured, key=self._speed)
-        # Time that its rounds would have saved with the best shape.
-        lost = TRIAL * (self._time(self._used) - self._tokens_of(self._used) / self._speed(best))
-        self._due[self._used] = self._total + max(lost, 0.0) / BUDGET
+    def _best(self) -> str:
+        return max((text for text in SHAPES if self._times[text]), key=self._speed)
+
+    def _choose(self, best: str) -> None:
         tried = [
             text
             for text in SHAPES
@@ -94,8 +105,8 @@ class ShapeMeter:
             price = (points[last] - points[first]) / max(last - first, 1)
             # Half the price: more rows at once may cost less each.
             least = points[last] + 0.5 * max(price, 0.0) * (shape.most - last)
-        # A tree's siblings: as if each level had two chances.
-        most = self._chain_tokens(shape, 1 if shape.is_chain else 2)
+        # Hopeful: acceptance rates of few rounds may be too low, and siblings raise a tree's.
+        most = self._chain_tokens(shape, 1.5 if shape.is_chain else 2.0)
         return most > self._speed(best) * least
 
     def _speed(self, text: str) -> float:
@@ -108,11 +119,11 @@ class ShapeMeter:
     def _tokens_of(self, text: str) -> float:
         """Return the expected tokens per round."""
         shape, own = self._shapes[text], self._lengths[text]
-        tokens = self._chain_tokens(shape)
+        tokens = self._chain_tokens(shape, 1.0 if shape.is_chain else SIBLINGS)
         # A chain's own rounds are in the acceptance rates already.
         return tokens if shape.is_chain else (DOUBT * tokens + sum(own)) / (DOUBT + len(own))
 
-    def _chain_tokens(self, shape: TreeShape, chances: int = 1) -> float:
+    def _chain_tokens(self, shape: TreeShape, chances: float) -> float:
         """Return 1 + a_1 + a_1 a_2 + .., with 1 - (1 - a)^chances for each acceptance rate a."""
         tokens = reached = 1.0
         rate = 0.5

@@ -148,10 +148,10 @@ class TokenChoice:
 
     key: Hashable
     """Everything that the launches depend on."""
-    numbers_R: Tensor
-    """float64 on the CPU: one uniform number per row; zeros if the choice needs none."""
+    numbers: Tensor
+    """float64 on the CPU, at most one per row and one more."""
     choose: Callable[[Tensor, Tensor], Tensor]
-    """From logits [R, V] and numbers [R], both on the device; knows no sequence."""
+    """From logits [R, V] and the numbers, both on the device; knows no sequence."""
 
 
 def padded_rows(num_rows: int) -> int:

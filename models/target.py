@@ -341,9 +341,12 @@ class StagedTarget:
         self._is_bitwise = False
         self._graphs: Graphs | None = None
         """Graphs from the last hidden states to tokens; None: not on a GPU."""
-        place = self.stages[-1].device
-        if self.stages[-1].graphs is not None:
-            self._graphs = borrow_for(model.lm_head, self, "choose", partial(Graphs, place))
+        last = self.stages[-1]
+        if last.graphs is not None:
+            read = (*self._norm.parameters(), *self._lm_head.parameters())
+            read += tuple(self._lm_head.buffers())  # a quantized head may have these alone
+            key = ("choose", *(weight.data_ptr() for weight in read))
+            self._graphs = borrow_for(last.layers[0], self, key, partial(Graphs, last.device))
 
     @property
     def device(self) -> torch.device:
@@ -446,8 +449,8 @@ class StagedTarget:
             [l, ...]: a view of a buffer that the next call overwrites.
         """
         assert self._graphs is not None
-        numbers_P = torch.zeros(padded_rows(len(hidden_lH)), dtype=torch.float64)
-        numbers_P[: len(choice.numbers_R)] = choice.numbers_R
+        numbers = torch.zeros(1 + padded_rows(len(hidden_lH)), dtype=torch.float64)
+        numbers[: len(choice.numbers)] = choice.numbers
         # Graphs outlive this object, so they must not refer to it.
         logits, choose = partial(_logits, self._norm, self._lm_head, self._config), choice.choose
 
@@ -455,7 +458,7 @@ class StagedTarget:
             assert rows_PH is not None
             return choose(logits(rows_PH), packed.view(torch.float64))
 
-        chosen_P = self._graphs.run(choice.key, numbers_P.view(torch.int64), [hidden_lH], compute)
+        chosen_P = self._graphs.run(choice.key, numbers.view(torch.int64), [hidden_lH], compute)
         return chosen_P[: len(hidden_lH)]
 
 

@@ -136,3 +136,27 @@ def test_schedules_without_rounds_refuse_it():
     with pytest.raises(ValueError, match="tree: auto with schedule 'flowspec'.*eagle or naive_pp"):
         DecodeConfig.of("flowspec", tree=TreeShape.parse("auto"))
     assert TreeShape.parse("auto").label == "auto"
+
+
+def test_a_first_round_may_capture_graphs():
+    """A known-bad meter counts it, and shuts the shape out."""
+    meters = ShapeMeter(), ShapeMeter()
+    meters[1]._warm = {*SHAPES}
+    for meter in meters:
+        drafted = Counter()
+        for _ in range(300):
+            shape = meter.shape
+            slow = 20.0 if not drafted[shape.label] else 0.0
+            drafted[shape.label] += 1
+            meter.count(shape, 1 + shape.depth, 1 + 0.05 * shape.most + slow)
+    assert meters[0].shape.depth == 6 and meters[1].shape.depth < 6
+
+
+def test_rounds_of_sequences_that_are_behind_are_charged():
+    meter, slow = ShapeMeter(), TreeShape.parse("chain:3")
+    for _ in range(5):
+        meter.count(TreeShape.parse("chain:1"), 2, 1.0)
+        meter.count(slow, 1, 3.0)
+    charged = meter._due[slow.label] - meter._total
+    meter.count(slow, 1, 3.0)
+    assert meter._due[slow.label] - meter._total > charged

@@ -154,7 +154,7 @@ def test_command_reads_shards_and_agrees_with_real_runs(evaluated, tmp_path, cap
     arguments = ["replay", str(folder), str(folder / "auto"), "--json", "--out", str(tmp_path)]
     assert status([*arguments, "--cost", "h100"]) == 0
     (line,) = json.loads(capsys.readouterr().out)["left_out"]
-    assert "on 4 stages: spd chose its budget (auto)" in line
+    assert "on 4 stages: spd chose its draft tokens (auto)" in line
     assert "left out: language_model" in (tmp_path / "replay.md").read_text()
     assert status([*arguments[:2], *arguments[3:]]) == 0
     written = json.loads(capsys.readouterr().out)

@@ -94,8 +94,12 @@ class StageWorker:
             return
         self.finish(step, output)
 
-    def finish(self, step: Step, output: Segment) -> None:
-        """Pass on the segment's output, and answer."""
+    def finish(self, step: Step, output: Segment, *, alone: bool = True) -> None:
+        """Pass on the segment's output, and answer.
+
+        Args:
+            alone: False for rows that share a pass: no CUDA graph is captured per sequence.
+        """
         segment, taps = step.segment, {i: output.taps[i] for i in self.taps}
         output.taps = {}
         self._pass_on(Step.of(step.keeps, output), step)
@@ -103,9 +107,8 @@ class StageWorker:
         if self.following is None:
             assert output.hidden is not None and self._verifier is not None
             with self.timeline.span("verify", segment.num_rows):
-                result.verdicts = self._verifier.judge_states(
-                    self.target, output.hidden, segment.positions
-                )
+                given = self.target, output.hidden, segment.positions
+                result.verdicts = self._verifier.judge_states(*given, alone=alone)
         if taps or self.following is None:
             self._answer(result, step)
 
@@ -246,7 +249,7 @@ class SharedWorker(StageWorker):
             return False
         for (worker, step), output in zip(pairs, outputs, strict=True):
             with self._contained(step):
-                worker.finish(step, output)
+                worker.finish(step, output, alone=False)
         return True
 
     @contextmanager

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipedraft.inference.config import RuleName
+from pipedraft.inference.config import MIN_TEMPERATURE, RuleName
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import (
     ALL_LOGITS,
+    GREEDY,
     UNFILTERED,
     DraftToken,
     KeyedRandom,
@@ -34,7 +35,6 @@ from pipedraft.inference.rules.random import (
     checked_draws,
     draw,
     draw_on_device,
-    greedy_tokens,
     probabilities,
     sampled_tokens,
     scaled,
@@ -203,9 +203,15 @@ class Verifier(ABC):
         """Return one result per returned row, with all that ``walk`` needs: [R, ...] on the CPU."""
         raise NotImplementedError
 
-    def judge_states(self, target: StagedTarget, hidden_RH: Tensor, positions_R: Tensor) -> Tensor:
-        """Run ``judge`` on raw hidden states: on a GPU in one CUDA graph, if the rule allows it."""
-        if not target.can_choose(len(hidden_RH)):
+    def judge_states(
+        self, target: StagedTarget, hidden_RH: Tensor, positions_R: Tensor, *, alone: bool = True
+    ) -> Tensor:
+        """Run ``judge`` on raw hidden states: on a GPU in one CUDA graph, if the rule allows it.
+
+        Args:
+            alone: False runs the kernels one by one.
+        """
+        if not alone or not target.can_choose(len(hidden_RH)):
             return self.judge(target.logits(hidden_RH), positions_R)
         choice = self.choice(positions_R)
         if choice is None:
@@ -272,15 +278,14 @@ class MatchVerifier(Verifier):
 
     def choice(self, positions_R: Tensor) -> TokenChoice | None:
         if self.temperature == 0:
-            zeros_R = torch.zeros(len(positions_R), dtype=torch.float64)
-            return TokenChoice("greedy", zeros_R, greedy_tokens)
-        if self.filters.reads_on_host:
+            return GREEDY
+        if self.filters.reads_on_host or self.temperature < MIN_TEMPERATURE:
             return None
         numbers = [self.random.uniform(t + 1, "target") for t in positions_R.tolist()]
         return TokenChoice(
-            (self.temperature, self.filters),
-            torch.tensor(numbers, dtype=torch.float64),
-            partial(sampled_tokens, self.temperature, self.filters),
+            self.filters,
+            torch.tensor([self.temperature, *numbers], dtype=torch.float64),
+            partial(sampled_tokens, self.filters),
         )
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:

@@ -123,20 +123,17 @@ def checked_draws(tokens_R: Tensor) -> Tensor:
     return tokens_R
 
 
-ALL_LOGITS = TokenChoice(
-    "logits", torch.zeros(0, dtype=torch.float64), lambda logits_RV, _: logits_RV
-)
+NO_NUMBERS = torch.zeros(0, dtype=torch.float64)
+ALL_LOGITS = TokenChoice("logits", NO_NUMBERS, lambda logits_RV, _: logits_RV)
 """No choice: the graph ends with the logits."""
+GREEDY = TokenChoice("greedy", NO_NUMBERS, lambda logits_RV, _: logits_RV.argmax(-1))
 
 
-def greedy_tokens(logits_RV: Tensor, _: Tensor) -> Tensor:
-    return logits_RV.argmax(-1)
-
-
-def sampled_tokens(
-    temperature: float, filters: TokenFilters, logits_RV: Tensor, uniform_R: Tensor
-) -> Tensor:
-    return drawn_tokens(probabilities(logits_RV, temperature, filters), uniform_R)
+def sampled_tokens(filters: TokenFilters, logits_RV: Tensor, numbers: Tensor) -> Tensor:
+    """Sample as ``draw_on_device`` does; ``numbers``: the temperature, then one per row."""
+    # The temperature is data: clients of a server choose it, and each constant needs a graph.
+    scaled_RV = filters.apply(logits_RV.double() / numbers[0])
+    return drawn_tokens(torch.softmax(scaled_RV, -1), numbers[1 : 1 + len(logits_RV)])
 
 
 class SharedNoise:

@@ -118,7 +118,7 @@ class TreeSchedule(Schedule):
 
     @property
     def is_auto(self) -> bool:
-        return self.tree.is_auto
+        return self.tree.is_auto or self.tree.kind == "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
