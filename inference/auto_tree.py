@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 
 from pipedraft.inference.shapes import TreeShape
 
 SHAPES = ("chain:3", "chain:1", "chain:2", "chain:4", "chain:6", "dynamic:3:3:7", "dynamic:5:6:16")
 """Shapes to choose from. The first is drafted first; the others are tried in this order."""
-TRIAL = 2
-"""Rounds per trial: their median time is the shape's."""
+TRIAL = 3
+"""Rounds per trial. Of fewer, a hiccup or the capture of CUDA graphs would be the median time."""
 MEMORY = 32
 """Rounds remembered per shape."""
 DOUBT = 8
@@ -42,9 +42,9 @@ class ShapeMeter:
         self._tested, self._accepted = [0.0] * depth, [0.0] * depth
         """For each place in a chain, how often its draft token was tested, and accepted."""
         self._due = dict.fromkeys(SHAPES, 0.0)
+        self._uncharged = Counter[str]()
+        """Rounds per shape since the last charge."""
         self._total = 0.0
-        self._warm: set[str] = set()
-        """Shapes drafted before. A first round may capture CUDA graphs, so it is not counted."""
         self._used, self._left = SHAPES[0], TRIAL
 
     @property
@@ -55,19 +55,14 @@ class ShapeMeter:
     def count(self, shape: TreeShape, num_tokens: int, time: float) -> None:
         """Record a round with this shape, and choose the shape for the next one."""
         self._total += time
-        if shape.label not in self._warm:
-            self._warm.add(shape.label)
-            return
         self._times[shape.label].append(time)
         self._lengths[shape.label].append(num_tokens)
         if shape.is_chain:
             self._note_chain(shape.depth, num_tokens - 1)
         best = self._best()
-        # Time that this round would have saved with the best shape. Several sequences' rounds end
-        # one by one, so a trial may have more of them.
-        lost = self._time(shape.label) - self._tokens_of(shape.label) / self._speed(best)
-        due = max(self._due[shape.label], self._total)
-        self._due[shape.label] = due + max(lost, 0.0) / BUDGET
+        self._uncharged[shape.label] += 1
+        if len(self._times[shape.label]) >= TRIAL:
+            self._charge(shape.label, best)
         self._left -= shape == self.shape
         if self._left <= 0:
             self._choose(best)
@@ -76,6 +71,15 @@ class ShapeMeter:
         for place in range(min(depth, num_accepted + 1)):
             self._tested[place] = DECAY * self._tested[place] + 1
             self._accepted[place] = DECAY * self._accepted[place] + (place < num_accepted)
+
+    def _charge(self, text: str, best: str) -> None:
+        """Let the next trial wait for the time that the last rounds would have saved.
+
+        Several sequences' rounds end one by one, so a trial may have more than ``TRIAL``.
+        """
+        lost = self._time(text) - self._tokens_of(text) / self._speed(best)
+        wait = self._uncharged.pop(text) * max(lost, 0.0) / BUDGET
+        self._due[text] = max(self._due[text], self._total) + wait
 
     def _best(self) -> str:
         return max((text for text in SHAPES if self._times[text]), key=self._speed)
@@ -113,8 +117,8 @@ class ShapeMeter:
         return self._tokens_of(text) / self._time(text)
 
     def _time(self, text: str) -> float:
-        # Median: a hiccup must not decide.
-        return statistics.median(self._times[text])
+        # Low median: hiccups must not decide.
+        return statistics.median_low(self._times[text])
 
     def _tokens_of(self, text: str) -> float:
         """Return the expected tokens per round."""
@@ -126,10 +130,11 @@ class ShapeMeter:
     def _chain_tokens(self, shape: TreeShape, chances: float) -> float:
         """Return 1 + a_1 + a_1 a_2 + .., with 1 - (1 - a)^chances for each acceptance rate a."""
         tokens = reached = 1.0
-        rate = 0.5
+        rate, doubt = 0.5, 1
         for tested, accepted in zip(self._tested[: shape.depth], self._accepted, strict=False):
             # A place seldom tested is taken to be like the one before.
-            rate = (accepted + DOUBT * rate) / (tested + DOUBT)
+            rate = (accepted + doubt * rate) / (tested + doubt)
+            doubt = DOUBT
             reached *= 1 - (1 - rate) ** chances
             tokens += reached
         return tokens
