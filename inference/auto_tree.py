@@ -10,17 +10,17 @@ from pipedraft.inference.shapes import TreeShape
 SHAPES = ("chain:3", "chain:1", "chain:2", "chain:4", "chain:6", "dynamic:3:3:7", "dynamic:5:6:16")
 """Shapes to choose from. The first is drafted first; the others are tried in this order."""
 TRIAL = 3
-"""Rounds per trial. Of fewer, a hiccup or the capture of CUDA graphs would be the median time."""
+"""Rounds per trial. With fewer, one slow round (a captured CUDA graph) would be the median."""
 MEMORY = 32
 """Rounds remembered per shape."""
 DOUBT = 8
-"""Weight, in rounds, of what is known from elsewhere: a few lucky rounds must not decide."""
+"""Weight, in rounds, for other shapes' acceptance: a few lucky rounds must not decide."""
 DECAY = 0.998
-"""Weight of a round's draft tokens relative to the next round's."""
+"""Weight for a round's draft tokens, relative to the next round's."""
 SIBLINGS = 1.25
-"""Chances per level of a tree relative to a chain's, until its own rounds show them."""
+"""Chances per level in a tree, relative to a chain, until its own rounds show them."""
 BUDGET = 0.001
-"""Maximum loss by each shape's trials, as a fraction of the decoding time."""
+"""Maximum time lost by each shape's trials, relative to all decoding time."""
 
 
 class ShapeMeter:
@@ -96,7 +96,7 @@ class ShapeMeter:
         self._left = TRIAL if tried else 1
 
     def _may_win(self, text: str, best: str) -> bool:
-        """Return True unless the measured price of a draft token shows that this shape loses."""
+        """Return True unless a draft token's measured price shows that this shape loses."""
         shape, least = self._shapes[text], 0.0
         if self._times[text]:
             return True
