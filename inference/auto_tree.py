@@ -26,10 +26,10 @@ BUDGET = 0.001
 class ShapeMeter:
     """Timer for rounds with different draft shapes.
 
-    A shape's time per round is measured. How many tokens a chain adds is known from rounds with
-    longer chains, too: they show how often its first draft tokens are accepted. A shape is tried if
-    it could be the best one. After rounds that lost time, its next trial waits for loss / BUDGET.
-    Several sequences may share a meter.
+    The meter times each shape's rounds. Rounds with a long chain also show what shorter chains
+    would add, because they have the same first draft tokens. The meter tries a shape if it could be
+    the best one. After rounds with a loss, its next trial waits for loss / BUDGET. Several
+    sequences may share a meter.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ShapeMeter:
         """Tokens per round."""
         depth = max(shape.depth for shape in self._shapes.values())
         self._tested, self._accepted = [0.0] * depth, [0.0] * depth
-        """For each place in a chain, how often its draft token was tested, and accepted."""
+        """Tests and acceptances for each place in a chain, weighted by ``DECAY``."""
         self._due = dict.fromkeys(SHAPES, 0.0)
         self._uncharged = Counter[str]()
         """Rounds per shape since the last charge."""
@@ -73,7 +73,7 @@ class ShapeMeter:
             self._accepted[place] = DECAY * self._accepted[place] + (place < num_accepted)
 
     def _charge(self, text: str, best: str) -> None:
-        """Let the next trial wait for the time that the last rounds would have saved.
+        """Delay the shape's next trial in proportion to the time lost by its last rounds.
 
         Several sequences' rounds end one by one, so a trial may have more than ``TRIAL``.
         """
@@ -96,7 +96,7 @@ class ShapeMeter:
         self._left = TRIAL if tried else 1
 
     def _may_win(self, text: str, best: str) -> bool:
-        """Return True unless a draft token's measured price shows that this shape loses."""
+        """Return False if this shape must lose, by a draft token's measured price."""
         shape, least = self._shapes[text], 0.0
         if self._times[text]:
             return True

@@ -130,13 +130,13 @@ class DecodeConfig(TokenFilters):
                 "--schedule eagle or naive_pp with --tree chain:7, or use 'rejection'"
             )
         tree = getattr(self.schedule, "tree", None)
-        tree = tree if isinstance(tree, TreeShape) else TreeShape(kind="chain")
-        if tree.kind == "auto" and not self.schedule.verifies_whole:
+        kind = tree.kind if isinstance(tree, TreeShape) else None
+        if kind == "auto" and not self.schedule.verifies_whole:
             raise ValueError(
                 f"tree: auto with schedule {self.schedule.name!r}, which has no rounds to time; "
                 "give --schedule eagle or naive_pp, or a shape such as chain:7"
             )
-        is_fixed = tree.kind in ("static", "dynamic") and not tree.is_auto
+        is_fixed = kind in ("static", "dynamic") and not self.schedule.is_auto
         if self.verifier in ("recursive", "traversal") and not (whole and is_fixed):
             raise ValueError(
                 f"verifier: {self.verifier!r} tests whole trees of a fixed number of draft tokens; "

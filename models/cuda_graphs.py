@@ -1,7 +1,7 @@
-"""CUDA graphs for fixed-shape launches: a stage's layers, and a draft.
+"""CUDA graphs for fixed-shape launches: a stage's layers, a draft, and choosing tokens.
 
 A decoding step with a few rows launches hundreds of small kernels; on a GPU launching takes longer
-than their work. The host packs everything that varies between steps, and copies it into a fixed
+than their work. The host packs all values varying between steps, and copies them into a fixed
 buffer in one transfer. Rows on the device enter another buffer. Launches are captured once per key.
 On a CPU the same functions run without a graph.
 """
@@ -147,9 +147,9 @@ class TokenChoice:
     """How a CUDA graph chooses tokens, given their logits."""
 
     key: Hashable
-    """Everything that the launches depend on."""
+    """All values that change the launches."""
     numbers: Tensor
-    """float64 on the CPU, at most one per row and one more."""
+    """float64 on the CPU, at most one more than rows."""
     choose: Callable[[Tensor, Tensor], Tensor]
     """From logits [R, V] and the numbers, both on the device; knows no sequence."""
 
@@ -184,8 +184,8 @@ def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) 
     """Return positions hidden from rows over a whole buffer: bool [P, C].
 
     Args:
-        num_visible_1: number of rows at the buffer's start that are visible to all.
-        visible_PS: visibility of the S rows after them; later rows are hidden.
+        num_visible_1: number of rows at the buffer's start, visible to all.
+        visible_PS: visibility for the S rows after them; later rows are hidden.
     """
     S = visible_PS.shape[1]
     column_C = torch.arange(num_columns, device=visible_PS.device) - num_visible_1
@@ -222,7 +222,7 @@ def borrow_for(
 def _capture(
     compute: Callable[[], None], device: torch.device, pool: "_POOL_HANDLE"
 ) -> Callable[[], None]:
-    """Capture the launches of ``compute``; warm-up runs let libraries choose their kernels."""
+    """Capture ``compute``'s launches; warm-up runs let libraries choose their kernels."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()  # torch's rule: warm up on a side stream before capture
         side.wait_stream(torch.cuda.current_stream())

@@ -345,7 +345,8 @@ class StagedTarget:
         if last.graphs is not None:
             read = (*self._norm.parameters(), *self._lm_head.parameters())
             read += tuple(self._lm_head.buffers())  # a quantized head may have these alone
-            key = ("choose", *(weight.data_ptr() for weight in read))
+            # Graphs read these addresses, so other weights need other graphs.
+            key = ("choose", *((id(weight), weight.data_ptr()) for weight in read))
             self._graphs = borrow_for(last.layers[0], self, key, partial(Graphs, last.device))
 
     @property

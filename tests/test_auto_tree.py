@@ -1,4 +1,4 @@
-"""``--tree auto``: the cost of its trials, and exact outputs whatever it chooses."""
+"""``--tree auto``: its trials' cost, and exact outputs with any chosen shape."""
 
 import random
 import statistics
@@ -15,12 +15,14 @@ from decode_runs import (
     engine_for,
     sampling_target,
     simulate,
+    unlike_plain_text,
 )
 from several_runs import decode_several
 from tiny_drafts import make_head
 
 from pipedraft.inference.auto_tree import SHAPES, ShapeMeter
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.engine import Session
 from pipedraft.inference.shapes import TreeShape
 
 AUTO = {"schedule": "eagle", "tree": TreeShape.parse("auto")}
@@ -55,7 +57,7 @@ def expected_tokens(own):
     "acceptance", [(0.3,), (0.55, 0.5, 0.45), (0.7, 0.6, 0.5), (0.9,)], ids=str
 )
 def test_trials_cost_little_beside_the_best_chain(acceptance, machine):
-    """Expected time per token of the shapes in use, relative to the best chain's; ten runs."""
+    """Compare the used shapes' expected time per token with the best chain's, over ten runs."""
     time_of, gain, used = TIMES[machine], 1.15, Counter()
     for seed in range(10):
         rng, meter, tokens = random.Random(seed), ShapeMeter(), 0
@@ -112,6 +114,20 @@ def test_sampled_text_has_the_targets_law_whatever_is_drafted(shuffled):
     target = sampling_target()
     assert_sampled_like_the_target(target, make_head(target), **AUTO)
     assert {*Shuffled.chosen} == {*PARSED}
+
+
+def test_a_token_changed_with_a_shape_is_caught(shuffled, monkeypatch):
+    emit = Session._emit
+
+    def mutant(session, token, accepted, logits_V):
+        is_wrong = accepted and session._shape == PARSED[1]
+        emit(session, (token + 1) % 16 if is_wrong else token, accepted, logits_V)
+
+    monkeypatch.setattr(Session, "_emit", mutant)
+    with pytest.raises(AssertionError):
+        simulate(attentive_llama(8, vocab=16), PROMPTS[2], 0.6, **AUTO)
+    target = sampling_target()
+    assert unlike_plain_text(target, make_head(target), verifier="gumbel", **AUTO) > 2
 
 
 def test_real_rounds_are_timed():

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from device_runs import bookkeeping_s, connect_ranks, decode_on_gpu
 from link_runs import run_session
 from pretended_device import MixedDevices, Pretended, pretended_cuda
 from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipedraft.inference.clock import CostModel
@@ -24,8 +26,15 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.inference.rules.base import MatchVerifier
 from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.inference.rules.random import draw, draw_on_device, probabilities
+from pipedraft.inference.rules.random import (
+    GREEDY,
+    KeyedRandom,
+    draw,
+    draw_on_device,
+    probabilities,
+)
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import default_schedule, make_source
@@ -233,6 +242,92 @@ def test_tokens_drawn_on_the_device_are_those_drawn_on_the_host():
     assert draw_on_device(p_RV, uniforms).tolist() == drawn
     with pytest.raises(ValueError, match="no token can be drawn"):
         draw_on_device(p_RV * torch.nan, uniforms)
+
+
+def match_on_gpu(seed: int, temperature: float) -> tuple[list[int], list[int]]:
+    """Decode by rule ``match`` on the CPU and on a pretended GPU."""
+    config = DecodeConfig.of(
+        "autoregressive",
+        num_stages=2,
+        max_new_tokens=NEW_TOKENS,
+        temperature=temperature,
+        seed=seed,
+        verifier="match",
+    )
+    target = tiny_llama()
+    expected = Engine(target, PlainTokenizer(), config).decode(PROMPT[:3]).token_ids
+    with pretended_cuda():
+        target.to("cuda:0")
+        engines = [
+            Engine(target, PlainTokenizer(), replace(config, temperature=t, seed=s))
+            for t, s in ((temperature, seed), (3.0, seed + 1), (temperature, seed))
+        ]
+        # The same graphs serve other temperatures and seeds in between.
+        first, _, again = (engine.decode(PROMPT[:3]).token_ids for engine in engines)
+    assert first == again
+    return expected, first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_one_graph_chooses_tokens_for_every_temperature_and_seed(temperature):
+    for seed in range(4):
+        expected, found = match_on_gpu(seed, temperature)
+        assert found == expected
+
+
+def wrong_position(right):
+    return lambda self, positions_R: right(self, positions_R + 1)
+
+
+def wrong_temperature(right):
+    def choice(self, positions_R):
+        made = right(self, positions_R)
+        made.numbers[:1] += 2.0
+        return made
+
+    return choice
+
+
+@pytest.mark.parametrize("mutant", [wrong_position, wrong_temperature])
+def test_a_wrong_choice_in_a_graph_is_caught(mutant, monkeypatch):
+    monkeypatch.setattr(MatchVerifier, "choice", mutant(MatchVerifier.choice))
+    pairs = [match_on_gpu(seed, 1.3) for seed in range(4)]
+    assert any(expected != found for expected, found in pairs)
+
+
+def test_a_wrong_greedy_choice_in_a_graph_is_caught(monkeypatch):
+    worst = replace(GREEDY, choose=lambda logits_RV, _: logits_RV.argmin(-1))
+    monkeypatch.setattr("pipedraft.inference.rules.base.GREEDY", worst)
+    expected, found = match_on_gpu(0, 0.0)
+    assert expected != found
+
+
+def test_rows_sharing_a_pass_capture_no_graph(monkeypatch):
+    verifier = MatchVerifier(0.0, KeyedRandom(0, 0))
+    with pretended_cuda():
+        staged = StagedTarget(tiny_llama().to("cuda:0"), 1)
+        hidden_RH, positions_R = torch.randn(2, staged._norm.weight.numel()), torch.arange(2)
+        given = staged, hidden_RH.to("cuda:0"), positions_R
+        expected = verifier.judge_states(*given)
+        monkeypatch.delattr(StagedTarget, "choose")
+        assert verifier.judge_states(*given, alone=False).tolist() == expected.tolist()
+        with pytest.raises(AttributeError):
+            verifier.judge_states(*given)
+
+
+def test_a_new_norm_has_graphs_of_its_own():
+    config = DecodeConfig.of("autoregressive", num_stages=1, max_new_tokens=NEW_TOKENS)
+    target, other = tiny_llama(), torch.Generator().manual_seed(1)
+    norm = nn.Parameter(torch.rand(target.model.norm.weight.shape, generator=other))
+    changed = tiny_llama()
+    changed.model.norm.weight = norm
+    expected = Engine(changed, PlainTokenizer(), config).decode(PROMPT[:3]).token_ids
+    with pretended_cuda():
+        target.to("cuda:0")
+        Engine(target, PlainTokenizer(), config).decode(PROMPT[:3])
+        target.model.norm.weight = nn.Parameter(norm.detach().clone().to("cuda:0"))
+        found = Engine(target, PlainTokenizer(), config).decode(PROMPT[:3]).token_ids
+    assert found == expected
 
 
 def test_a_token_that_cannot_be_drawn_on_the_device_is_an_error():

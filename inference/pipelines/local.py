@@ -165,18 +165,16 @@ class LocalPipeline(Pipeline):
     def _judge(self, segment: Segment, logits_RV: Tensor | None) -> Returned:
         assert self._verifier is not None
         with self.timeline.span("verify", segment.num_rows):
+            at, hidden_RH = segment.positions, self.judged_rows(segment)
+            needs_logits = self.is_prefilling or self._keeps_logits or self._mask.changes(at)
+            if logits_RV is None and not needs_logits:
+                verdicts = self._verifier.judge_states(self.target, hidden_RH, at)
+                return Returned(segment.num_rows, verdicts)
             if logits_RV is None:
-                hidden_RH = self.judged_rows(segment)
-                needs_logits = self.is_prefilling or self._keeps_logits
-                if not needs_logits and not self._mask.changes(segment.positions):
-                    at = segment.positions
-                    verdicts = self._verifier.judge_states(self.target, hidden_RH, at)
-                    return Returned(segment.num_rows, verdicts)
                 logits_RV = self.target.logits(hidden_RH)
             if self.is_prefilling:
                 return Returned(segment.num_rows, logits_RV)
-            masked_RV = self._mask.apply(logits_RV, segment.positions)
-            verdicts = self._verifier.judge(masked_RV, segment.positions)
+            verdicts = self._verifier.judge(self._mask.apply(logits_RV, at), at)
         return Returned(segment.num_rows, verdicts, logits_RV if self._keeps_logits else None)
 
 

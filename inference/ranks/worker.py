@@ -98,7 +98,7 @@ class StageWorker:
         """Pass on the segment's output, and answer.
 
         Args:
-            alone: False for rows that share a pass: no CUDA graph is captured per sequence.
+            alone: False for rows sharing a pass: no CUDA graph is captured per sequence.
         """
         segment, taps = step.segment, {i: output.taps[i] for i in self.taps}
         output.taps = {}
