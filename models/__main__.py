@@ -7,6 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar, Literal
 
 from pipedraft.cli import (
@@ -95,34 +96,35 @@ class PushOptions(Command):
     """with --dry-run: folder to write; default: out/upload/REPO"""
 
     def run(self) -> None:
-        from pipedraft.models.exchange.hub import (
-            Upload,
-            check_repo_id,
-            fill_folder,
-            prepare_upload,
-            push,
-        )
+        from pipedraft.models.exchange.hub import check_repo_id, fill_upload, push
 
         check_repo_id(self.repo)
         if self.out is not None and not self.dry_run:
             raise ValueError(f"--out: {str(self.out)!r} without --dry-run; give both or neither")
         folder = checkpoint_folder(self.checkpoint)
-        upload = Upload(
+        fill = partial(
+            fill_upload,
+            folder=folder,
             repo=self.repo,
             revision=self.revision,
-            private=self.private,
-            message=self.commit_message,
             results=self.results,
             target=self.target,
             is_half=self.dtype is not None,
         )
         if self.dry_run:
             out = self.out or Path("out", "upload", *self.repo.split("/"))
-            fill = partial(fill_folder, files=prepare_upload(folder, upload))
-            for path in write_folder(out, fill, inputs=[folder], replaces=True):
-                print(path)
-        else:
-            print(push(prepare_upload(folder, upload), upload))
+            print(*write_folder(out, fill, inputs=[folder], replaces=True), sep="\n")
+            return
+        with TemporaryDirectory() as temporary:
+            fill(Path(temporary))
+            commit = push(
+                Path(temporary),
+                self.repo,
+                revision=self.revision,
+                private=self.private,
+                message=self.commit_message,
+            )
+        print(commit)
 
 
 @dataclass(frozen=True, kw_only=True)
