@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.cli import check_ranges
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.families import norm_factor, plain_embedding
 from pipedraft.models.layers import (
@@ -27,13 +28,13 @@ from pipedraft.models.layers import (
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
+    check_layers,
     document_slices,
     initialize_matrices,
     masked_attention,
     positions_of,
 )
 
-LARGEST_BLOCK = 256
 GROUP_ROWS = 128
 """Block rows per attention call. A block sees no other block, so a larger call would compute more
 pairs only to mask them out."""
@@ -58,19 +59,8 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
-        if self.num_layers < 1:
-            raise ValueError(f"model.num_layers: {self.num_layers} is below 1; give at least 1")
-        if not 2 <= self.block_size <= LARGEST_BLOCK:
-            raise ValueError(
-                f"model.block_size: {self.block_size} is not in 2..{LARGEST_BLOCK}; the paper's "
-                "is 16"
-            )
-        last = self.num_target_layers
-        if last and not all(0 <= layer <= last for layer in self.feature_layers):
-            raise ValueError(
-                f"model.feature_layers: {list(self.feature_layers)} are not all in 0..{last}; the "
-                f"target has {last} layers"
-            )
+        check_ranges(self, {"num_layers": "[1, inf)", "block_size": "[2, 256]"}, "model.")
+        check_layers(self.feature_layers, self.num_target_layers)
 
     @property
     def first_row(self) -> int:

@@ -1,21 +1,12 @@
-"""Export heads in serving engines' layouts.
+"""Export heads in serving engines' layouts; docs/export.md has the launch commands.
 
 ``sglang`` is the authors' layout: `LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`,
-`DFlashDraftModel` or `Qwen3DSparkModel`. vLLM loads the last two as well. An MTP layer is written
-in its target's layout, `mtp.*`. To serve an EAGLE-3 head:
+`DFlashDraftModel` or `Qwen3DSparkModel`. vLLM loads the last two as well. ``speculators`` is vLLM's
+own. An MTP layer is written in its target's layout, `mtp.*`.
 
-    python -m sglang.launch_server --model-path TARGET --dtype bfloat16 \\
-      --speculative-algorithm EAGLE3 --speculative-draft-model-path OUT \\
-      --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
-
-``speculators`` is vLLM's layout:
-
-    vllm serve TARGET --dtype bfloat16 \\
-      --speculative-config '{"method": "eagle3", "model": "OUT", "num_speculative_tokens": 3}'
-
-Weights stay float32 as trained; ``--dtype`` sets the engine's compute dtype. The token embedding is
-the target's: SGLang takes it from the target, vLLM's layout gets a copy. (vLLM needs no copy, but
-without one the speculators package reads uninitialized memory with transformers 5.23.)
+Weights stay float32 as trained. The token embedding is the target's: SGLang takes it from the
+target, vLLM's layout gets a copy. (vLLM needs no copy, but without one the speculators package
+reads uninitialized memory with transformers 5.23.)
 
 Layer numbers: here and in vLLM index i is the input of the target's layer i. SGLang adds one to the
 numbers it reads, so its numbers are written one lower, and omitted where they equal its default.
@@ -333,19 +324,15 @@ def _speculators(kind: str, num_tokens: int, target: HeadTarget) -> Config:
 
 def speculators_config(head: Eagle3, target: HeadTarget, num_tokens: int) -> Config:
     """Return config.json in vLLM's EAGLE-3 layout."""
-    window = {}
+    layer = _layer_config(head)
     if head.config.sliding_window is not None:
-        window = {
-            "layer_types": ["sliding_attention"],
-            "sliding_window": head.config.sliding_window,
-            "use_sliding_window": True,
-        }
+        layer["layer_types"] = ["sliding_attention"]
+        layer |= {"sliding_window": head.config.sliding_window, "use_sliding_window": True}
+    # vLLM sizes fc by this number, not by the list below.
+    layer["num_aux_hidden_states"] = len(head.config.feature_layers)
     return _speculators("eagle3", num_tokens, target) | {
         "architectures": ["Eagle3DraftModel"],
-        # vLLM sizes fc by this number, not by the list below.
-        "transformer_layer_config": _layer_config(head)
-        | window
-        | {"num_aux_hidden_states": len(head.config.feature_layers)},
+        "transformer_layer_config": layer,
         "draft_vocab_size": len(head.draft_ids),
         "eagle_aux_hidden_state_layer_ids": list(head.config.feature_layers),
         # vLLM's default is true.
