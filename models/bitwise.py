@@ -12,12 +12,12 @@ has 16 rows on a CPU. On a GPU it has one, because outputs differed with 16. Rou
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from pipedraft.models.families import PLAIN
 from pipedraft.models.stage_cache import StageCache
+from pipedraft.models.stage_calls import masked
 
 if TYPE_CHECKING:
     from pipedraft.models.target import Stage
@@ -98,11 +98,7 @@ class RowByRow:
         out_1NPD = torch.zeros_like(query_1NPD)
         for row, seen_C in enumerate(self._near if self._is_windowed else self._seen):
             one = slice(row, row + 1)
-            out_1NPD[:, :, one] = F.scaled_dot_product_attention(
-                query_1NPD[:, :, one].contiguous(),
-                keys_1JCD[:, :, seen_C],
-                values_1JCD[:, :, seen_C],
-                scale=scale,
-                enable_gqa=query_1NPD.shape[1] != keys_1JCD.shape[1],
-            )
+            query_1N1D = query_1NPD[:, :, one].contiguous()
+            seen = keys_1JCD[:, :, seen_C], values_1JCD[:, :, seen_C]
+            out_1NPD[:, :, one] = masked(query_1N1D, *seen, None, scale)
         return out_1NPD

@@ -236,7 +236,7 @@ class Draft(nn.Module):
             "draft_type": self.draft_type,
             "target": asdict(self.reference),
             "architecture": asdict(self.config),
-            "layer": self.layer_config.to_dict(),
+            "layer": asdict(self.layer_config),
             "training": training or {},
         }
         (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")

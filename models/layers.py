@@ -11,7 +11,7 @@ packed or not, and over cached rows.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Self
 
@@ -91,9 +91,6 @@ class LayerConfig:
     def rotary_size(self) -> int:
         """Number of rotated entries per head, the first ones."""
         return int(self.head_size * self.rope_parameters.get("partial_rotary_factor", 1.0))
-
-    def to_dict(self) -> Values:
-        return asdict(self)
 
 
 def check_layers(layers: Sequence[int], last: int) -> None:
