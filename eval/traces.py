@@ -30,6 +30,7 @@ from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
+from pipedraft.models.rounded import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -161,32 +162,31 @@ def code_hash() -> str:
 
 
 def traces_of(
-    out: Path,
+    out: Path | None,
     target: "PreTrainedModel",
     *,
     weights: str,
-    dtype: object,
     backend: str = "local",
     shard: str | None = None,
 ) -> Traces:
     """Open an evaluation's traces.
 
     Args:
-        out: results folder.
+        out: results folder; None: keep turns in memory.
         weights: the target's, as ``weights_identity`` names them.
-        dtype: the target's, from ``dtype_of``.
         shard: "2/4" is the second of four.
     """
     index, _, number = (shard or "1/1").partition("/")
     identity = {
         "target": weights,
-        "dtype": str(dtype),
+        "dtype": str(dtype_of(target)),
         "device": target.device.type,
         "backend": backend,
         "versions": [version(name) for name in ("torch", "transformers")],
         "code": code_hash(),
     }
-    return Traces(out / "traces", identity, (int(index) - 1, int(number)))
+    folder = None if out is None else out / "traces"
+    return Traces(folder, identity, (int(index) - 1, int(number)))
 
 
 def remove_traces(out: Path, shard: str | None = None) -> None:
