@@ -227,7 +227,7 @@ class Retention:
         spec, tokens = self.spec, self.spec.max_new_tokens
         room = model.config.get_text_config().max_position_embeddings - tokens
         weights, found = weights_identity(folder), {}
-        traces = traces_of(self.out, model, weights=weights)
+        traces = traces_of(self.out, model, weights=weights, dtype=model.dtype)
         for name, place in spec.drafts.items():
             draft = load(place, model, self.tokenizer, allow_evolved=model is not self.base)
             config = DecodeConfig.of(

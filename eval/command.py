@@ -33,6 +33,7 @@ from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.sources.lookup import make_lookup
 from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.rounded import dtype_of
 from pipedraft.models.target import (
     StagedTarget,
     choose_decoding_threads,
@@ -202,6 +203,8 @@ def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
 
 def _claim_folder(options: EvalOptions, config: dict[str, object], held: ExitStack) -> None:
     """Make and lock the output folder, and refuse one that holds another evaluation."""
+    if options.calibrate is not None:
+        make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     make_folder("--out", options.out)
     held.enter_context(locked(options.out, "--out", shared=options.shard is not None))
     if options.calibrate is None:
@@ -221,18 +224,16 @@ def evaluate_drafts(
     """
     quieten()
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
-    if options.score:
-        check_scorable(benchmarks)
     target_name, revision, drafts = read_drafts(
         options.checkpoint, options.target, options.draft_model, options.draft
     )
+    if options.score:
+        check_scorable(benchmarks)
     _check_stages(options.stages, drafts)
     cost = CostModel() if options.cost is None else read_cost(options.cost)
     num_stages = options.stages or len(cost.stages) or DecodeConfig().num_stages
     cut = resolve_cut(options.boundaries, cost, target_name, revision, num_stages)
     options = replace(options, boundaries=cut)
-    if options.calibrate is not None:
-        make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     config = options.to_dict() | {"target": target_name}
     _claim_folder(options, config, held)
     tokenizer = load_tokenizer(target_name, revision=revision)
@@ -255,6 +256,7 @@ def evaluate_drafts(
             None if options.calibrate else options.out,
             target.model,
             weights=weights_identity(target_name, revision),
+            dtype=dtype_of(target.model),
             backend=options.backend,
             shard=options.shard,
         ),
@@ -278,8 +280,8 @@ def evaluate_drafts(
     )
     write_report(options.out, runs, manifest)
     print(screen_table(runs))
-    names = "outputs.html (answers, accepted tokens colored), charts/, report.md"
-    print(f"everything else: {options.out}/report.html, {names}, results.json, manifest.json")
+    names = "report.html, outputs.html (answers, accepted tokens colored), charts/, report.md"
+    print(f"everything else: {options.out}/{names}, results.json, manifest.json")
     if options.calibrate is not None:
         measured = asdict(fit_cost(runs, target.boundaries))
         write_atomically(options.calibrate, to_json(measured))

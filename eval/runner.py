@@ -25,6 +25,7 @@ from pipedraft.inference.config import RULE_NAMES
 from pipedraft.inference.edge.link import Times
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
+from pipedraft.models.rounded import dtype_of
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
 from pipedraft.pretrained import resolve_device, resolve_dtype
@@ -123,6 +124,7 @@ def _prepare_pipeline(
             context.out,
             context.target,
             weights=weights_identity(spec.target),
+            dtype=dtype_of(context.target),
             shard=context.shard,
         ),
     )

@@ -30,7 +30,6 @@ from pipedraft.files import Values
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.result import DecodeResult
-from pipedraft.models.rounded import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,6 +165,7 @@ def traces_of(
     target: "PreTrainedModel",
     *,
     weights: str,
+    dtype: object,
     backend: str = "local",
     shard: str | None = None,
 ) -> Traces:
@@ -174,12 +174,13 @@ def traces_of(
     Args:
         out: results folder; None: keep turns in memory.
         weights: the target's, as ``weights_identity`` names them.
+        dtype: the target's, from ``dtype_of``.
         shard: "2/4" is the second of four.
     """
     index, _, number = (shard or "1/1").partition("/")
     identity = {
         "target": weights,
-        "dtype": str(dtype_of(target)),
+        "dtype": str(dtype),
         "device": target.device.type,
         "backend": backend,
         "versions": [version(name) for name in ("torch", "transformers")],
