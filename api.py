@@ -27,7 +27,7 @@ from pipedraft.data_recipes.config import DataConfig
 from pipedraft.eval.arguments import EvalOptions
 from pipedraft.eval.command import evaluate_drafts
 from pipedraft.eval.compare import Evaluated, compare_runs, format_comparison
-from pipedraft.eval.record import RunRecord, read_results
+from pipedraft.eval.record import RunRecord
 from pipedraft.eval.screen import screen_table
 from pipedraft.files import Values, write_atomically
 from pipedraft.inference.command import encode
@@ -478,7 +478,7 @@ def evaluate(
         raise ValueError(f"backend: {chosen.backend!r} starts processes; use pipedraft eval")
     with _silent(), ExitStack() as held, redirect_stdout(io.StringIO()):
         evaluate_drafts(chosen, words, None, held)
-    return EvaluationReport(folder=Path(out), entries=read_results("out", Path(out)).entries)
+    return EvaluationReport(folder=Path(out), entries=Evaluated.read(Path(out)).entries)
 
 
 def _option_words(name: str, value: object) -> list[str]:
