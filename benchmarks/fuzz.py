@@ -234,7 +234,7 @@ class Areas:
     def results(self, rng: random.Random) -> None:
         record = {"runs": [{"method": "spd", "schedule": "spd", "benchmark": "x", "stages": 4}]}
         if rng.random() < 0.5:
-            parse(mutate_json(json.dumps(record).encode(), rng), Results, "RUN: 'x'")
+            parse(mutate_json(json.dumps(record).encode(), rng), Results, Path("x"))
             return
         path = self.work / "cost.json"
         path.write_bytes(mutate_json(b'{"row": 0.1, "link": 0.0, "verify": 0.2}', rng))
