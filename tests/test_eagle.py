@@ -194,7 +194,7 @@ def test_the_score_is_the_length_of_a_chain_with_the_measured_rates(world, tmp_p
 
 @pytest.mark.parametrize("name", ["noise", "distillation_weight"])
 def test_negative_settings_are_refused(name):
-    with pytest.raises(ValueError, match=f"model.{name}: -1 is negative; give 0 or more"):
+    with pytest.raises(ValueError, match=f"model.{name}: -1; give at least 0"):
         EagleTrainConfig(**{name: -1})
 
 
