@@ -65,10 +65,6 @@ class SelfPrompting:
         sampling: AnswerSampling,
         benchmarks: Sequence[str] = (),
     ) -> None:
-        """
-        Args:
-            benchmarks: files whose prompts no row may contain.
-        """
         self.tokenizer = tokenizer
         set_template_variables(tokenizer, sampling.chat_template_kwargs)
         self.markers, self.sampling = TurnMarkers.of(tokenizer), sampling

@@ -69,10 +69,6 @@ class ChatServer:
     """A client of one server; ``async with`` opens and closes its connections."""
 
     def __init__(self, address: str, options: ChatServerOptions, sampling: AnswerSampling) -> None:
-        """
-        Args:
-            address: with or without /v1.
-        """
         self.address, self.options, self.sampling = address, options, sampling
         self.num_requests = 0
         self.num_repeats = 0
@@ -98,12 +94,7 @@ class ChatServer:
         await self.client.aclose()
 
     async def check(self) -> None:
-        """Request the model list. A temporary fault is left to later requests.
-
-        Raises:
-            ValueError: the address, the key or the model is wrong.
-            TargetLost: no server answers there.
-        """
+        """Request the model list: refuse a wrong address, key or model; skip temporary faults."""
         try:
             listing = await self._send("GET", "/models")
             known = [str(entry["id"]) for entry in listing["data"]]

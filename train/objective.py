@@ -157,11 +157,7 @@ class DivergenceConfig(StartConfig):
 
 
 def load_start(place: str, kind: type[Draft]) -> Draft:
-    """Load the trained draft this run starts from, on the CPU.
-
-    Raises:
-        ValueError: not found, or a draft for another method.
-    """
+    """Load the trained draft this run starts from, on the CPU; ValueError: of another method."""
     with torch.device("cpu"):  # also inside a meta-device context
         draft = load_untied(resolve_folder(place))
     # isinstance would accept a DSpark head as a DFlash head

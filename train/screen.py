@@ -103,12 +103,7 @@ class Screen:
         self.say("".join(f"{name:>{width}}" for name, width in WIDTHS.items()))
 
     def row(self, means: dict[str, float], rate: float) -> None:
-        """Write a table row.
-
-        Args:
-            means: averages since the last row.
-            rate: supervised tokens per second.
-        """
+        """Write a table row; ``rate``: supervised tokens per second since the last row."""
         if not self._has_head:
             self._head()
         accepted = means.get("acceptance", means.get("acceptance_1"))

@@ -320,11 +320,7 @@ def dump_features(
 
 
 def vllm_request(run: RunConfig, layers: tuple[int, ...], accelerator: Accelerator) -> Values:
-    """Return vLLM's settings for a run's target.
-
-    Raises:
-        ValueError: a setting needs the target in this process.
-    """
+    """Return vLLM's settings for a run's target."""
     if run.target_quantization:
         raise ValueError(
             f"target_quantization: {run.target_quantization} with vLLM, which loads the target as "

@@ -205,11 +205,7 @@ def weightless_draft(
     config: "DataclassInstance",
     target_config: PreTrainedConfig,
 ) -> Draft:
-    """Return a configuration's draft without weights, to learn its shape and the layers it reads.
-
-    Args:
-        target_config: for the target's decoder.
-    """
+    """Return a configuration's draft without weights, to learn the layers it reads."""
     sizes: dict[str, int | str] = {
         "hidden_size": target_config.hidden_size,
         "vocab_size": target_config.vocab_size,
@@ -273,11 +269,7 @@ TIE = 0.5
 
 @torch.no_grad()
 def check_served(source: ServedStates, target: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Refuse servers if their next token differs from the LM head's on their states.
-
-    Raises:
-        ValueError: another target, or other layers.
-    """
+    """Raise ValueError if a server's next token is not the LM head's on its states."""
     ((states, token),) = source.ask([ids])
     decoder = target.get_decoder()
     norm = decoder.norm
@@ -300,12 +292,7 @@ def open_features(
     data: TokenizedData,
     accelerator: Accelerator,
 ) -> Features:
-    """Open a run's dump or servers.
-
-    Raises:
-        ValueError: a dump for another target or other data, or without a needed layer; a server
-            with another target or other layers.
-    """
+    """Open a run's dump or servers; ValueError: it does not fit the run."""
     assert run.features is not None
     config = objective.target.get_decoder().config
     layers = needed_layers(objective.draft, config.num_hidden_layers)

@@ -143,11 +143,7 @@ def shard_name(number: int) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Read a dump's index; shards may be missing.
-
-    Raises:
-        ValueError: there is no dump.
-    """
+    """Read a dump's index; shards may be missing."""
     path = folder / INDEX
     if not path.is_file():
         what = f"{folder} has no {INDEX}" if folder.is_dir() else f"no folder {folder}"
