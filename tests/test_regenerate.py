@@ -79,14 +79,6 @@ def test_nothing_is_lost_at_a_server_that_fails_in_every_way(server, monkeypatch
     assert not out.with_suffix(".errors.jsonl").exists()
 
 
-def test_no_more_requests_than_allowed_are_under_way(server, monkeypatch, tmp_path):
-    data, _ = make_data(tmp_path, 24)
-    server.delay_s, server.least_in_flight = 0.02, 5
-    given = arguments(server, data, tmp_path / "own.jsonl", "--concurrency", 5)
-    assert call(given, monkeypatch) == 0
-    assert server.most_in_flight == 5
-
-
 def wait_for(server, process, requests) -> None:
     """Wait until the server has received this many requests."""
     while sum(server.counts.values()) < requests:
