@@ -166,10 +166,6 @@ def decode_batch(
     return answers
 
 
-def num_characters(dialogue: Dialogue) -> int:
-    return sum(len(message["content"]) for prompt in dialogue.prompts for message in prompt)
-
-
 def answer_dialogues(
     target: LocalTarget,
     dialogues: Iterator[Dialogue],
@@ -184,7 +180,7 @@ def answer_dialogues(
     """
     sampling = target.sampling
     while window := list(itertools.islice(dialogues, batch_size * BATCHES_SORTED_TOGETHER)):
-        window.sort(key=num_characters)
+        window.sort(key=lambda d: sum(len(turn["content"]) for x in d.prompts for turn in x))
         for is_greedy in (True, False):
             chosen = [d for d in window if sampling.is_greedy(d.row) == is_greedy]
             for first in range(0, len(chosen), batch_size):

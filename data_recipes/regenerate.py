@@ -49,17 +49,9 @@ EXAMPLE = """example:
 With --self-prompt the target also writes the users' turns (Magpie). Rows that loop, end early,
 repeat a question or contain a prompt from --decontaminate are dropped.
 
-Answers are written turn by turn: each one sees the target's own earlier answers. A conversation
-that ends with a user's turn gets an answer there too, so {"prompt": text} rows are conversations as
-well. The target reads everything in a row: system prompt, tools, chat_template_kwargs, and tool
-calls followed by a result, which stay as they are and get weight 0. An answer has at most
---max-tokens, and at most the positions that the prompt leaves.
-
+A conversation that ends with a user's turn gets an answer there, too. docs/data.md has the rest.
 Rows keep the order of the input. Run the same command again to resume. OUT.errors.jsonl lists the
 rows without an answer and the reason; --retry-errors answers them again.
-
-A server may add settings of its own (vLLM: top-k and penalties from the model's
-generation_config.json). Start vLLM with `--generation-config vllm` for the target's distribution.
 """
 RANGES = {
     "temperature": "(0, inf); for greedy answers give --greedy-share 1",

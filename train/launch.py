@@ -34,7 +34,7 @@ from pipedraft.pretrained import has_native_bf16, resolve_device, stored_dtype
 from pipedraft.train.config import OptimConfig, RunConfig
 
 if TYPE_CHECKING:
-    from pipedraft.train.objective import Objective
+    from pipedraft.train.objective import DraftObjective
 
 T = TypeVar("T")
 FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -111,7 +111,7 @@ def _shard_on_cpus() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def gather_together(objective: "Objective", accelerator: Accelerator) -> None:
+def gather_together(objective: "DraftObjective", accelerator: Accelerator) -> None:
     """Let ZeRO-3 gather a prepared draft as a whole, as FSDP does."""
     if _is_zero3(accelerator):
         # The draft's attention reads its layers' weights outside their forward. By default

@@ -1,4 +1,4 @@
-"""The one training loop: every method is an ``Objective``, every launcher is accelerate."""
+"""The one training loop: every method is an objective, every launcher is accelerate."""
 
 import math
 import shutil
@@ -39,7 +39,7 @@ from pipedraft.train.log import (
     save_bad_batches,
     truncate_log,
 )
-from pipedraft.train.objective import DraftObjective, LossOutput, Objective
+from pipedraft.train.objective import DraftObjective, LossOutput
 from pipedraft.train.screen import Screen
 
 STATE = "training_state"
@@ -59,7 +59,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        objective: Objective,
+        objective: DraftObjective,
         data: TokenizedData,
         *,
         pad_id: int,
@@ -281,7 +281,7 @@ class Trainer:
         evaluation, objective = self.config.evaluation, self.objective
         count, prompts = evaluation.decode_prompts, list[list[int]]()
         has_target = self.config.features is None and not is_sharded(self.config, self.accelerator)
-        if count and has_target and isinstance(objective, DraftObjective):
+        if count and has_target:
             room = context_length(objective.target.config)
             prompts = first_turns(self.data.valid, count, max_positions=room)
         if evaluation.best_by == "decoded" and not prompts:
@@ -350,11 +350,10 @@ class Trainer:
 
     def _add_decoded(self, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
         """Decode the held-out prompts in the main process, and give every process the figures."""
-        objective = self.objective
-        if not self.prompts or not isinstance(objective, DraftObjective):
+        if not self.prompts:
             return
         metrics |= on_main_process(
-            self.accelerator, lambda: decode(objective, weights, self.prompts)
+            self.accelerator, lambda: decode(self.objective, weights, self.prompts)
         )
         if self.config.evaluation.best_by == "decoded":
             metrics["score"] = metrics[DECODED_LENGTH]

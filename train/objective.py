@@ -51,48 +51,6 @@ class LossOutput(NamedTuple):
     """Detached sums for metrics; ratios are computed after summing over processes."""
 
 
-class Objective(nn.Module, ABC):
-    """Module whose ``forward(batch, generator)`` returns a method's ``LossOutput``.
-
-    Only trained networks are submodules: a frozen target inside gets no optimizer state, and is
-    never saved or broadcast.
-    """
-
-    features: "Features | None" = None
-    """Hidden states computed earlier or elsewhere; the target then needs no layers."""
-
-    @abstractmethod
-    def num_counted(self, batch: dict[str, Tensor]) -> int:
-        """Return the number of tokens ``forward`` will count, without running it."""
-
-    @abstractmethod
-    def use_checkpointing(self) -> None:
-        """Save only each layer's input and recompute the rest in backward."""
-
-    def start_on(self, batches: Iterable[dict[str, Tensor]]) -> None:
-        """Fit initial weights from data before training.
-
-        Args:
-            batches: training batches, created on demand.
-        """
-
-    def evaluation_passes(self) -> list[Values]:
-        """Return keyword arguments for each validation pass; ``name`` prefixes their sums."""
-        return [{}]
-
-    @abstractmethod
-    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Compute metrics from sums; ``score`` (higher is better) selects the best checkpoint."""
-
-    @abstractmethod
-    def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
-        """Write the network in its method's checkpoint format.
-
-        Args:
-            weights: the module's whole state, possibly sharded over processes.
-        """
-
-
 def labeled_rows(batch: dict[str, Tensor]) -> Tensor:
     """Return rows with an assistant token NEXT: bool [B, T-1]."""
     return batch["loss_mask"][:, 1:].bool()
@@ -169,11 +127,12 @@ def load_start(place: str, kind: type[Draft]) -> Draft:
     return draft
 
 
-class DraftObjective(Objective):
+class DraftObjective(nn.Module, ABC):
     """Base class for objectives that distill a frozen target into a draft.
 
-    A subclass names its draft class and implements ``forward`` and ``summarize``. The default loss
-    covers rows before an assistant token.
+    A subclass names its draft class and implements ``summarize`` and ``forward(batch, generator)``,
+    which returns a ``LossOutput``. The default loss covers rows before an assistant token. Only
+    trained networks are submodules: the target gets no optimizer state, and is never saved.
     """
 
     draft_class: ClassVar[type[Draft]]
@@ -186,6 +145,8 @@ class DraftObjective(Objective):
     """Architecture settings that the draft in init_from may lack."""
     card: Callable[[Values], str] | None = None
     """Creates a checkpoint's README.md from its config.json."""
+    features: "Features | None" = None
+    """Hidden states computed earlier or elsewhere; the target then needs no layers."""
 
     def __init__(
         self,
@@ -333,10 +294,23 @@ class DraftObjective(Objective):
         return vars(self.config).get("teacher_vocabulary") == "draft"
 
     def use_checkpointing(self) -> None:
+        """Save only each layer's input and recompute the rest in backward."""
         self.draft.checkpointing = True
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
+        """Return the number of tokens ``forward`` will count, without running it."""
         return int(labeled_rows(batch).sum())
+
+    def start_on(self, batches: Iterable[dict[str, Tensor]]) -> None:
+        """Fit initial weights from training batches, which are made on demand."""
+
+    def evaluation_passes(self) -> list[Values]:
+        """Return keyword arguments for each validation pass; ``name`` prefixes their sums."""
+        return [{}]
+
+    @abstractmethod
+    def summarize(self, sums: dict[str, float]) -> dict[str, float]:
+        """Compute metrics from sums; ``score`` (higher is better) selects the best checkpoint."""
 
     def draft_with(self, weights: dict[str, Tensor]) -> Draft:
         """Return a copy of the draft to decode with; the one in training stays as it is."""
@@ -350,6 +324,7 @@ class DraftObjective(Objective):
         return place_draft(copy.eval().requires_grad_(False), self.target)
 
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
+        """Write a checkpoint; ``weights``: the whole state, possibly sharded over processes."""
         note = {**self.training_note, "metrics": metrics}
         self.draft.save(folder, training=note, weights=own_weights(weights))
         if self.card is not None:

@@ -9,7 +9,6 @@ from tqdm import tqdm
 from pipedraft import __version__
 from pipedraft.train.decoding import DECODED_LENGTH, DECODED_TAU
 from pipedraft.train.launch import GO_ON
-from pipedraft.train.objective import DraftObjective
 
 if TYPE_CHECKING:
     from pipedraft.train.loop import Trainer
@@ -122,9 +121,8 @@ class Screen:
         # An interrupted run is not ready for the next commands.
         if stop is not None and GO_ON in stop.reason:
             return
-        if isinstance(trainer.objective, DraftObjective):
-            self.say(
-                f"next: pipedraft eval --checkpoint {folder} --benchmarks mt_bench,gsm8k,humaneval "
-                f"--limit 4 --out {folder}_eval\n"
-                f'      pipedraft inference --checkpoint {folder} --prompt "What is 12 + 30?"'
-            )
+        self.say(
+            f"next: pipedraft eval --checkpoint {folder} --benchmarks mt_bench,gsm8k,humaneval "
+            f"--limit 4 --out {folder}_eval\n"
+            f'      pipedraft inference --checkpoint {folder} --prompt "What is 12 + 30?"'
+        )
