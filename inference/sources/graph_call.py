@@ -1,4 +1,4 @@
-"""Data for one CUDA-graph call to a draft: the query, tensor sizes, and row places."""
+"""Data for one CUDA-graph call to a draft: rows, query, tensor sizes, and row places."""
 
 # R tree rows, Q leaves, S columns: rows behind the leading text, C all places
 # X.. axes of a state
@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from pipedraft.inference.sources.base import DraftSampling
-from pipedraft.inference.sources.row_cache import TEXT
+from pipedraft.inference.sources.row_cache import TEXT, NewText
+from pipedraft.inference.tree import TokenTree
 from pipedraft.models.cuda_graphs import Packing
 from pipedraft.models.layers import KeyValues
 
@@ -83,6 +84,22 @@ class ChildQuery:
         return self.width, self.levels, self.beams, self.then, self.split is None, *rule
 
 
+@dataclass(frozen=True, kw_only=True)
+class GraphCall:
+    """Text to take in, tree rows to forward, and rows whose children to rank."""
+
+    tree: TokenTree
+    text: NewText
+    rows: list[int] = field(default_factory=list)
+    """As in ``RowCache.compute``."""
+    leaves: list[int] = field(default_factory=list)
+    """Rows that are cached or in ``rows``; for a root without a row, the end of the text."""
+    query: ChildQuery = ChildQuery()
+    name: Callable[[int], int] = int
+    given: Mapping[int, Tensor] | None = None
+    """Hidden states for all tree rows, if the draft reads them."""
+
+
 @dataclass(frozen=True)
 class CallShape:
     """Tensor sizes in a call; each combination of sizes has its own graph."""
@@ -135,13 +152,13 @@ class Places:
     before: int
     """Place of the last text row before this call, or a place that stays zero."""
     slot_of: Mapping[int, int]
-    name: Callable[[int], int]
+    """By row name."""
 
-    def of(self, row: int) -> int:
+    def of(self, name: int) -> int:
         """Return a tree row's place; for a row without one, the text's end."""
         # The root is text, and has no place as a tree row.
         end_of_text = self.slot_of.get(TEXT, self.leading - 1)
-        return self.slot_of.get(self.name(row), end_of_text)
+        return self.slot_of.get(name, end_of_text)
 
 
 @dataclass

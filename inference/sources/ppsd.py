@@ -16,7 +16,7 @@ from pipedraft.inference.sources.base import (
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.graph_call import ChildQuery
+from pipedraft.inference.sources.graph_call import ChildQuery, GraphCall
 from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import TEXT, NewText
 from pipedraft.inference.tree import TokenTree
@@ -59,7 +59,7 @@ class PPSDSource(DraftSource):
         first, num_rows = self._rows.num_text, len(stream_PH)
         if isinstance(self._rows, GraphRows):
             text = NewText([0] * num_rows, [{self.draft.exit_layer: stream_PH}])
-            self._rows.grow(TokenTree(0, first + num_rows), text, [], [], ChildQuery())
+            self._rows.grow(GraphCall(tree=TokenTree(0, first + num_rows), text=text))
             return
         self._forward(TokenTree(0, 0), [], stream_PH, list(range(first, first + num_rows)))
 
@@ -89,8 +89,16 @@ class PPSDSource(DraftSource):
         self.num_forwards += bool(new)
         if isinstance(self._rows, GraphRows):
             query = ChildQuery() if sampling.samples_chain else ChildQuery(width, sampling=sampling)
-            no_text, given = NewText([], []), {self.draft.exit_layer: stream_H}
-            found = self._rows.grow(tree, no_text, new, leaves, query, given=given)
+            found = self._rows.grow(
+                GraphCall(
+                    tree=tree,
+                    text=NewText([], []),
+                    rows=new,
+                    leaves=leaves,
+                    query=query,
+                    given={self.draft.exit_layer: stream_H},
+                )
+            )
             if sampling.samples_chain:
                 return add_layer(tree, found, self.draft, width=width, sampling=sampling)
             (level,) = self._rows.levels(found, len(leaves), query)

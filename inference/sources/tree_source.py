@@ -22,7 +22,7 @@ from pipedraft.inference.sources.base import (
     best_children,
     deepest_rows,
 )
-from pipedraft.inference.sources.graph_call import ChildQuery
+from pipedraft.inference.sources.graph_call import ChildQuery, GraphCall
 from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
@@ -205,7 +205,9 @@ class TreeSource(DraftSource):
         name, text = partial(self._name, tree), self._take_pending()
         missing = [row for row in leaves if row and name(row) not in graph.known]
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + query.levels
-        return graph.grow(tree, text, missing, leaves, query, name=name)
+        return graph.grow(
+            GraphCall(tree=tree, text=text, rows=missing, leaves=leaves, query=query, name=name)
+        )
 
     def _best(
         self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
