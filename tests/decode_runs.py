@@ -46,9 +46,7 @@ WAYS = [
     {"schedule": "flowspec_continued", **dict(expansion_depth=4, step_tokens=3)},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "level_order": True},
-    {"schedule": "flowspec", "tree": SMALL, **dict(expansion=False)},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "max_segment_rows": 1},
-    {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "max_expansion_rows": 1},
     {"schedule": "eagle", "tree": SMALL, "max_segment_rows": 3},
 ]
 

@@ -104,7 +104,7 @@ def test_sampling_takes_the_schedules_settings_and_ids(model):
         ({"tree_width": 2}, "tree_width: schedule 'eagle' has no such setting"),
         (
             {"temprature": 0.8},
-            "temprature: no schedule has such a setting; did you mean te",
+            "settings: 'temprature' is unknown; did you mean 'temperature'",
         ),
         ({"tree": "bush"}, "tree: 'bush' is no tree"),
     ],

@@ -33,7 +33,10 @@ def test_settings_go_both_ways():
         ({"schedule": "spdd"}, "schedule: 'spdd' is unknown; did you mean 'spd'"),
         ({"schedule": {"tree_width": 2}}, "schedule: .* names none"),
         ({"schedule": {"name": "spd", "restart": True}}, "restart: schedule 'spd' .*pipeinfer"),
-        ({"schedule": {"name": "spd", "tree_width": "2"}}, "tree_width: '2' is no number .*auto"),
+        (
+            {"schedule": {"name": "spd", "tree_width": "2"}},
+            "tree_width: '2' with .*or auto",
+        ),
         ({"schedule": {"name": "spd", "tree_width": 0}}, "tree_width: 0 .*at least 1"),
         ({"schedule": {"name": "pearl", "max_length": 0}}, "max_length: 0 .*at least 1"),
         ({"schedule": {"name": "eagle", "tree": "bush"}}, "tree: 'bush' is no tree"),

@@ -173,13 +173,14 @@ def test_eighty_draft_tokens_are_five_segments_of_sixteen():
     assert result.num_steps == (4 + 5 - 1) * len(result.round_lengths)
 
 
-@pytest.mark.parametrize("schedule", [n for n, kind in SCHEDULES.items() if not kind.needs_link])
+@pytest.mark.parametrize(
+    "schedule", [n for n, s in SCHEDULES.items() if not s.needs_link and n != "flowspec"]
+)
 def test_no_segment_has_more_draft_tokens_than_the_setting_says(schedule):
     """The root adds one row where it enters with them."""
     limits = {
         "autoregressive": {},
         "eagle": {"max_segment_rows": 3},
-        "flowspec": {"max_segment_rows": 3, "max_expansion_rows": 3},
         "pipeinfer": {"draft_tokens": 3, "branches": 2},
         "ssd": {"draft_tokens": 3},
         **dict.fromkeys(("spd", "ppsd", "pipedec"), {"tree_width": 3}),
