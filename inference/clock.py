@@ -103,15 +103,14 @@ class CostModel:
 
     def share(self, stage: int, start: int, end: int, num_layers: int) -> float:
         """Return the time for one row in layers [``start``, ``end``), relative to a full pass."""
-        if not self.layer_times:
-            share = (end - start) / num_layers
-        elif len(self.layer_times) == num_layers:
-            share = sum(self.layer_times[start:end]) / sum(self.layer_times)
-        else:
+        if len(self.layer_times) not in (0, num_layers):
             raise ValueError(
                 f"cost.layer_times: {len(self.layer_times)} of a target of {num_layers} layers; "
                 "give one for each layer, or none"
             )
+        share = (end - start) / num_layers
+        if self.layer_times:
+            share = sum(self.layer_times[start:end]) / sum(self.layer_times)
         device = self.stages[stage] if self.stages else None
         return share if device is None else share / (device.speed * device.replicas)
 
@@ -199,11 +198,8 @@ class VirtualClock:
 
         One more row in every segment makes every step longer by the row price. A draft token is
         charged ``LONGEST`` times this price, because the longest segment in flight sets the step
-        time. An accepted draft token saves the average time per token so far, initially the
-        autoregressive time.
-
-        Args:
-            num_tokens: tokens emitted so far.
+        time. An accepted draft token saves the average time for the ``num_tokens`` so far,
+        initially the autoregressive time.
         """
         return RowCosts(
             tokens=num_tokens + 1,
@@ -215,11 +211,7 @@ class VirtualClock:
         )
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Return costs for a tree verified as a whole, in equal segments.
-
-        Args:
-            num_forwards: draft forwards while the stages wait.
-        """
+        """Return costs for a tree verified in equal segments, drafted while the stages wait."""
         # Fill the pipeline once, then one step per further segment.
         num_steps = self.num_stages + num_segments - 1
         return RowCosts(
@@ -243,11 +235,10 @@ class VirtualClock:
             self.log.append([1, *event])
 
     def duration(self, rows: Sequence[int], *, draft_forwards: float, overlap: bool) -> float:
-        """Return the modeled time for one pipeline step.
+        """Return the modeled time for one step; ``overlap``: the draft runs during it, not after.
 
         Args:
             rows: rows processed per stage (0: idle).
-            overlap: True if the draft runs during the step, False if after it.
         """
         stages = self.busy(rows)
         draft = draft_forwards * self.draft_forward
