@@ -20,7 +20,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.random import KeyedRandom, probabilities
 from pipedraft.inference.rules.sampled import MatchVerifier, Verdict
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import DraftSampling, DraftSource, add_best
+from pipedraft.inference.sources.base import DraftSampling, DraftSource, add_children, best_children
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.models.target import capture_hidden
@@ -164,7 +164,9 @@ class SimulatedSource(StatelessSource):
         leaves = [row for row in range(len(tree)) if not tree.children(row)]
         leaves = sorted(leaves, key=lambda row: -tree.scores[row])[: expansion.width]
         logits_QU = self.leaf_logits(tree, leaves, {})
-        return add_best(tree, leaves, logits_QU, self.draft_ids, 2 * len(leaves), sampling)
+        width = 2 * len(leaves)
+        best_2QW = best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)
+        return add_children(tree, leaves, best_2QW, width, sampling)
 
     def deepen_tree(self, tree, levels, num_tokens):
         self.num_forwards += 1

@@ -23,11 +23,10 @@ class GraphLanguageModelSource(RowsSource):
 
 
 class LanguageModelSource(TextSource):
-    """Draft tokens from a causal LM.
+    """Draft tokens from a causal LM, run as a one-stage target.
 
-    The LM is run as a one-stage target. The text, including the pending root, is committed in its
-    cache; draft tokens are speculative rows. An accepted draft token is committed by KeepRows, so
-    no row is computed twice.
+    The text, including the pending root, is committed in its cache; draft tokens are speculative
+    rows. An accepted draft token is committed by KeepRows, so no row is computed twice.
     """
 
     def __init__(self, draft: LanguageModelDraft) -> None:
@@ -71,11 +70,7 @@ class LanguageModelSource(TextSource):
         self.num_forwards += 1
 
     def _rename_rows(self, names: Mapping[int, int], num_committed: int = 0) -> None:
-        """Rename computed rows for the remaining tree, and forget the others.
-
-        Args:
-            num_committed: number of first computed rows, which become text and need no name.
-        """
+        """Rename computed rows and forget the others; the first ``num_committed`` become text."""
         # KeepRows wants ascending places.
         retained = sorted(self._places.keys() & names.keys(), key=self._places.__getitem__)
         self._stage.keep(KeepRows(tuple(self._places[name] for name in retained), num_committed))

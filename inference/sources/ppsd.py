@@ -29,8 +29,8 @@ from pipedraft.models.target import KeepRows
 class PPSDSource(DraftSource):
     """Reads each row once, after the first stage.
 
-    A row's input is the same while it is in flight and after its commit. Its keys and values move
-    with it from the tree to the text, so a step forwards only the newest rows.
+    A row's keys and values move with it from the tree to the text, because its input stays the
+    same. So a step forwards only the newest rows.
     """
 
     grows: tuple[Growth, ...] = ("layers",)

@@ -35,10 +35,7 @@ _Child: TypeAlias = tuple[int, float, Tensor | None]
 
 @dataclass
 class _FreshTree:
-    """Tree of draft tokens below the root, drafted from committed tokens alone.
-
-    Its rows are in creation order; some are merged into the session's tree.
-    """
+    """Tree drafted from committed tokens alone, some of it merged into the session's tree."""
 
     tree: TokenTree
     sampling: DraftSampling
@@ -76,8 +73,8 @@ class TreeSource(DraftSource):
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
     reads_features = True
     """True if a row's result depends on the target's current hidden states. If so, of two rows for
-    one draft token the later one counts. Otherwise the earlier one counts, because its cache place
-    is between its parent's and its children's."""
+    one draft token the later one counts, else the earlier one, whose cache place is between its
+    parent's and its children's."""
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
@@ -125,7 +122,6 @@ class TreeSource(DraftSource):
         return None
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
-        """Return the number of forward passes over new text and rows."""
         return int(has_text or bool(rows))
 
     def _root_output(self, tree: TokenTree) -> Tensor:
@@ -305,22 +301,16 @@ class TreeSource(DraftSource):
     ) -> list[int]:
         """Choose the rows to continue: the root once after every commit, and the best new rows.
 
-        The root's children wait for the next forward: they need the state computed by this one.
-
-        Args:
-            again: include rows whose children were not worth their cost in an earlier step. They
-                are not recomputed, and their best child may be this step's free first row.
+        ``again``: include rows whose children were not worth their cost in an earlier step. They
+        are not recomputed, and their best child may be this step's free first row.
         """
         self._adopt_fresh()
-        # Rows from elsewhere wait for their parents.
-        known = {0, *self._known}
-        unseen = [row for row in range(1, len(tree)) if row not in known]
-        waiting = [row for row in unseen if tree.parents[row] in known]
-        if self._root_waits:
-            waiting = [row for row in waiting if tree.parents[row]]
+        known, rows = {0, *self._known}, range(1, len(tree))
+        # Rows from elsewhere wait for their parents, the root's children for its new state.
+        ready = known - {0} if self._root_waits else known
+        waiting = [row for row in rows if row not in known and tree.parents[row] in ready]
         if again:
-            asked = range(1, len(tree))
-            waiting += [row for row in asked if row in known and not tree.children(row)]
+            waiting += [row for row in rows if row in known and not tree.children(row)]
         if by_score:
             waiting.sort(key=lambda row: -tree.scores[row])
         else:
@@ -487,8 +477,7 @@ class TextSource(TreeSource):
 class RowsSource(CacheSource, TextSource):
     """Draft source that reads only tokens, with its rows in one ``RowCache``.
 
-    Results for accepted draft tokens are retained as text, so nothing is computed twice. Fresh
-    trees are an exception: they ignore rows in the session's tree.
+    No row is computed twice, except that fresh trees ignore rows in the session's tree.
     """
 
     def __init__(self, draft: Any) -> None:
