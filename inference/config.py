@@ -18,6 +18,7 @@ import msgspec
 from pipedraft.cli import UsageError, check_ranges
 from pipedraft.files import Values, read_text
 from pipedraft.inference.clock import CostModel, StageCost
+from pipedraft.inference.rules import RuleName
 from pipedraft.inference.rules.filters import TokenFilters, sampling_label
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.schedules.base import Schedule, check_at_least
@@ -31,18 +32,6 @@ SEEDS = f"[{-(2**63)}, {2**63})"
 """Range for seeds: int64, as in OpenAI's clients."""
 MAX_SETTING = "[-1024, 1024]"
 """Range for a schedule's numbers: no draft uses more rows, and larger ones would never finish."""
-RuleName = Literal[
-    "match",
-    "gumbel",
-    "rejection",
-    "tail_escape",
-    "topk",
-    "argmax",
-    "block",
-    "recursive",
-    "traversal",
-]
-"""Acceptance rules, implemented in ``rules/``."""
 RULE_NAMES: list[RuleName] = list(get_args(RuleName))
 SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Rules for draft tokens sampled from the draft's distribution."""

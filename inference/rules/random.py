@@ -113,11 +113,7 @@ def drawn_tokens(probabilities_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def checked_draws(tokens_R: Tensor) -> Tensor:
-    """Return tokens from ``drawn_tokens``.
-
-    Raises:
-        ValueError: one of them could not be drawn.
-    """
+    """Return tokens from ``drawn_tokens``; raise ValueError if one could not be drawn."""
     if bool((tokens_R < 0).any()):
         raise ValueError(UNDRAWABLE.format("not positive and finite"))
     return tokens_R

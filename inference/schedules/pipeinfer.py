@@ -165,13 +165,7 @@ class PipeInfer(Schedule):
 
         A branch ends if the draft's best token has a probability below ``accept + shift``. It forks
         into the next best tokens with a probability above ``split + shift``, up to ``branches``
-        branches in total.
-
-        Args:
-            start: row to continue.
-            shift: recovery and decay, added to both thresholds.
-            interrupted: called before every draft forward except the first; True ends the
-                micro-batch.
+        branches in total. ``interrupted``, called before every further forward, ends it early.
 
         Returns:
             The row for every draft token, parents first. Some may have been in the tree before.
@@ -212,23 +206,15 @@ class PipeInfer(Schedule):
 
 
 class DraftGate:
-    """Pauses a draft that is hardly ever accepted.
-
-    Args:
-        floor: smallest useful acceptance rate; 0 never pauses.
-    """
+    """Pauses a draft whose acceptance rate stays below ``floor``; 0 never pauses."""
 
     def __init__(self, floor: float) -> None:
-        self.floor = floor
-        self.share = 0.5
-        self.pause = 0
-        self.left = 0
+        self.floor, self.share = floor, 0.5
+        self.pause = self.left = 0
+        """Length and rest of the pause, in verification results; each is twice as long."""
 
     def observe(self, share: float | None) -> None:
-        """Record a verification result's acceptance rate; None if the result had no draft tokens.
-
-        Below the floor, each pause (in verification results) is twice as long as the one before.
-        """
+        """Record a result's acceptance rate; None if it had no draft tokens."""
         if share is None:
             self.left = max(0, self.left - 1)
             return
