@@ -1,7 +1,5 @@
 """Decoding loop for ``generate(custom_generate=...)`` in transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Cut a target into stages for unequal devices, optimally by their memory and speed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

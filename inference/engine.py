@@ -1,7 +1,5 @@
 """Engine: decodes with one target, draft and schedule, exactly as the target alone would."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Answer to one prompt in Python: text, origin of each token, figures and picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape

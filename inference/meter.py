@@ -1,7 +1,5 @@
 """Never slower: measure the draft's speed-up while decoding, and shrink or pause a slow draft."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Collection

@@ -2,8 +2,6 @@
 
 # V target vocabulary, K top entries, M samples
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

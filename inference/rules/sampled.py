@@ -3,8 +3,6 @@
 # V target vocabulary, U draft vocabulary, R returned rows or nodes, W children per row, K top
 # entries, M samples
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Sequence

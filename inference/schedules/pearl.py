@@ -1,7 +1,5 @@
 """PEARL: keep drafting while the target verifies one batch; read results between batches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -3,8 +3,6 @@
 # R tree rows, Q leaves, S columns: rows behind the leading text, C all places
 # X.. axes of a state
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

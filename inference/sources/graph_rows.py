@@ -10,8 +10,6 @@ the graph runs and reads one after it.
 # K rows in a further level, W children per row, S columns: rows behind O, the leading text
 # C all buffer places, M moving rows, U draft vocabulary, H hidden, X.. axes of a state
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 
