@@ -55,6 +55,8 @@ class Pipeline(ABC):
     timeline: Timeline
     last_rows: list[int]
     """Rows processed by each stage in the last tick."""
+    first_logits: Tensor | None = None
+    """Logits [V] after the prompt, if retained."""
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:  # noqa: B027 (may stay empty)
         """Begin a sequence; its prompt follows."""
@@ -63,11 +65,6 @@ class Pipeline(ABC):
         """Set the logit mask for the open sequence, and retain its logits on request."""
         if mask.token_ids or keeps_logits:
             raise ValueError("min_tokens and logprobs: they need the stages in one process")
-
-    @property
-    def first_logits(self) -> Tensor | None:
-        """Logits [V] after the prompt, if retained."""
-        return None
 
     @abstractmethod
     def prefill(

@@ -30,7 +30,6 @@ class LocalPipeline(Pipeline):
         self._num_expected = 0
         self._mask = EndMask(token_ids=(), end=0)
         self._keeps_logits = False
-        self._first_logits: Tensor | None = None
         self._restart((), None)
 
     def _restart(self, taps: tuple[int, ...], verifier: Verifier | None) -> None:
@@ -50,15 +49,11 @@ class LocalPipeline(Pipeline):
         self.target.set_bitwise(config.bitwise)
 
     def demand(self, mask: EndMask, *, keeps_logits: bool) -> None:
-        self._mask, self._keeps_logits, self._first_logits = mask, keeps_logits, None
-
-    @property
-    def first_logits(self) -> Tensor | None:
-        return self._first_logits
+        self._mask, self._keeps_logits, self.first_logits = mask, keeps_logits, None
 
     def first_token(self, logits_V: Tensor, num_prompt: int, verifier: Verifier) -> int:
         """Sample the token after the prompt."""
-        self._first_logits = logits_V if self._keeps_logits else None
+        self.first_logits = logits_V if self._keeps_logits else None
         last = torch.tensor([num_prompt - 1])
         return int(verifier.target_tokens(self._mask.apply(logits_V[None], last), last))
 

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from pipedraft.inference.rules.base import (
     Verdict,
     Verifier,
 )
-from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.random import (
-    UNFILTERED,
     DraftToken,
     KeyedRandom,
     Logits,
@@ -417,24 +415,10 @@ RULES: dict[RuleName, type[Verifier]] = {
 
 
 def make_verifier(
-    name: RuleName,
-    temperature: float,
-    random: KeyedRandom,
-    *,
-    filters: TokenFilters = UNFILTERED,
-    payload_tokens: int,
-    tail_samples: int,
+    name: RuleName, temperature: float, random: KeyedRandom, **settings: Any
 ) -> Verifier:
-    """Return the named rule; at temperature 0 every rule is ``match``."""
-    # Greedy decoding has no distribution to correct: every rule compares tokens.
-    rule = RULES[name if temperature else "match"]
-    return rule(
-        temperature,
-        random,
-        filters=filters,
-        payload_tokens=payload_tokens,
-        tail_samples=tail_samples,
-    )
+    """Return the named rule; at temperature 0, with nothing to correct, every rule is ``match``."""
+    return RULES[name if temperature else "match"](temperature, random, **settings)
 
 
 def top_k_bias(p_V: Tensor, q_V: Tensor, top_k: int) -> float:

@@ -49,7 +49,7 @@ class Schedule(ABC):
 
     @property
     def is_chain(self) -> bool:
-        """Return True if every row in the token tree has at most one child."""
+        """True if every row in the token tree has at most one child."""
         return self.width == 1
 
     @property
