@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.cli import UsageError, leave_at_interrupts, option, run_command, subcommand
+from pipedraft.cli import leave_at_interrupts, option, run_command, subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -46,14 +46,8 @@ The target on a server, the draft here:
   pipedraft inference --server 127.0.0.1:50051 --status
 
 Without a draft, --server needs --tokenizer: a folder or Hub id with the target's tokenizer.
-`inference edge` is another name for `inference` with --server.
 """
 MAX_PROMPT_BYTES = 2**24
-SUBCOMMANDS = {
-    "edge": "pipedraft.inference.__main__",
-    "serve": "pipedraft.inference.edge.serve",
-}
-"""Modules that parse the rest of the command line, by its first word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +143,13 @@ def report_processes(reports: "list[TimelineReport]", options: DecodeOptions) ->
 def main(words: Sequence[str] | None = None) -> None:
     """Decode a command line's prompt; if ``words`` is None, read this process's command line."""
     words = sys.argv[1:] if words is None else words
-    first = words[0] if words and not words[0].startswith("-") else ""
-    if first and subcommand(first, list(SUBCOMMANDS)) == "serve":
+    if words and not words[0].startswith("-"):
+        subcommand(words[0], ["serve"])
         from pipedraft.inference.edge import serve
 
         serve.run(words[1:])
         return
-    options = DecodeOptions.read(words[bool(first) :])
-    if first and options.server is None:
-        raise UsageError("--server: missing; give HOST:PORT of `pipedraft inference serve`")
+    options = DecodeOptions.read(words)
     if options.server is not None:
         from pipedraft.inference.command import decode_remotely
 
