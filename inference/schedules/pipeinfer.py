@@ -174,15 +174,16 @@ class PipeInfer(Schedule):
         rows: list[int] = []
         leaves, num_branches = [start], 1
         while leaves and len(rows) < size and not (rows and interrupted()):
+            # Only a new chain is known in advance; an existing child would continue its branch.
+            is_new = self.branches == 1 and not any(tree.children(leaf) for leaf in leaves)
             for best_2QW in source.best_levels(
                 tree,
                 leaves,
                 features,
                 width=self.branches,
-                levels=size - len(rows),
+                levels=size - len(rows) if is_new else 1,
                 sampling=sampling,
                 beams=self.branches,
-                split=split,
             ):
                 level: list[int] = []
                 for leaf, *children in zip(leaves, *best_2QW.tolist(), strict=True):

@@ -128,18 +128,14 @@ class DraftSource:
         levels: int,
         sampling: DraftSampling,
         beams: int = 0,
-        split: float | None = None,
     ) -> Iterator[Tensor]:
         """Yield children for some rows, as in ``best_children``, then perhaps for rows just added.
 
-        Later levels give only each row's best child, in row order, or with ``split`` as many
-        children as the first level.
+        Later levels give only each row's best child, in row order.
 
         Args:
             levels: maximum number of levels added below the rows.
             beams: the caller will next add this many new children with the best scores; 0: unknown.
-            split: the caller adds each row's best child, and others with a higher probability than
-                this, up to ``beams``.
         """
         logits_QU = self.leaf_logits(tree, leaves, features)
         yield best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)

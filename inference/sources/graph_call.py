@@ -66,9 +66,6 @@ class ChildQuery:
     beams: int = 0
     then: int = 0
     """Best children per row at further levels."""
-    split: float | None = None
-    """Continue each row by its best child, and by further children with a higher probability than
-    this, in order, up to ``beams``. None: continue the best children over all rows."""
     sampling: DraftSampling | None = None
     """Settings for scoring children."""
 
@@ -78,8 +75,7 @@ class ChildQuery:
         rule = () if self.sampling is None else self.sampling.graph_key
         if rule is None:
             return None
-        # The value of ``split`` is data in the call, so all values share one graph.
-        return self.width, self.levels, self.beams, self.then, self.split is None, *rule
+        return self.width, self.levels, self.beams, self.then, *rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +114,6 @@ class CallShape:
         new, S = self.num_text + self.num_rows, self.num_columns
         return Packing(
             counts=4,
-            split=1,
             text_S=S,
             new=3 * new,  # tokens, positions, places
             features=self.num_features,

@@ -146,7 +146,6 @@ class GraphRows(RowCache):
         slots, spare = at.slots[first:], self._num_places
         packed = packing.pack(
             counts=[at.leading, first, end, at.before],
-            split=torch.tensor([query.split or 0.0], dtype=torch.float64),
             text_S=[x == TEXT for x in self._names[:first]],
             new=[
                 *_joined(tokens, num_text, [tree.tokens[row] for row in rows], num_rows),
@@ -296,7 +295,6 @@ class GraphRows(RowCache):
         if len(x["noise"]):
             noise_PU = x["noise"].view(torch.float64).view(-1, len(self._ids_U))
         noise_places_Q, width = x["noise_places_Q"], query.width
-        begun_Q = scores_Q.isfinite()  # spare leaves have minus infinity and lead nowhere
         for level in range(query.levels + 1):
             noise_QU = None if noise_PU is None else noise_PU.index_select(0, noise_places_Q)
             scores_QU = sampling.child_scores(self.draft.logits(states_QX), noise_QU)
@@ -306,18 +304,14 @@ class GraphRows(RowCache):
             out += [tokens_QW.flatten().double(), total_QW.flatten().double()]
             if level == query.levels:
                 break
-            ranked_QW = total_QW  # taken or non-forking children are returned, not continued
+            ranked_QW = total_QW  # taken children are returned, not continued
             if not level and len(x["taken_QT"]):
                 taken_Q1T = x["taken_QT"].view(len(tokens_QW), 1, -1)
                 is_taken_QW = (tokens_QW[:, :, None] == taken_Q1T).any(-1)
                 ranked_QW = ranked_QW.masked_fill(is_taken_QW, -torch.inf)
-            if query.split is not None:
-                is_fork_QW = best_QW.double().exp() > x["split"].view(torch.float64)
-                goes_on_QW = _branches(begun_Q, is_fork_QW, query.beams)
-                ranked_QW = ranked_QW.masked_fill(~goes_on_QW, -torch.inf)
             # The best children over all leaves become the next level's leaves.
-            ranked_K, place_K = ranked_QW.flatten().topk(min(query.beams, ranked_QW.numel()))
-            scores_Q, begun_Q = total_QW.flatten().index_select(0, place_K), ranked_K.isfinite()
+            place_K = ranked_QW.flatten().topk(min(query.beams, ranked_QW.numel())).indices
+            scores_Q = total_QW.flatten().index_select(0, place_K)
             out.append(place_K.double())
             parent_K, columns_K = place_K // total_QW.shape[1], end + columns_S[: len(place_K)]
             noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, query.then
@@ -353,18 +347,6 @@ class GraphRows(RowCache):
         )
         self._states_CX.index_copy_(0, slots_R, out_RX)
         return out_RX
-
-
-def _branches(begun_Q: Tensor, is_fork_QW: Tensor, most: int) -> Tensor:
-    """Return bool [Q, W]: True for children to continue (each row's best, and the first forks).
-
-    Args:
-        begun_Q: False for rows outside every branch.
-    """
-    is_first_W = torch.arange(is_fork_QW.shape[1], device=begun_Q.device) == 0
-    forks_QW = is_fork_QW & begun_Q[:, None] & ~is_first_W
-    rank_QW = forks_QW.flatten().cumsum(0).view_as(forks_QW)
-    return (is_first_W & begun_Q[:, None]) | (forks_QW & (rank_QW <= most - begun_Q.sum()))
 
 
 def _joined(

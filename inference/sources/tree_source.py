@@ -233,18 +233,13 @@ class TreeSource(DraftSource):
         levels: int,
         sampling: DraftSampling,
         beams: int = 0,
-        split: float | None = None,
     ) -> Iterator[Tensor]:
-        # With split an existing child continues its branch; the graph never continues one.
-        graph, has_child = self._graph_rows, any(tree.children(leaf) for leaf in leaves)
-        if graph is None or levels == 1 or not beams or (has_child and split is not None):
+        graph = self._graph_rows
+        if graph is None or levels == 1 or not beams:
             yield self._best_rows(tree, leaves, width, sampling)
             return
         self._adopt_fresh()
-        if width == 1:
-            split = None
-        then = 1 if split is None else width
-        query = ChildQuery(width, levels - 1, beams, then, split, sampling)
+        query = ChildQuery(width, levels - 1, beams, then=1, sampling=sampling)
         found = graph.levels(self._query(graph, tree, leaves, query), len(leaves), query)
         self.num_forwards -= query.levels  # count only forwards whose children are requested
         order = list(range(len(leaves)))
