@@ -22,14 +22,7 @@ from pipedraft.inference.rules.base import (
     Verdict,
     Verifier,
 )
-from pipedraft.inference.rules.random import (
-    DraftToken,
-    KeyedRandom,
-    Logits,
-    Payload,
-    Top,
-    draw,
-)
+from pipedraft.inference.rules.random import DraftToken, KeyedRandom, Logits, Payload, Top, draw
 from pipedraft.inference.tree import TokenTree
 
 
@@ -327,10 +320,7 @@ class TopKVerifier(RejectionVerifier):
         samples_M = ids_K.new_tensor([draw(tail_V, u) for u in uniforms])
         ids = torch.cat([ids_K, samples_M])
         return Top(
-            ids=ids.int().cpu(),
-            p=p_V[ids].cpu(),
-            num_top=len(ids_K),
-            tail_mass=min(tail_mass, 1.0),
+            ids=ids.int().cpu(), p=p_V[ids].cpu(), num_top=len(ids_K), tail_mass=min(tail_mass, 1.0)
         )
 
     def _residual(self, draft_token: DraftToken, top: Top) -> tuple[Tensor, Tensor]:

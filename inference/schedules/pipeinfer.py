@@ -5,23 +5,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import (
-    Growth,
-    Schedule,
-    check_at_least,
-    check_probability,
-)
+from pipedraft.inference.schedules.base import Growth, Schedule, check_at_least, check_probability
 from pipedraft.inference.shapes import MOST_ROWS, Budget
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pipedraft.inference.engine import Session
-    from pipedraft.inference.sources.base import DraftSampling, DraftSource
+    from pipedraft.inference.sources.base import DraftSampling, DraftSource, Features
     from pipedraft.inference.tree import TokenTree
 
 STEP = 0.2
@@ -153,7 +146,7 @@ class PipeInfer(Schedule):
         self,
         source: DraftSource,
         tree: TokenTree,
-        features: Mapping[int, Tensor],
+        features: Features,
         *,
         start: int,
         shift: float,

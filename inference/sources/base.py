@@ -6,7 +6,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from pipedraft.inference.schedules.base import Growth
 from pipedraft.inference.shapes import RowCosts, TreeShape, rows_that_pay
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import KeepRows
+
+Features: TypeAlias = Mapping[int, Tensor]
+"""Hidden states [rows, H] by target layer index."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,11 @@ class DraftSource:
     num_forwards: int = 0
     """Draft forwards so far."""
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+    def begin(self, features: Features, tokens: list[int]) -> None:
         """Start a sequence: prompt hidden states [P, H] by layer; P prompt tokens and the root."""
         raise NotImplementedError
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         """Receive newly committed positions: hidden states [a, H], and the token after each."""
         raise NotImplementedError
 
@@ -112,9 +115,7 @@ class DraftSource:
         """Target token for each entry in the draft's logits, int64 [U]."""
         raise NotImplementedError
 
-    def leaf_logits(
-        self, tree: TokenTree, rows: list[int], features: Mapping[int, Tensor]
-    ) -> Tensor:
+    def leaf_logits(self, tree: TokenTree, rows: list[int], features: Features) -> Tensor:
         """Return logits [Q, U] for the token after each tree row; features as in ``grow_layer``."""
         raise NotImplementedError
 
@@ -122,7 +123,7 @@ class DraftSource:
         self,
         tree: TokenTree,
         leaves: list[int],
-        features: Mapping[int, Tensor],
+        features: Features,
         *,
         width: int,
         levels: int,
@@ -141,12 +142,7 @@ class DraftSource:
         yield best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)
 
     def grow_layer(
-        self,
-        tree: TokenTree,
-        features: Mapping[int, Tensor],
-        *,
-        width: int,
-        sampling: DraftSampling,
+        self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
     ) -> int:
         """Add up to ``width`` draft tokens below the deepest rows; return the number added.
 

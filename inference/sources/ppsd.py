@@ -3,14 +3,13 @@
 # P newly committed rows, R new tree rows, C all cache rows, H hidden, Q leaves
 # U draft vocabulary
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import (
     DraftSampling,
     DraftSource,
+    Features,
     Growth,
     add_children,
     add_layer,
@@ -46,11 +45,11 @@ class PPSDSource(DraftSource):
         self._rows.restart()
         self._num_moved = 0
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+    def begin(self, features: Features, tokens: list[int]) -> None:
         self._reset()
         self.observe(features, tokens[1:])
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         """Compute the rows that were committed before the head read them (the prompt's)."""
         stream_PH = features[self.draft.exit_layer][self._num_moved :]
         self._num_moved = 0
@@ -71,12 +70,7 @@ class PPSDSource(DraftSource):
         self._rows.rename(names | dict.fromkeys(path, TEXT))
 
     def grow_layer(
-        self,
-        tree: TokenTree,
-        features: Mapping[int, Tensor],
-        *,
-        width: int,
-        sampling: DraftSampling,
+        self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
     ) -> int:
         """Add nothing until the deepest rows have passed the first stage."""
         leaves, stream_H = deepest_rows(tree), features.get(self.draft.exit_layer)

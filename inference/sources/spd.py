@@ -4,7 +4,7 @@
 # P places for committed rows, C all places, U draft vocabulary, H hidden
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from pipedraft.inference.sources.base import (
     DraftSampling,
     DraftSource,
+    Features,
     Growth,
     add_children,
     add_layer,
@@ -54,13 +55,13 @@ class SPDSource(DraftSource):
         if draft.lm_head.weight.device.type == "cuda":
             self._module = borrow_for(draft, self, "module", partial(GraphModule, draft))
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+    def begin(self, features: Features, tokens: list[int]) -> None:
         self._caches = self.draft.new_caches()
         if self._module is not None:
             self._module.restart()
         self.observe(features, tokens[1:])
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         if self._module is not None:
             self._module.observe(features)
         else:
@@ -70,12 +71,7 @@ class SPDSource(DraftSource):
         """Do nothing: rows in flight are read again at every step."""
 
     def grow_layer(
-        self,
-        tree: TokenTree,
-        features: Mapping[int, Tensor],
-        *,
-        width: int,
-        sampling: DraftSampling,
+        self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
     ) -> int:
         if self._module is None or sampling.samples_chain:
             logits_QU = self.deepest_logits(tree, features)
@@ -87,7 +83,7 @@ class SPDSource(DraftSource):
         best_2QK[1] += torch.tensor([tree.scores[leaf] for leaf in leaves])[:, None]
         return add_children(tree, leaves, best_2QK, width, sampling)
 
-    def deepest_logits(self, tree: TokenTree, features: Mapping[int, Tensor]) -> Tensor:
+    def deepest_logits(self, tree: TokenTree, features: Features) -> Tensor:
         """Return logits [Q, U] for the token after each of the deepest rows."""
         rows = self._in_flight(tree, features)
         if self._module is not None:
@@ -101,7 +97,7 @@ class SPDSource(DraftSource):
             visible_RR=rows.visible_RR.to(device),
         )
 
-    def _in_flight(self, tree: TokenTree, features: Mapping[int, Tensor]) -> "RowsInFlight":
+    def _in_flight(self, tree: TokenTree, features: Features) -> "RowsInFlight":
         """Return the input for one draft forward, and count this forward."""
         self.num_forwards += 1
         deepest, count = tree.depths[-1], len(tree)
@@ -123,7 +119,7 @@ class SPDSource(DraftSource):
 class RowsInFlight:
     """Rows in flight, in host memory except for their hidden states."""
 
-    features: Mapping[int, Tensor] = field(default_factory=dict)
+    features: Features = field(default_factory=dict)
     depths: Sequence[int] = ()
     """Depth given to the head, per row."""
     positions_R: Tensor = torch.zeros(0, dtype=torch.int64)
@@ -147,7 +143,7 @@ class GraphModule(GraphText):
         super().restart()
         self._pending = NewText([], [])
 
-    def observe(self, features: Mapping[int, Tensor]) -> None:
+    def observe(self, features: Features) -> None:
         """Queue newly committed rows for the next call."""
         self._pending.features.append(features)
         self._pending.tokens += [0] * len(features[self._text_layers[0]])

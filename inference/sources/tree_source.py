@@ -16,6 +16,7 @@ from pipedraft.inference.sources.base import (
     DraftSampling,
     DraftSource,
     Expansion,
+    Features,
     Growth,
     add_children,
     add_layer,
@@ -91,11 +92,11 @@ class TreeSource(DraftSource):
         self._pending = NewText([], [])
         """Committed tokens not read by the draft yet."""
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+    def begin(self, features: Features, tokens: list[int]) -> None:
         self._restart()
         self.observe(features, tokens[1:])
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         """Queue committed tokens for the next growth; without one, they are never computed."""
         self._pending.features.append(features)
         self._pending.tokens += next_tokens
@@ -173,9 +174,7 @@ class TreeSource(DraftSource):
         # One renaming for both: rows named in neither map are dropped.
         self._rename_rows(mine | adopted)
 
-    def leaf_logits(
-        self, tree: TokenTree, rows: list[int], features: Mapping[int, Tensor]
-    ) -> Tensor:
+    def leaf_logits(self, tree: TokenTree, rows: list[int], features: Features) -> Tensor:
         self._adopt_fresh()
         return self._logits(tree, rows)
 
@@ -191,11 +190,7 @@ class TreeSource(DraftSource):
         return call(self.draft.logits, torch.stack(outputs))
 
     def _query(
-        self,
-        graph: GraphRows,
-        tree: TokenTree,
-        leaves: list[int],
-        query: ChildQuery,
+        self, graph: GraphRows, tree: TokenTree, leaves: list[int], query: ChildQuery
     ) -> Tensor:
         """Query the children of some rows; first forward the rows not computed yet."""
         name, text = partial(self._name, tree), self._take_pending()
@@ -227,7 +222,7 @@ class TreeSource(DraftSource):
         self,
         tree: TokenTree,
         leaves: list[int],
-        features: Mapping[int, Tensor],
+        features: Features,
         *,
         width: int,
         levels: int,
@@ -257,12 +252,7 @@ class TreeSource(DraftSource):
             leaves, order = rows, [rows.index(row) for row in range(before, len(tree))]
 
     def grow_layer(
-        self,
-        tree: TokenTree,
-        features: Mapping[int, Tensor],
-        *,
-        width: int,
-        sampling: DraftSampling,
+        self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
     ) -> int:
         leaves = deepest_rows(tree)
         if sampling.samples_chain:
@@ -460,11 +450,11 @@ class TextSource(TreeSource):
         """Number of observed tokens, from the next one on, that a KeepRows has already turned into
         text."""
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+    def begin(self, features: Features, tokens: list[int]) -> None:
         self._restart()
         self._pending.tokens += tokens
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         self._pending.tokens += next_tokens[self._num_taken_in :]
         self._num_taken_in = 0
 
