@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipedraft.cli import check_ranges
 from pipedraft.inference.shapes import LONGEST, RowCosts
 
 if TYPE_CHECKING:
     from pipedraft.inference.rules.sampled import Verdict
     from pipedraft.inference.tree import TokenTree
 
-MAX_COST = 1e6
-"""Largest accepted cost, in target passes."""
+MAX_COST = "[0, 1e6]"
+"""Accepted costs, in target passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +38,13 @@ class StageCost:
     the previous segment's keys and values, and the model counts no time to send them."""
 
     def __post_init__(self) -> None:
-        if not 1 / MAX_COST <= self.speed <= MAX_COST or not 1 <= self.replicas <= MAX_COST:
-            raise ValueError(
-                f"cost.stages: speed {self.speed}, replicas {self.replicas}; give a positive speed "
-                "and at least 1"
-            )
-        check_durations(self, "cost.stages")
+        check_durations(self, "cost.stages.")
+        check_ranges(self, {"speed": "[1e-6, 1e6]", "replicas": "[1, 1e6]"}, "cost.stages.")
 
 
 def check_durations(cost: CostModel | StageCost, where: str) -> None:
-    """Refuse numbers outside [0, ``MAX_COST``]."""
-    for part in fields(cost):
-        value = getattr(cost, part.name)
-        if isinstance(value, int | float) and not 0 <= value <= MAX_COST:
-            raise ValueError(
-                f"{where}.{part.name}: {value} is not a duration; give 0 to {MAX_COST:g}"
-            )
+    numbers = (n for n, value in vars(cost).items() if isinstance(value, int | float))
+    check_ranges(cost, dict.fromkeys(numbers, MAX_COST), where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +89,7 @@ class CostModel:
     """GB for the draft, on the first stage if it shares this device."""
 
     def __post_init__(self) -> None:
-        check_durations(self, "cost")
+        check_durations(self, "cost.")
         if self.layer_times and not (min(self.layer_times) >= 0 < sum(self.layer_times)):
             raise ValueError(f"cost.layer_times: {[*self.layer_times]}; give positive times")
 

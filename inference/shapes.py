@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
+from pipedraft.cli import check_ranges
 from pipedraft.files import Values
 
 Budget: TypeAlias = int | Literal["auto"]
@@ -67,8 +68,8 @@ EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
 """Child ranks from the root: EAGLE-1's published tree with 25 draft tokens for 7B chat models."""
 
 
-MAX_SIZE = 1024
-"""Maximum levels, beams or draft tokens per tree."""
+MAX_SIZE = "[1, 1024]"
+"""Range for levels, beams and draft tokens per tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +91,8 @@ class TreeShape:
     """Child ranks from the root to every draft token in a static tree, including all parents."""
 
     def __post_init__(self) -> None:
-        for name in ("depth", "top_k", "num_tokens"):
-            value = getattr(self, name)
-            if value != "auto" and value < 1:
-                raise ValueError(f"tree.{name}: {value} is below 1; give at least 1")
-            if value != "auto" and value > MAX_SIZE:
-                raise ValueError(f"tree.{name}: {value}; give at most {MAX_SIZE}")
+        sizes = ["depth", "top_k", *["num_tokens"] * (self.num_tokens != "auto")]
+        check_ranges(self, dict.fromkeys(sizes, MAX_SIZE), "tree.")
         orphans = [p for p in self.paths if len(p) > 1 and p[:-1] not in self.paths]
         if orphans:
             raise ValueError(
