@@ -24,7 +24,6 @@ from pipedraft.inference.shapes import Budget, TreeShape
 if TYPE_CHECKING:
     from pipedraft.inference.ranks.cluster import Cluster
 
-FILTER_NAMES = [f.name for f in fields(TokenFilters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
 FloatDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Literal[FloatDtype, "int8"]
@@ -79,12 +78,8 @@ class FilterOptions(Options):
 
     @property
     def filters(self) -> dict[str, float]:
-        """Filters that have an effect, by name.
-
-        Raises:
-            ValueError: a value out of range.
-        """
-        return TokenFilters(**{name: getattr(self, name) for name in FILTER_NAMES}).active
+        """Filters that have an effect, by name."""
+        return TokenFilters(**{f.name: getattr(self, f.name) for f in fields(TokenFilters)}).active
 
 
 @dataclass(frozen=True, kw_only=True)

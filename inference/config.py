@@ -166,11 +166,7 @@ class DecodeConfig(TokenFilters):
 
     @classmethod
     def from_dict(cls, values: Values) -> DecodeConfig:
-        """Build a configuration from plain YAML or JSON values.
-
-        Raises:
-            ValueError: an unknown or missing field, or a value with a wrong type or out of range.
-        """
+        """Build a configuration from plain YAML or JSON values."""
         check_names(values, [f.name for f in fields(cls)], "decode")
         rest = dict(values)
         settings = rest.pop("schedule", {"name": SPDSchedule.name})
@@ -206,11 +202,7 @@ def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
 
 
 def make_schedule(name: str, settings: Values) -> Schedule:
-    """Make a schedule by name; ``tree`` may be text for ``TreeShape.parse``.
-
-    Raises:
-        ValueError: unknown name, a setting the schedule does not have, a value out of range.
-    """
+    """Make a schedule by name; ``tree`` may be text for ``TreeShape.parse``."""
     check_names([name], list(SCHEDULES), "schedule")
     kind, owners = SCHEDULES[name], setting_owners()
     check_names(settings, [*owners, *(part.name for part in fields(DecodeConfig))], "settings")
@@ -324,11 +316,7 @@ ROW_COSTS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1)
 
 
 def read_cost(text: str) -> CostModel:
-    """Read a preset by name, or a file in ``--calibrate``'s format; missing fields are 0.
-
-    Raises:
-        UsageError: neither a preset nor a file, or a value with a wrong type or out of range.
-    """
+    """Read a preset by name, or a file in ``--calibrate``'s format; missing fields are 0."""
     if text in COST_PRESETS:
         return COST_PRESETS[text]
     presets = ", ".join(COST_PRESETS)
