@@ -274,7 +274,7 @@ class RejectionVerifier(SampledVerifier):
         self, draft_token: DraftToken, position: int, logits_V: Tensor, *, attempt: int
     ) -> int:
         p_V = self.probabilities(logits_V)
-        residual_V = (p_V - _padded(draft_token, len(p_V))).clamp_min(0)
+        residual_V = (p_V - _entries(draft_token, torch.arange(len(p_V)))).clamp_min(0)
         return draw(residual_V, self.random.uniform(position, "residual", attempt))
 
 
@@ -419,13 +419,6 @@ def top_k_bias(p_V: Tensor, q_V: Tensor, top_k: int) -> float:
     residual_V = (p_V - q_V).clamp_min(0)
     inside = residual_V[p_V.topk(min(top_k, len(p_V))).indices].sum()
     return float(residual_V.sum() - inside)
-
-
-def _padded(draft_token: DraftToken, size: int) -> Tensor:
-    """Return q over the whole vocabulary, 0 past the draft's last token."""
-    q_V = draft_token.q_V
-    assert q_V is not None, "only tokens that were drawn from q are tested against it"
-    return torch.nn.functional.pad(q_V, (0, size - len(q_V)))
 
 
 def _entries(draft_token: DraftToken, ids: Tensor) -> Tensor:
