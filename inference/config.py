@@ -21,7 +21,7 @@ from pipedraft.inference.clock import CostModel, StageCost
 from pipedraft.inference.rules import RuleName
 from pipedraft.inference.rules.filters import TokenFilters, sampling_label
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.schedules.base import Schedule, check_at_least
+from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPDSchedule
 from pipedraft.inference.shapes import Budget, TreeShape
 
@@ -80,7 +80,6 @@ class DecodeConfig(TokenFilters):
         check_temperature(self.temperature)
         super().__post_init__()
         self.check_at(self.temperature)
-        check_at_least(self, 1, "num_stages", "max_new_tokens", "payload_tokens", "tail_samples")
         most = dict.fromkeys(("num_stages", "payload_tokens", "tail_samples"), "[1, 4096]")
         check_ranges(self, most | {"max_new_tokens": "[1, 1e9]", "seed": SEEDS})
         numbers = (part.name for part in fields(self.schedule) if part.name != "tree")
