@@ -1,7 +1,6 @@
 """Training run configuration, read from YAML files and flags."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -124,8 +123,7 @@ class RunConfig:
     batch_tokens: int = 4096
     """Maximum tokens per forward pass and process, padding included."""
     packing: bool = False
-    """Join a forward pass's examples into one row without padding; they do not see each other.
-    (With data.pack they do, and form blocks with one length.)"""
+    """Join a forward pass's examples into one row without padding; they do not see each other."""
     checkpointing: bool = False
     """Use less memory but more time: compute the draft's layers again in backward."""
     accumulation: int = 1
@@ -203,18 +201,13 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
             if not isinstance(layer, dict):
                 raise UsageError(f"--config: {value} holds no mapping; see configs/spd/tiny.yaml")
             method = layer.get("method", method)
-            for key in layer.keys() - {part.name for part in fields(RunConfig)} - {"model"}:
-                if not layer[key]:  # jsonargparse ignores empty keys silently
-                    raise UsageError(f"{key}: unknown; see --help")
     method = given or method
     if method is None:
         raise UsageError(
             f"method: missing; give --config FILE or --method, one of {', '.join(methods)}"
         )
     if method not in methods:
-        near = difflib.get_close_matches(str(method), methods, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UsageError(f"method: {method!r} is unknown; {hint}known: {', '.join(methods)}")
+        raise UsageError(f"method: {method!r} is unknown; known: {', '.join(methods)}")
     return method
 
 
