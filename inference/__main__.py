@@ -76,6 +76,7 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     def read_prompt(self) -> str:
         text = self.prompt or ""
         if text == "-":
+            # A longer prompt fits no target, so its beginning is refused like the whole.
             text = sys.stdin.buffer.read(MAX_PROMPT_BYTES).decode()
         if not text.strip():
             raise ValueError(f"--prompt: {text[:40]!r} is empty; give at least one word")

@@ -39,11 +39,6 @@ def read_temperature(text: str) -> float:
     return value
 
 
-def tree_label(text: str) -> str:
-    """Check a tree given as text, and return its label."""
-    return TreeShape.parse(text).label
-
-
 def seconds(text: str) -> float:
     value = float(text)
     if not 0 < value <= MAX_SECONDS:
@@ -141,7 +136,8 @@ def _add_setting(
         group.add_argument(flag, dest=name, action="store_const", const=not default, help=text)
         return
     types = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
-    parse = checked(tree_label) if types[0] is TreeShape else types[0]
+    # A tree stays text, checked and with all its numbers.
+    parse = checked(lambda text: TreeShape.parse(text).label) if TreeShape in types else types[0]
     metavar = {int: "N", float: "P", str: "NAME"}.get(types[0], "TREE")
     if hint == Budget:
         parse, metavar = checked(read_budget), "N|auto"

@@ -122,7 +122,8 @@ def _refuse(
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
         found.append(("past_key_values", f"a cache of {cache.get_seq_length()} tokens"))
-    for name, value in found:
+    if found:
+        name, value = found[0]
         raise ValueError(f"{name}: {value} is not supported by this decoding loop; leave it out")
 
 

@@ -432,7 +432,6 @@ class Session:
         if meter is not None:
             meter.count(len(emitted), self.pipeline.now())
         if not hit or self.done:
-            self._time_round()
             self._end_round(accepted)
             self.part = 1.0 if meter is None else meter.choose()
         if self.source is not None and not self.done:
@@ -490,16 +489,14 @@ class Session:
 
     # -- bookkeeping ------------------------------------------------------------------------
 
-    def _time_round(self) -> None:
+    def _end_round(self, accepted: bool | None) -> None:
+        """Record a round; ``accepted``: its last test's result, None without a test."""
         began, self._round_began = self._round_began, self.pipeline.now()
         # A part of the draft is another shape, and the last round is cut at the output's end.
         if self._shape is not None and self.part == 1 and not self.done:
             time = self._round_began - began
             self.engine.shapes.count(self._shape, self.round_length, time)
         self._shape = None
-
-    def _end_round(self, accepted: bool | None) -> None:
-        """Record a round; ``accepted``: its last test's result, None without a test."""
         result, num_forwards = self.result, self.source.num_forwards if self.source else 0
         result.round_lengths.append(self.round_length)
         result.round_ends += "u" if accepted is None else "a" if accepted else "r"

@@ -110,10 +110,10 @@ def colored(tokens: Sequence[GeneratedToken], note: str) -> str:
         style = f"background:{COLORS[kind]};border-radius:3px"
         return f'<span style="{style}" title="{escape(about)}">{escape(text)}</span>'
 
-    spans = [
-        span(token.kind, token.text, f"round {token.round}: {MEANINGS[token.kind]}")
-        for token in tokens
-    ]
+    spans = []
+    for token in tokens:
+        about = f"round {token.round}, position {token.position}: {MEANINGS[token.kind]}"
+        spans.append(span(token.kind, token.text, about))
     legend = " &nbsp; ".join(
         span(kind, words, "") for kind, words in MEANINGS.items() if kind != "plain"
     )
