@@ -448,9 +448,6 @@ class StagedDraftConfig:
     share_head: bool = False
     """Use the target's LM head, restricted to the draft vocabulary: not trained, not saved."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "boundaries", tuple(self.boundaries))
-
     @property
     def cut(self) -> tuple[int, ...]:
         """Stage boundaries 0..L, computed if none are given."""

@@ -166,7 +166,6 @@ KEPT = {
         "test_an_upload_that_is_killed_leaves_one_of_the_two_heads_whole": 0,
     },
     "test_hub": {
-        "test_a_process_of_its_own_goes_by_hf_endpoint_and_xet_sends_chunks_once": 0,
         "test_every_failure_is_one_line": 8,
     },
     "test_hub_cards": {
