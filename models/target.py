@@ -513,16 +513,9 @@ def capture_hidden(
         {index: hidden_BTH}, detached, in the model's dtype.
 
     Raises:
-        ValueError: an index outside [0, L], or packing for a target with recurrent layers.
+        ValueError: packing for a target with recurrent layers.
     """
     decoder = model.get_decoder()
-    num_layers = decoder.config.num_hidden_layers
-    outside = sorted(index for index in layers if not 0 <= index <= num_layers)
-    if outside:
-        raise ValueError(
-            f"layers: index {outside[0]} is outside this target; choose 0 (embeddings) to "
-            f"{num_layers} (last layer)"
-        )
     if lengths is not None:
         check_packable(decoder.config)
     captured: dict[int, Tensor] = {}
