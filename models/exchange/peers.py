@@ -124,9 +124,9 @@ def _eagle3(peer: Peer) -> Eagle3:
     settings = peer.config | inner
     given = peer.convert(settings, _Eagle3Settings)
     layer = peer.layer(inner or settings)
-    peer.require(settings, **ONE_LAYER, target_hidden_size=layer.hidden_size)
+    peer.check_all(settings, **ONE_LAYER, target_hidden_size=layer.hidden_size)
     if not is_vllm:  # SpecForge's norm_output differs: does the LM head read normed states?
-        peer.require(settings, norm_output=True)
+        peer.check_all(settings, norm_output=True)
     weights = {key.replace("layers.0.", "midlayer."): value for key, value in peer.weights.items()}
     weights, weights["draft_ids"] = peer.vocabulary(weights, given.draft_vocab_size)
     is_whole = len(weights["draft_ids"]) == peer.vocab_size
@@ -149,7 +149,7 @@ def _eagle3(peer: Peer) -> Eagle3:
 def _feature_layers(peer: Peer, given: _Eagle3Settings) -> tuple[int, ...]:
     """Return the fused layers by input: index i is the input of the target's layer i."""
     engine = given.eagle_config
-    peer.require({"use_aux_hidden_state": engine.use_aux_hidden_state}, use_aux_hidden_state=True)
+    peer.check("use_aux_hidden_state", engine.use_aux_hidden_state, True)
     numbers, shift = given.eagle_aux_hidden_state_layer_ids, 0
     if numbers is None:
         numbers, shift = engine.eagle_aux_hidden_state_layer_ids, 1
@@ -172,7 +172,7 @@ def _window(peer: Peer, given: _Eagle3Settings) -> int | None:
 
 
 def _eagle(peer: Peer) -> Eagle:
-    peer.require(peer.config, **ONE_LAYER)
+    peer.check_all(peer.config, **ONE_LAYER)
     layer = peer.layer(peer.config)
     # Exports contain zero biases, because engines would otherwise read uninitialized memory.
     weights = {
@@ -244,11 +244,11 @@ def _block(peer: Peer) -> DFlash:
     given = peer.convert(settings, _BlockSettings)
     layers = {key.split(".")[1] for key in peer.weights if key.startswith("layers.")}
     plain = {"hidden_act": "silu", "causal": False, "pure_draft_prefix_len": 0}
-    peer.require(settings, num_hidden_layers=len(layers), **plain)
+    peer.check_all(settings, num_hidden_layers=len(layers), **plain)
     if set(given.layer_types or ()) - {"full_attention"}:
         raise peer.refuse("layer_types", given.layer_types, "only full_attention is known")
     layer = peer.layer(peer.config.get("transformer_layer_config", settings))
-    peer.require(settings, target_hidden_size=layer.hidden_size)
+    peer.check_all(settings, target_hidden_size=layer.hidden_size)
     weights, draft_ids = peer.vocabulary(peer.weights, given.draft_vocab_size)
     if (head_UH := weights.pop(HEAD, None)) is not None:
         peer.check_shared(HEAD, head_UH, peer.target.head_VH[draft_ids])
@@ -299,11 +299,11 @@ def _pairs(peer: Peer, settings: Values, hidden: int) -> Values:
     """Read DSpark's table and confidence settings from the tensors; config.json must agree."""
     rank = peer.weights[PAIRS].shape[-1] if PAIRS in peer.weights else 0
     proj, confidence = peer.weights.get(CONFIDENCE), "none"
-    peer.require(settings, markov_rank=rank, markov_head_type="vanilla")
-    peer.require(settings, enable_confidence_head=proj is not None)
+    peer.check_all(settings, markov_rank=rank, markov_head_type="vanilla")
+    peer.check_all(settings, enable_confidence_head=proj is not None)
     if proj is not None:
         reads_pair = proj.shape[-1] != hidden  # else it reads states alone
-        peer.require(settings, confidence_head_with_markov=reads_pair)
+        peer.check_all(settings, confidence_head_with_markov=reads_pair)
         confidence = "pair" if reads_pair else "state"
     return {"markov_rank": rank, "confidence": confidence}
 
@@ -352,7 +352,7 @@ def _spd(peer: Peer) -> SPD:
         key = "version" if given.version not in (10, 11) else "stage_layers"
         raise peer.refuse(key, getattr(given, key), "known: versions 10 and 11 with even stages")
     fingerprint = peer.reference.fingerprint
-    peer.require(peer.config, hidden_size=fingerprint["hidden_size"], vocab_size=peer.vocab_size)
+    peer.check_all(peer.config, hidden_size=fingerprint["hidden_size"], vocab_size=peer.vocab_size)
     if not 0 < given.num_stages <= peer.num_layers or peer.num_layers % given.num_stages:
         raise peer.refuse(
             "num_stages", given.num_stages, f"the target has {peer.num_layers} layers"
