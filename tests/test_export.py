@@ -18,7 +18,7 @@ from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.exchange.chain import best_chain
-from pipedraft.models.exchange.export import export, launch_line
+from pipedraft.models.exchange.export import Origin, export
 from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.fingerprint import read_target
 from pipedraft.models.layers import LayerConfig
@@ -293,7 +293,9 @@ def test_the_best_chain_weighs_tokens_against_draft_passes():
 
 @pytest.mark.parametrize("layout", ["sglang", "speculators"])
 def test_names_with_spaces_are_quoted_in_the_launch_line(layout):
-    words = shlex.split(launch_line(layout, "my target", "it's out"))
+    description = {"draft_type": "eagle3", "target": {"name": "my target"}}
+    origin = Origin(layout=layout, weights_sha256="", description=description)
+    words = shlex.split(origin.launch_line("it's out"))
     assert "my target" in words and "it's out" in " ".join(words)
 
 

@@ -213,51 +213,37 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             ) from error
 
     def card_source(self, place: str = CardSource.place) -> CardSource:
-        launch = self.launch_line(place)
         return CardSource(
-            description=self.description, place=place, layout=self.layout, launch=launch
+            description=self.description,
+            place=place,
+            layout=self.layout,
+            launch=self.launch_line(place),
         )
 
     def launch_line(self, place: Path | str) -> str:
         """Return the shell command that serves the target with the exported head at ``place``."""
-        target, kind = self.description["target"]["name"], self.description["draft_type"]
-        is_shifted = self.description["architecture"].get("sample_from_anchor") is False
-        return launch_line(self.layout, target, place, kind, self.num_tokens, is_shifted)
-
-
-def launch_line(
-    layout: Layout,
-    target: str,
-    out: Path | str,
-    kind: str = "eagle3",
-    num_tokens: int = CHAIN_LENGTH,
-    is_shifted: bool = False,
-) -> str:
-    """Return the shell command that serves ``target`` with the exported head.
-
-    Args:
-        num_tokens: draft tokens per round.
-        is_shifted: the head is a DSpark whose anchor gives no draft token.
-    """
-    place, target = shlex.quote(str(out)), shlex.quote(target)
-    is_block = kind in (DFlash.draft_type, DSpark.draft_type)
-    if layout == "speculators":
-        if is_block:  # its files contain all other settings, the target too
-            return f"vllm serve {place} --dtype bfloat16"
-        options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": num_tokens}
-        settings = shlex.quote(json.dumps(options))
-        return f"vllm serve {target} --dtype bfloat16 --speculative-config {settings}"
-    algorithm = "NEXTN" if kind == MTP.draft_type else kind.upper()
-    line = (
-        f"python -m sglang.launch_server --model-path {target} --dtype bfloat16 "
-        f"--speculative-algorithm {algorithm} --speculative-draft-model-path {place}"
-    )
-    if is_block and not is_shifted:  # its configuration sets the length
-        return line
-    if not is_block:
-        line += f" --speculative-num-steps {num_tokens} --speculative-eagle-topk 1"
-    # A chain's pass also has the target's own token; a shifted block is one longer than it says.
-    return f"{line} --speculative-num-draft-tokens {num_tokens + 1}"
+        kind, out = self.description["draft_type"], shlex.quote(str(place))
+        target = shlex.quote(self.description["target"]["name"])
+        is_block = kind in (DFlash.draft_type, DSpark.draft_type)
+        if self.layout == "speculators":
+            if is_block:  # its files contain all other settings, the target too
+                return f"vllm serve {out} --dtype bfloat16"
+            count = self.num_tokens
+            options = {"method": "eagle3", "model": str(place), "num_speculative_tokens": count}
+            settings = shlex.quote(json.dumps(options))
+            return f"vllm serve {target} --dtype bfloat16 --speculative-config {settings}"
+        algorithm = "NEXTN" if kind == MTP.draft_type else kind.upper()
+        line = (
+            f"python -m sglang.launch_server --model-path {target} --dtype bfloat16 "
+            f"--speculative-algorithm {algorithm} --speculative-draft-model-path {out}"
+        )
+        if not is_block:
+            line += f" --speculative-num-steps {self.num_tokens} --speculative-eagle-topk 1"
+        elif self.description["architecture"].get("sample_from_anchor") is not False:
+            return line  # its configuration sets the length
+        # A chain's pass also has the target's own token. SGLang takes a block whose anchor gives no
+        # draft token for one longer than it is.
+        return f"{line} --speculative-num-draft-tokens {self.num_tokens + 1}"
 
 
 # U draft vocabulary, V target vocabulary, H hidden
