@@ -312,7 +312,7 @@ def test_a_closed_link_awaits_nothing(monkeypatch):
             pass
 
     def receive_close(buffer, peer, *, tag):
-        frame = CODEC.encode(CloseRanks()).join()
+        frame = CODEC.encode(CloseRanks()).data
         buffer[: len(frame)] = torch.frombuffer(frame, dtype=torch.uint8)
         return Done()
 

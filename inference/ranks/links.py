@@ -126,7 +126,7 @@ class Sender:
             link = self.device_link
             device = None if link is None else link.device
             encoded = CODEC.encode(message, device)
-            frame = torch.frombuffer(encoded.join(), dtype=torch.uint8)
+            frame = torch.frombuffer(encoded.data, dtype=torch.uint8)
             self.num_sent += 1
             # Two tags per channel: the rest of a frame must not land in a buffer for the next one.
             self._post(frame[:BUFFER_BYTES], 2 * self.channel)
