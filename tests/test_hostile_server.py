@@ -39,7 +39,6 @@ from pipedraft.inference.edge.session_messages import (
 )
 from pipedraft.inference.edge.session_table import (
     MessageRate,
-    ReplyStream,
     SessionRefused,
     SessionTable,
 )
@@ -151,11 +150,11 @@ def make_table(**limits: Any) -> SessionTable:
 
 def test_a_full_table_has_room_again_after_a_session():
     table = make_table(max_sequences=2)
-    first, _ = (table.open(opening([1, 2]), 0.0, ReplyStream()) for _ in range(2))
+    first, _ = (table.open(opening([1, 2]), 0.0) for _ in range(2))
     with pytest.raises(SessionRefused, match="2 sessions are open; try again"):
-        table.open(opening([1, 2]), 0.0, ReplyStream())
+        table.open(opening([1, 2]), 0.0)
     table.drop(first)
-    assert table.open(opening([1, 2]), 0.0, ReplyStream()).number == 3
+    assert table.open(opening([1, 2]), 0.0).number == 3
 
 
 def test_a_client_tries_again_more_and_more_seldom_and_not_beyond_its_patience(monkeypatch):
@@ -186,7 +185,7 @@ def test_metadata_that_is_no_number_is_none(text):
 
 def test_waiting_for_a_turn_is_not_silence_and_owing_a_message_is():
     table = make_table(idle_s=1.0)
-    waiting, silent = (table.open(opening([1, 2]), 0.0, ReplyStream()) for _ in range(2))
+    waiting, silent = (table.open(opening([1, 2]), 0.0) for _ in range(2))
     waiting.core.receive(opening([1, 2], streams=True), 0.0)
     assert waiting.core.owes and not silent.core.owes
     for now_s in (0.9, 1.8, 2.7):
@@ -208,7 +207,7 @@ def test_a_correction_is_asked_for_a_bounded_number_of_times():
         def more(self, *_):
             return SimpleNamespace()
 
-    core = make_table().open(opening([1, 2]), 0.0, ReplyStream()).core
+    core = make_table().open(opening([1, 2]), 0.0).core
     core._rejected, core._rule = object(), Rule()
     core._numbered = lambda kind, seq, **fields: kind
     for _ in range(MAX_MORE):

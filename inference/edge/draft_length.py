@@ -23,7 +23,7 @@ import numpy as np
 from pipedraft.inference.edge.channel import LinkEstimate, LinkState
 
 MAX_AWAY = 32
-"""Maximum batches in flight: half as many as the out-of-order messages that a target stores."""
+"""Maximum batches in flight: half as many as the messages that a target stores."""
 
 
 @dataclass(frozen=True, kw_only=True)

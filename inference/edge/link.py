@@ -15,18 +15,11 @@ import numpy as np
 
 from pipedraft.cli import check_ranges
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.edge import session_messages as messages
 from pipedraft.inference.edge.channel import Channel, Direction, Link, LinkEstimate, LinkState
 from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget
-from pipedraft.inference.edge.session_messages import (
-    REPLIES,
-    REQUESTS,
-    Open,
-    Preverify,
-    Reply,
-    Request,
-    Verify,
-)
+from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS, Open, Reply, Request
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 
 
@@ -202,7 +195,7 @@ class LinkPipeline(LinkedPipeline):
         return self.channel.transmit(self._now_s, num_bytes, direction)
 
     def _size(self, request: Request) -> int:
-        ids = request.ids if isinstance(request, Preverify | Verify) else []
+        ids = request.ids if isinstance(request, messages.Preverify | messages.Verify) else []
         return super()._size(request) + self.token_bytes * len(ids)
 
     def _send(self, request: Request) -> None:

@@ -19,18 +19,11 @@ import msgspec
 import torch
 
 from pipedraft.inference.edge import SessionLimits, wire
-from pipedraft.inference.edge.session_messages import (
-    PROTOCOL,
-    REQUESTS,
-    Description,
-    Open,
-    Reply,
-    Request,
-)
+from pipedraft.inference.edge import session_messages as messages
+from pipedraft.inference.edge.session_messages import REQUESTS
 from pipedraft.inference.edge.session_table import (
     HeldSession,
     MessageRate,
-    ReplyStream,
     SessionRefused,
     SessionTable,
 )
@@ -75,8 +68,8 @@ class Server:
         self.name = name
         forward_s, row_s, row_bytes = measure(self.target)
         self.table = SessionTable(self.target, limits, row_bytes)
-        self._about = Description(
-            protocol=PROTOCOL,
+        self._about = messages.Description(
+            protocol=messages.PROTOCOL,
             target=name,
             fingerprint=self.target.fingerprint,
             anchor=self.target.anchor,
@@ -98,7 +91,6 @@ class Server:
         self._due = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._tasks: list[asyncio.Task] = []
-        self._streams: set[ReplyStream] = set()
 
     # -- life -------------------------------------------------------------------------------
 
@@ -116,7 +108,12 @@ class Server:
         # Streams beyond the sessions: Describe, and the refusals.
         options = wire.server_options(message_bytes, 2 * self.limits.max_sequences + 16)
         self._server = grpc.aio.server(options=options)
-        self._server.add_generic_rpc_handlers(self._handlers())
+        methods = {
+            "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
+            "Session": grpc.stream_stream_rpc_method_handler(self._session),
+        }
+        handlers = grpc.method_handlers_generic_handler(wire.SERVICE, methods)
+        self._server.add_generic_rpc_handlers((handlers,))
         address, security = address_of(host, port), self.security
         try:
             if security.certificate is None or security.key is None:
@@ -156,15 +153,15 @@ class Server:
         self.table.is_draining = True
         until_s = time.monotonic() + grace_s
         # Without forward passes no session can finish: do not wait for one.
-        while self.table.held and not (hurry.is_set() or self._has_failed):
-            if time.monotonic() > until_s:
+        while self.table.held and not hurry.is_set() and time.monotonic() < until_s:
+            if any(task.done() for task in self._tasks):
                 break
             await asyncio.sleep(0.02)
         num_cut = len(self.table.held)
-        for stream in list(self._streams):
+        for session in self.table.held.values():
             # UNAVAILABLE makes an edge try again, here or at a successor.
             text = "server: shut down; open a new session with the output so far"
-            stream.finish(SessionRefused("UNAVAILABLE", text))
+            session.finish("UNAVAILABLE", text)
         await self._server.stop(1.0)
         for task in self._tasks:
             task.cancel()
@@ -172,18 +169,6 @@ class Server:
         # A pass under way cannot be cancelled.
         self._thread.shutdown(wait=True)
         return num_cut
-
-    @property
-    def _has_failed(self) -> bool:
-        return any(task.done() for task in self._tasks)
-
-    def _handlers(self) -> tuple[wire.Untyped, ...]:
-        grpc = self._grpc
-        methods = {
-            "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
-            "Session": grpc.stream_stream_rpc_method_handler(self._session),
-        }
-        return (grpc.method_handlers_generic_handler(wire.SERVICE, methods),)
 
     # -- computing --------------------------------------------------------------------------
 
@@ -223,8 +208,7 @@ class Server:
         # Details go to the log alone: they may show paths or other clients' data.
         log.error("session ended: %s", what)
         self.table.drop(session)
-        text = "session: the server failed to compute it; its log says why"
-        session.stream.finish(SessionRefused("INTERNAL", text))
+        session.finish("INTERNAL", "session: the server failed to compute it; its log says why")
 
     def _next_batch(self) -> list[HeldSession]:
         """Start passes and return their sessions: all sessions with rows, plus one with a prompt.
@@ -246,16 +230,13 @@ class Server:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            for session, why in self.table.expire(time.monotonic()):
-                text = f"{why}; open a new one with the output so far"
-                session.stream.finish(SessionRefused("DEADLINE_EXCEEDED", text))
+            self.table.expire(time.monotonic())
 
-    def _send(self, session: HeldSession, replies: list[Reply]) -> None:
-        stream = session.stream
-        stream.put(replies)
+    def _send(self, session: HeldSession, replies: list[messages.Reply]) -> None:
+        session.put(replies)
         if session.core.is_closed:
             self.table.drop(session)
-            stream.finish(SessionRefused("OK", ""))
+            session.finish("OK")
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -274,61 +255,58 @@ class Server:
         self, requests: AsyncIterator[bytes], context: wire.Untyped
     ) -> AsyncIterator[bytes]:
         await self._authenticate(context)
-        stream = ReplyStream()
-        self._streams.add(stream)
-        reading = asyncio.create_task(self._read(requests, stream))
         try:
-            async for reply in stream:
+            session = await self._open(requests)
+        except SessionRefused as refusal:
+            await self._refuse(context, refusal)
+        reading = asyncio.create_task(self._read(requests, session))
+        try:
+            async for reply in session.replies():
                 yield reply
         finally:
             # Also if the edge vanished: its memory must be free at once.
             reading.cancel()
-            self._streams.discard(stream)
-            session = stream.session
-            if session is not None:
-                self.table.drop(session)
-        assert stream.end is not None
-        if stream.end.code != "OK":
-            await self._refuse(context, stream.end)
-        elif session is not None:
-            context.set_trailing_metadata(((wire.NUM_PASSES, str(session.num_passes)),))
+            self.table.drop(session)
+        assert session.end is not None
+        if session.end.code != "OK":
+            await self._refuse(context, session.end)
+        context.set_trailing_metadata(((wire.NUM_PASSES, str(session.num_passes)),))
 
-    async def _read(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> None:
-        """Read requests until the stream ends; an error becomes the stream's status."""
-        try:
-            session = await self._enter(requests, stream)
-            pace = MessageRate(self.limits.max_messages_s)
-            async for data in requests:
-                self._receive(session, REQUESTS.decode(data))
-                # Bounds memory: an edge that reads no replies may not send either.
-                await stream.drained()
-                # Delayed, not refused: gRPC's flow control slows the edge down.
-                await asyncio.sleep(pace.wait_s(time.monotonic()))
-        except SessionRefused as refusal:
-            stream.finish(refusal)
-        except ValueError as error:  # not a message
-            stream.finish(SessionRefused("INVALID_ARGUMENT", str(error)))
-        except Exception as error:
-            log.error("stream ended: %s", describe_failure(error))
-            stream.finish(SessionRefused("INTERNAL", "stream: the server failed; its log says why"))
-        else:
-            # The edge has sent everything, as after a Close.
-            stream.finish(SessionRefused("OK", ""))
-
-    async def _enter(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> HeldSession:
+    async def _open(self, requests: AsyncIterator[bytes]) -> HeldSession:
         try:
             # A silent stream would occupy a place among the server's streams.
             async with asyncio.timeout(self.limits.idle_s):
                 opening = REQUESTS.decode(await anext(requests))
         except (TimeoutError, StopAsyncIteration) as error:
             raise SessionRefused("DEADLINE_EXCEEDED", "session: nothing was opened") from error
-        if not isinstance(opening, Open):
+        except ValueError as error:  # not a message
+            raise SessionRefused("INVALID_ARGUMENT", str(error)) from error
+        if not isinstance(opening, messages.Open):
             raise SessionRefused("INVALID_ARGUMENT", "session: not open; send Open first")
-        session = self.table.open(opening, time.monotonic(), stream)
+        session = self.table.open(opening, time.monotonic())
         self._receive(session, opening)
         return session
 
-    def _receive(self, session: HeldSession, request: Request) -> None:
+    async def _read(self, requests: AsyncIterator[bytes], session: HeldSession) -> None:
+        """Read requests until the stream ends; an error becomes the stream's status."""
+        pace = MessageRate(self.limits.max_messages_s)
+        try:
+            async for data in requests:
+                self._receive(session, REQUESTS.decode(data))
+                # Bounds memory: an edge that reads no replies may not send either.
+                await session.drained()
+                # Delayed, not refused: gRPC's flow control slows the edge down.
+                await asyncio.sleep(pace.wait_s(time.monotonic()))
+        except ValueError as error:  # not a message
+            session.finish("INVALID_ARGUMENT", str(error))
+        except Exception as error:
+            log.error("stream ended: %s", describe_failure(error))
+            session.finish("INTERNAL", "stream: the server failed; its log says why")
+        else:
+            # The edge has sent everything, as after a Close.
+            session.finish("OK")
+
+    def _receive(self, session: HeldSession, request: messages.Request) -> None:
         if session.number not in self.table.held:
             return  # expired or closed: its stream is about to end
         session.seen_s = now_s = time.monotonic()

@@ -1,8 +1,8 @@
 """Messages between edge and cloud, and their encoding.
 
 A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., the cloud's have
-``number`` 0, 1, .... The cloud processes each request once and in ``seq`` order, however late or
-often it arrives. The edge rejects a reply out of order. Each reply names the ``seq`` it answers.
+``number`` 0, 1, .... gRPC keeps their order; each side refuses a gap. Each reply names the ``seq``
+that it answers.
 
 An epoch ends at every token that the cloud or the edge samples itself (a correction, a bonus),
 because tokens drafted before it do not continue the new sequence. Late messages from an ended epoch
@@ -47,7 +47,7 @@ MAX_BYTES = 16 * 2**20
 MAX_DRAFT_TOKENS = 256
 MAX_PROMPT = 2**20
 WINDOW = 64
-"""Most messages stored while an earlier one is missing."""
+"""Most messages that a target stores during a forward pass."""
 
 Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]

@@ -21,10 +21,7 @@ class SessionRefused(ValueError):
     """Raised to end a stream with a status; the message is one line for its client."""
 
     def __init__(self, code: str, text: str) -> None:
-        """
-        Args:
-            code: name of a ``grpc.StatusCode``; an edge retries after ``UNAVAILABLE``.
-        """
+        """``code``: name of a ``grpc.StatusCode``; an edge retries after ``UNAVAILABLE``."""
         super().__init__(text)
         self.code = code
 
@@ -44,13 +41,22 @@ class MessageRate:
         return max(0.0, self._free_s - now_s)
 
 
-class ReplyStream:
-    """Queued replies for one connected edge."""
+@dataclass(eq=False)
+class HeldSession:
+    """Open session, its memory, and the replies queued for its edge."""
 
-    def __init__(self) -> None:
-        self.session: HeldSession | None = None
-        self.end: SessionRefused | None = None
-        """Reason to end the stream; code OK: the sequence is complete."""
+    number: int
+    core: TargetSession
+    reserved_bytes: int
+    opened_s: float
+    seen_s: float
+    """Time of the edge's last message."""
+    num_passes: int = 0
+    """Target passes after the prompt's."""
+    end: SessionRefused | None = None
+    """Reason to end the stream; code OK: the sequence is complete."""
+
+    def __post_init__(self) -> None:
         self._replies: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._num_unread = 0
         self._drained = asyncio.Event()
@@ -65,16 +71,16 @@ class ReplyStream:
         if self._num_unread > UNSENT_BYTES:
             self._drained.clear()
 
-    def finish(self, end: SessionRefused) -> None:
+    def finish(self, code: str, text: str = "") -> None:
         """End the stream after the queued replies; only the first call has an effect."""
-        self.end = self.end or end
+        self.end = self.end or SessionRefused(code, text)
         self._replies.put_nowait(None)
 
     async def drained(self) -> None:
         """Wait while the edge has too many unread replies."""
         await self._drained.wait()
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def replies(self) -> AsyncIterator[bytes]:
         while (reply := await self._replies.get()) is not None:
             yield reply
             self._num_unread -= len(reply)
@@ -83,29 +89,11 @@ class ReplyStream:
                 self._drained.set()
 
 
-@dataclass(eq=False)
-class HeldSession:
-    """Open session and its memory."""
-
-    number: int
-    core: TargetSession
-    stream: ReplyStream
-    reserved_bytes: int
-    opened_s: float
-    seen_s: float
-    """Time of the edge's last message."""
-    num_passes: int = 0
-    """Target passes after the prompt's."""
-
-
 class SessionTable:
     """Open sessions and their memory budget."""
 
     def __init__(self, target: SharedTarget, limits: SessionLimits, row_bytes: int) -> None:
-        """
-        Args:
-            row_bytes: size of one token's keys and values.
-        """
+        """``row_bytes``: size of one token's keys and values."""
         self.target, self.limits, self.row_bytes = target, limits, row_bytes
         self._max_positions = target.staged().max_positions
         self.held: dict[int, HeldSession] = {}
@@ -122,7 +110,7 @@ class SessionTable:
         """Bytes allocated now; never more than ``reserved_bytes``."""
         return sum(session.core.cache_bytes for session in self.held.values())
 
-    def open(self, opening: Open, now_s: float, stream: ReplyStream) -> HeldSession:
+    def open(self, opening: Open, now_s: float) -> HeldSession:
         """Open a session and reserve its memory.
 
         Raises:
@@ -131,16 +119,12 @@ class SessionTable:
         reserved = self._admit(opening)
         self.num_opened += 1
         core = TargetSession(self.target)
-        session = HeldSession(self.num_opened, core, stream, reserved, opened_s=now_s, seen_s=now_s)
-        self.held[session.number] = stream.session = session
+        session = HeldSession(self.num_opened, core, reserved, opened_s=now_s, seen_s=now_s)
+        self.held[session.number] = session
         return session
 
     def _admit(self, opening: Open) -> int:
-        """Return the bytes to reserve for a session.
-
-        Raises:
-            SessionRefused: see ``open``.
-        """
+        """Return the bytes to reserve for a session, or raise ``SessionRefused``."""
         limits, wanted = self.limits, opening.settings.max_new_tokens
         cache_bytes = limits.max_cache_mb * 2**20
         if self.is_draining:
@@ -182,17 +166,17 @@ class SessionTable:
         """Remove a session and its memory, unless it is removed already."""
         self.held.pop(session.number, None)
 
-    def expire(self, now_s: float) -> list[tuple[HeldSession, str]]:
-        """Remove expired sessions; return each with the message for its edge."""
-        over = []
+    def expire(self, now_s: float) -> None:
+        """Remove and end expired sessions."""
         for session in list(self.held.values()):
             if session.core.owes:
                 session.seen_s = now_s  # an edge waiting for the server is not silent
             if now_s - session.opened_s > self.limits.request_s:
-                over.append((session, f"session: open for {self.limits.request_s:g} s"))
+                why = f"session: open for {self.limits.request_s:g} s"
             elif now_s - session.seen_s > self.limits.idle_s:
-                over.append((session, f"session: silent for {self.limits.idle_s:g} s"))
-        for session, _ in over:
+                why = f"session: silent for {self.limits.idle_s:g} s"
+            else:
+                continue
             self.drop(session)
             self.num_expired += 1
-        return over
+            session.finish("DEADLINE_EXCEEDED", f"{why}; open a new one with the output so far")

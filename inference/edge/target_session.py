@@ -21,23 +21,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from pipedraft.inference.edge.session_messages import (
-    WINDOW,
-    Close,
-    Error,
-    More,
-    Open,
-    Opened,
-    Preverify,
-    Reject,
-    Reply,
-    Request,
-    Result,
-    Samples,
-    Stream,
-    Verify,
-    prefix_hash,
-)
+from pipedraft.inference.edge import session_messages as messages
+from pipedraft.inference.edge.session_messages import Open, Reply, Request, Result, Verify
 from pipedraft.inference.result import stop_reason
 from pipedraft.inference.rules.random import Token
 from pipedraft.inference.rules.sampled import Top, Verifier
@@ -111,9 +96,9 @@ class TargetSession:
         self._num_samples = self._num_more = 0
         self._batches: deque[_Batch] = deque()
         self._epoch = self._next_number = 0
-        self.next_seq = 0
-        """``seq`` of the first missing request."""
-        self._waiting: dict[int, tuple[Request, float]] = {}
+        self._next_seq = 0
+        self._waiting: deque[tuple[Request, float]] = deque()
+        """Requests received during a pass, with their times."""
         self._streams_for: int | None = None
         """``seq`` of the request to let the target decode alone; None: the edge drafts."""
         self._stop_reason = ""
@@ -128,30 +113,29 @@ class TargetSession:
     # -- messages ---------------------------------------------------------------------------
 
     def receive(self, request: Request, now_s: float) -> list[Reply]:
-        """Accept a request; return the answers that need no forward pass.
-
-        Requests are processed in ``seq`` order; a repeated one changes nothing.
-        """
+        """Accept a request; return the answers that need no forward pass."""
         if self.is_closed:
             return []
-        # The window bounds what an edge can make this side store.
-        if self.next_seq <= request.seq < self.next_seq + WINDOW:
-            self._waiting.setdefault(request.seq, (request, now_s))
+        # Bounds what an edge can make this side store; the gap in ``seq`` ends the session.
+        if len(self._waiting) < messages.WINDOW:
+            self._waiting.append((request, now_s))
         return [] if self.is_running else self._proceed(now_s)
 
     def _proceed(self, now_s: float) -> list[Reply]:
         replies: list[Reply] = []
         try:
-            while self.next_seq in self._waiting and not self.wants_prefill:
-                request, arrived_s = self._waiting.pop(self.next_seq)
-                self.next_seq += 1
+            while self._waiting and not self.wants_prefill:
+                request, arrived_s = self._waiting.popleft()
+                if request.seq != self._next_seq:
+                    raise RequestRefused(f"seq: {request.seq} where {self._next_seq} is due")
+                self._next_seq += 1
                 replies += self._take(request, arrived_s)
             # Nothing can be tested before the prompt is computed.
             if not self.wants_prefill:
                 replies += self._test_draft_tokens(now_s)
         except RequestRefused as error:
             self.is_closed = True
-            replies.append(self._numbered(Error, self.next_seq - 1, text=str(error)))
+            replies.append(self._numbered(messages.Error, self._next_seq - 1, text=str(error)))
         return replies
 
     def _take(self, request: Request, now_s: float) -> list[Reply]:
@@ -160,7 +144,7 @@ class TargetSession:
             return []
         if self._opening is None:
             raise RequestRefused("session: not open; send Open first")
-        if isinstance(request, Close):
+        if isinstance(request, messages.Close):
             self.is_closed = True
         elif request.epoch > self._epoch:
             raise RequestRefused(f"epoch: {request.epoch} has not begun; this is {self._epoch}")
@@ -175,9 +159,9 @@ class TargetSession:
         return []
 
     def _take_current(
-        self, request: Preverify | Verify | More | Stream, now_s: float
+        self, request: messages.Preverify | Verify | messages.More | messages.Stream, now_s: float
     ) -> list[Reply]:
-        if isinstance(request, More):
+        if isinstance(request, messages.More):
             return [self._more(request)]
         if self._streams_for is not None:
             return []
@@ -186,7 +170,7 @@ class TargetSession:
             (token,) = request.certain
             self._rejected = None
             self._append(token)
-        if isinstance(request, Stream):
+        if isinstance(request, messages.Stream):
             self._draft_tokens, self._q = [], []
             self._batches.clear()
             # The root's row stays valid, the draft tokens' rows do not.
@@ -206,11 +190,11 @@ class TargetSession:
             self._batches.append(_Batch(request.seq, end, now_s, request.next_s))
         return []
 
-    def _check_base(self, request: Preverify | Verify | Stream) -> None:
+    def _check_base(self, request: messages.Preverify | Verify | messages.Stream) -> None:
         known = self._tokens + self._draft_tokens
-        if isinstance(request, Stream):
+        if isinstance(request, messages.Stream):
             known = known[: request.base]
-        if request.base != len(known) or request.prefix_hash != prefix_hash(known):
+        if request.base != len(known) or request.prefix_hash != messages.prefix_hash(known):
             raise RequestRefused(
                 f"base: {request.base} tokens, but this session has {len(known)} or others; open "
                 "a new session"
@@ -219,7 +203,7 @@ class TargetSession:
             raise RequestRefused(
                 f"certain: {len(request.certain)} tokens; the edge owes its correction"
             )
-        ids = [] if isinstance(request, Stream) else request.ids
+        ids = [] if isinstance(request, messages.Stream) else request.ids
         if len(self._draft_tokens) + len(ids) > MAX_PENDING:
             raise RequestRefused(
                 f"ids: more than {MAX_PENDING} draft tokens would wait for a verdict"
@@ -247,7 +231,7 @@ class TargetSession:
         if opening.streams:
             self._streams_for = 0
 
-    def _more(self, request: More) -> Samples:
+    def _more(self, request: messages.More) -> messages.Samples:
         if self._rejected is None:
             raise RequestRefused("more: no correction is owed; do not ask for samples")
         self._num_more += 1
@@ -261,7 +245,7 @@ class TargetSession:
             raise RequestRefused(str(error)) from error
         # The next samples go on from here: their random numbers are keyed by index.
         self._num_samples += request.count
-        return self._numbered(Samples, request.seq, payload=payload)
+        return self._numbered(messages.Samples, request.seq, payload=payload)
 
     def _numbered(self, kind: Callable[..., Answer], seq: int, **fields: object) -> Answer:
         number, self._next_number = self._next_number, self._next_number + 1
@@ -322,7 +306,7 @@ class TargetSession:
         """Return True if the oldest batch is fully accepted."""
         return bool(self._batches) and len(self._tokens) >= self._batches[0].end
 
-    def _test_one(self, now_s: float) -> Reject | None:
+    def _test_one(self, now_s: float) -> messages.Reject | None:
         position, draft_token = len(self._tokens), self._draft_tokens[0]
         payload = self._rule.test(self._logits[0], position, draft_token, self._q[0])
         if payload is None:
@@ -332,7 +316,7 @@ class TargetSession:
             return None
         batch = self._batches[0] if self._batches else None
         # Built before the epoch ends: the reply carries the number of the old one.
-        reject = self._verdict(Reject, batch, now_s, payload=payload)
+        reject = self._verdict(messages.Reject, batch, now_s, payload=payload)
         if isinstance(payload, Token):
             self._end_epoch()
             self._append(payload.id)
@@ -369,7 +353,7 @@ class TargetSession:
         """Build a result; ``batch`` is None for draft tokens from an incomplete batch."""
         return self._numbered(
             kind,
-            self.next_seq - 1 if batch is None else batch.seq,
+            self._next_seq - 1 if batch is None else batch.seq,
             length=len(self._tokens),
             held_s=0.0 if batch is None else max(0.0, now_s - batch.arrived_s),
             forward_s=self._forward_s,
@@ -398,11 +382,6 @@ class TargetSession:
         """Return True while the edge waits for its prompt, a result or a streamed token."""
         is_asked = bool(self._batches) or self._streams_for is not None
         return self.is_running or self.wants_prefill or (is_asked and not self._stop_reason)
-
-    @property
-    def num_prompt(self) -> int:
-        """Number of tokens computed by a prefill."""
-        return 0 if self._opening is None else len(self._opening.prompt_ids)
 
     @property
     def is_computed(self) -> bool:
@@ -470,10 +449,10 @@ class TargetSession:
             self._logits.extend(computed_RV)
         return replies + self._proceed(now_s)
 
-    def _opened(self) -> Opened:
+    def _opened(self) -> messages.Opened:
         assert self._opening is not None
         return self._numbered(
-            Opened,
+            messages.Opened,
             0,
             token=self._tokens[-1],
             vocab_size=self._staged.vocab_size,
