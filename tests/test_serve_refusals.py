@@ -165,7 +165,7 @@ def test_a_prompt_is_a_text_or_ids_but_no_mixture():
     for prompt in (["a", 1], [1, "a"], [[1], 2], [], [[]], [-1], {}, [["a"]]):
         with pytest.raises(Exception, match="prompt|texts and token ids"):
             parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
-    asked = parse(b'{"messages": [{"role": "user", "content": "a"}], "top_k": -1}', ChatRequest)
+    asked = parse(b'{"messages": [{"role": "user", "content": "a"}], "top_k": -1}', ChatRequest)[0]
     assert asked.top_k == -1 and asked.longest() is None
 
 

@@ -1,10 +1,10 @@
-"""Admission: turns a parsed request into the sequences decoded for it."""
+"""Admission: checks a parsed request and decodes its sequences."""
 
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from pipedraft.chats import ChatRefused, check_template_variables, encode_chat
 from pipedraft.files import Values
@@ -46,8 +46,10 @@ class Admissions:
         self.of_client: Counter[str] = Counter()
         """Open sequences per client."""
 
-    def admit(self, client: str, asked: ApiRequest, tell: Callable[[Piece], None]) -> "Admission":
-        """Check a request's model, limits and room; tokenize it and create its choices.
+    def admit(
+        self, client: str, asked: ApiRequest, tell: Callable[[Piece], None]
+    ) -> Sequence[Choice]:
+        """Check a request's model, limits and room; tokenize it and return its choices.
 
         Args:
             tell: receives the choices' pieces, from the decoding thread.
@@ -67,13 +69,15 @@ class Admissions:
             )
         # The answer reports the seed, so that a client can repeat it.
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        choices = [
+        return [
             Choice(
                 index=index,
                 prompt_ids=prompts[index // asked.n],
-                # Each choice for a prompt has its own seed.
                 config=asked.config(
-                    self.decoder.base, seed=int64(seed + index % asked.n), new_tokens=new_tokens
+                    self.decoder.base,
+                    # Each choice for a prompt has its own seed, wrapped to the int64 range.
+                    seed=(seed + index % asked.n + 2**63) % 2**64 - 2**63,
+                    new_tokens=new_tokens,
                 ),
                 demands=demands,
                 end_ids=frozenset(demands.ends(self.target.eos_token_ids)),
@@ -86,7 +90,34 @@ class Admissions:
             )
             for index in range(count)
         ]
-        return Admission(self, client, choices)
+
+    @contextmanager
+    def running(self, client: str, choices: Sequence[Choice]) -> Iterator[None]:
+        """Decode a client's choices in a ``with`` block; its end also ends open ones.
+
+        Raises:
+            RequestError: the engine refuses a choice, or has failed.
+        """
+        self.of_client[client] += len(choices)
+        self.num_open += 1
+        try:
+            for choice in choices:
+                try:
+                    self.decoder.submit(choice)
+                except ValueError as error:
+                    raise RequestError(str(error)) from error
+                except RuntimeError as error:
+                    raise pipeline_failed() from error
+            yield
+        finally:
+            for choice in choices:
+                # The client left or an error ended the answer: free its places in the batch.
+                if not choice.has_ended:
+                    self.decoder.cancel(choice)
+            self.num_open -= 1
+            self.num_answered += 1
+            self.of_client[client] -= len(choices)
+            self.of_client += Counter()  # drops clients without open sequences
 
     def check_model(self, model: str | None) -> None:
         """Raise RequestError for a model name that is not accepted."""
@@ -190,44 +221,6 @@ class Admissions:
                     f"{param}: {max(prompt)} is no token; give 0 to {size - 1}", param=param
                 )
         return prompts
-
-
-@dataclass(frozen=True)
-class Admission:
-    """A client's admitted request; a ``with`` block decodes its choices and ends open ones."""
-
-    desk: Admissions
-    client: str
-    choices: Sequence[Choice]
-
-    def __enter__(self) -> "Admission":
-        self.desk.of_client[self.client] += len(self.choices)
-        self.desk.num_open += 1
-        try:
-            for choice in self.choices:
-                self.desk.decoder.submit(choice)
-        except (ValueError, RuntimeError) as error:
-            # Python calls no ``__exit__`` after a failed ``__enter__``.
-            self.__exit__()
-            refused = RequestError(str(error))
-            raise (refused if isinstance(error, ValueError) else pipeline_failed()) from error
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        desk = self.desk
-        for choice in self.choices:
-            # The client left or an error ended the answer: free its places in the batch.
-            if not choice.has_ended:
-                desk.decoder.cancel(choice)
-        desk.num_open -= 1
-        desk.num_answered += 1
-        desk.of_client[self.client] -= len(self.choices)
-        desk.of_client += Counter()  # drops clients without open sequences
-
-
-def int64(seed: int) -> int:
-    """Return a seed wrapped to the int64 range."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def pipeline_failed() -> RequestError:

@@ -17,12 +17,13 @@ from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
 
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.servers import find_token
 from pipedraft.inference.serving import HttpLimits
-from pipedraft.inference.serving.admission import NOT_AGAIN, Admission, Admissions
+from pipedraft.inference.serving.admission import NOT_AGAIN, Admissions
 from pipedraft.inference.serving.answers import HttpAnswer, Piece
 from pipedraft.inference.serving.decoder import SequenceDecoder
 from pipedraft.inference.serving.errors import Json, RequestError
@@ -36,7 +37,6 @@ from pipedraft.inference.serving.requests import (
     Kind,
     TokenizeRequest,
     parse,
-    parse_with_ignored,
 )
 from pipedraft.models.target import StagedTarget
 
@@ -83,13 +83,7 @@ class Service:
         more_names: Sequence[str] = (),
         vllm_metrics: bool = False,
     ) -> None:
-        """
-        Args:
-            name: model name for clients.
-            more_names: further accepted model names.
-            vllm_metrics: add metrics under vLLM's names.
-            keys: accepted client keys; (): none required.
-        """
+        """``more_names``: further accepted model names. ``keys``: (): none required."""
         self.decoder, self.name, self.limits, self.keys = decoder, name, limits, keys
         self.engine = decoder.engine
         self.metrics = Metrics(name, has_vllm_names=vllm_metrics)
@@ -137,28 +131,22 @@ class Service:
             raise RequestError(
                 f"content-type: {kind[:64]!r}; send application/json", status=415, param=None
             )
-        body = bytearray()
+        body, most = bytearray(), self.limits.max_message_kb * 2**10
         try:
             # A client that sends slowly must not occupy a connection for long.
             async with asyncio.timeout(BODY_S):
-                is_more = True
-                while is_more:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        raise RequestError("the client left", status=499)
-                    body += message.get("body", b"")
-                    is_more = message.get("more_body", False)
+                async for piece in request.stream():
+                    body += piece
                     # Checked while reading: content-length may be missing or wrong.
-                    if len(body) > self.limits.max_message_kb * 2**10:
-                        raise RequestError(
-                            f"the body has more than {self.limits.max_message_kb * 2**10} bytes",
-                            status=413,
-                            # The rest is still on its way: close instead of reading it.
-                            headers={"connection": "close"},
-                        )
+                    if len(body) > most:
+                        said = f"the body has more than {most} bytes"
+                        # The rest is still on its way: close instead of reading it.
+                        raise RequestError(said, status=413, headers={"connection": "close"})
         except TimeoutError as error:
             said = f"the body took more than {BODY_S:g} s"
             raise RequestError(said, status=408, headers=NOT_AGAIN) from error
+        except ClientDisconnect as error:
+            raise RequestError("the client left", status=499) from error
         return bytes(body)
 
     # -- answering --------------------------------------------------------------------------
@@ -166,7 +154,7 @@ class Service:
     async def answer(self, request: HttpRequest, kind: type[ApiRequest]) -> Response:
         client = self.client_of(request)
         # The key first: a stranger's body is not even read.
-        asked, ignored = parse_with_ignored(await self.read_body(request), kind)
+        asked, ignored = parse(await self.read_body(request), kind)
         headers = ignored_header(ignored)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
@@ -175,13 +163,13 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the loop is gone, and all clients with it
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        admission = self.admissions.admit(client, asked, tell)
-        answer = HttpAnswer(asked, self.name, admission.choices, pieces)
-        if asked.stream:
-            # Entered here, while a refusal can still have its own status.
-            admission.__enter__()
-            return EventStream(self, request, answer, admission, headers)
-        with admission:
+        choices = self.admissions.admit(client, asked, tell)
+        answer = HttpAnswer(asked, self.name, choices, pieces)
+        with contextlib.ExitStack() as stack:
+            # Entered here also for a stream: a refusal can still have its own status.
+            stack.enter_context(self.admissions.running(client, choices))
+            if asked.stream:
+                return EventStream(self, answer, stack.pop_all(), headers)
             if await self.until_gone(request.receive, answer.whole()):
                 return JsonResponse(answer.body(), headers=headers)
         return Response(status_code=499)  # the reader has left
@@ -220,7 +208,7 @@ class Service:
     async def read_tool(self, request: HttpRequest, kind: type[Kind]) -> Kind:
         """Parse a request that needs only the tokenizer."""
         self.client_of(request)
-        asked = parse(await self.read_body(request), kind)
+        asked, _ = parse(await self.read_body(request), kind)
         self.admissions.check_model(getattr(asked, "model", None))
         return asked
 
@@ -262,9 +250,8 @@ class EventStream(Response):
     def __init__(
         self,
         service: Service,
-        request: HttpRequest,
         answer: HttpAnswer,
-        admission: Admission,
+        running: contextlib.ExitStack,
         headers: Mapping[str, str],
     ):
         # nginx would otherwise buffer the events.
@@ -272,36 +259,31 @@ class EventStream(Response):
         super().__init__(headers={**own, **headers})
         # Starlette sets it for an empty body.
         del self.headers["content-length"]
-        self.service, self.request = service, request
-        self.answer, self.admission = answer, admission
+        self.service, self.answer, self.running = service, answer, running
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        with contextlib.ExitStack() as stack:
-            # ``push`` only registers the exit: ``answer`` has entered it.
-            stack.push(self.admission)
+        with self.running:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
             try:
                 await self.service.until_gone(receive, self._send_all(send))
             except RequestError as error:
-                if not self.answer.is_blocked:  # the reader does not read
-                    # The status is sent already, so the error can only be an event.
-                    await self._send(send, error.to_dict())
-                    await send({"type": "http.response.body", "body": b""})
+                if self.answer.is_blocked:
+                    return  # the reader does not read
+                # The status is sent already, so the error can only be an event.
+                await self._send(send, error.to_dict())
+            await send({"type": "http.response.body", "body": b""})
 
     async def _send_all(self, send: Send) -> None:
         async for chunk in self.answer.chunks():
             await self._send(send, chunk)
-        await self._send(send, None)
-        await send({"type": "http.response.body", "body": b""})
+        await self._send(send, "[DONE]")
 
-    async def _send(self, send: Send, chunk: Json | None) -> None:
-        """Send one event; None: the end marker."""
-        text = b"[DONE]" if chunk is None else msgspec.json.encode(chunk)
+    async def _send(self, send: Send, chunk: Json | str) -> None:
+        text = chunk.encode() if isinstance(chunk, str) else msgspec.json.encode(chunk)
+        event = b"data: " + text + b"\n\n"
         self.answer.is_blocked = True
-        await send(
-            {"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True}
-        )
+        await send({"type": "http.response.body", "body": event, "more_body": True})
         self.answer.is_blocked = False
 
 

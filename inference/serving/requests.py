@@ -119,17 +119,21 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def config(self, base: DecodeConfig, *, seed: int, new_tokens: int) -> DecodeConfig:
-        """Return the decoding configuration for one sequence.
-
-        Args:
-            base: schedule, stages, acceptance rule.
+        """Return one sequence's decoding configuration; ``base`` has schedule, stages and rule.
 
         Raises:
             RequestError: a value the engine does not accept.
         """
         # Clients that reject 0 send 1e-6 or 1e-8 instead.
         is_sampled = self.temperature >= MIN_TEMPERATURE
-        filters = TokenFilters() if not is_sampled else self._filters()
+        filters = TokenFilters()
+        if is_sampled:
+            filters = TokenFilters(
+                top_k=max(self.top_k, 0),  # -1: all, as in vLLM
+                top_p=self.top_p,
+                min_p=self.min_p,
+                typical_p=self.typical_p,
+            )
         if not self.pipedraft_draft:
             base = replace(base, schedule=Autoregressive(), verifier="auto")
         try:
@@ -144,14 +148,6 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             )
         except ValueError as error:
             raise RequestError(str(error), param=str(error).partition(":")[0]) from error
-
-    def _filters(self) -> TokenFilters:
-        return TokenFilters(
-            top_k=max(self.top_k, 0),  # -1: all, as in vLLM
-            top_p=self.top_p,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-        )
 
 
 class ChatRequest(ApiRequest, kw_only=True):
@@ -227,13 +223,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
-def parse(body: bytes, kind: type[Kind]) -> Kind:
-    """Parse a request's body; see ``parse_with_ignored``."""
-    return parse_with_ignored(body, kind)[0]
-
-
-def parse_with_ignored(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
-    """Parse a request's body; also return the names of ignored unknown fields.
+def parse(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
+    """Return a request parsed from its body, and the names of ignored unknown fields.
 
     Raises:
         RequestError: not JSON, or not this kind of request; the message names the field.
