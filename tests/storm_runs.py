@@ -106,7 +106,8 @@ class Line:
         if self.session is None:
             self.session = self.storm.table.open(request, self.storm.now_s)
             self.session.line = self
-        self.up.append(REQUESTS.to_bytes(request))
+        else:
+            self.up.append(REQUESTS.to_bytes(request))
 
     def deliver(self) -> None:
         if self.up and self.is_up:

@@ -30,7 +30,6 @@ from pipedraft.inference.edge import stream, wire
 from pipedraft.inference.edge.session_messages import (
     REPLIES,
     Close,
-    Error,
     More,
     Opened,
     Result,
@@ -186,7 +185,7 @@ def test_metadata_that_is_no_number_is_none(text):
 def test_waiting_for_a_turn_is_not_silence_and_owing_a_message_is():
     table = make_table(idle_s=1.0)
     waiting, silent = (table.open(opening([1, 2]), 0.0) for _ in range(2))
-    waiting.core.receive(opening([1, 2], streams=True), 0.0)
+    silent.core._tokens, silent.core._streams_for = [1, 2, 3], None  # has its prompt
     assert waiting.core.owes and not silent.core.owes
     for now_s in (0.9, 1.8, 2.7):
         table.expire(now_s)
@@ -294,7 +293,6 @@ LIES: dict[str, tuple[list[Any], str]] = {
     "a verdict of nothing": ([opened(), verdict(1, token=None)], "says nothing new"),
     "more than was drafted": ([opened(), verdict(1, length=9)], "a verdict on 9 tokens"),
     "another epoch": ([opened(), verdict(1, epoch=5)], "a reply of epoch 5"),
-    "an error": ([opened(), Error(number=1, seq=0, epoch=0, text="\x1b[2Jno")], "server: "),
 }
 
 

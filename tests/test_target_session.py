@@ -29,7 +29,6 @@ from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,
     Close,
-    Error,
     More,
     Open,
     Opened,
@@ -42,7 +41,7 @@ from pipedraft.inference.edge.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
+from pipedraft.inference.edge.target_session import RequestRefused, SharedTarget, TargetSession
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.codec import MAGIC, PREFIX
 from pipedraft.inference.rules.random import Token
@@ -66,7 +65,6 @@ ANSWERED = [
     Reject(**VERDICT, payload=Token(id=4)),
     Reject(**VERDICT, payload=TOP),
     Samples(**REPLY, payload=TOP),
-    Error(**REPLY, text="no"),
 ]
 
 
@@ -205,8 +203,8 @@ def test_falling_back_where_corrections_are_drawn_here_ends_the_output_too(seed,
 
 
 def opened(**options) -> tuple[TargetSession, list]:
-    cloud = TargetSession(TableTarget(torch.eye(8)))
-    cloud.receive(Open(prompt_ids=[1, 2], settings=Settings(**options)), 0.0)
+    opening = Open(prompt_ids=[1, 2], settings=Settings(**options))
+    cloud = TargetSession(TableTarget(torch.eye(8)), opening)
     assert cloud.start(0.0) == 2
     cloud.run()
     return cloud, cloud.finish(0.1)
@@ -245,9 +243,8 @@ def test_draft_tokens_of_an_ended_epoch_are_dropped():
 )
 def test_a_request_that_cannot_be_ends_the_session_with_a_line(request_, message):
     cloud, _ = opened()
-    (error,) = cloud.receive(request_, 0.2)
-    assert isinstance(error, Error) and message in error.text and "\n" not in error.text
-    assert cloud.is_closed and cloud.receive(verify(seq=2), 0.3) == []
+    with pytest.raises(RequestRefused, match=message):
+        cloud.receive(request_, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -258,12 +255,9 @@ def test_a_request_that_cannot_be_ends_the_session_with_a_line(request_, message
     ],
 )
 def test_an_opening_that_cannot_be_is_refused(fields, message):
-    cloud = TargetSession(TableTarget(torch.eye(8)))
     opening = Open(**{"prompt_ids": [1], "settings": Settings(), **fields})
-    (error,) = cloud.receive(opening, 0.0)
-    assert message in error.text
-    with pytest.raises(ValueError, match="server: "):
-        Scripted(error).decode(TableSource(torch.eye(8)), [1])
+    with pytest.raises(RequestRefused, match=message):
+        TargetSession(TableTarget(torch.eye(8)), opening)
 
 
 class Scripted(LinkedPipeline):

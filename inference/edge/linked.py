@@ -346,8 +346,6 @@ class LinkedPipeline(Pipeline):
         while not self._inbox:
             self._wait()
         reply, arrived_s = self._inbox.popleft()
-        if isinstance(reply, messages.Error):
-            raise ValueError(f"server: {reply.text}")
         if not isinstance(reply, expected):
             wanted = " or ".join(kind.__name__ for kind in expected)
             raise ValueError(f"server: {type(reply).__name__} where {wanted} is due")

@@ -27,7 +27,12 @@ from pipedraft.inference.edge.session_table import (
     SessionRefused,
     SessionTable,
 )
-from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
+from pipedraft.inference.edge.target_session import (
+    RequestRefused,
+    SharedTarget,
+    TargetSession,
+    run_together,
+)
 from pipedraft.inference.servers import address_of, find_token
 from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
 from pipedraft.models.target import KeepRows, Segment
@@ -201,6 +206,9 @@ class Server:
         """If the ``with`` block raises an exception, end only this session."""
         try:
             yield
+        except RequestRefused as refusal:
+            self.table.drop(session)
+            session.finish("INVALID_ARGUMENT", str(refusal))
         except Exception as error:
             self._end_failed(session, describe_failure(error))
 
@@ -284,7 +292,7 @@ class Server:
         if not isinstance(opening, messages.Open):
             raise SessionRefused("INVALID_ARGUMENT", "session: not open; send Open first")
         session = self.table.open(opening, time.monotonic())
-        self._receive(session, opening)
+        self._due.set()
         return session
 
     async def _read(self, requests: AsyncIterator[bytes], session: HeldSession) -> None:

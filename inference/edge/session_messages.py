@@ -13,10 +13,11 @@ are stale and dropped.
     Verify(draft tokens) ->                  <- Result(accepted) or Reject(payload)
     More(samples) ->                    <- Samples(payload)
     Stream() ->                         <- Result(token), Result(token), ...
-    Close() ->                          <- Error(text), at any time
+    Close() ->
 
 Two ``Codec``s encode the messages, one per direction. A session lives as long as its gRPC stream.
-If the stream breaks, the edge opens a new session from the prompt and the output so far.
+A refusal ends the stream with a status. If the stream breaks, the edge opens a new session from the
+prompt and the output so far.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ from pipedraft.inference.rules.sampled import (
 )
 
 # Raise it with every change to a message: the edge refuses a server with another number.
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_BYTES = 16 * 2**20
 """Maximum bytes per message: logits for four million vocabulary entries."""
 MAX_DRAFT_TOKENS = 256
@@ -214,13 +215,7 @@ class Samples(_Numbered, tag="samples"):
     payload: Top | Logits
 
 
-class Error(_Numbered, tag="error"):
-    """The session is over."""
-
-    text: Annotated[str, Meta(max_length=1000)]
-
-
-Reply: TypeAlias = Opened | Result | Reject | Samples | Error
+Reply: TypeAlias = Opened | Result | Reject | Samples
 
 # An edge sends no tensors, and a server accepts none.
 REQUESTS: Codec[Request] = Codec(Request, max_header_bytes=MAX_BYTES, max_tensor_bytes=0)

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from pipedraft.inference.edge import SessionLimits
 from pipedraft.inference.edge.session_messages import REPLIES, Open, Reply
-from pipedraft.inference.edge.target_session import MAX_PENDING, SharedTarget, TargetSession
+from pipedraft.inference.edge.target_session import (
+    MAX_PENDING,
+    RequestRefused,
+    SharedTarget,
+    TargetSession,
+)
 from pipedraft.models.stage_cache import MIN_CAPACITY
 
 UNSENT_BYTES = 4 * 2**20
@@ -117,8 +122,11 @@ class SessionTable:
             SessionRefused: no room, or the request exceeds the server's limits.
         """
         reserved = self._admit(opening)
+        try:
+            core = TargetSession(self.target, opening)
+        except RequestRefused as error:
+            raise SessionRefused("INVALID_ARGUMENT", str(error)) from error
         self.num_opened += 1
-        core = TargetSession(self.target)
         session = HeldSession(self.num_opened, core, reserved, opened_s=now_s, seen_s=now_s)
         self.held[session.number] = session
         return session

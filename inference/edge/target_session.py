@@ -1,6 +1,6 @@
 """Target side of a session: the sequence, its cache, and verification of draft tokens.
 
-    session = TargetSession(SharedTarget(model))
+    session = TargetSession(SharedTarget(model), opening)
     replies = session.receive(request, now_s)
     while session.start(now_s):              # rows due for a forward pass
         session.run()                        # the only heavy call; may use another thread
@@ -25,7 +25,7 @@ from pipedraft.inference.edge import session_messages as messages
 from pipedraft.inference.edge.session_messages import Open, Reply, Request, Result, Verify
 from pipedraft.inference.result import stop_reason
 from pipedraft.inference.rules.random import Token
-from pipedraft.inference.rules.sampled import Top, Verifier
+from pipedraft.inference.rules.sampled import Top
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.target import KeepRows, Segment, StagedTarget, target_fingerprint
 from pipedraft.models.together import can_run_together, forward_together
@@ -74,18 +74,28 @@ class _Batch:
 
 
 class TargetSession:
-    """One sequence. Its methods never wait; ``now_s`` is the caller's clock."""
+    """One sequence. Its methods never wait; ``now_s`` is the caller's clock.
 
-    def __init__(self, target: SharedTarget) -> None:
+    A ``RequestRefused`` from any of them ends the session.
+    """
+
+    def __init__(self, target: SharedTarget, opening: Open) -> None:
         self.target = target
         self.is_closed = False
         self._staged = target.staged()
         (self._stage,) = self._staged.stages
-        self._opening: Open | None = None
-        self._rule: Verifier
+        size, limit = self._staged.vocab_size, self._staged.max_positions
+        if max(opening.prompt_ids) >= size:
+            raise RequestRefused(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
+        if len(opening.prompt_ids) >= limit:
+            raise RequestRefused(
+                f"prompt_ids: {len(opening.prompt_ids)} tokens leave no room in the target's "
+                f"{limit} positions; shorten the prompt"
+            )
+        self._opening, self._settings = opening, opening.settings
+        self._rule = opening.settings.verifier
         self._tokens: list[int] = []
         """Verified tokens; the last one is the root, whose row is the first speculative one."""
-        self._num_prompt = 0
         self._draft_tokens: list[int] = []
         """Draft tokens after the verified ones, not tested yet."""
         self._q: list[float] = []
@@ -96,54 +106,38 @@ class TargetSession:
         self._num_samples = self._num_more = 0
         self._batches: deque[_Batch] = deque()
         self._epoch = self._next_number = 0
-        self._next_seq = 0
+        self._next_seq = 1
         self._waiting: deque[tuple[Request, float]] = deque()
         """Requests received during a pass, with their times."""
-        self._streams_for: int | None = None
+        self._streams_for = 0 if opening.streams else None
         """``seq`` of the request to let the target decode alone; None: the edge drafts."""
         self._stop_reason = ""
         self._segment: Segment | None = None
         """Rows in the current pass; None for a prefill."""
         self.is_running = False
         """True between ``start`` and ``finish``."""
-        self._started_s = self._expected_s = 0.0
-        self._forward_s = 0.0
+        self._started_s = self._expected_s = self._forward_s = 0.0
         self._computed_RV: Tensor | None = None
 
     # -- messages ---------------------------------------------------------------------------
 
     def receive(self, request: Request, now_s: float) -> list[Reply]:
         """Accept a request; return the answers that need no forward pass."""
-        if self.is_closed:
-            return []
         # Bounds what an edge can make this side store; the gap in ``seq`` ends the session.
         if len(self._waiting) < messages.WINDOW:
             self._waiting.append((request, now_s))
-        return [] if self.is_running else self._proceed(now_s)
+        return [] if self.is_running or self.wants_prefill else self._proceed(now_s)
 
     def _proceed(self, now_s: float) -> list[Reply]:
         replies: list[Reply] = []
-        try:
-            while self._waiting and not self.wants_prefill:
-                request, arrived_s = self._waiting.popleft()
-                if request.seq != self._next_seq:
-                    raise RequestRefused(f"seq: {request.seq} where {self._next_seq} is due")
-                self._next_seq += 1
-                replies += self._take(request, arrived_s)
-            # Nothing can be tested before the prompt is computed.
-            if not self.wants_prefill:
-                replies += self._test_draft_tokens(now_s)
-        except RequestRefused as error:
-            self.is_closed = True
-            replies.append(self._numbered(messages.Error, self._next_seq - 1, text=str(error)))
-        return replies
+        while self._waiting and not self.is_closed:
+            replies += self._take(*self._waiting.popleft())
+        return replies + self._test_draft_tokens(now_s)
 
     def _take(self, request: Request, now_s: float) -> list[Reply]:
-        if isinstance(request, Open):
-            self._open(request)
-            return []
-        if self._opening is None:
-            raise RequestRefused("session: not open; send Open first")
+        if isinstance(request, Open) or request.seq != self._next_seq:
+            raise RequestRefused(f"seq: {request.seq} where {self._next_seq} is due")
+        self._next_seq += 1
         if isinstance(request, messages.Close):
             self.is_closed = True
         elif request.epoch > self._epoch:
@@ -217,20 +211,6 @@ class TargetSession:
                 f"ids: more than the target's {self._staged.max_positions} positions"
             )
 
-    def _open(self, opening: Open) -> None:
-        size, limit = self._staged.vocab_size, self._staged.max_positions
-        if max(opening.prompt_ids) >= size:
-            raise RequestRefused(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
-        if len(opening.prompt_ids) >= limit:
-            raise RequestRefused(
-                f"prompt_ids: {len(opening.prompt_ids)} tokens leave no room in the target's "
-                f"{limit} positions; shorten the prompt"
-            )
-        self._opening, self._num_prompt = opening, len(opening.prompt_ids)
-        self._rule = opening.settings.verifier
-        if opening.streams:
-            self._streams_for = 0
-
     def _more(self, request: messages.More) -> messages.Samples:
         if self._rejected is None:
             raise RequestRefused("more: no correction is owed; do not ask for samples")
@@ -254,14 +234,13 @@ class TargetSession:
     # -- the sequence -----------------------------------------------------------------------
 
     def _append(self, token: int) -> None:
-        assert self._opening is not None
         self._tokens.append(token)
         self._stop_reason = stop_reason(
             token,
-            num_new=len(self._tokens) - self._num_prompt,
+            num_new=len(self._tokens) - len(self._opening.prompt_ids),
             length=len(self._tokens),
             eos_token_ids=self._staged.eos_token_ids,
-            max_new_tokens=self._opening.settings.max_new_tokens,
+            max_new_tokens=self._settings.max_new_tokens,
             limit=self._staged.max_positions,
         )
 
@@ -296,8 +275,8 @@ class TargetSession:
             else:
                 break
         # Without a bonus token a fully accepted batch needs no further row.
-        has_bonus = self._opening is not None and self._opening.settings.has_bonus
-        if self._batches and (self._stop_reason or (self._hits_end and not has_bonus)):
+        is_hit = self._hits_end and not self._settings.has_bonus
+        if self._batches and (self._stop_reason or is_hit):
             replies.append(self._answer_hit(now_s))
         return replies
 
@@ -331,9 +310,8 @@ class TargetSession:
 
     def _answer_hit(self, now_s: float) -> Result:
         """Answer for the oldest batch: all accepted, or the sequence has ended within it."""
-        assert self._opening is not None
         batch = self._batches[0]
-        if self._opening.settings.has_bonus and not self._stop_reason:
+        if self._settings.has_bonus and not self._stop_reason:
             return self._add_own(batch, now_s)
         self._batches.popleft()
         return self._verdict(Result, batch, now_s, token=None)
@@ -375,7 +353,7 @@ class TargetSession:
     @property
     def wants_prefill(self) -> bool:
         """Return True if the next pass is over the prompt."""
-        return self._opening is not None and not self._tokens
+        return not self._tokens
 
     @property
     def owes(self) -> bool:
@@ -405,10 +383,10 @@ class TargetSession:
         return num_rows
 
     def _num_due(self, now_s: float) -> int:
-        if self._opening is None or self.is_closed or self._stop_reason:
+        if self.is_closed or self._stop_reason:
             return 0
         if self.wants_prefill:
-            return self._num_prompt
+            return len(self._opening.prompt_ids)
         if self._rejected is not None:
             return 0
         num_rows = 1 + len(self._draft_tokens) - len(self._logits)
@@ -416,12 +394,12 @@ class TargetSession:
             return num_rows
         # A pass ending after the batch's arrival would only delay it.
         is_early = now_s + self._forward_s <= self._expected_s + 1e-9
-        return num_rows if self._opening.settings.pre_verifies and is_early else 0
+        return num_rows if self._settings.pre_verifies and is_early else 0
 
     @torch.inference_mode()
     def run(self) -> None:
         """Compute the rows; after a failed attempt, start from the beginning."""
-        assert self.is_running and self._opening is not None, "nothing has been started"
+        assert self.is_running, "nothing has been started"
         if self._segment is None:
             prompt = torch.tensor(self._opening.prompt_ids)
             self._computed_RV = self._staged.prefill(prompt)[0][None]
@@ -435,12 +413,12 @@ class TargetSession:
 
     def finish(self, now_s: float) -> list[Reply]:
         """Process the computed rows; return the resulting replies."""
-        assert self._computed_RV is not None and self._opening is not None, "run it first"
+        assert self._computed_RV is not None, "run it first"
         computed_RV, self._computed_RV, self.is_running = self._computed_RV, None, False
         replies: list[Reply] = []
         if self._segment is None:
             self._tokens = list(self._opening.prompt_ids)
-            self._append(self._rule.draw(computed_RV[-1], self._num_prompt))
+            self._append(self._rule.draw(computed_RV[-1], len(self._tokens)))
             replies.append(self._opened())
         else:
             self._segment = None
@@ -450,7 +428,6 @@ class TargetSession:
         return replies + self._proceed(now_s)
 
     def _opened(self) -> messages.Opened:
-        assert self._opening is not None
         return self._numbered(
             messages.Opened,
             0,
