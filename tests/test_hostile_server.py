@@ -36,13 +36,9 @@ from pipedraft.inference.edge.session_messages import (
     Stream,
     prefix_hash,
 )
-from pipedraft.inference.edge.session_table import (
-    MessageRate,
-    SessionRefused,
-    SessionTable,
-)
+from pipedraft.inference.edge.session_table import MessageRate, SessionTable
 from pipedraft.inference.edge.stream import Access
-from pipedraft.inference.edge.target_session import MAX_MORE, SharedTarget
+from pipedraft.inference.edge.target_session import MAX_MORE, SessionRefused, SharedTarget
 from pipedraft.inference.servers import read_tokens
 
 # -- many clients at once ---------------------------------------------------------------------

@@ -41,7 +41,7 @@ from pipedraft.inference.edge.session_messages import (
     Verify,
     prefix_hash,
 )
-from pipedraft.inference.edge.target_session import RequestRefused, SharedTarget, TargetSession
+from pipedraft.inference.edge.target_session import SessionRefused, SharedTarget, TargetSession
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.codec import MAGIC, PREFIX
 from pipedraft.inference.rules.random import Token
@@ -243,7 +243,7 @@ def test_draft_tokens_of_an_ended_epoch_are_dropped():
 )
 def test_a_request_that_cannot_be_ends_the_session_with_a_line(request_, message):
     cloud, _ = opened()
-    with pytest.raises(RequestRefused, match=message):
+    with pytest.raises(SessionRefused, match=message):
         cloud.receive(request_, 0.2)
 
 
@@ -256,7 +256,7 @@ def test_a_request_that_cannot_be_ends_the_session_with_a_line(request_, message
 )
 def test_an_opening_that_cannot_be_is_refused(fields, message):
     opening = Open(**{"prompt_ids": [1], "settings": Settings(), **fields})
-    with pytest.raises(RequestRefused, match=message):
+    with pytest.raises(SessionRefused, match=message):
         TargetSession(TableTarget(torch.eye(8)), opening)
 
 

@@ -2,25 +2,19 @@
 
 import asyncio
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from pipedraft.cli import option
 from pipedraft.files import read_optional
 from pipedraft.inference.arguments import PlaceOptions
 from pipedraft.inference.edge import SessionLimits
-from pipedraft.inference.servers import (
-    ListenOptions,
-    address_of,
-    is_loopback,
-    read_tokens,
-)
+from pipedraft.inference.servers import ListenOptions, address_of, read_tokens
 
 if TYPE_CHECKING:
     from pipedraft.inference.edge.server import Server
-from pipedraft.cli import option
 
 EXAMPLE = """example:
   pipedraft inference serve --target assets/target --port 50051
@@ -81,6 +75,7 @@ def run(argv: Sequence[str]) -> None:
     server = Server(
         model, name=options.target, tokenizer=tokenizer, limits=options, security=security
     )
+    options.warn_if_open(security.tokens, "--token-file")
     asyncio.run(serve(server, options.host, options.port))
 
 
@@ -96,14 +91,6 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
     listening = await server.start(host, wanted_port)
     # Flushed, because scripts wait for this line to learn the port.
     print(describe(server, host, listening), flush=True)
-    # A token without TLS can be read on the network; TLS without a token admits everyone.
-    is_open = server.security.certificate is None or not server.security.tokens
-    if is_open and not is_loopback(host):
-        print(
-            f"warning: --host {host} is reached from other machines; give --tls-cert, --tls-key "
-            "and --token-file",
-            file=sys.stderr,
-        )
     try:
         await server.wait(ended)
     finally:

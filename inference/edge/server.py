@@ -21,14 +21,9 @@ import torch
 from pipedraft.inference.edge import SessionLimits, wire
 from pipedraft.inference.edge import session_messages as messages
 from pipedraft.inference.edge.session_messages import REQUESTS
-from pipedraft.inference.edge.session_table import (
-    HeldSession,
-    MessageRate,
-    SessionRefused,
-    SessionTable,
-)
+from pipedraft.inference.edge.session_table import HeldSession, MessageRate, SessionTable
 from pipedraft.inference.edge.target_session import (
-    RequestRefused,
+    SessionRefused,
     SharedTarget,
     TargetSession,
     run_together,
@@ -91,8 +86,7 @@ class Server:
             is_serving=True,
         )
         self.num_passes = self.num_session_passes = 0
-        """Number of target passes, and the number of sessions in each pass, summed over all
-        passes."""
+        """Target passes, and the sessions in each pass, summed."""
         self._due = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._tasks: list[asyncio.Task] = []
@@ -166,7 +160,7 @@ class Server:
         for session in self.table.held.values():
             # UNAVAILABLE makes an edge try again, here or at a successor.
             text = "server: shut down; open a new session with the output so far"
-            session.finish("UNAVAILABLE", text)
+            session.finish(SessionRefused(text, "UNAVAILABLE"))
         await self._server.stop(1.0)
         for task in self._tasks:
             task.cancel()
@@ -206,9 +200,9 @@ class Server:
         """If the ``with`` block raises an exception, end only this session."""
         try:
             yield
-        except RequestRefused as refusal:
+        except SessionRefused as refusal:
             self.table.drop(session)
-            session.finish("INVALID_ARGUMENT", str(refusal))
+            session.finish(refusal)
         except Exception as error:
             self._end_failed(session, describe_failure(error))
 
@@ -216,7 +210,8 @@ class Server:
         # Details go to the log alone: they may show paths or other clients' data.
         log.error("session ended: %s", what)
         self.table.drop(session)
-        session.finish("INTERNAL", "session: the server failed to compute it; its log says why")
+        text = "session: the server failed to compute it; its log says why"
+        session.finish(SessionRefused(text, "INTERNAL"))
 
     def _next_batch(self) -> list[HeldSession]:
         """Start passes and return their sessions: all sessions with rows, plus one with a prompt.
@@ -244,7 +239,7 @@ class Server:
         session.put(replies)
         if session.core.is_closed:
             self.table.drop(session)
-            session.finish("OK")
+            session.finish(SessionRefused("", "OK"))
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -286,11 +281,11 @@ class Server:
             async with asyncio.timeout(self.limits.idle_s):
                 opening = REQUESTS.decode(await anext(requests))
         except (TimeoutError, StopAsyncIteration) as error:
-            raise SessionRefused("DEADLINE_EXCEEDED", "session: nothing was opened") from error
+            raise SessionRefused("session: nothing was opened", "DEADLINE_EXCEEDED") from error
         except ValueError as error:  # not a message
-            raise SessionRefused("INVALID_ARGUMENT", str(error)) from error
+            raise SessionRefused(str(error)) from error
         if not isinstance(opening, messages.Open):
-            raise SessionRefused("INVALID_ARGUMENT", "session: not open; send Open first")
+            raise SessionRefused("session: not open; send Open first")
         session = self.table.open(opening, time.monotonic())
         self._due.set()
         return session
@@ -306,13 +301,14 @@ class Server:
                 # Delayed, not refused: gRPC's flow control slows the edge down.
                 await asyncio.sleep(pace.wait_s(time.monotonic()))
         except ValueError as error:  # not a message
-            session.finish("INVALID_ARGUMENT", str(error))
+            session.finish(SessionRefused(str(error)))
         except Exception as error:
             log.error("stream ended: %s", describe_failure(error))
-            session.finish("INTERNAL", "stream: the server failed; its log says why")
+            text = "stream: the server failed; its log says why"
+            session.finish(SessionRefused(text, "INTERNAL"))
         else:
             # The edge has sent everything, as after a Close.
-            session.finish("OK")
+            session.finish(SessionRefused("", "OK"))
 
     def _receive(self, session: HeldSession, request: messages.Request) -> None:
         if session.number not in self.table.held:
@@ -331,7 +327,7 @@ class Server:
         given = str(dict(context.invocation_metadata()).get("authorization", "")).encode()
         if find_token(given, self.security.tokens) is None:
             text = "token: missing or wrong; set PIPEDRAFT_TOKEN to the server's"
-            await self._refuse(context, SessionRefused("UNAUTHENTICATED", text))
+            await self._refuse(context, SessionRefused(text, "UNAUTHENTICATED"))
 
     async def _refuse(self, context: wire.Untyped, refusal: SessionRefused) -> NoReturn:
         await context.abort(self._grpc.StatusCode[refusal.code], str(refusal))

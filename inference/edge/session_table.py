@@ -12,7 +12,7 @@ from pipedraft.inference.edge import SessionLimits
 from pipedraft.inference.edge.session_messages import REPLIES, Open, Reply
 from pipedraft.inference.edge.target_session import (
     MAX_PENDING,
-    RequestRefused,
+    SessionRefused,
     SharedTarget,
     TargetSession,
 )
@@ -20,15 +20,6 @@ from pipedraft.models.stage_cache import MIN_CAPACITY
 
 UNSENT_BYTES = 4 * 2**20
 """Unread reply bytes per edge, beyond which the server stops reading the edge's requests."""
-
-
-class SessionRefused(ValueError):
-    """Raised to end a stream with a status; the message is one line for its client."""
-
-    def __init__(self, code: str, text: str) -> None:
-        """``code``: name of a ``grpc.StatusCode``; an edge retries after ``UNAVAILABLE``."""
-        super().__init__(text)
-        self.code = code
 
 
 class MessageRate:
@@ -76,9 +67,9 @@ class HeldSession:
         if self._num_unread > UNSENT_BYTES:
             self._drained.clear()
 
-    def finish(self, code: str, text: str = "") -> None:
+    def finish(self, end: SessionRefused) -> None:
         """End the stream after the queued replies; only the first call has an effect."""
-        self.end = self.end or SessionRefused(code, text)
+        self.end = self.end or end
         self._replies.put_nowait(None)
 
     async def drained(self) -> None:
@@ -122,10 +113,7 @@ class SessionTable:
             SessionRefused: no room, or the request exceeds the server's limits.
         """
         reserved = self._admit(opening)
-        try:
-            core = TargetSession(self.target, opening)
-        except RequestRefused as error:
-            raise SessionRefused("INVALID_ARGUMENT", str(error)) from error
+        core = TargetSession(self.target, opening)
         self.num_opened += 1
         session = HeldSession(self.num_opened, core, reserved, opened_s=now_s, seen_s=now_s)
         self.held[session.number] = session
@@ -136,16 +124,14 @@ class SessionTable:
         limits, wanted = self.limits, opening.settings.max_new_tokens
         cache_bytes = limits.max_cache_mb * 2**20
         if self.is_draining:
-            raise SessionRefused("UNAVAILABLE", "server: shutting down; try again")
+            raise SessionRefused("server: shutting down; try again", "UNAVAILABLE")
         if len(opening.prompt_ids) > limits.max_prompt_tokens:
             raise SessionRefused(
-                "INVALID_ARGUMENT",
                 f"prompt: {len(opening.prompt_ids)} tokens, this server takes "
                 f"{limits.max_prompt_tokens}; shorten the prompt",
             )
         if wanted > limits.max_new_tokens:
             raise SessionRefused(
-                "INVALID_ARGUMENT",
                 f"max_new_tokens: {wanted}, this server gives {limits.max_new_tokens}; ask for "
                 "fewer",
             )
@@ -153,7 +139,6 @@ class SessionTable:
         reserved = self.row_bytes * self._max_rows(len(opening.prompt_ids) + wanted)
         if reserved > cache_bytes:
             raise SessionRefused(
-                "INVALID_ARGUMENT",
                 f"session: its keys and values may take {reserved} bytes, this server has "
                 f"{cache_bytes}; ask for a shorter output",
             )
@@ -163,7 +148,7 @@ class SessionTable:
             (self.reserved_bytes + reserved, cache_bytes, "bytes of keys and values are reserved"),
         ):
             if found > limit:
-                raise SessionRefused("UNAVAILABLE", f"server: {limit} {what}; try again")
+                raise SessionRefused(f"server: {limit} {what}; try again", "UNAVAILABLE")
         return reserved
 
     def _max_rows(self, num_tokens: int) -> int:
@@ -187,4 +172,5 @@ class SessionTable:
                 continue
             self.drop(session)
             self.num_expired += 1
-            session.finish("DEADLINE_EXCEEDED", f"{why}; open a new one with the output so far")
+            text = f"{why}; open a new one with the output so far"
+            session.finish(SessionRefused(text, "DEADLINE_EXCEEDED"))

@@ -60,8 +60,13 @@ class SharedTarget:
         return anchor_hash(self.model)
 
 
-class RequestRefused(ValueError):
-    """Request that cannot be served; the message is one line for its sender."""
+class SessionRefused(ValueError):
+    """Raised to end a session; the message is one line for its edge."""
+
+    def __init__(self, text: str, code: str = "INVALID_ARGUMENT") -> None:
+        """``code``: name of a ``grpc.StatusCode``; an edge retries after ``UNAVAILABLE``."""
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class _Batch:
 class TargetSession:
     """One sequence. Its methods never wait; ``now_s`` is the caller's clock.
 
-    A ``RequestRefused`` from any of them ends the session.
+    A ``SessionRefused`` from any of them ends the session.
     """
 
     def __init__(self, target: SharedTarget, opening: Open) -> None:
@@ -86,9 +91,9 @@ class TargetSession:
         (self._stage,) = self._staged.stages
         size, limit = self._staged.vocab_size, self._staged.max_positions
         if max(opening.prompt_ids) >= size:
-            raise RequestRefused(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
+            raise SessionRefused(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
         if len(opening.prompt_ids) >= limit:
-            raise RequestRefused(
+            raise SessionRefused(
                 f"prompt_ids: {len(opening.prompt_ids)} tokens leave no room in the target's "
                 f"{limit} positions; shorten the prompt"
             )
@@ -136,12 +141,12 @@ class TargetSession:
 
     def _take(self, request: Request, now_s: float) -> list[Reply]:
         if isinstance(request, Open) or request.seq != self._next_seq:
-            raise RequestRefused(f"seq: {request.seq} where {self._next_seq} is due")
+            raise SessionRefused(f"seq: {request.seq} where {self._next_seq} is due")
         self._next_seq += 1
         if isinstance(request, messages.Close):
             self.is_closed = True
         elif request.epoch > self._epoch:
-            raise RequestRefused(f"epoch: {request.epoch} has not begun; this is {self._epoch}")
+            raise SessionRefused(f"epoch: {request.epoch} has not begun; this is {self._epoch}")
         elif request.epoch < self._epoch:
             return []  # stale
         elif not self._stop_reason:
@@ -174,7 +179,7 @@ class TargetSession:
             return []
         if len(request.q) != len(request.ids) * self._rule.needs_q:
             given, wanted = len(request.q), len(request.ids)
-            raise RequestRefused(f"q: {given} of {wanted} draft tokens by rule {self._rule.name!r}")
+            raise SessionRefused(f"q: {given} of {wanted} draft tokens by rule {self._rule.name!r}")
         self._draft_tokens += request.ids
         # Rules without q ignore it, but both lists must stay equally long.
         self._q += request.q or [1.0] * len(request.ids)
@@ -189,40 +194,40 @@ class TargetSession:
         if isinstance(request, messages.Stream):
             known = known[: request.base]
         if request.base != len(known) or request.prefix_hash != messages.prefix_hash(known):
-            raise RequestRefused(
+            raise SessionRefused(
                 f"base: {request.base} tokens, but this session has {len(known)} or others; open "
                 "a new session"
             )
         if len(request.certain) != (self._rejected is not None):
-            raise RequestRefused(
+            raise SessionRefused(
                 f"certain: {len(request.certain)} tokens; the edge owes its correction"
             )
         ids = [] if isinstance(request, messages.Stream) else request.ids
         if len(self._draft_tokens) + len(ids) > MAX_PENDING:
-            raise RequestRefused(
+            raise SessionRefused(
                 f"ids: more than {MAX_PENDING} draft tokens would wait for a verdict"
             )
         size = self._staged.vocab_size
         wrong = [token for token in (*request.certain, *ids) if token >= size]
         if wrong:
-            raise RequestRefused(f"ids: {wrong[0]} is outside the target's vocabulary of {size}")
+            raise SessionRefused(f"ids: {wrong[0]} is outside the target's vocabulary of {size}")
         if request.base + len(request.certain) + len(ids) > self._staged.max_positions:
-            raise RequestRefused(
+            raise SessionRefused(
                 f"ids: more than the target's {self._staged.max_positions} positions"
             )
 
     def _more(self, request: messages.More) -> messages.Samples:
         if self._rejected is None:
-            raise RequestRefused("more: no correction is owed; do not ask for samples")
+            raise SessionRefused("more: no correction is owed; do not ask for samples")
         self._num_more += 1
         if self._num_more > MAX_MORE:
-            raise RequestRefused(f"more: asked more than {MAX_MORE} times for one correction")
+            raise SessionRefused(f"more: asked more than {MAX_MORE} times for one correction")
         try:
             payload = self._rule.more(
                 self._rejected, len(self._tokens), self._num_samples, request.count
             )
         except ValueError as error:
-            raise RequestRefused(str(error)) from error
+            raise SessionRefused(str(error)) from error
         # The next samples go on from here: their random numbers are keyed by index.
         self._num_samples += request.count
         return self._numbered(messages.Samples, request.seq, payload=payload)

@@ -6,18 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from pipedraft.cli import (
-    leave_at_interrupts,
-    option,
-    run_command,
-)
+from pipedraft.cli import leave_at_interrupts, option, run_command
 
 if __name__ == "__main__":
     # Before the slow imports: Ctrl-C inside them would print a traceback.
     leave_at_interrupts()
 
 from pipedraft.inference.arguments import EngineOptions, backend_of
-from pipedraft.inference.servers import ListenOptions, is_loopback, read_tokens
+from pipedraft.inference.servers import ListenOptions, read_tokens
 from pipedraft.inference.serving import HttpLimits
 
 KEY_VARIABLE = "PIPEDRAFT_API_KEY"
@@ -114,12 +110,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
             # Requests set their own temperature: prepare a rule for sampling.
             engine = load_engine(options, cluster, options.engine_settings() | {"temperature": 1.0})
-            if not is_loopback(options.host) and (options.tls_cert is None or not keys):
-                print(
-                    f"warning: --host {options.host} is reached from other machines; give "
-                    "--tls-cert, --tls-key and --api-key-file",
-                    file=sys.stderr,
-                )
+            options.warn_if_open(keys, "--api-key-file")
             listen.run(engine, options, keys, socket, cluster)
 
 
