@@ -78,10 +78,6 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
         # Resolved: a checkpoint given as "." has a name, too.
         return (self.model_name or Path(next(filter(None, parts), "")).resolve().name,)
 
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
 
 build_parser = ServeOptions.parser
 

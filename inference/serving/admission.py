@@ -37,7 +37,6 @@ class Admissions:
         limits: HttpLimits,
         metrics: Metrics,
     ) -> None:
-        """``names``: accepted model names."""
         self.decoder, self.names, self.limits, self.metrics = decoder, names, limits, metrics
         self.tokenizer, self.target = decoder.engine.tokenizer, decoder.engine.target
         self.is_draining = False
@@ -62,11 +61,9 @@ class Admissions:
         prompts = self._encode(asked)
         demands, engine = asked.demands(), self.decoder.engine
         if demands.needs_logits and not isinstance(engine.pipeline, LocalPipeline):
-            raise RequestError(
-                "min_tokens and logprobs: not with --backend process; leave them out",
-                param="min_tokens" if demands.min_tokens else "logprobs",
-                code="unsupported_parameter",
-            )
+            name = "min_tokens" if demands.min_tokens else "logprobs"
+            said = f"{name}: not with --backend process; leave it out"
+            raise RequestError(said, code="unsupported_parameter")
         # The answer reports the seed, so that a client can repeat it.
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         return [
@@ -79,11 +76,9 @@ class Admissions:
                     seed=(seed + index % asked.n + 2**63) % 2**64 - 2**63,
                     new_tokens=new_tokens,
                 ),
+                asked=asked,
                 demands=demands,
                 end_ids=frozenset(demands.ends(self.target.eos_token_ids)),
-                skips_special=asked.skip_special_tokens,
-                num_logprobs=asked.num_logprobs,
-                stop_strings=asked.stop_strings,
                 tokenizer=self.tokenizer,
                 metrics=self.metrics,
                 tell=tell,
@@ -122,12 +117,8 @@ class Admissions:
     def check_model(self, model: str | None) -> None:
         """Raise RequestError for a model name that is not accepted."""
         if model not in (None, *self.names):
-            raise RequestError(
-                f"model: {str(model)[:128]!r} is not here; this is {self.names[0]!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+            said = f"model: {str(model)[:128]!r} is not here; this is {self.names[0]!r}"
+            raise RequestError(said, status=404, code="model_not_found")
 
     def _check_size(self, asked: ApiRequest) -> tuple[int, int]:
         """Return the number of outputs, and the maximum new tokens per output."""
@@ -135,20 +126,22 @@ class Admissions:
         self.check_model(asked.model)
         most, wanted = limits.max_new_tokens, asked.longest()
         if wanted is not None and wanted > most:
-            raise RequestError(f"max_tokens: {wanted}; give at most {most}", param="max_tokens")
+            raise RequestError(f"max_tokens: {wanted}; give at most {most}")
         if asked.min_tokens > (wanted or most):
-            said = f"min_tokens: {asked.min_tokens}; give at most {wanted or most}, max_tokens"
-            raise RequestError(said, param="min_tokens")
+            raise RequestError(
+                f"min_tokens: {asked.min_tokens}; give at most {wanted or most}, max_tokens"
+            )
         size = self.target.vocab_size
         if any(token >= size for token in asked.stop_token_ids):
-            said = f"stop_token_ids: {max(asked.stop_token_ids)} is no token; give 0 to {size - 1}"
-            raise RequestError(said, param="stop_token_ids")
+            raise RequestError(
+                f"stop_token_ids: {max(asked.stop_token_ids)} is no token; give 0 to {size - 1}"
+            )
         count = asked.num_prompts * asked.n
         # Requests that can never fit must fail for good, not be told to retry.
         room = min(limits.max_client_sequences, self.decoder.capacity + limits.max_waiting)
         most = min(limits.max_choices, room)
         if count > most:
-            raise RequestError(f"n: {count} outputs; ask for at most {most}", param="n")
+            raise RequestError(f"n: {count} outputs; ask for at most {most}")
         return count, wanted or limits.max_new_tokens
 
     def _check_room(self, client: str, count: int) -> None:
@@ -186,15 +179,14 @@ class Admissions:
     ) -> list[int]:
         """Return a conversation's token ids; RequestError if the template refuses it."""
         if self.tokenizer.chat_template is None:
-            said = "messages: this model has no chat template; use /v1/completions"
-            raise RequestError(said, param="messages")
+            raise RequestError("messages: this model has no chat template; use /v1/completions")
         try:
             check_template_variables(variables or {}, "chat_template_kwargs")
             return encode_chat(self.tokenizer, [turn.turn() for turn in messages], variables or {})
         except ChatRefused as error:
-            raise RequestError(f"messages: {error}", param="messages") from error
+            raise RequestError(f"messages: {error}") from error
         except ValueError as error:
-            raise RequestError(str(error), param="chat_template_kwargs") from error
+            raise RequestError(str(error)) from error
 
     def _encode(self, asked: ApiRequest) -> list[list[int]]:
         """Return token ids per prompt."""
@@ -213,13 +205,10 @@ class Admissions:
             if not 0 < len(prompt) <= most:
                 raise RequestError(
                     f"{param}: {len(prompt)} tokens; give 1 to {most}",
-                    param=param,
                     code="context_length_exceeded" if prompt else "invalid_value",
                 )
             if max(prompt) >= size:
-                raise RequestError(
-                    f"{param}: {max(prompt)} is no token; give 0 to {size - 1}", param=param
-                )
+                raise RequestError(f"{param}: {max(prompt)} is no token; give 0 to {size - 1}")
         return prompts
 
 

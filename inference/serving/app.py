@@ -77,18 +77,16 @@ class Service:
         self,
         decoder: SequenceDecoder,
         *,
-        name: str,
+        names: Sequence[str],
         limits: HttpLimits,
         keys: Sequence[str] = (),
-        more_names: Sequence[str] = (),
         vllm_metrics: bool = False,
     ) -> None:
-        """``more_names``: further accepted model names. ``keys``: (): none required."""
-        self.decoder, self.name, self.limits, self.keys = decoder, name, limits, keys
+        """``names``: accepted model names, answers give the first. ``keys``: (): none required."""
+        self.decoder, self.names, self.limits, self.keys = decoder, names, limits, keys
         self.engine = decoder.engine
-        self.metrics = Metrics(name, has_vllm_names=vllm_metrics)
-        self.names = (name, *more_names)
-        self.admissions = Admissions(decoder, names=self.names, limits=limits, metrics=self.metrics)
+        self.metrics = Metrics(names[0], has_vllm_names=vllm_metrics)
+        self.admissions = Admissions(decoder, names=names, limits=limits, metrics=self.metrics)
         self.created = int(time.time())
         self.ending = asyncio.Event()
         """Set to end all answers now."""
@@ -126,11 +124,8 @@ class Service:
     async def read_body(self, request: HttpRequest) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # A foreign page can send other types from a visitor's browser without a preflight
-            # request.
-            raise RequestError(
-                f"content-type: {kind[:64]!r}; send application/json", status=415, param=None
-            )
+            # A foreign page can send other types from a visitor's browser without a preflight.
+            raise RequestError(f"content-type: {kind[:64]!r}; send application/json", status=415)
         body, most = bytearray(), self.limits.max_message_kb * 2**10
         try:
             # A client that sends slowly must not occupy a connection for long.
@@ -164,13 +159,13 @@ class Service:
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         choices = self.admissions.admit(client, asked, tell)
-        answer = HttpAnswer(asked, self.name, choices, pieces)
+        answer = HttpAnswer(asked, self.names[0], choices, pieces)
         with contextlib.ExitStack() as stack:
             # Entered here also for a stream: a refusal can still have its own status.
             stack.enter_context(self.admissions.running(client, choices))
             if asked.stream:
                 return EventStream(self, answer, stack.pop_all(), headers)
-            if await self.until_gone(request.receive, answer.whole()):
+            if await self.until_gone(request.receive, answer.wait()):
                 return JsonResponse(answer.body(), headers=headers)
         return Response(status_code=499)  # the reader has left
 
@@ -222,8 +217,7 @@ class Service:
         self.admissions.is_draining = True
         until_s = time.monotonic() + self.limits.grace_s
         while self.admissions.num_open and not hurry.is_set() and time.monotonic() < until_s:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(hurry.wait(), 0.05)
+            await asyncio.sleep(0.02)
         self.ending.set()
 
 
@@ -333,7 +327,7 @@ def make_app(service: Service) -> FastAPI:
 
     def about(name: str = "") -> Json:
         return {
-            "id": name or service.name,
+            "id": name or service.names[0],
             "object": "model",
             "created": service.created,
             "owned_by": "pipedraft",
@@ -396,8 +390,7 @@ def add_tools(app: FastAPI, service: Service) -> None:
         asked = await service.read_tool(request, DetokenizeRequest)
         size = service.engine.target.vocab_size
         if max(asked.tokens, default=0) >= size:
-            said = f"tokens: {max(asked.tokens)} is no token; give 0 to {size - 1}"
-            raise RequestError(said, param="tokens")
+            raise RequestError(f"tokens: {max(asked.tokens)} is no token; give 0 to {size - 1}")
         return JsonResponse({"prompt": service.admissions.tokenizer.decode(asked.tokens)})
 
     @app.get("/version")

@@ -74,7 +74,7 @@ def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]
         # A misspelled field would have no effect, unnoticed. Cut: long names compare slowly.
         elif near := difflib.get_close_matches(name[:64], known, 1, TYPO):
             said = f"{name[:64]}: unknown field; did you mean {near[0]}?"
-            raise RequestError(said, param=name[:64], code="unknown_parameter")
+            raise RequestError(said, code="unknown_parameter")
         else:
             ignored.append(name)
     return kept, ignored
@@ -82,7 +82,7 @@ def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]
 
 def _unsupported(name: str) -> RequestError:
     said = f"{name}: not supported; {INSTEAD.get(name, 'leave it out')}"
-    return RequestError(said, param=name, code="unsupported_parameter")
+    return RequestError(said, code="unsupported_parameter")
 
 
 def plain_message(turn: object, ignored: list[str]) -> object:

@@ -147,7 +147,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 **{name: getattr(filters, name) for name in TokenFilters.__dataclass_fields__},
             )
         except ValueError as error:
-            raise RequestError(str(error), param=str(error).partition(":")[0]) from error
+            raise RequestError(str(error)) from error
 
 
 class ChatRequest(ApiRequest, kw_only=True):
@@ -242,7 +242,7 @@ def parse(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     fields, ignored = split_fields(content, kind.__struct_fields__)
     for name in OF_STREAMS:
         if fields.get(name) and not fields.get("stream"):
-            raise RequestError(f"{name}: of an answer with stream: true alone", param=name)
+            raise RequestError(f"{name}: of an answer with stream: true alone")
     options = fields.get("stream_options")
     if isinstance(options, dict):
         fields["stream_options"] = {name: x for name, x in options.items() if x is not None}
@@ -270,4 +270,4 @@ def wrong(text: str) -> RequestError:
     param = place.strip("`").lstrip(".").replace("[...]", "")
     if found := re.search(r"(?:missing required|contains unknown) field `([^`]*)`", said):
         param = f"{param}.{found[1]}".lstrip(".")
-    return RequestError(f"{param or 'body'}: {said}", param=param or None, code="invalid_value")
+    return RequestError(f"{param or 'the body'}: {said}", code="invalid_value")
