@@ -307,14 +307,11 @@ LIES = {
     "apart where nothing comes": (frame_of(header_of(("uint8", [0], True))), "1 of its tensors"),
     "negative size": (frame_of(header_of(("uint8", [-1], False))), "`int` >= 0"),
     "size of 1 << 31": (frame_of(header_of(("uint8", [1 << 31, 0], False))), "`int` <= 2147483647"),
-    "non-finite size": (frame_of(header_of(("uint8", [math.inf], False))), "Expected `int`"),
     "NaN size": (frame_of(header_of(("uint8", [math.nan], False))), "Expected `int`"),
     "four axes": (frame_of(header_of(("uint8", [1] * 4, False))), "length <= 3"),
     "unknown dtype": (frame_of(header_of(("complex64", [1], False))), "Invalid enum value"),
     "pickled dtype": (frame_of(header_of((b"\x80\x04.", [1], False))), "Expected `str`"),
-    "number of a dtype": (frame_of(header_of((3, [1], False))), "Expected `str`"),
     "field too many": (frame_of(header_of(("uint8", [1], False, 1))), "at most length 3|length 4"),
-    "5,000 tensors": (frame_of(header_of(*[("bool", [0], False)] * 1000))[:9999], "."),
     "unknown message": (frame_of(header_of(message=b"\x91\xa3foo")), "Invalid value 'foo'"),
     "no message": (frame_of(header_of(message=b"\x01")), "Expected `array`, got `int`"),
     "field of a message too many": (
@@ -325,7 +322,6 @@ LIES = {
         frame_of(header_of(message=msgspec.msgpack.encode(("parcel", {}, 9.5)))),
         "`float` <= 9.0",
     ),
-    "NaN": (frame_of(header_of(message=msgspec.msgpack.encode(("parcel", {}, math.nan)))), "float"),
     "infinity": (
         frame_of(header_of(message=msgspec.msgpack.encode(("parcel", {}, math.inf)))),
         "`float` <= 9.0",
@@ -355,7 +351,6 @@ LIES = {
     ),
     "bytes that are no text": (frame_of(header_of(message=b"\x91\xa2\xff\xfe")), "not one of"),
     "two messages": (frame_of(header_of() + header_of()), "trailing"),
-    "two dtypes": (frame_of(header_of(("int8", [1], False)), 0), "claims 0 bytes"),
 }
 
 

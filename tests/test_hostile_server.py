@@ -131,6 +131,9 @@ async def test_honest_clients_get_their_own_sequences_among_hostile_ones(num_cli
         await asyncio.gather(*enemies)
         for connection in connections:
             await connection.__aexit__()
+        while server.table.held:
+            await asyncio.sleep(0.05)
+        assert server.table.cache_bytes == 0
     for prompt, tokens_of_it in zip(prompts, found, strict=True):
         assert tokens_of_it == greedy_reference(target, prompt, NEW_TOKENS)
 
