@@ -1,14 +1,8 @@
 """Draft-length policies for the edge, and the estimates they use.
 
-The runtime asks a policy once per round and reports the result:
-
-    policy = parse_policy("geometric", max_length=8)
-    num_drafted = policy.choose(cost)                 # cost: RoundCost, from the link's estimate
-    policy.observe(num_drafted, num_accepted)
-
-A fully accepted round does not tell how many more tokens would have been accepted: the count is
-censored. ``Geometric`` handles this; the average of accepted over drafted tokens in the published
-rules does not.
+The runtime asks a policy once per round (``choose``) and reports the result (``observe``). A fully
+accepted round does not tell how many more tokens would have been accepted: the count is censored.
+``Geometric`` handles this; the published rules' average of accepted over drafted tokens does not.
 """
 
 # K draft lengths 1..max_length, or positions in a round
@@ -175,10 +169,8 @@ class Estimates:
     ) -> RoundCost:
         """Return a round's cost at each draft length, by current estimates.
 
-        Args:
-            round_bytes: fields of ``RoundShape``.
-            drafts_on, window, early: the schedule's values.
-            needs_q: the acceptance rule's value.
+        ``round_bytes``: fields of ``RoundShape``; ``drafts_on`` to ``early``: the schedule's
+        values; ``needs_q``: the acceptance rule's.
         """
         shape = RoundShape(
             draft_s=self.draft_s,
@@ -219,11 +211,7 @@ class DraftLengthPolicy(ABC):
 
     @abstractmethod
     def choose(self, cost: RoundCost) -> int:
-        """Return the next round's draft length.
-
-        Args:
-            cost: for the next round, with ``max_length`` lengths.
-        """
+        """Return the next round's draft length; ``cost`` covers ``max_length`` lengths."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:  # noqa: B027 (may stay empty)
         """Record a round's result."""
@@ -338,11 +326,7 @@ POLICIES: dict[str, type[DraftLengthPolicy]] = {
 
 
 def parse_policy(text: str, *, max_length: int = 8) -> DraftLengthPolicy:
-    """Return the named policy: ``fixed:K``, or a key of ``POLICIES``.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """Return the named policy: ``fixed:K``, or a key of ``POLICIES``."""
     name, _, size = text.partition(":")
     if name == "fixed" and size.isdecimal() and int(size) <= max_length:
         return Fixed(int(size))

@@ -2,7 +2,6 @@
 
 A session (``edge/session_messages.py``) covers one chain: verified tokens, then draft tokens. A
 subclass carries the messages, each reply once and in order, and reads a real or modeled clock.
-``Estimates`` holds waiting times and a rejection's cost.
 """
 
 from __future__ import annotations
@@ -57,11 +56,7 @@ class RemoteTarget:
 
 
 def check_draft(source: DraftSource) -> None:
-    """Reject a draft that cannot run across a link.
-
-    Raises:
-        ValueError: the draft reads the target's hidden states.
-    """
+    """Raise ValueError for a draft that reads the target's hidden states."""
     if source.taps:
         raise ValueError(
             "draft: it reads hidden states of the target, which do not cross the link; give a "
@@ -88,10 +83,9 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkVerdict(Returned):
-    """Verification result for the chain, from a reply."""
+    """Verification result for the chain, from a reply; link schedules use the last four fields."""
 
     num_rows: int = 1
-    """Always 1, the root: link schedules use the fields below."""
     verdicts: Tensor = torch.empty(0)
     num_accepted: int
     """Number of accepted draft tokens below the root."""
@@ -186,11 +180,7 @@ class LinkedPipeline(Pipeline):
         return self._open_session(input_ids.tolist()), {}
 
     def _open_session(self, tokens: list[int]) -> int:
-        """Open a session at the target, which computes the prompt.
-
-        Returns:
-            The target's next token.
-        """
+        """Open a session at the target, which computes the prompt; return its next token."""
         opening = messages.Open(
             prompt_ids=tokens,
             settings=self.settings,
@@ -240,7 +230,8 @@ class LinkedPipeline(Pipeline):
         # Built first: the prefix hash covers the tokens before these ones.
         kind = messages.Preverify if is_early else Verify
         message = self._batch_message(kind, batch, certain, ids, q)
-        self._know(certain)
+        self._tokens += certain
+        self.knows_root = True
         self._sent += ids
         self._post(message)
         if is_early:
@@ -270,10 +261,6 @@ class LinkedPipeline(Pipeline):
         assert bool(certain) != self.knows_root, "the root is sent once, if it is not known"
         return {"base": len(known), "prefix_hash": messages.prefix_hash(known), "certain": certain}
 
-    def _know(self, certain: list[int]) -> None:
-        self._tokens += certain
-        self.knows_root = True
-
     def inject(self, segment: Segment) -> None:
         raise AssertionError("draft tokens cross a link in batches")
 
@@ -283,17 +270,13 @@ class LinkedPipeline(Pipeline):
         return self._stream_request is not None
 
     def stream(self, certain: list[int]) -> None:
-        """Ask the target to decode alone, from the current epoch on.
-
-        Args:
-            certain: as in ``send``.
-        """
+        """Ask the target to decode alone, from the current epoch on; ``certain``: see ``send``."""
         self._streams, self.batch = True, None
         # Without the draft tokens in flight: the stream replaces them.
-        request = self._next(messages.Stream, **self._prefix(self._tokens, certain))
-        self._know(certain)
-        self._stream_request = request
-        self._post(request)
+        self._stream_request = self._next(messages.Stream, **self._prefix(self._tokens, certain))
+        self._tokens += certain
+        self.knows_root = True
+        self._post(self._stream_request)
 
     def _next(self, kind: Callable[..., Numbered], **fields: object) -> Numbered:
         """Build the session's next request."""
@@ -424,11 +407,7 @@ class LinkedPipeline(Pipeline):
         return LinkVerdict(num_accepted=num_accepted, payload=payload, outcomes=outcomes)
 
     def _accept(self, length: int) -> int:
-        """Move draft tokens up to a length to the verified ones; return their number.
-
-        Raises:
-            ValueError: impossible length.
-        """
+        """Move draft tokens up to a length to the verified ones; return their number."""
         count = length - len(self._tokens)
         if not 0 <= count <= len(self._sent):
             raise ValueError(
@@ -442,8 +421,7 @@ class LinkedPipeline(Pipeline):
     def _start_epoch(self, token: int | None) -> None:
         """Start an epoch: batches in flight or being drafted do not continue the new sequence.
 
-        Args:
-            token: new root, if it is the target's own.
+        ``token`` is the new root, if it is the target's own.
         """
         self._epoch += 1
         self._sent.clear()

@@ -173,13 +173,8 @@ class RemotePipeline(LinkedPipeline):
                 self._begin_again(tokens, lost)
 
     def _begin_again(self, tokens: list[int], lost: SessionLost) -> None:
-        """Prepare a session for the output so far, once the server is reachable again.
-
-        Raises:
-            Failure: there was no reply for too long.
-            ValueError: the server refuses, or now has another target.
-        """
-        self._hang_up()
+        """Prepare a session for the output so far, once the server is reachable again."""
+        self.abandon()
         self.connection.patience.wait(lost)
         self._times_s = []  # the draft did not cause the outage
         self._restart()
@@ -237,20 +232,13 @@ class RemotePipeline(LinkedPipeline):
             self.warn(f"{reason}; {consequence}")
 
     def close(self) -> int:
-        """End the session.
-
-        Returns:
-            The number of target passes; 0 if it is unknown because a session broke.
-        """
+        """End the session; return the number of target passes, or 0 after a broken session."""
         assert self._stream is not None
         num_passes = self._stream.close(self._next(Close))
         self._stream = None
         return 0 if self.num_reopened or num_passes is None else num_passes
 
     def abandon(self) -> None:
-        self._hang_up()
-
-    def _hang_up(self) -> None:
         if self._stream is not None:
             self._stream.hang_up()
             self._stream = None

@@ -94,10 +94,7 @@ class Server:
     # -- life -------------------------------------------------------------------------------
 
     async def start(self, host: str, port: int) -> int:
-        """Listen for clients.
-
-        Returns:
-            The port; a free one if 0 was requested.
+        """Listen for clients; return the port, a free one for 0.
 
         Raises:
             ValueError: the port is unavailable, or the certificate is unusable.
@@ -131,11 +128,7 @@ class Server:
         return self.port
 
     async def wait(self, ended: asyncio.Event) -> None:
-        """Wait until ``ended`` is set.
-
-        Raises:
-            Exception: the error that stopped the forward passes.
-        """
+        """Wait until ``ended`` is set; raise an error that stopped the forward passes."""
         waiting = asyncio.create_task(ended.wait())
         done, _ = await asyncio.wait([waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -146,8 +139,7 @@ class Server:
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> int:
         """Accept no new sessions, let open ones finish, then end them; ``hurry`` ends them at once.
 
-        Returns:
-            Number of sessions cut off.
+        Return the number of sessions cut off.
         """
         self.table.is_draining = True
         until_s = time.monotonic() + grace_s
@@ -375,11 +367,8 @@ def describe_failure(error: Exception) -> str:
 def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
     """Run the sessions' passes together; after a failure, run the remaining passes one by one.
 
-    Returns:
-        Sessions whose own pass failed, with the reason. All other sessions have their rows.
-
-    Raises:
-        Exception: the target also fails on a row outside the sessions, so no session is at fault.
+    Return the sessions whose own pass failed, with reasons. If the target also fails on a row
+    outside the sessions, none of them is at fault: that error is raised.
     """
     try:
         # One bad row must not end all sessions in its pass.

@@ -107,11 +107,7 @@ class SessionTable:
         return sum(session.core.cache_bytes for session in self.held.values())
 
     def open(self, opening: Open, now_s: float) -> HeldSession:
-        """Open a session and reserve its memory.
-
-        Raises:
-            SessionRefused: no room, or the request exceeds the server's limits.
-        """
+        """Open a session and reserve its memory, or raise ``SessionRefused``."""
         reserved = self._admit(opening)
         core = TargetSession(self.target, opening)
         self.num_opened += 1
@@ -120,7 +116,7 @@ class SessionTable:
         return session
 
     def _admit(self, opening: Open) -> int:
-        """Return the bytes to reserve for a session, or raise ``SessionRefused``."""
+        """Return the bytes to reserve for a session."""
         limits, wanted = self.limits, opening.settings.max_new_tokens
         cache_bytes = limits.max_cache_mb * 2**20
         if self.is_draining:

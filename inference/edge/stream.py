@@ -59,11 +59,7 @@ class Access:
             raise ValueError(f"--server: {self.server!r}; give host:port, as 127.0.0.1:50051")
 
     def lost(self, end: "Break") -> SessionLost:
-        """Return the exception for an ended call.
-
-        Raises:
-            ValueError: the server refuses permanently.
-        """
+        """Return the exception for an ended call; raise ValueError for a permanent refusal."""
         if end.code in RECOVERABLE:
             return SessionLost(end.text)
         raise ValueError(f"server: {self.server}: {end.text} ({end.code.lower()})")
@@ -107,11 +103,7 @@ class Patience:
         self._since_s, self._wait_s = time.monotonic(), FIRST_WAIT_S
 
     def wait(self, lost: SessionLost) -> None:
-        """Wait before the next attempt.
-
-        Raises:
-            Failure: there was no reply for too long.
-        """
+        """Wait before the next attempt; raise ``Failure`` if there was no reply for too long."""
         access = self.access
         left_s = self._since_s + access.give_up_s - time.monotonic()
         if left_s < 0:
@@ -125,7 +117,7 @@ class Patience:
 
 
 class Connection:
-    """Channel to a server; use it in a ``with`` statement."""
+    """Channel to a server, for a ``with`` statement."""
 
     def __init__(self, access: Access) -> None:
         self.grpc, self.access = wire.import_grpc(), access
@@ -166,11 +158,7 @@ class Connection:
 
 
 def read_description(data: bytes) -> messages.Description:
-    """Read a server's description of itself.
-
-    Raises:
-        ValueError: the description is not from a server of this version.
-    """
+    """Read a server's description; raise ValueError unless the server has this version."""
     try:
         about = msgspec.msgpack.decode(data, type=messages.Description)
     except msgspec.MsgspecError as error:
@@ -226,8 +214,7 @@ class SessionStream:
     def take(self, *, waits: bool) -> tuple[messages.Reply, float] | None:
         """Return the next reply and its arrival time.
 
-        Args:
-            waits: True: wait for a due answer. False: return None if nothing has arrived.
+        If ``waits`` is false and nothing has arrived, return None.
 
         Raises:
             SessionLost: the stream broke, or the answer did not come.
@@ -254,11 +241,7 @@ class SessionStream:
         return reply, arrived_s
 
     def close(self, closing: messages.Close) -> int | None:
-        """End the session; the server's last message reports its passes.
-
-        Returns:
-            Target passes after the prompt's; None: unknown.
-        """
+        """End the session; return the target passes after the prompt's, or None if unknown."""
         self.send(closing)
         until_s, num_passes = time.monotonic() + CLOSING_S, None
         # Replies still in flight are useless now: only the end counts.

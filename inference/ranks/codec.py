@@ -95,10 +95,7 @@ class Codec(Generic[M]):
     def __init__(
         self, messages: UnionType | type[M], *, max_header_bytes: int, max_tensor_bytes: int
     ) -> None:
-        """
-        Args:
-            max_tensor_bytes: limit per message, including separately sent tensors.
-        """
+        """``max_tensor_bytes``: limit per message, including separately sent tensors."""
         self.messages = messages
         self.max_header_bytes, self.max_tensor_bytes = max_header_bytes, max_tensor_bytes
 

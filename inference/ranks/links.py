@@ -180,11 +180,7 @@ class Receiver:
             return False
 
     def receive(self) -> AnyMessage:
-        """Return the next message; wait for it.
-
-        Raises:
-            LostLink: the link broke, or the data is no message.
-        """
+        """Return the next message; wait for it, or raise ``LostLink``."""
         with _naming(self.peer):
             return self._receive()
 

@@ -97,8 +97,7 @@ class StageWorker:
     def finish(self, step: Step, output: Segment, *, alone: bool = True) -> None:
         """Pass on the segment's output, and answer.
 
-        Args:
-            alone: False for rows sharing a pass: no CUDA graph is captured per sequence.
+        If not ``alone``, rows share a pass, and no CUDA graph is captured per sequence.
         """
         segment, taps = step.segment, {i: output.taps[i] for i in self.taps}
         output.taps = {}

@@ -50,11 +50,7 @@ class Admissions:
     ) -> Sequence[Choice]:
         """Check a request's model, limits and room; tokenize it and return its choices.
 
-        Args:
-            tell: receives the choices' pieces, from the decoding thread.
-
-        Raises:
-            RequestError: a value exceeds the model or the limits, or there is no room now.
+        ``tell`` receives their pieces, from the decoding thread.
         """
         count, new_tokens = self._check_size(asked)
         self._check_room(client, count)  # before tokenizing: a busy server has no time for it
@@ -88,11 +84,7 @@ class Admissions:
 
     @contextmanager
     def running(self, client: str, choices: Sequence[Choice]) -> Iterator[None]:
-        """Decode a client's choices in a ``with`` block; its end also ends open ones.
-
-        Raises:
-            RequestError: the engine refuses a choice, or has failed.
-        """
+        """Decode a client's choices in a ``with`` block; its end also ends open ones."""
         self.of_client[client] += len(choices)
         self.num_open += 1
         try:

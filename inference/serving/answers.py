@@ -251,11 +251,7 @@ class HttpAnswer:
         self._seed = choices[0].config.seed
 
     async def _read(self) -> AsyncIterator[Piece]:
-        """Yield pieces until every choice has ended.
-
-        Raises:
-            RequestError: a choice has failed, or the server ended it.
-        """
+        """Yield pieces until every choice has ended; raise ``RequestError`` if one is aborted."""
         left = len(self.choices)
         while left:
             piece = await self.pieces.get()

@@ -101,11 +101,7 @@ class Service:
     # -- who may ask, and what --------------------------------------------------------------
 
     def client_of(self, request: HttpRequest) -> str:
-        """Identify the client: its key's number if there are several, else its address.
-
-        Raises:
-            RequestError: no key, or a wrong one.
-        """
+        """Check the key; return the key's number if there are several, else the address."""
         address = request.client.host if request.client else ""
         if not self.keys:
             return address
@@ -172,11 +168,7 @@ class Service:
     async def until_gone(
         self, receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Await an answer's work; return False if its reader left before the end.
-
-        Raises:
-            RequestError: the answer took too long, or the sequence failed.
-        """
+        """Await an answer's work for ``request_s``; return False if its reader left earlier."""
 
         async def left() -> None:
             while (await receive())["type"] != "http.disconnect":

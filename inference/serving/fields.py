@@ -88,11 +88,8 @@ def _unsupported(name: str) -> RequestError:
 def plain_message(turn: object, ignored: list[str]) -> object:
     """Return a message's parsed fields, with text parts from all clients in one format.
 
-    Args:
-        ignored: collects names of unknown fields.
-
-    Raises:
-        RequestError: an unsupported field is visible to the model.
+    Names of unknown fields are added to ``ignored``; unsupported ones that the model would see are
+    refused.
     """
     if not isinstance(turn, dict):
         return turn

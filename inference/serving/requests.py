@@ -119,11 +119,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def config(self, base: DecodeConfig, *, seed: int, new_tokens: int) -> DecodeConfig:
-        """Return one sequence's decoding configuration; ``base`` has schedule, stages and rule.
-
-        Raises:
-            RequestError: a value the engine does not accept.
-        """
+        """Return one sequence's decoding configuration; ``base`` has schedule, stages and rule."""
         # Clients that reject 0 send 1e-6 or 1e-8 instead.
         is_sampled = self.temperature >= MIN_TEMPERATURE
         filters = TokenFilters()
