@@ -313,7 +313,7 @@ class Clock(RemotePipeline):
         (32 * [0.12], 0),
         (8 * [0.09] + [5.0] + 8 * [0.09], 0),  # another client's prompt
         (16 * [0.0, 0.15], 0),  # every second draft token is right
-        (16 * [0.0, 0.3], 32),  # too slow even so
+        (16 * [0.0, 0.3], 18),  # too slow even so
     ],
 )
 def test_a_draft_that_is_wrong_is_given_up_early(waits_s, num_tokens):

@@ -17,7 +17,6 @@ from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import ClientDisconnect
 
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
@@ -126,8 +125,13 @@ class Service:
         try:
             # A client that sends slowly must not occupy a connection for long.
             async with asyncio.timeout(BODY_S):
-                async for piece in request.stream():
-                    body += piece
+                is_more = True
+                while is_more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestError("the client left", status=499)
+                    body += message.get("body", b"")
+                    is_more = message.get("more_body", False)
                     # Checked while reading: content-length may be missing or wrong.
                     if len(body) > most:
                         said = f"the body has more than {most} bytes"
@@ -136,8 +140,6 @@ class Service:
         except TimeoutError as error:
             said = f"the body took more than {BODY_S:g} s"
             raise RequestError(said, status=408, headers=NOT_AGAIN) from error
-        except ClientDisconnect as error:
-            raise RequestError("the client left", status=499) from error
         return bytes(body)
 
     # -- answering --------------------------------------------------------------------------
