@@ -148,8 +148,7 @@ out/engines/$(1)/best/config.json: | venv
 	ACCELERATE_USE_CPU=true $(BIN)/python -m pipedraft.train --config $(2) --max_steps 60 --output_dir out/engines/$(1) $(3)
 endef
 comma := ,
-SHORT := eagle eagle_no_bias eagle3_five eagle3_unsorted dflash
-$(eval $(call short_run,eagle,configs/eagle/tiny_eagle.yaml))
+SHORT := eagle_no_bias eagle3_five eagle3_unsorted dflash
 $(eval $(call short_run,eagle_no_bias,configs/eagle/tiny_eagle.yaml,--model.fc_bias false))
 $(eval $(call short_run,eagle3_five,configs/eagle/tiny_eagle3.yaml,--model.feature_layers [2$(comma)5$(comma)8$(comma)11$(comma)13]))
 $(eval $(call short_run,eagle3_unsorted,configs/eagle/tiny_eagle3.yaml,--model.feature_layers [13$(comma)2$(comma)8]))

@@ -322,67 +322,43 @@ class Options:
                 raise UsageError(f"{flags[1]}: not allowed with {flags[0]}; leave one out")
 
     @classmethod
-    def parser(cls, *, shows_help: bool = True) -> ArgumentParser:
+    def parser(cls, *, shows_help: bool = True, is_short: bool = False) -> ArgumentParser:
         """Return the parser for these options: flags, --help and --config.
 
         Args:
             shows_help: read every field's docstring (slow).
+            is_short: leave out options of classes that are not ``IN_SHORT_HELP``.
         """
+        epilog = cls.EXAMPLE
+        if is_short and not all(vars(owner).get("IN_SHORT_HELP", True) for owner in cls.__mro__):
+            more = "--help-all also lists options of single schedules, limits and filters"
+            epilog = f"{more}\n\n{epilog}"
         parser = ArgumentParser(
             prog=cls.PROG,
+            usage=f"{cls.PROG} [options]" if is_short else None,
             description=cls.DESCRIPTION or cls.__doc__,
-            epilog=cls.EXAMPLE,
+            epilog=epilog,
             exit_on_error=False,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("--config", action="config", help="YAML file of options")
-        cls.add_to(parser, shows_help)
+        cls.add_to(parser, shows_help, is_short)
         return parser
 
     @classmethod
-    def short_help(cls) -> str:
-        """Return the text for --help, without options of classes that are not ``IN_SHORT_HELP``."""
-        parser = ArgumentParser(
-            prog=cls.PROG,
-            usage=f"{cls.PROG} [options]",
-            description=cls.DESCRIPTION or cls.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.add_argument("--config", action="config", help="YAML file of options")
-        shown = [
-            (part, hint) for part, hint in typed_fields(cls) if not part.metadata.get("hidden")
-        ]
-        for part, hint in shown:
-            owner = next(c for c in reversed(cls.__mro__) if part.name in own_annotations(c))
-            if vars(owner).get("IN_SHORT_HELP", True):
-                _add(parser, part, hint, help_of(owner, part.name))
-        cls.add_short(parser)
-        more = "--help-all lists every option, also those of single schedules, limits and filters"
-        parser.epilog = f"{more}\n\n{cls.EXAMPLE}" if cls.has_more() else cls.EXAMPLE
-        return str(parser.format_help())
-
-    @classmethod
-    def add_short(cls, parser: ArgumentParser) -> None:
-        """Add some options to --help from a class that is not ``IN_SHORT_HELP``, for newcomers."""
-
-    @classmethod
-    def has_more(cls) -> bool:
-        """Return True if --help leaves options out."""
-        return not all(vars(owner).get("IN_SHORT_HELP", True) for owner in cls.__mro__)
-
-    @classmethod
-    def add_to(cls, parser: ArgumentParser, shows_help: bool) -> None:
+    def add_to(cls, parser: ArgumentParser, shows_help: bool, is_short: bool) -> None:
         groups: dict[type, Group] = {cls: parser}
         for part, hint in typed_fields(cls):
-            if part.metadata.get("hidden"):
-                continue
             owner = next(c for c in reversed(cls.__mro__) if part.name in own_annotations(c))
-            if owner not in groups:
+            is_rare = is_short and not vars(owner).get("IN_SHORT_HELP", True)
+            if is_rare or part.metadata.get("hidden"):
+                continue
+            if owner not in groups and not is_short:
                 title, _, about = inspect.cleandoc(owner.__doc__ or "").partition("\n\n")
                 groups[owner] = parser.add_argument_group(title, about)
             text = help_of(owner, part.name) if shows_help else ""
-            _add(groups[owner], part, hint, text)
+            _add(groups.get(owner, parser), part, hint, text)
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
@@ -391,10 +367,9 @@ class Options:
         Raises:
             UsageError: one line with the option, the value and the fix.
         """
-        if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
-            print(cls.short_help())
-            sys.exit(0)
-        parser = cls.parser(shows_help="--help-all" in words)
+        wants_help = any(word in HELP_FLAGS for word in words)
+        is_short = wants_help and "--help-all" not in words
+        parser = cls.parser(shows_help=wants_help, is_short=is_short)
         return cls(**cls.values(vars(parse(parser, words))))
 
     @classmethod

@@ -35,8 +35,8 @@ import pipedraft
 from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.cli import Failure, make_folder
 from pipedraft.data_recipes.config import Source
-from pipedraft.data_recipes.conversations import normalize_conversation
-from pipedraft.data_recipes.sources import parse_json, read_source
+from pipedraft.data_recipes.conversations import read_conversation, read_json
+from pipedraft.data_recipes.sources import read_source
 from pipedraft.eval.record import Results, parse
 from pipedraft.files import write_atomically
 from pipedraft.inference.config import read_cost
@@ -227,14 +227,14 @@ class Areas:
         for raw in read_source(source):
             if not raw.error and kind == "conversations":
                 try:
-                    normalize_conversation(parse_json(raw.text))
+                    read_conversation(read_json(raw.text))
                 except ValueError:  # of a row: it is left out
                     continue
 
     def results(self, rng: random.Random) -> None:
         record = {"runs": [{"method": "spd", "schedule": "spd", "benchmark": "x", "stages": 4}]}
         if rng.random() < 0.5:
-            parse(mutate_json(json.dumps(record).encode(), rng), Results, "RUN: 'x'")
+            parse(mutate_json(json.dumps(record).encode(), rng), Results, Path("x"))
             return
         path = self.work / "cost.json"
         path.write_bytes(mutate_json(b'{"row": 0.1, "link": 0.0, "verify": 0.2}', rng))

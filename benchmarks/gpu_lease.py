@@ -91,7 +91,7 @@ HEADS = {
 
 def prepare(options: argparse.Namespace) -> None:
     """Tokenize the prompts, and store the target's sizes for random weights."""
-    from pipedraft.data_recipes.token_rows import write_token_rows
+    from pipedraft.benchmarks.token_rows import write_token_rows
     from pipedraft.pretrained import load_tokenizer
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def write_random(model: Any, vocab_size: int, folder: Path) -> None:
     """Store the random target and random rows, to rehearse training."""
-    from pipedraft.data_recipes.token_rows import write_token_rows
+    from pipedraft.benchmarks.token_rows import write_token_rows
 
     model.save_pretrained(folder)
     rng = np.random.default_rng(0)
@@ -197,9 +197,9 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def generate_part(options: argparse.Namespace) -> None:
+    from pipedraft.benchmarks.token_rows import read_token_rows, write_token_rows
     from pipedraft.data_recipes.bulk import Decoder, Opening, repeats_itself, sample_rows
     from pipedraft.data_recipes.local import load_on
-    from pipedraft.data_recipes.token_rows import read_token_rows, write_token_rows
 
     begin = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -248,7 +248,7 @@ def generate_part(options: argparse.Namespace) -> None:
 
 def join(folder: Path, out: Path, seconds: float) -> None:
     """Join the parts, drop repeated rows, and split them into small files."""
-    from pipedraft.data_recipes.token_rows import read_token_rows, write_token_rows
+    from pipedraft.benchmarks.token_rows import read_token_rows, write_token_rows
 
     rows: dict[bytes, tuple[np.ndarray, int]] = {}
     for path in sorted(folder.glob("part*.safetensors")):
@@ -318,7 +318,7 @@ def last_metrics(path: Path) -> dict[str, Any]:
 def train_head(options: argparse.Namespace) -> None:
     from accelerate.utils import set_seed
 
-    from pipedraft.data_recipes.token_rows import read_token_rows, token_data
+    from pipedraft.benchmarks.token_rows import read_token_rows, token_data
     from pipedraft.train import __main__ as entry
     from pipedraft.train.config import parse_run
     from pipedraft.train.launch import load_frozen_target, make_accelerator

@@ -26,8 +26,13 @@ from pipedraft.data_recipes.conversations import SYSTEM_FIELDS, Message, read_ro
 from pipedraft.files import Values, publish
 
 WRITTEN = "written"
-"""Settings key for the files written last. It never equals an option: these begin with dashes."""
+"""Settings key for the answers in the output. It equals no option: these begin with dashes."""
 SCHEMA = """
+-- The first statement locks the file until the process ends, for any reason.
+PRAGMA locking_mode = EXCLUSIVE;
+-- A commit is one write without fsync: a kill loses nothing, a power cut may lose the last rows.
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value BLOB);
 CREATE TABLE IF NOT EXISTS rows (row INTEGER PRIMARY KEY, reason TEXT, line BLOB);
 """
@@ -50,28 +55,30 @@ class AnswerFile:
         if out.suffix != ".jsonl":
             raise ValueError(f"--out: {str(out)!r} does not end in .jsonl; give such a name")
         self.out = out
-        self.database_path = out.with_suffix(".sqlite")
         self.errors_path = out.with_suffix(".errors.jsonl")
-        if out.exists() and not self.database_path.exists():
+        place = out.with_suffix(".sqlite")
+        if out.exists() and not place.exists():
             raise ValueError(
-                f"--out: {str(out)!r} exists and has no {self.database_path.name} beside it, so it "
-                "cannot be resumed; give another file, or remove it"
+                f"--out: {str(out)!r} exists and has no {place.name} beside it, so it cannot be "
+                "resumed; give another file, or remove it"
             )
         self.is_answered = bytearray(num_rows)
         self.reasons: dict[int, str] = {}
         """Failed row -> its reason."""
-        self.database = self._open()
         try:
+            self.database = sqlite3.connect(place, timeout=0, isolation_level=None)
+            self.database.executescript(SCHEMA)
             self._check(settings)
-            self._read_back(retry_errors)
-        except sqlite3.DatabaseError as error:
-            self.database.close()
+            for row, reason in self.database.execute("SELECT row, reason FROM rows"):
+                if not reason:
+                    self.is_answered[row] = True
+                elif not retry_errors:
+                    self.reasons[row] = reason
+        except sqlite3.Error as error:
+            used = "another process is writing it" if "locked" in str(error) else error
             raise ValueError(
-                f"--out: {str(self.database_path)!r} is damaged ({error}); give another --out"
+                f"--out: {str(place)!r} cannot be written ({used}); give another file"
             ) from error
-        except ValueError:
-            self.database.close()
-            raise
 
     @property
     def num_answered(self) -> int:
@@ -103,17 +110,10 @@ class AnswerFile:
         self.reasons[row] = reason
 
     def finish(self) -> None:
-        """Write the output unless it exists already. Requires every row to be settled."""
-        known = self._get(WRITTEN) or []
-        if self.out.exists() and self._identity(self.out) == known[-1]:
-            return
-
-        def write(place: Path) -> None:
-            self._write_lines(place, "= ''")
-            # Note it before the rename: a kill may come before or after.
-            self._set(WRITTEN, [*known[-1:], self._identity(place)])
-
-        publish(self.out, write)
+        """Write the output unless it has all answers already. Requires every row to be settled."""
+        if not self.out.exists() or self._get(WRITTEN) != self.num_answered:
+            publish(self.out, lambda place: self._write_lines(place, "= ''"))
+            self._set(WRITTEN, self.num_answered)
 
     def close(self) -> None:
         """Write the rows without an answer next to the output; a later run can resume."""
@@ -124,59 +124,19 @@ class AnswerFile:
             self.errors_path.unlink(missing_ok=True)
         self.database.close()
 
-    def _open(self) -> sqlite3.Connection:
-        path = self.database_path
-        try:
-            database = sqlite3.connect(path, timeout=0, isolation_level=None)
-            # The first statement locks the file until the process ends, for any reason.
-            database.execute("PRAGMA locking_mode = EXCLUSIVE")
-            # A commit is one write without fsync: a kill loses nothing, a power cut may lose the
-            # last rows.
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            database.executescript(SCHEMA)
-        except sqlite3.Error as error:
-            if "locked" in str(error):
-                raise ValueError(
-                    f"--out: another process is writing {str(self.out)!r}; wait for it, or give "
-                    "another file"
-                ) from error
-            raise ValueError(
-                f"--out: {str(path)!r} cannot be written ({error}); give another file"
-            ) from error
-        return database
-
     def _check(self, settings: Mapping[str, object]) -> None:
-        """Compare ``settings`` with the stored ones; store them on the first run."""
+        """Compare ``settings`` with the stored ones; store them until the first row is settled."""
         (num_settled,) = self.database.execute("SELECT count(*) FROM rows").fetchone()
         for name, value in settings.items():
             if not num_settled:
                 self._set(name, value)
             begun = self._get(name)
             if begun != value:
+                self.database.close()
                 raise ValueError(
                     f"{name}: {value!r}, but {str(self.out)!r} was begun with {begun!r}; "
                     "give that one, or another --out"
                 )
-        known = [place for place, _ in self._get(WRITTEN) or []]
-        if self.out.exists() and self._identity(self.out)[0] not in known:
-            raise ValueError(
-                f"--out: {str(self.out)!r} was changed after it was written; give another file, or "
-                "remove it"
-            )
-
-    def _read_back(self, retry_errors: bool) -> None:
-        """Mark the rows settled by earlier runs."""
-        for row, reason in self.database.execute("SELECT row, reason FROM rows"):
-            if not reason:
-                self.is_answered[row] = True
-            elif not retry_errors:
-                self.reasons[row] = reason
-
-    def _identity(self, path: Path) -> list[object]:
-        """Return size, modification time and row count for an output."""
-        place = path.stat()
-        return [[place.st_size, place.st_mtime_ns], self.num_answered]
 
     def _get(self, name: str) -> Any:
         found = self.database.execute("SELECT value FROM settings WHERE name = ?", (name,))
@@ -193,8 +153,8 @@ class AnswerFile:
             )
         except sqlite3.OperationalError as error:
             raise Failure(
-                f"--out: {str(self.database_path)!r} cannot be written ({error}); free some space "
-                "and resume with the same command"
+                f"--out: the database of {str(self.out)!r} cannot be written ({error}); free some "
+                "space and resume with the same command"
             ) from error
 
     def _write_lines(self, place: Path, reason: str) -> None:

@@ -1,7 +1,4 @@
-"""Make batches: pad rows with similar lengths, or pack rows as separate documents.
-
-For language-model training, the documents in a split become blocks of one length.
-"""
+"""Make batches: pad rows with similar lengths, or pack rows as separate documents."""
 
 from collections.abc import Sequence
 
@@ -129,10 +126,8 @@ def collate(rows: Sequence[Values], pad_id: int) -> dict[str, Tensor]:
 def pack(rows: Sequence[Values]) -> dict[str, Tensor]:
     """Pack rows as documents into one row.
 
-    Return input_ids [1, sum] int64, loss_mask [1, sum] bool, lengths [documents] int64. Unlike in
-    the blocks from ``data.pack``, documents do not see each other.
-
-    A document's first token has no token before it to predict it, so its mask is False.
+    Return input_ids [1, sum] int64, loss_mask [1, sum] bool, lengths [documents] int64.
+    Documents do not see each other. No token predicts a document's first one, so its mask is False.
     """
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     ids, masks = (

@@ -25,8 +25,8 @@ UNKNOWN_LICENSE = "unknown"
 class DataReport:
     """Row counts, by what became of the rows.
 
-    rows_read = rows_kept + bad rows + rows with an empty mask (only if unpacked) + rows refused by
-    filters, benchmarks, length or as duplicates + rows not drawn.
+    rows_read = rows_kept + bad rows + rows with an empty mask + rows refused by filters,
+    benchmarks, length or as duplicates + rows not drawn.
     """
 
     rows_read: int
@@ -35,7 +35,7 @@ class DataReport:
     bad_rows: dict[str, int]
     """Rows that cannot be read or rendered, by reason."""
     empty_mask_rows: int
-    """Conversations without a supervised token; left out unless packed."""
+    """Rows without a supervised token."""
     filtered_rows: dict[str, int] = field(default_factory=dict)
     """Refused rows by filter."""
     contaminated_rows: int = 0
@@ -48,11 +48,11 @@ class DataReport:
     not_drawn_rows: int = 0
     """Good rows skipped by a weight below 1."""
     truncated_rows: int
-    """Kept rows cut at max_length; 0 if packed."""
+    """Kept rows cut at max_length."""
     missing_turns: int
     """Assistant turns dropped by the chat template, or rewritten beyond recognition."""
     tokens: int
-    """Tokens in both sets, separators and repetitions included."""
+    """Tokens in both sets, repetitions included."""
     supervised_tokens: int
     """Tokens with loss_mask 1."""
     length_p50: int
@@ -61,7 +61,7 @@ class DataReport:
     length_max: int
     """Maximum length over kept rows before the cut, in tokens."""
     sources: dict[str, dict[str, int]]
-    """Per source: rows_read, rows_kept, tokens (separators excluded)."""
+    """Per source: rows_read, rows_kept, tokens."""
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     """Chat template variables set by the recipe."""
     left_out_fields: dict[str, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class DataReport:
     the most frequent first."""
     train_rows: int = 0
     valid_rows: int = 0
-    """``train_rows``, ``valid_rows``: rows per set (blocks, if packed), repetitions included."""
+    """``train_rows``, ``valid_rows``: rows per set, repetitions included."""
 
     def to_dict(self) -> Values:
         return asdict(self)
@@ -154,21 +154,13 @@ def build_report(
     names = np.asarray(rows["source"], dtype=object)
     full = np.asarray(rows["num_tokens"], dtype=np.int64)
     supervised = np.asarray(rows["num_supervised"], dtype=np.int64)
-    lengths = full if config.pack else np.minimum(full, config.max_length)
-    is_text = ~np.isin(names.astype(str), sorted(config.chat_sources))
+    lengths = np.minimum(full, config.max_length)
     reasons = Counter(errors[errors != ""])
-    empty = reasons.pop(EMPTY_MASK, 0)
-    if config.pack:
-        empty = int((kept & (supervised == 0)).sum())
     quantiles = (
         np.quantile(full[kept], [0.5, 0.9, 0.99, 1.0], method="higher") if kept.any() else [0] * 4
     )
     p50, p90, p99, longest = (int(value) for value in quantiles)
-    duplicates = {
-        reason.partition(": ")[2]: reasons.pop(reason)
-        for reason in (EXACT_DUPLICATE,)
-        if reason in reasons
-    }
+    exact = reasons.pop(EXACT_DUPLICATE, 0)
     filtered = {
         reason.removeprefix(FILTERED): reasons.pop(reason)
         for reason in sorted(reasons)
@@ -178,20 +170,20 @@ def build_report(
         rows_read=len(rows),
         rows_kept=int(kept.sum()),
         filtered_rows=filtered,
-        duplicate_rows=duplicates,
+        duplicate_rows={"exact": exact} if exact else {},
         contaminated_rows=reasons.pop(CONTAMINATED, 0),
+        empty_mask_rows=reasons.pop(EMPTY_MASK, 0),
         benchmarks=_count_benchmarks(rows, benchmarks),
         too_long_rows=reasons.pop(TOO_LONG, 0),
         not_drawn_rows=int(((errors == "") & ~kept).sum()),
         bad_rows=dict(reasons.most_common()),
-        empty_mask_rows=empty,
-        truncated_rows=0 if config.pack else int((full[kept] > config.max_length).sum()),
+        truncated_rows=int((full[kept] > config.max_length).sum()),
         missing_turns=sum(rows["num_missing"]),
         chat_template_kwargs=dict(config.chat_template_kwargs or {}),
         left_out_fields=_count_left_out(rows, kept),
         thinking_back=int(np.asarray(rows["thinking_back"], dtype=np.int64)[kept].sum()),
-        tokens=int((copies * (lengths + config.pack)).sum()),
-        supervised_tokens=int((copies * (supervised + config.pack * is_text)).sum()),
+        tokens=int((copies * lengths).sum()),
+        supervised_tokens=int((copies * supervised).sum()),
         length_p50=p50,
         length_p90=p90,
         length_p99=p99,

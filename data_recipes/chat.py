@@ -6,7 +6,7 @@ never in pieces, because BPE merges across the seams.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ from pipedraft.data_recipes.conversations import (
     Message,
     inline_thinking,
     thinking_of,
-    with_defaults,
 )
 from pipedraft.files import Values
 
@@ -96,15 +95,6 @@ class ChatRenderer:
         match = re.match(rf"\s*(?:{special})", tail) if special else None
         return match.group() if match else ""
 
-    def describe(self) -> str:
-        """Describe the template in a few words, for error messages."""
-        kind = "with" if self.marks_generation else "without"
-        begin = " ".join(self.template.split())[:60]
-        return (
-            f"chat template of {self.tokenizer.name_or_path!r} ({kind} generation marks, "
-            f"begins {begin!r})"
-        )
-
     def render(self, chat: Conversation | list[Message]) -> RenderedChat:
         """Render all turns once and locate every assistant turn.
 
@@ -112,7 +102,7 @@ class ChatRenderer:
             ValueError: the template refuses the conversation (role order, no system role ...).
         """
         given = chat if isinstance(chat, Conversation) else Conversation(chat)
-        given = with_defaults(given, self.variables)
+        given = replace(given, variables={**self.variables, **given.variables})
         check_template_variables(given.variables, "chat_template_kwargs")
         messages = [self.as_read(message) for message in given.messages]
         text = "" if self.marks_generation else None
@@ -120,8 +110,7 @@ class ChatRenderer:
         found = finder.find_marked() if self.marks_generation else finder.find()
         if self.keeps_thinking and not self.marks_generation:
             found = self._put_back(found, given.messages[-1], finder)
-        missing = tuple(name for name in unrendered(given, found.text))
-        return replace(found, not_rendered=missing)
+        return replace(found, not_rendered=unrendered(given, found.text))
 
     def as_read(self, message: Message) -> Message:
         """Return the message as this template reads it: thinking in its field or in the content."""
@@ -314,7 +303,10 @@ class TurnFinder:
             if region.strip():
                 return start + len(region) - len(region.lstrip()), end + len(self.closing)
         at = text.find(answer, floor, ceiling) if answer else -1
-        return (at, self._close(at + len(answer))) if at >= 0 else None
+        if at < 0:
+            return None
+        end = at + len(answer)
+        return at, end + len(self.closing) * text.startswith(self.closing, end)
 
     def _next_turn(self, index: int) -> int:
         """Return an upper bound for the end of turn ``index``: the next turn's content."""
@@ -326,9 +318,6 @@ class TurnFinder:
         at = self.text.rfind(self.messages[index + 1]["content"].strip(), 0, length)
         return at if at >= 0 else length
 
-    def _close(self, end: int) -> int:
-        return end + len(self.closing) * self.text.startswith(self.closing, end)
-
 
 def opened(prompt: str) -> str:
     """Strip the thinking block that a prompt opens."""
@@ -336,8 +325,8 @@ def opened(prompt: str) -> str:
     return bare.removesuffix(THINK) if bare.endswith(THINK) else prompt
 
 
-def unrendered(chat: Conversation, text: str) -> Iterator[str]:
-    """Yield field names from the conversation that the rendered text lacks."""
+def unrendered(chat: Conversation, text: str) -> tuple[str, ...]:
+    """Return field names from the conversation that the rendered text lacks."""
     found: dict[str, None] = {}
     for tool in chat.tools or ():
         function = tool.get("function", tool)
@@ -355,7 +344,7 @@ def unrendered(chat: Conversation, text: str) -> Iterator[str]:
             found["tool_calls"] = None
         if not is_in(message.get("name", ""), text):
             found["turn.name"] = None
-    yield from found
+    return tuple(found)
 
 
 def is_in(part: str, text: str) -> bool:

@@ -1,9 +1,8 @@
 """Data recipe configuration: sources, and limits on their rows."""
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipedraft.chats import check_template_variables
@@ -45,17 +44,8 @@ class RowFilters:
     """Highest Chinese and Japanese share among the letters."""
 
     def __post_init__(self) -> None:
-        for name, limit in asdict(self).items():
-            if limit is not None and not 0 <= limit <= (1 if name in SHARES else math.inf):
-                fix = "a share from 0 to 1" if name in SHARES else "0 or more"
-                raise ValueError(f"sources.filters.{name}: {limit}; give {fix}, or null")
-        for name in ("turns", "characters", "cjk"):
-            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            if least is not None and most is not None and least > most:
-                raise ValueError(
-                    f"sources.filters.min_{name}: {least} is above max_{name} = {most}, which "
-                    "leaves no row; swap them or leave one out"
-                )
+        ranges = dict.fromkeys(vars(self), "[0, inf)") | dict.fromkeys(SHARES, "[0, 1]")
+        check_ranges(self, ranges, "sources.filters.")
 
     def refuse(self, texts: Sequence[str], num_turns: int | None) -> tuple[str, float]:
         """Return the first limit that a row violates, and the row's value; ("", 0) for a good row.
@@ -153,14 +143,12 @@ class Source:
             raise ValueError(
                 f"sources.path: {self.path!r} for kind {self.kind!r}; name a file, folder or Hub id"
             )
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"sources.max_rows: {self.max_rows}; give a number above 0, or null")
-        check_ranges(self, {"max_row_bytes": "[1, 1e12]"}, "sources.")
-        if not 0 < self.weight <= 1000:
-            raise ValueError(
-                f"sources.weight: {self.weight}; give the number of times that a row occurs, above "
-                "0 and at most 1000, or remove the source"
-            )
+        check_ranges(
+            self,
+            {"max_rows": "[1, 1e12]", "max_row_bytes": "[1, 1e12]"}
+            | {"weight": "(0, 1000], or remove the source"},
+            "sources.",
+        )
         if (self.prompt_field is None) != (self.answer_field is None):
             given = "answer_field" if self.prompt_field is None else "prompt_field"
             raise ValueError(
@@ -200,7 +188,7 @@ class DataConfig:
     sources: list[Source]
     """Sources, read fully in this order; each ``weight`` sets how often their rows occur."""
     max_length: int = 2048
-    """Tokens per row: longer conversations are cut, packed text is cut in blocks of this size."""
+    """Tokens per row; longer rows are cut."""
     too_long: Literal["cut", "drop"] = "cut"
     """Rows longer than max_length tokens: cut them, or drop and count them."""
     duplicates: Duplicates = "keep"
@@ -212,7 +200,7 @@ class DataConfig:
     """Share of rows held out for validation, chosen by a hash of content and seed. 0: none; any
     other value holds out at least one, given two different rows."""
     seed: int = 0
-    """Seed for the split, the rows drawn by weights, and the order of packed documents."""
+    """Seed for the split, and the rows drawn by weights."""
     num_proc: int = 1
     """Processes that tokenize."""
     cache_dir: str | None = None
@@ -228,8 +216,6 @@ class DataConfig:
     are drawn less often or repeated to reach the shares; other rows keep their proportions.
     Evaluation reports acceptance by the same groups. A row's language and segment come from its
     answers, its context from all tokens."""
-    pack: bool = False
-    """Language-model training: concatenate all documents instead of one row per conversation."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -242,13 +228,6 @@ class DataConfig:
         )
         check_template_variables(self.chat_template_kwargs, "data.chat_template_kwargs")
         check_shares(self.group_shares or {})
-        if self.cache_dir == "":
-            raise ValueError("data.cache_dir: ''; give a folder, or leave it out")
-        if self.pack and self.too_long == "drop":
-            raise ValueError(
-                "data.too_long: 'drop' with data.pack, which cuts documents in blocks whatever "
-                "their length; leave one of the two out"
-            )
 
     @property
     def chat_sources(self) -> set[str]:

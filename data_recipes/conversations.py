@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipedraft.files import Values
@@ -74,11 +74,6 @@ def read_conversation(row: Any) -> Conversation:
     if not any(message["role"] == "assistant" for message in conversation.messages):
         raise ValueError("no assistant turn")
     return conversation
-
-
-def normalize_conversation(row: Any) -> list[Message]:
-    """Return only the turns from ``read_conversation``."""
-    return read_conversation(row).messages
 
 
 def read_row(row: Any, *, needs_answers: bool = True) -> Conversation:
@@ -219,8 +214,8 @@ def read_calls(turn: Mapping[str, Any]) -> list[Values]:
     return found
 
 
-def read_json(text: str, reason: str) -> Any:
-    """Parse JSON; raise ValueError with the reason if it is invalid."""
+def read_json(text: str, reason: str = "not valid JSON") -> Any:
+    """Parse JSON; raise ValueError with one countable reason for every syntax error."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -257,11 +252,8 @@ def explode(row: Any) -> list[Any]:
     name = "messages" if row.get("messages") is not None else "conversations"
     turns = row[name]
     places = [i for i, turn in enumerate(turns) if _read_turn(turn, True)["role"] == "assistant"]
-    return [{**row, name: [*_unlearned(turns[:i], places), turns[i]]} for i in places]
-
-
-def _unlearned(turns: list[Values], places: list[int]) -> list[Values]:
-    return [{**turn, "weight": 0} if i in places else turn for i, turn in enumerate(turns)]
+    earlier = [{**turn, "weight": 0} if i in places else turn for i, turn in enumerate(turns)]
+    return [{**row, name: [*earlier[:i], turns[i]]} for i in places]
 
 
 def inline_thinking(message: Message) -> Message:
@@ -281,11 +273,6 @@ def thinking_of(message: Message) -> tuple[str, str]:
     if not mark:
         return "", message["content"]
     return before.partition("<think>")[2].strip() or before.strip(), answer.lstrip("\n")
-
-
-def with_defaults(conversation: Conversation, variables: Mapping[str, Any]) -> Conversation:
-    """Add the recipe's template variables where the row sets none."""
-    return replace(conversation, variables={**variables, **conversation.variables})
 
 
 def _is_given(value: Any) -> bool:

@@ -20,20 +20,17 @@ def load_fitting(
 ) -> TokenizedData:
     """Load data for a target; cut longer rows at its last position, and report it.
 
-    Packed blocks keep the requested length, which is reported, too.
-
     Raises:
         ValueError: as ``load_data``, or a token is beyond the target's embedding.
     """
     positions = context_length(target)
     is_longer = config.max_length > positions
-    used = replace(config, max_length=positions) if is_longer and not config.pack else config
+    used = replace(config, max_length=positions) if is_longer else config
     data = load_data(used, tokenizer, side_file=side_file)
     if is_longer and data.report.length_max > positions:
-        fate = "longer blocks are trained on all the same" if config.pack else "longer rows are cut"
         print(
             f"data.max_length: {config.max_length} is above the target's {positions} positions; "
-            f"{fate} ({data.report.truncated_rows} rows)",
+            f"longer rows are cut ({data.report.truncated_rows} rows)",
             file=sys.stderr,
         )
     if len(tokenizer) > target.vocab_size:

@@ -1,8 +1,8 @@
-"""Build data sets from sources: tokenize, filter, mix, split, optionally pack; count every row.
+"""Build data sets from sources: tokenize, filter, mix, split; count every row.
 
 Reading and tokenizing are cached under a fingerprint: files (path, size, modification time),
 tokenizer and settings. A second call only reads the Arrow files. Rows stay on disk: memory holds a
-few numbers per row (and all tokens, if packed).
+few numbers per row.
 """
 
 import json
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from pipedraft.data_recipes.card import EMPTY_MASK, DataReport, build_report, count_groups
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.config import DataConfig, Source
-from pipedraft.data_recipes.conversations import explode
+from pipedraft.data_recipes.conversations import explode, read_json
 from pipedraft.data_recipes.groups import balance, context_of
 from pipedraft.data_recipes.overlap import (
     EXACT_DUPLICATE,
@@ -36,8 +36,6 @@ from pipedraft.data_recipes.rows import (
     RAW,
     TABLE,
     draw_copies,
-    pack_documents,
-    separator_token,
     settings_key,
     split_rows,
     tokenize_batch,
@@ -47,7 +45,6 @@ from pipedraft.data_recipes.sources import (
     dump_row,
     hub_stamp,
     list_files,
-    parse_json,
     read_source,
 )
 from pipedraft.data_recipes.table import Rows, cached_rows
@@ -72,11 +69,7 @@ def load_data(
     """Read, filter, tokenize, mask, mix, split and count the sources.
 
     loss_mask is 1 on tokens that the assistant writes (end-of-turn token included) and on every
-    token in a text document. Unpacked: one row per conversation or document, cut at max_length; a
-    conversation with an empty mask is dropped and counted. Packed: a separator follows every
-    document (the pad token, or EOS for a tokenizer without one; mask 1 after text, 0 after a
-    conversation). The documents in a split are shuffled, concatenated and cut in blocks of
-    max_length, the last one short; a block's ``source`` comes from its first token.
+    token in a text document. Conversations and documents are rows, cut at max_length.
 
     Rows are dropped for the first reason in this order: cannot be read or rendered, a filter, a
     benchmark, too few or too many tokens, an empty mask, a duplicate of a row without such faults.
@@ -94,8 +87,7 @@ def load_data(
     rows, source_N = _tokenize_rows(config, tokenizer, benchmarks)
     errors = np.asarray(rows["error"], dtype=object)
     supervised = np.asarray(rows["num_supervised"], dtype=np.int64)
-    if not config.pack:
-        errors[(errors == "") & (supervised == 0)] = EMPTY_MASK
+    errors[(errors == "") & (supervised == 0)] = EMPTY_MASK
     repeated_N = _mark_duplicates(config, rows, errors)
     if side_file is not None:
         _write_side_file(side_file, rows, errors, repeated_N)
@@ -112,15 +104,12 @@ def load_data(
     report = build_report(rows, errors, copies, config, benchmarks)
     report.groups = count_groups(groups, copies)
     if supervised[drawn].sum() == 0:
-        raise ValueError(_nothing_usable(report, config, tokenizer))
+        raise ValueError(_nothing_usable(report, config))
     parts = []
     for side in (False, True):
         chosen = drawn[is_valid == side]
         part = rows.select(np.repeat(chosen, copies[chosen]))
-        part = part.select_columns(["input_ids", "loss_mask", "source"])
-        if config.pack:
-            part = pack_documents(part, config, separator_token(tokenizer))
-        parts.append(part)
+        parts.append(part.select_columns(["input_ids", "loss_mask", "source"]))
     report.train_rows, report.valid_rows = len(parts[0]), len(parts[1])
     on_hub = [source.path for source in config.sources if list_files(source) is None]
     report.hub_datasets = list(dict.fromkeys(on_hub))
@@ -226,7 +215,7 @@ def _raw_batches(source: Source, *, explodes: bool) -> Iterator[pyarrow.RecordBa
 def _one_per_turn(row: RawRow) -> Iterator[RawRow]:
     """Yield the conversation up to each assistant turn as a separate row."""
     try:
-        turns = [] if row.error else explode(parse_json(row.text))
+        turns = [] if row.error else explode(read_json(row.text))
     except ValueError:
         turns = []
     if len(turns) < 2:
@@ -262,25 +251,16 @@ def _write_side_file(path: Path, rows: Rows, errors: np.ndarray, repeated_N: np.
             lines.write(json.dumps(record | {"row": row["raw"]}, ensure_ascii=False) + "\n")
 
 
-def _nothing_usable(
-    report: DataReport, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> str:
+def _nothing_usable(report: DataReport, config: DataConfig) -> str:
     """Return the error message for data without a supervised token."""
-    names = [source.name for source in config.sources]
-    message = f"data.sources: {names}: none of {report.rows_read} rows is usable"
-    for words, counts in (("bad rows", report.bad_rows), ("left out", report.refused_rows())):
-        if counts:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-            message += f"; {words}: {reasons}"
+    counts = {**report.bad_rows, **report.refused_rows()}
     if report.empty_mask_rows:
-        message += (
-            f"; the {ChatRenderer(tokenizer).describe()} leaves {report.empty_mask_rows} masks "
-            f"empty: {report.missing_turns} assistant turns left no trace in the rendered text, "
-            f"the others start after data.max_length = {config.max_length} tokens; use a "
-            "template that writes the assistant's turns, or raise data.max_length"
-        )
-    elif report.refused_rows():
-        message += "; loosen the filters, too_long or the weights, or name another source"
-    else:
-        message += "; fix the rows or name another source"
-    return message
+        # The others start after max_length.
+        lost = f"{report.missing_turns} assistant turns left no trace in the rendered text"
+        counts[f"{EMPTY_MASK} ({lost})"] = report.empty_mask_rows
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    return (
+        f"data.sources: {[source.name for source in config.sources]}: none of {report.rows_read} "
+        f"rows is usable; left out: {reasons}; fix the rows, the chat template or "
+        f"data.max_length ({config.max_length}), loosen the filters, or name another source"
+    )

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import math
 import os
 import signal
 import sys
@@ -11,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
-from urllib.parse import urlsplit
 
 from pipedraft.cli import (
     Options,
     UsageError,
+    check_ranges,
     flag_name,
     leave_at_interrupts,
     one_line,
@@ -26,6 +25,7 @@ from pipedraft.cli import (
 if __name__ == "__main__":
     leave_at_interrupts()
 
+import httpx2
 from tqdm import tqdm
 
 from pipedraft.data_recipes.answers import (
@@ -61,6 +61,12 @@ rows without an answer and the reason; --retry-errors answers them again.
 A server may add settings of its own (vLLM: top-k and penalties from the model's
 generation_config.json). Start vLLM with `--generation-config vllm` for the target's distribution.
 """
+RANGES = {
+    "temperature": "(0, inf); for greedy answers give --greedy-share 1",
+    "deadline": "(0, inf)",
+    "top_p": "(0, 1]",
+    "greedy_share": "[0, 1]",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +113,7 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
             value = getattr(self, part.name)
             if value != part.default:
                 raise UsageError(f"{flag_name(part.name)}: {value!r} is for {other}; leave it out")
-        for name, hint in (
-            ("temperature", "; for greedy answers --greedy-share 1"),
-            ("deadline", ""),
-        ):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise UsageError(f"--{name}: {value:g}; give a number above 0{hint}")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"--top-p: {self.top_p:g}; give a number above 0, at most 1")
-        if not 0 <= self.greedy_share <= 1:
-            raise UsageError(f"--greedy-share: {self.greedy_share:g}; give a number from 0 to 1")
+        check_ranges(self, RANGES)
         if self.self_prompt is not None:
             self._check_self_prompt()
         elif self.decontaminate:
@@ -128,19 +124,19 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
             raise UsageError(f"--target: no folder {self.target!r}; give a chat model")
 
     def _check_self_prompt(self) -> None:
-        if self.server is not None:
-            raise UsageError("--self-prompt: is for --target; a server writes no users' turns")
-        for name, usual in (("temperature", 1.0), ("top_p", 1.0), ("thinking", "keep")):
-            if getattr(self, name) != usual:
+        for name in ("temperature", "top_p", "thinking", "retry_errors", "server"):
+            if getattr(self, name) != getattr(RegenerateOptions, name):
                 raise UsageError(
                     f"{flag_name(name)}: {getattr(self, name)} with --self-prompt, which samples "
                     "from the target's own distribution; leave it out"
                 )
-        if self.retry_errors:
-            raise UsageError("--retry-errors: a row left out would be sampled the same again")
 
     def _check_server(self) -> None:
-        if not is_address(str(self.server)):
+        try:
+            url = httpx2.URL(str(self.server))
+        except httpx2.InvalidURL:
+            url = httpx2.URL("")
+        if url.scheme not in ("http", "https") or not url.host:
             raise UsageError(
                 f"--server: {self.server!r} is no address; give for example http://localhost:8000"
             )
@@ -151,15 +147,6 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
                 f"--key-variable: {self.key_variable!r} is not set in the environment; "
                 "export the key under that name"
             )
-
-
-def is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises ValueError unless it is a number
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def scan(source: Source) -> tuple[int, str]:

@@ -14,7 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.chat import ChatRenderer, RenderedChat
 from pipedraft.data_recipes.config import DataConfig, Source
-from pipedraft.data_recipes.conversations import Conversation, Message, read_conversation
+from pipedraft.data_recipes.conversations import (
+    Conversation,
+    Message,
+    read_conversation,
+    read_json,
+)
 from pipedraft.data_recipes.groups import groups_of, language_of
 from pipedraft.data_recipes.overlap import (
     CONTAMINATED,
@@ -22,8 +27,7 @@ from pipedraft.data_recipes.overlap import (
     content_identity,
     mix_bits,
 )
-from pipedraft.data_recipes.sources import check_unicode, parse_json
-from pipedraft.data_recipes.table import Rows
+from pipedraft.data_recipes.sources import check_unicode
 from pipedraft.files import Values
 
 FILTERED = "filter: "
@@ -83,12 +87,12 @@ class RowRefused(Exception):
 def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | None) -> list[object]:
     """Return the settings that decide a row's columns, as a part of the table's fingerprint."""
     fields = [source.prompt_field, source.answer_field, source.license, repr(source.filters)]
-    max_length = None if config.pack else config.max_length
     found = benchmarks.fingerprint if benchmarks else ""
     drops_long = config.too_long == "drop"
     variables = json.dumps(config.chat_template_kwargs or {}, sort_keys=True)
     shape = (variables, config.explode_turns)
-    return [*fields, *shape, config.seed, max_length, drops_long, config.duplicates, found]
+    limits = (config.max_length, drops_long, config.duplicates)
+    return [*fields, *shape, config.seed, *limits, found]
 
 
 def tokenize_batch(
@@ -114,7 +118,7 @@ def tokenize_batch(
             continue
         try:
             if renderer is not None:
-                value = parse_json(text)
+                value = read_json(text)
                 conversation = read_messages(value, source)
                 chat = renderer.render(conversation)
                 row.num_missing, row.license = chat.num_missing, license_of(value, source)
@@ -159,7 +163,11 @@ def _judge(
     else:
         names = ("reasoning_content", "content")
         texts = [turn[name] for turn in content.messages for name in names if turn.get(name)]
-        parts = [as_text(part) for turn in content.messages for part in turn.values()]
+        parts = [
+            part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+            for turn in content.messages
+            for part in turn.values()
+        ]
         num_turns = sum(turn["role"] in ("user", "assistant") for turn in content.messages)
     if source.filters is not None:
         name, value = source.filters.refuse(texts, num_turns)
@@ -180,14 +188,13 @@ def _store_tokens(
 ) -> None:
     """Store a row's tokens, cut at the maximum length, or refuse a too short or too long row."""
     row.num_tokens = len(ids)
-    limit = None if config.pack else config.max_length
     least = source.filters.min_tokens if source.filters is not None else None
     if least is not None and len(ids) < least:
         row.error, row.detail = f"{FILTERED}min_tokens", str(len(ids))
     elif config.too_long == "drop" and len(ids) > config.max_length:
         row.error, row.detail = TOO_LONG, str(len(ids))
     else:
-        row.input_ids, row.loss_mask = ids[:limit], mask[:limit]
+        row.input_ids, row.loss_mask = ids[: config.max_length], mask[: config.max_length]
         row.num_supervised = sum(row.loss_mask)
 
 
@@ -214,10 +221,6 @@ def read_messages(row: Any, source: Source) -> Conversation:
         conversation = read_conversation(others | {"messages": messages})
     check_unicode(json.dumps([conversation.messages, conversation.tools], ensure_ascii=False))
     return conversation
-
-
-def as_text(part: Any) -> str:
-    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
 
 
 def identifying_text(conversation: Conversation, config: DataConfig) -> str:
@@ -270,41 +273,3 @@ def split_rows(hashes_N: np.ndarray, valid_fraction: float) -> np.ndarray:
     if is_valid.all():
         is_valid = hashes_N != hashes_N.max()
     return is_valid
-
-
-def separator_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the pad token's id, or EOS's for a tokenizer without one."""
-    token_id = tokenizer.pad_token_id
-    token_id = tokenizer.eos_token_id if token_id is None else token_id
-    if token_id is None:
-        raise ValueError(
-            f"tokenizer: {tokenizer.name_or_path!r} has neither a pad nor an EOS token to separate "
-            "packed documents with; set tokenizer.pad_token"
-        )
-    return token_id
-
-
-def pack_documents(part: Rows, config: DataConfig, separator: int) -> Rows:
-    """Shuffle the documents, end each with the separator, concatenate, cut in blocks.
-
-    After conversations the separator is not supervised.
-    """
-    if not len(part):
-        return part
-    table = part.table(np.random.default_rng(config.seed).permutation(len(part)))
-    flat_ids, flat_mask, names = (table[name].combine_chunks() for name in SEQUENCES)
-    ends = np.diff(flat_ids.offsets.to_numpy()).cumsum()
-    sources, chat_sources = names.to_pylist(), config.chat_sources
-    is_text = [name not in chat_sources for name in sources]
-    ids = np.insert(flat_ids.flatten().to_numpy(), ends, separator)
-    mask = np.insert(flat_mask.flatten().to_numpy(), ends, is_text)
-    starts = np.arange(0, len(ids), config.max_length)
-    # Document ends after adding a separator to each earlier document.
-    first_documents = np.searchsorted(ends + np.arange(1, len(ends) + 1), starts, side="right")
-    offsets = pyarrow.array(np.append(starts, len(ids)), type=pyarrow.int32())
-    blocks = {
-        "input_ids": pyarrow.ListArray.from_arrays(offsets, pyarrow.array(ids)),
-        "loss_mask": pyarrow.ListArray.from_arrays(offsets, pyarrow.array(mask)),
-        "source": pyarrow.array([sources[first] for first in first_documents]),
-    }
-    return Rows(pyarrow.table(blocks).cast(pyarrow.schema(SEQUENCES)).to_batches())

@@ -5,10 +5,9 @@ import json
 import os
 import random
 import re
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import httpx2
@@ -144,9 +143,8 @@ class ChatServer:
                 reason = ""
                 try:
                     while not dialogue.is_complete:
-                        turn = dialogue.num_answers
-                        answer = await self.answer(dialogue, turn)
-                        if answer.tool_calls and turn + 1 < len(dialogue.prompts):
+                        answer = await self.retried(partial(self._ask, dialogue))
+                        if answer.tool_calls and dialogue.num_answers + 1 < len(dialogue.prompts):
                             raise RowFailed("a call of a tool where the row goes on otherwise")
                         dialogue.add(answer)
                 except RowFailed as error:
@@ -162,10 +160,6 @@ class ChatServer:
                     group.create_task(work())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
-
-    async def answer(self, dialogue: Dialogue, turn: int) -> TargetAnswer:
-        """Request one answer, with retries after temporary faults; see ``retried``."""
-        return await self.retried(lambda attempt: self._ask(dialogue, turn, attempt))
 
     async def complete(self, body: Values) -> Values:
         """Send one chat completion; see ``retried``."""
@@ -196,8 +190,8 @@ class ChatServer:
             raise TargetLost(f"--server: {self.base}: {fault}") from fault
         raise RowFailed(f"{fault} ({self.options.attempts} attempts)") from fault
 
-    async def _ask(self, dialogue: Dialogue, turn: int, attempt: int) -> TargetAnswer:
-        sampling, row = self.sampling, dialogue.row
+    async def _ask(self, dialogue: Dialogue, attempt: int) -> TargetAnswer:
+        sampling, row, turn = self.sampling, dialogue.row, dialogue.num_answers
         turns = [with_arguments(turn, as_text=True) for turn in dialogue.question()]
         question = [{n: x for n, x in turn.items() if n != "train"} for turn in turns]
         body: Values = {
@@ -220,15 +214,17 @@ class ChatServer:
                 raise
             del body["max_tokens"]  # the server then gives what its context leaves
             payload = await self._send("POST", "/chat/completions", body)
-        calls = read_answer_calls(payload)
+        try:
+            calls = read_calls(payload["choices"][0]["message"])
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise TryAgain("answer is not a chat completion") from error
         content, reasoning, finish_reason = read_choice(payload, is_call=bool(calls))
-        is_cut = finish_reason == "length"
         if calls and not content.strip():
             thought = f"{THINK}\n{reasoning.strip()}\n{END_THINK}\n\n" if reasoning.strip() else ""
             text = thought if sampling.thinking == "keep" else ""
         else:
             text = kept_text(content, reasoning, thinking=sampling.thinking)
-        return TargetAnswer(text, is_cut, calls)
+        return TargetAnswer(text, finish_reason == "length", calls)
 
     async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
         """Return one response's JSON value; the deadline covers connecting, waiting and reading."""
@@ -254,13 +250,11 @@ class ChatServer:
 
     def _judge(self, response: httpx2.Response, url: str, data: bytes) -> None:
         status = response.status_code
-        said = f"HTTP {status}: {error_message(data)}"
+        said = f"HTTP {status}: {' '.join(data[:1000].decode('utf-8', 'replace').split())[:200]}"
         if status == 200:
             return
         if status in TRY_AGAIN or status >= 500:
-            raise TryAgain(
-                said, wait_s=retry_after_s(response.headers.get("Retry-After"), time.time())
-            )
+            raise TryAgain(said, wait_s=retry_after_s(response.headers.get("Retry-After")))
         if status in (401, 403):
             raise TargetLost(
                 f"--key-variable: {url} answered {said}; name the environment variable that holds "
@@ -279,14 +273,6 @@ async def read_body(response: httpx2.Response) -> bytes:
         if len(body) > LARGEST_ANSWER_BYTES:
             raise RowFailed(f"answer above {LARGEST_ANSWER_BYTES >> 20} MiB")
     return bytes(body)
-
-
-def read_answer_calls(payload: Any) -> list[Values]:
-    """Read the tool calls in a chat completion; raise TryAgain for invalid ones."""
-    try:
-        return read_calls(payload["choices"][0]["message"])
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise TryAgain("answer is not a chat completion") from error
 
 
 def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:
@@ -311,20 +297,10 @@ def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:
     return content, reasoning, finish_reason
 
 
-def error_message(data: bytes) -> str:
-    """Return a server's error message in one line, at most 200 characters."""
-    return " ".join(data[:1000].decode("utf-8", "replace").split())[:200]
-
-
-def retry_after_s(header: str | None, now: float) -> float:
-    """Return the seconds to wait by a Retry-After header, a number or a date; 0 if unusable."""
-    if header is None:
-        return 0.0
+def retry_after_s(header: str | None) -> float:
+    """Return the seconds to wait by a Retry-After header; 0 without one, or for a date."""
     try:
-        seconds = float(header)
+        # NaN is not above 0.
+        return min(max(0.0, float(header or 0)), LONGEST_RETRY_AFTER_S)
     except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header).timestamp() - now
-        except ValueError:
-            return 0.0
-    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_S) if seconds == seconds else 0.0
+        return 0.0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from pipedraft.data_recipes.config import Source
-from pipedraft.data_recipes.conversations import ROW_FIELDS
+from pipedraft.data_recipes.conversations import ROW_FIELDS, read_json
 from pipedraft.files import bounded_lines
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -115,14 +115,6 @@ def needed_columns(source: Source, names: list[str]) -> list[str] | None:
     return [name for name in names if name in content or name in also]
 
 
-def parse_json(text: str) -> Any:
-    """json.loads with one countable reason for every syntax error."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("not valid JSON") from error
-
-
 def check_unicode(text: str) -> None:
     """Refuse unpaired surrogates: JSON can contain them, but they cannot be hashed or tokenized."""
     try:
@@ -136,7 +128,7 @@ def _take_field(row: RawRow, field: str) -> RawRow:
     if row.error:
         return row
     try:
-        content = parse_json(row.text)
+        content = read_json(row.text)
         if not isinstance(content, dict) or not isinstance(text := content.get(field), str):
             raise ValueError("text_field is not a string")
         check_unicode(text)
@@ -178,7 +170,7 @@ def _read_rows(path: Path, source: Source) -> Iterator[RawRow]:
     try:
         if suffix == ".parquet":
             yield from _read_parquet(path, source)
-        elif suffix == ".json" and _first_character(path) == b"[":
+        elif suffix == ".json" and _is_array(path):
             yield from _read_array(path, source.max_row_bytes)
         else:
             yield from _read_lines(path, source.max_row_bytes)
@@ -189,13 +181,9 @@ def _read_rows(path: Path, source: Source) -> Iterator[RawRow]:
         ) from error
 
 
-def _first_character(path: Path) -> bytes:
-    """Return the first byte other than white space."""
+def _is_array(path: Path) -> bool:
     with _open(path) as file:
-        while part := file.read(1 << 16).removeprefix(codecs.BOM_UTF8):
-            if part.strip():
-                return part.lstrip()[:1]
-    return b""
+        return file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _read_array(path: Path, most: int) -> Iterator[RawRow]:

@@ -81,7 +81,7 @@ Exit status 0: all agree. 1: they differ; you see the first place where. 2: bad 
 ENGINES_EXAMPLE = """\
 example:
   make engines                              # vLLM's environment, heads of 60 steps, this command
-  pipedraft eval engines --only whole,D1
+  pipedraft eval engines --only whole,DFlash
 
 Exit status 0: all agree. 1: a head differs from ours, or a planted fault is not found. 2: bad
 input.
@@ -119,8 +119,8 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     or messages"""
     data_dir: str | None = option(None, metavar="D")
     """folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz],
-    alpaca/alpaca_data.json[l], spec_bench/question.jsonl, or hub: (the published data sets), or
-    hub:owner/name; default: the repository's own prompts for mt_bench, gsm8k and humaneval"""
+    alpaca/alpaca_data.json, spec_bench/question.jsonl, or hub: (the published data sets); default:
+    the repository's own prompts for mt_bench, gsm8k and humaneval"""
     schedule: tuple[str, ...] = option((), metavar="NAMES", known=tuple(SCHEDULES))
     """comma list of schedules; default: the one that each draft was designed for"""
     stages: int | None = option(None, least=1)
@@ -287,8 +287,7 @@ class TableOptions(PlaceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EnginesOptions(Options):
-    """Decode with every exported head in vLLM and here, including old exports and planted
-    faults."""
+    """Decode with every exported head in vLLM and here, and find planted faults."""
 
     PROG: ClassVar[str] = "pipedraft eval engines"
     EXAMPLE: ClassVar[str] = ENGINES_EXAMPLE
@@ -345,7 +344,5 @@ class ParityOptions(PlaceOptions):
     """also decode the prompts in this engine, and compare its draft tokens"""
     engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
     """python executable in the environment with the engine"""
-    engine_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """dtype in the engine; default: --dtype"""
     json: Path | None = option(None, metavar="FILE")
     """also write counts and findings to this file"""

@@ -9,7 +9,7 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
@@ -66,8 +66,6 @@ class AuditOptions(ChatServerOptions):
     """OpenAI-compatible server to audit"""
     baseline: str | None = option(None, metavar="URL")
     """the same model served without speculation"""
-    baseline_model: str | None = option(None, metavar="NAME")
-    """model name on the baseline server; default: --model"""
     target: str | None = option(None, metavar="DIR")
     """decode this model here instead of --baseline, autoregressively, in float32"""
     benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
@@ -179,60 +177,51 @@ class Endpoint:
         self.has_logprobs = True
         self._free = asyncio.Semaphore(options.concurrency)
 
-    async def ask(self, prompt: Prompt, *, temperature: float = 0.0, seed: int = 0) -> Answer:
+    async def ask(self, prompt: Prompt, seed: int | None = None) -> Answer:
+        """Return an answer: greedy without a seed, else sampled."""
         body: Values = {
             "model": self.model,
             "messages": prompt.messages(),
             "max_tokens": self.options.max_new_tokens,
-            "temperature": temperature,
+            "temperature": 0.0,
         }
-        if temperature:
-            body |= {"seed": seed, "top_p": 1.0}
+        if seed is not None:
+            body |= {"temperature": self.options.temperature, "seed": seed, "top_p": 1.0}
+
+        async def complete(attempt: int) -> Answer:
+            more = {"logprobs": True, "top_logprobs": NUM_LOGPROBS} if self.has_logprobs else {}
+            return read_answer(await self.client.complete(body | more))
+
         async with self._free:
-            if self.has_logprobs:
-                asked = body | {"logprobs": True, "top_logprobs": NUM_LOGPROBS}
+            while True:
+                had_logprobs = self.has_logprobs
                 try:
-                    return await self._complete(asked)
-                except RowFailed:
-                    self.has_logprobs = False
-            try:
-                return await self._complete(body)
-            except RowFailed as error:
-                raise Failure(f"{self.name}: {error}") from error
-
-    async def _complete(self, body: Values) -> Answer:
-        async def ask(attempt: int) -> Answer:
-            return read_answer(await self.client.complete(body))
-
-        return await self.client.retried(ask)
+                    return await self.client.retried(complete)
+                except RowFailed as error:
+                    if not had_logprobs:
+                        raise Failure(f"{self.name}: {error}") from error
+                self.has_logprobs = False
 
     async def answers(
         self, prompts: Sequence[Prompt], seed: int
     ) -> tuple[list[Answer], list[list[Answer]]]:
         """Return greedy answers [prompts] and sampled answers [prompts][samples]."""
-        size, temperature = self.options.samples, self.options.temperature
-        greedy = await _all([self.ask(prompt) for prompt in prompts])
+        size = self.options.samples
+        greedy = await asyncio.gather(*map(self.ask, prompts))
         # A seed for every answer: with one seed, answers to two prompts depend on each other, and
         # the tests would take one chance event for many.
         asked = [prompt for prompt in prompts for _ in range(size)]
-        sampled = await _all(
-            [
-                self.ask(prompt, temperature=temperature, seed=seed + number)
-                for number, prompt in enumerate(asked)
-            ]
+        sampled = await asyncio.gather(
+            *(self.ask(prompt, seed + number) for number, prompt in enumerate(asked))
         )
         return greedy, [sampled[i : i + size] for i in range(0, len(sampled), size)]
-
-
-async def _all(asked: Sequence[Coroutine[object, object, Answer]]) -> list[Answer]:
-    return list(await asyncio.gather(*asked))
 
 
 @contextmanager
 def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
     """Yield the baseline's address and model; serve --target until the ``with`` block ends."""
     if options.target is None:
-        yield str(options.baseline), options.baseline_model or str(options.model)
+        yield str(options.baseline), str(options.model)
         return
     command = [sys.executable, "-m", "pipedraft", "serve", "--target", options.target]
     command += ["--schedule", "autoregressive", "--stages", "1", "--port", "0"]
@@ -269,7 +258,6 @@ class Audit:
     ended: tuple[float, float]
     """Share of sampled answers ending before --max-new-tokens: endpoint, baseline."""
     has_logprobs: bool
-    level: float = LEVEL
 
     @property
     def faults(self) -> list[str]:
@@ -286,7 +274,7 @@ class Audit:
                 "or acceptance of tokens that were not verified."
             )
         for test in self.tests:
-            if test.p_value <= self.level / len(self.tests):
+            if test.p_value <= LEVEL / len(self.tests):
                 found.append(f"At temperature {self.temperature:g}: {self._said(test)}")
         return found
 
@@ -297,10 +285,13 @@ class Audit:
             how = f"{share:.0%} of the answers end by themselves, {usual:.0%} in the baseline"
             return f"{said}{how}: look at how the end of a sequence is treated inside a draft."
         ours, theirs = self.concentration
-        how = f"Two first tokens are the same with {ours:.2f}, {theirs:.2f} in the baseline"
+        look = "the acceptance rule and its residual distribution"
         if max(ours, theirs) > 1.3 * min(ours, theirs):
-            return said + how + ": look at temperature, filters, or an acceptance without q."
-        return said + how + ": look at the acceptance rule and its residual distribution."
+            look = "temperature, filters, or an acceptance without q"
+        return (
+            f"{said}Two first tokens are the same with {ours:.2f}, {theirs:.2f} in the baseline: "
+            f"look at {look}."
+        )
 
     @property
     def verdict(self) -> str:
@@ -320,11 +311,9 @@ class Audit:
         if not self.has_logprobs:
             lines.append("no log-probabilities: every difference counts as a fault; words compared")
         for test in self.tests:
-            share, fault = test.detectable_share, "the most frequent one"
-            if test.name in OF_THE_END:
-                fault = "one without an end"
+            fault = "one without an end" if test.name in OF_THE_END else "the most frequent one"
             finds = f"is too weak to find a server that replaces its answers by {fault}"
-            if share:
+            if share := test.detectable_share:
                 finds = (
                     f"finds with {POWER:.0%} a server that replaces {share:.0%} of its answers by "
                     f"{fault}"
@@ -333,7 +322,7 @@ class Audit:
                 f"{test.name}: p = {test.p_value:.2g}, {test.num_answers} answers of each server; "
                 f"this test {finds}"
             )
-        lines.append(f"chance of a false alarm: {self.level:.0%}, all tests together")
+        lines.append(f"chance of a false alarm: {LEVEL:.0%}, all tests together")
         return lines
 
     def to_dict(self) -> Values:

@@ -1,6 +1,6 @@
 """Run `python -m pipedraft.eval`, from its options to the report."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -20,7 +20,7 @@ from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.scores import check_scorable
 from pipedraft.eval.screen import check_folder, screen_table
 from pipedraft.eval.tasks import load_tasks
-from pipedraft.eval.traces import Traces, read_recordings, remove_traces, traces_of
+from pipedraft.eval.traces import read_recordings, remove_traces, traces_of
 from pipedraft.files import Values, locked, make_place, to_json, write_atomically
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.command import place_of, resolve_cut
@@ -48,17 +48,6 @@ LoadedDraft = tuple[str, str, DraftNetwork]
 if they were trained for different stage counts."""
 
 
-def _method_name(folder: Path, drafts: dict[Path, Values]) -> str:
-    """Return the draft's type; add the folder if another draft has the same type and stages."""
-
-    def kind(description: Values) -> tuple[str, int | None]:
-        return description["draft_type"], description["architecture"].get("num_stages")
-
-    draft_type = drafts[folder]["draft_type"]
-    alone = [kind(other) for other in drafts.values()].count(kind(drafts[folder])) == 1
-    return draft_type if alone else f"{draft_type} ({folder.parent.name}/{folder.name})"
-
-
 def _load_drafts(
     options: EvalOptions,
     drafts: dict[Path, Values],
@@ -70,19 +59,14 @@ def _load_drafts(
         return [("draft model", options.draft_model, network)]
     if options.draft is not None:
         return [(options.draft, options.draft, make_lookup(options.draft, target))]
-    return [
-        (_method_name(folder, drafts), str(folder), load_head(folder, target)) for folder in drafts
-    ]
-
-
-def _check_settings(given: Values, schedules: Collection[str]) -> None:
-    """Raise UsageError for a setting unknown to all the schedules."""
-    for name, owners in setting_owners().items():
-        if name in given and not set(owners) & set(schedules):
-            raise UsageError(
-                f"{flag_name(name)}: {', '.join(schedules)} has no such setting; it belongs to "
-                f"{', '.join(owners)}"
-            )
+    kinds = [(d["draft_type"], d["architecture"].get("num_stages")) for d in drafts.values()]
+    loaded: list[LoadedDraft] = []
+    for folder, kind in zip(drafts, kinds, strict=True):
+        name = kind[0]
+        if kinds.count(kind) > 1:
+            name = f"{name} ({folder.parent.name}/{folder.name})"
+        loaded.append((name, str(folder), load_head(folder, target)))
+    return loaded
 
 
 def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedule]]:
@@ -118,7 +102,12 @@ def make_methods(
     ]
     # Check all drafts together: a setting may belong to only one draft's schedule.
     used = dict.fromkeys(schedule for own in schedules for schedule in own)
-    _check_settings(options.settings, used)
+    for name, owners in setting_owners().items():
+        if name in options.settings and not used.keys() & set(owners):
+            raise UsageError(
+                f"{flag_name(name)}: {', '.join(used)} has no such setting; it belongs to "
+                f"{', '.join(owners)}"
+            )
     shared = {
         "verifier": options.verifier,
         "bitwise": options.bitwise,
@@ -202,15 +191,6 @@ def _load_target(
     return _Target(model, reference, trusts_plain, cluster.connect, cut, num_stages)
 
 
-def _with_cut(
-    options: EvalOptions, cost: CostModel, target: str, revision: str | None
-) -> EvalOptions:
-    """Return the options with layer numbers in place of --boundaries auto."""
-    num_stages = options.stages or len(cost.stages) or DecodeConfig().num_stages
-    cut = resolve_cut(options.boundaries, cost, target, revision, num_stages)
-    return replace(options, boundaries=cut)
-
-
 def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
     for folder, description in drafts.items():
         trained_for = description["architecture"].get("num_stages")
@@ -223,25 +203,14 @@ def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
 
 def _claim_folder(options: EvalOptions, config: dict[str, object], held: ExitStack) -> None:
     """Make and lock the output folder, and refuse one that holds another evaluation."""
+    if options.calibrate is not None:
+        make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     make_folder("--out", options.out)
     held.enter_context(locked(options.out, "--out", shared=options.shard is not None))
-    if not options.calibrate:
+    if options.calibrate is None:
         check_folder(options.out, config, is_fresh=options.fresh)
         if options.fresh:
             remove_traces(options.out, options.shard)
-
-
-def _traces(options: EvalOptions, target: PreTrainedModel, weights: str) -> Traces:
-    if options.calibrate:
-        return Traces()
-    return traces_of(
-        options.out,
-        target,
-        weights=weights,
-        dtype=dtype_of(target),
-        backend=options.backend,
-        shard=options.shard,
-    )
 
 
 def evaluate_drafts(
@@ -250,22 +219,21 @@ def evaluate_drafts(
     """Load the models in the options, evaluate them, write and print the report.
 
     Args:
-        argv: the command line's words.
         held: this function adds the output folder's lock to it.
         cluster: the ranks that decode; None: everything runs in this process.
     """
     quieten()
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
-    if options.score:
-        check_scorable(benchmarks)
     target_name, revision, drafts = read_drafts(
         options.checkpoint, options.target, options.draft_model, options.draft
     )
+    if options.score:
+        check_scorable(benchmarks)
     _check_stages(options.stages, drafts)
     cost = CostModel() if options.cost is None else read_cost(options.cost)
-    options = _with_cut(options, cost, target_name, revision)
-    if options.calibrate is not None:
-        make_place("--calibrate", options.calibrate, b'{\n  "row": ')
+    num_stages = options.stages or len(cost.stages) or DecodeConfig().num_stages
+    cut = resolve_cut(options.boundaries, cost, target_name, revision, num_stages)
+    options = replace(options, boundaries=cut)
     config = options.to_dict() | {"target": target_name}
     _claim_folder(options, config, held)
     tokenizer = load_tokenizer(target_name, revision=revision)
@@ -284,7 +252,14 @@ def evaluate_drafts(
         answers=options.out / "answers" if options.save_answers and not options.shard else None,
         repeats=options.repeats,
         sequences=options.sequences,
-        traces=_traces(options, target.model, weights_identity(target_name, revision)),
+        traces=traces_of(
+            None if options.calibrate else options.out,
+            target.model,
+            weights=weights_identity(target_name, revision),
+            dtype=dtype_of(target.model),
+            backend=options.backend,
+            shard=options.shard,
+        ),
     )
     loaded = _load_drafts(options, drafts, target.model, tokenizer)
     methods = make_methods(options, loaded, target, cost)
@@ -305,15 +280,14 @@ def evaluate_drafts(
     )
     write_report(options.out, runs, manifest)
     print(screen_table(runs))
-    if comparison.traces.folder is not None:
-        recordings = read_recordings([options.out])
-        configs = [method.config for method in methods]
-        own = [recording for recording in recordings if recording.config in configs]
-        page = outputs_page(own, benchmarks, tokenizer, title_of([manifest], runs))
-        write_atomically(options.out / "outputs.html", page.encode())
-    names = "outputs.html (answers, accepted tokens colored), charts/, report.md"
-    print(f"everything else: {options.out}/report.html, {names}, results.json, manifest.json")
+    names = "report.html, outputs.html (answers, accepted tokens colored), charts/, report.md"
+    print(f"everything else: {options.out}/{names}, results.json, manifest.json")
     if options.calibrate is not None:
         measured = asdict(fit_cost(runs, target.boundaries))
         write_atomically(options.calibrate, to_json(measured))
         print(f"written: {options.calibrate}: {measured}")
+        return
+    configs = [method.config for method in methods]
+    recordings = [one for one in read_recordings([options.out]) if one.config in configs]
+    page = outputs_page(recordings, benchmarks, tokenizer, title_of([manifest], runs))
+    write_atomically(options.out / "outputs.html", page.encode())

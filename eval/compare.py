@@ -3,19 +3,29 @@
 The input is the "per_prompt" rows in results.json; intervals.py computes the statistics.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pipedraft.cli import Options, UsageError, option
 from pipedraft.eval.groups import group_name
 from pipedraft.eval.intervals import PairedComparison, compare_paired
-from pipedraft.eval.metrics import AUTOREGRESSIVE, ENTROPY_EDGES, OVERALL
-from pipedraft.eval.record import Manifest, PromptRecord, RunRecord, parse, read_bytes, read_results
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.eval.record import (
+    LatencyRecord,
+    Manifest,
+    PromptRecord,
+    Results,
+    RunRecord,
+    parse,
+    read_bytes,
+)
 from pipedraft.eval.tables import Table, align_columns, bounds, fact
 from pipedraft.files import make_place, to_json, write_atomically
 
@@ -58,79 +68,77 @@ MACHINE = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """Ratio of two sums over prompts: [n] sum(numerator) / sum(denominator)."""
+    """Ratio of two sums over prompts."""
 
     name: str
     label: str
-    numerator: str
-    denominator: str
-    times_stages: bool = False
-    place: int | None = None
-    """Index to compare, for fields with lists; None: the field is a number."""
-    group: str = ""
-    """Text group for tokens per round."""
-
-    def counts(self, row: PromptRecord) -> tuple[float, float] | None:
-        """Return a prompt's numerator and denominator; None if it did not record them."""
-        if self.group and row.groups is not UNSET:
-            *_, rounds, tokens = row.groups.get(self.group, [0] * 4)
-            return tokens, rounds
-        fields = getattr(row, self.numerator), getattr(row, self.denominator)
-        if UNSET in fields:
-            return None
-        return fields if self.place is None else (fields[0][self.place], fields[1][self.place])
+    counts: Callable[[RunRecord, PromptRecord], tuple[float | UnsetType, float | UnsetType]]
+    """A prompt's numerator and denominator; unset: not recorded."""
 
 
 QUANTITIES = (
-    Quantity("equivalent_acceptance_length", "L'", "tokens", "steps", times_stages=True),
-    Quantity("theoretical_speedup", "S", "virtual_time_autoregressive", "virtual_time"),
-    Quantity("tokens_per_s", "tokens/s", "tokens", "decode_s"),
+    Quantity(
+        "equivalent_acceptance_length", "L'", lambda run, row: (run.stages * row.tokens, row.steps)
+    ),
+    Quantity(
+        "theoretical_speedup",
+        "S",
+        lambda _, row: (row.virtual_time_autoregressive, row.virtual_time),
+    ),
+    Quantity("tokens_per_s", "tokens/s", lambda _, row: (row.tokens, row.decode_s)),
 )
 WALLCLOCK = QUANTITIES[-1]
 SPEEDS = QUANTITIES[:-1]
-BY_ENTROPY = tuple(
-    Quantity(
-        f"draft_acceptance_rate from {low:g} nats",
-        f"alpha, {low:g} nats",
-        "entropy_accepts",
-        "entropy_tests",
-        place=place,
-    )
-    for place, low in enumerate(ENTROPY_EDGES)
-)
+
+
+def _group_counts(group: str, _: RunRecord, row: PromptRecord) -> tuple[float, float]:
+    _tests, _accepts, rounds, tokens = (row.groups or {}).get(group, [0] * 4)
+    return tokens, rounds
 
 
 def by_group(entries: Iterable[RunRecord]) -> list[Quantity]:
     """Return tokens per round for every group in any entry."""
     names = dict.fromkeys(found.group for entry in entries for found in entry.acceptance_by_group)
     return [
-        Quantity(f"tokens per round, {x}", f"tau, {group_name(x)}", "groups", "groups", group=x)
+        Quantity(f"tokens per round, {x}", f"tau, {group_name(x)}", partial(_group_counts, x))
         for x in names
     ]
 
 
-def has(quantity: Quantity, entry: RunRecord) -> bool:
-    """Return True if every prompt recorded the quantity, and the denominator's sum is positive."""
-    counts = [quantity.counts(row) for row in entry.per_prompt]
-    return None not in counts and sum(count[1] for count in counts if count) > 0
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """An evaluation's output folder."""
+    """The files in an evaluation's output folder."""
 
-    folder: Path
+    name: str
     entries: list[RunRecord]
+    latency: list[LatencyRecord]
     manifest: Manifest
+    """Contents of manifest.json; empty if there is none."""
+    digest: str
+    """SHA-256 of results.json."""
 
     @classmethod
-    def read(cls, folder: Path) -> "Evaluated":
-        entries, path = read_results("RUN", folder).entries, folder / "manifest.json"
-        return cls(folder, entries, parse(read_bytes("RUN", path), dict, f"RUN: {str(path)!r}"))
+    def read(cls, folder: Path, name: str = "") -> "Evaluated":
+        """Read the files; bad ones raise UsageError with the file, the field and its value.
 
+        Args:
+            name: in tables and on the page; default: the folder's path.
+        """
+        about = folder / "manifest.json"
+        manifest = parse(read_bytes(about), dict, about) if about.is_file() else {}
+        return cls.of(read_bytes(folder / "results.json"), manifest, folder, name)
 
-def _rows_by_id(entry: RunRecord) -> dict[tuple[str, str], PromptRecord]:
-    return {(row.benchmark, row.id): row for row in entry.per_prompt}
+    @classmethod
+    def of(cls, content: bytes, manifest: Manifest, folder: Path, name: str = "") -> "Evaluated":
+        """Parse the content of a results.json."""
+        results = parse(content, Results, folder / "results.json")
+        return cls(
+            name=name or str(folder),
+            entries=results.entries,
+            latency=results.latency or [],
+            manifest=manifest,
+            digest=hashlib.sha256(content).hexdigest(),
+        )
 
 
 @dataclass(frozen=True)
@@ -145,16 +153,6 @@ class Line:
     result: PairedComparison
 
 
-def _counts(
-    quantity: Quantity, entry: RunRecord, keys: Sequence[tuple[str, str]]
-) -> tuple[np.ndarray, np.ndarray]:
-    rows = _rows_by_id(entry)
-    factor = entry.stages if quantity.times_stages else 1
-    pairs = np.array([quantity.counts(rows[key]) for key in keys], dtype=np.float64)
-    numerator_P, denominator_P = pairs.reshape(-1, 2).T
-    return factor * numerator_P, denominator_P
-
-
 def _setting(entry: RunRecord, fields: Sequence[str]) -> tuple[object, ...]:
     return tuple(getattr(entry, field) for field in fields)
 
@@ -167,19 +165,23 @@ def compare_entries(
     For autoregressive decoding, compare only the wall clock: L' and S are 1 by construction. A
     difference there means a faster or slower machine.
     """
-    shared = _rows_by_id(compared).keys()
-    keys = [key for key in _rows_by_id(baseline) if key in shared]
-    left_out = len(_rows_by_id(baseline).keys() ^ shared)
+    entries = baseline, compared
+    rows = [{(row.benchmark, row.id): row for row in entry.per_prompt} for entry in entries]
+    keys = [key for key in rows[0] if key in rows[1]]
     for quantity in quantities:
         if compared.schedule == AUTOREGRESSIVE and quantity is not WALLCLOCK:
             continue
-        if not (has(quantity, baseline) and has(quantity, compared)):
+        counts = [
+            [quantity.counts(entry, own[key]) for key in keys]
+            for entry, own in zip(entries, rows, strict=True)
+        ]
+        if any(UNSET in pair for side in counts for pair in side):
             continue
-        pairs = [_counts(quantity, entry, keys) for entry in (baseline, compared)]
-        numerator_SP, denominator_SP = (np.stack(side) for side in zip(*pairs, strict=True))
+        counts_SP2 = np.array(counts, dtype=np.float64).reshape(2, len(keys), 2)
+        numerator_SP, denominator_SP = np.moveaxis(counts_SP2, -1, 0)
         if denominator_SP.any(1).all():
             result = compare_paired(numerator_SP, denominator_SP)
-            yield Line(baseline, compared, quantity, left_out, result)
+            yield Line(baseline, compared, quantity, len(rows[0].keys() ^ rows[1].keys()), result)
 
 
 def counterparts(entry: RunRecord, candidates: Sequence[RunRecord]) -> list[RunRecord]:
@@ -211,7 +213,7 @@ def compare_runs(
     ]
     if not lines:
         places = [
-            f"{str(run.folder)!r} ({', '.join(f'{name} at T = {label}' for name, label in found)})"
+            f"{run.name!r} ({', '.join(f'{name} at T = {label}' for name, label in found)})"
             for run in (compared, baseline)
             for found in [dict.fromkeys((e.benchmark, e.sampling) for e in run.entries)]
         ]
@@ -224,7 +226,8 @@ def compare_runs(
 
 def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line]) -> list[str]:
     """Return warnings to read before trusting the numbers."""
-    found = []
+    lacking = [run.name for run in (baseline, compared) if not run.manifest]
+    found = [f"{name} has no manifest.json: conditions may differ" for name in lacking]
     for benchmark in dict.fromkeys(line.compared.benchmark for line in lines):
         left_out = max(x.left_out for x in lines if x.compared.benchmark == benchmark)
         first, second = (
@@ -280,33 +283,32 @@ COLUMNS: dict[str, Callable[[Line], str]] = {
 
 def verdicts(lines: Sequence[Line]) -> list[str]:
     """Name the faster run in a sentence per method, by S if it was recorded."""
-    pooled = [line for line in lines if line.compared.benchmark == OVERALL] or lines
-    found: dict[tuple[str, ...], str] = {}
-    for line in pooled:
+    found: dict[str, str] = {}
+    for line in [line for line in lines if line.compared.benchmark == OVERALL] or lines:
         if line.quantity not in SPEEDS or line.compared.schedule == AUTOREGRESSIVE:
             continue
-        result, label = line.result, line.quantity.label
-        place = f"{line.compared.benchmark}, T={line.compared.sampling}, {_name(line)}"
-        values = f"{label} {result.baseline:.3f} and {result.compared:.3f}"
-        interval = f"ratio {result.ratio:.3f}, 95 % CI {bounds(result.ratio_ci95)}"
-        winner = "the second run is faster" if result.ratio > 1 else "the first run is faster"
-        said = winner if result.differs else "these prompts do not tell the runs apart"
-        found[line.compared.benchmark, line.compared.sampling, _name(line)] = (
-            f"{place}: {said} ({values}, {interval})."
+        result, said = line.result, "these prompts do not tell the runs apart"
+        if result.differs:
+            said = f"the {'second' if result.ratio > 1 else 'first'} run is faster"
+        method = f"{line.compared.benchmark}, T={line.compared.sampling}, {_name(line)}"
+        found[method] = (
+            f"{method}: {said} ({line.quantity.label} {result.baseline:.3f} and "
+            f"{result.compared:.3f}, ratio {result.ratio:.3f}, "
+            f"95 % CI {bounds(result.ratio_ci95)})."
         )
     return list(found.values())
 
 
 def format_comparison(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line]) -> str:
     """Return a comparison's warnings, table and sentences."""
-    parts = [f"{compared.folder} compared with {baseline.folder}"]
+    parts = [f"{compared.name} compared with {baseline.name}"]
     parts += [f"warning: {text}" for text in find_warnings(baseline, compared, lines)]
     return "\n".join([*parts, align_columns(Table.of(COLUMNS, lines)), *verdicts(lines), ""])
 
 
 def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[str, object]:
     def side(run: Evaluated, entry: RunRecord) -> dict[str, object]:
-        return {"run": str(run.folder)} | {field: getattr(entry, field) for field in LIKENESS[0]}
+        return {"run": run.name} | {field: getattr(entry, field) for field in LIKENESS[0]}
 
     return {
         "benchmark": line.compared.benchmark,
@@ -331,8 +333,6 @@ class CompareOptions(Options):
     """the baseline run's --out folder"""
     others: tuple[Path, ...] = option(metavar="RUN_B", positional=True)
     """other runs' --out folders"""
-    entropy: bool = False
-    """add the share of accepted draft tokens by target entropy, in bins from 0, 0.05, .. nats"""
     groups: bool = False
     """add tokens per round by context length, language and kind of text"""
     json: Path | None = None
@@ -352,19 +352,19 @@ def run(argv: Sequence[str]) -> None:
         make_place("--json", arguments.json, b'{\n  "comparisons": [')
     records, warnings = [], []
     for other in others:
-        quantities = [*QUANTITIES, *BY_ENTROPY * arguments.entropy]
+        quantities = list(QUANTITIES)
         if arguments.groups:
             quantities += by_group([*baseline.entries, *other.entries])
         lines = compare_runs(baseline, other, quantities)
         found = find_warnings(baseline, other, lines)
         print(format_comparison(baseline, other, lines))
         records += [_line_record(line, baseline, other) for line in lines]
-        warnings += [f"{other.folder}: {text}" for text in found]
+        warnings += [f"{other.name}: {text}" for text in found]
     print(LEGEND)
     if arguments.json is not None:
         content = {
             "comparisons": records,
-            "runs": [str(run.folder) for run in (baseline, *others)],
+            "runs": [run.name for run in (baseline, *others)],
             "warnings": warnings,
         }
         write_atomically(arguments.json, to_json(content))

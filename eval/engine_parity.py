@@ -13,8 +13,9 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import permutations, zip_longest
 from os.path import commonprefix
 from pathlib import Path
@@ -186,7 +187,7 @@ class EngineFault:
 
     what: str
     detail: str
-    change: Callable[[], object] | None = None
+    change: Callable[[], AbstractContextManager[object]] = nullcontext
     """Makes a context in which the head computes as the faulty engine would."""
     tokens: Callable[[Tensor], Tensor] | None = None
     """Maps draft ids to target tokens, for faults in the vocabulary map."""
@@ -198,7 +199,7 @@ def known_faults(draft: Draft) -> Iterator[EngineFault]:
     yield from _norm_faults(draft)
     for name, bias in draft.named_parameters():
         if name.endswith("bias") and bool(bias.any()):
-            change = _filled([bias], 0.0)
+            change = partial(_filled, [bias], 0.0)
             yield EngineFault(what="bias", detail=f"{name} is left out", change=change)
     yield from _position_faults(draft)
     ids_U = vocabulary(draft)
@@ -220,7 +221,7 @@ def _layer_faults(draft: Draft) -> Iterator[EngineFault]:
     def reads(what: str, detail: str, other: tuple[int, ...]) -> EngineFault:
         config = replace(draft.config, feature_layers=other)
         return EngineFault(
-            what=what, detail=detail, change=lambda: patch.object(draft, "config", config)
+            what=what, detail=detail, change=partial(patch.object, draft, "config", config)
         )
 
     for shift, word in ((1, "higher"), (-1, "lower")):
@@ -242,37 +243,15 @@ def _norm_faults(draft: Draft) -> Iterator[EngineFault]:
         if is_on is None or (name in ("norm_before_fc", "fc_norm") and not is_on):
             continue
         config = replace(draft.config, **{name: not is_on})
-
-        def change(config: object = config) -> object:
-            return patch.object(draft, "config", config)
-
+        change = partial(patch.object, draft, "config", config)
         yield EngineFault(what="norm", detail=f"{name} is {not is_on}", change=change)
-    norms = {name: x.weight for name, x in draft.named_modules() if isinstance(x, RMSNorm)}
-    names = dict.fromkeys(
-        re.sub(r"\.\d+$", "", name) for name in norms
-    )  # fc_norm.0, .1, .. together
-    for name in names:
-        weights = [x for other, x in norms.items() if other == name or other.startswith(f"{name}.")]
+    norms: dict[str, list[Tensor]] = {}
+    for name, module in draft.named_modules():
+        if isinstance(module, RMSNorm):  # fc_norm.0, .1, .. together
+            norms.setdefault(re.sub(r"\.\d+$", "", name), []).append(module.weight)
+    for name, weights in norms.items():
         detail = f"the weights of {name} are 1"
-        yield EngineFault(what="norm", detail=detail, change=_filled(weights, 1.0))
-    if isinstance(draft, DFlash) and len(draft.decoder_layers) > 1:
-        detail = "every layer norms the context's keys with the weights of layers.0"
-        yield EngineFault(what="norm", detail=detail, change=lambda: _first_key_norm(draft))
-
-
-@contextmanager
-def _first_key_norm(draft: DFlash) -> Iterator[None]:
-    """Norm every layer's context keys with the first layer's weights, as a faulty batched kernel
-    does."""
-    first, *others = (layer.self_attn.k_norm for layer in draft.decoder_layers)
-    with ExitStack() as patches:
-        for norm in others:
-
-            def forward(x: Tensor, own: Callable[[Tensor], Tensor] = norm.forward) -> Tensor:
-                return first(x) if x.ndim == 3 else own(x)  # [P, J, D]; a block: [A, R, J, D]
-
-            patches.enter_context(patch.object(norm, "forward", forward))
-        yield
+        yield EngineFault(what="norm", detail=detail, change=partial(_filled, weights, 1.0))
 
 
 def _position_faults(draft: Draft) -> Iterator[EngineFault]:
@@ -285,10 +264,7 @@ def _position_faults(draft: Draft) -> Iterator[EngineFault]:
         if other != dict(rope):
             layer = replace(draft.layer_config, rope_parameters=other)
             turned = RotaryEmbedding(layer).to(vocabulary(draft).device)
-
-            def change(turned: object = turned) -> object:
-                return patch.object(draft, "rotary", turned)
-
+            change = partial(patch.object, draft, "rotary", turned)
             yield EngineFault(what="position", detail=f"rotary positions by {other}", change=change)
     of_heads = rotary.of_heads
 
@@ -300,27 +276,20 @@ def _position_faults(draft: Draft) -> Iterator[EngineFault]:
         ):
             yield
 
-    yield EngineFault(
-        what="position", detail="draft tokens all stand at one", change=lambda: stays(-1)
-    )
-    yield EngineFault(
-        what="position", detail="draft tokens advance by two", change=lambda: stays(1)
-    )
+    for by, detail in ((-1, "draft tokens all stand at one"), (1, "draft tokens advance by two")):
+        yield EngineFault(what="position", detail=detail, change=partial(stays, by))
 
 
-def _filled(values: Sequence[Tensor], number: float) -> Callable[[], object]:
-    @contextmanager
-    def change() -> Iterator[None]:
-        kept = [value.detach().clone() for value in values]
-        for value in values:
-            value.fill_(number)
-        try:
-            yield
-        finally:
-            for value, old in zip(values, kept, strict=True):
-                value.copy_(old)
-
-    return change
+@contextmanager
+def _filled(values: Sequence[Tensor], number: float) -> Iterator[None]:
+    kept = [value.detach().clone() for value in values]
+    for value in values:
+        value.fill_(number)
+    try:
+        yield
+    finally:
+        for value, old in zip(values, kept, strict=True):
+            value.copy_(old)
 
 
 # -- comparison -------------------------------------------------------------------------------
@@ -415,11 +384,8 @@ class EngineComparison:
         own = float(((ids_U[logits_RU.argmax(-1)] == wanted) | tie_R).float().mean())
         best, cause = own, None
         for fault in known_faults(self.draft):
-            if fault.change is not None:
-                with fault.change():  # type: ignore[attr-defined]
-                    chosen_R = self._logits().argmax(-1)
-            else:
-                chosen_R = logits_RU.argmax(-1)
+            with fault.change():
+                chosen_R = self._logits().argmax(-1)
             tokens_R = (fault.tokens or ids_U.__getitem__)(chosen_R)
             share = float((tokens_R == wanted).float().mean())
             if share > best:
@@ -445,10 +411,6 @@ class EngineComparison:
         """Return tokens per round, as engines count them: here, and in the engine."""
         ours, theirs = self.shares
         return 1 + sum(ours), 1 + sum(theirs)
-
-    @property
-    def is_equal(self) -> bool:
-        return self.num_equal == len(self.texts)
 
     def lines(self) -> list[str]:
         """Show the engine's counters next to ours."""

@@ -1,34 +1,16 @@
 """Select an evaluation's charts, for report.md and report.html."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipedraft.eval import tables
-from pipedraft.eval.charts import (
-    KINDS,
-    Chart,
-    Estimate,
-    IntervalChart,
-    LineChart,
-    Span,
-    SpanChart,
-)
+from pipedraft.eval.charts import Chart, Estimate, IntervalChart, LineChart
 from pipedraft.eval.metrics import AUTOREGRESSIVE
-from pipedraft.eval.record import (
-    EntropyRecord,
-    LatencyRecord,
-    RunRecord,
-    number_or_nan,
-)
-from pipedraft.eval.tables import Table
+from pipedraft.eval.record import LatencyRecord, RunRecord
 
 MIN_TESTS = 20
 """Minimum tests to draw a position: with fewer, its acceptance is noise."""
 MAX_POSITIONS = 16
-FEW_PROMPTS = 30
-"""Minimum prompts to draw bands: with fewer, wide intervals would overlap."""
-MAX_SPANS = 40
-"""Maximum spans for a timeline's busiest process: more bars would be indistinguishable."""
 PLAIN = "The dashed line is autoregressive decoding, 1 by construction."
 Series = dict[str, dict[Any, Estimate]]
 """label -> place -> estimate."""
@@ -75,23 +57,7 @@ def _by_temperature(
 
 def _length(run: RunRecord) -> Estimate:
     length = run.equivalent_acceptance_length
-    return Estimate(number_or_nan(length.pooled), *length.ci95)
-
-
-def _rate(counted: EntropyRecord) -> Estimate:
-    return Estimate(
-        number_or_nan(counted.draft_acceptance_rate), *counted.draft_acceptance_rate_ci95
-    )
-
-
-def _numbers(series: Series, place: str, value: str, digits: int = 3) -> Table:
-    """Return a chart's numbers, for charts without another table."""
-    rows = [
-        [label, str(x), tables.number(e.value, digits), tables.bounds((e.low, e.high), digits)]
-        for label, found in series.items()
-        for x, e in found.items()
-    ]
-    return Table(["method", place, value, "95 % CI"], rows)
+    return Estimate.of(length.pooled, length.ci95)
 
 
 def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
@@ -132,7 +98,7 @@ def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
         axis="equivalent acceptance length L'",
         place_axis="pipeline stages n",
         reference=1,
-        table=_numbers(series, "n", "L' pooled"),
+        has_table=True,
         missing="no method was run with several numbers of stages; give the folders of such "
         "evaluations together",
     )
@@ -153,13 +119,11 @@ def _position_rates(entries: Sequence[RunRecord]) -> dict[int, Estimate]:
 
 
 def acceptance_by_position(pooled: Sequence[RunRecord]) -> Chart:
-    is_small = min((run.prompts for run in pooled), default=0) < FEW_PROMPTS
     return LineChart(
         title="Acceptance by position",
         caption="Share accepted of the draft tokens tested at each of the first "
-        f"{MAX_POSITIONS} positions of a round, where {MIN_TESTS} or more were tested; 95 % "
-        f"intervals over prompts as {'whiskers' if is_small else 'bands'}.",
-        has_whiskers=is_small,
+        f"{MAX_POSITIONS} positions of a round, where {MIN_TESTS} or more were tested, with 95 % "
+        "intervals over prompts.",
         panels=_by_temperature(pooled, _position_rates),
         axis="share accepted",
         place_axis="position in the round",
@@ -172,7 +136,9 @@ def acceptance_by_entropy(pooled: Sequence[RunRecord]) -> Chart:
     counted = [run for run in tables.drafted_runs(pooled) if run.acceptance_by_entropy]
     series = {
         label: {
-            tables.entropy_range(found): _rate(found)
+            tables.entropy_range(found): Estimate.of(
+                found.draft_acceptance_rate, found.draft_acceptance_rate_ci95
+            )
             for run in entries
             for found in run.acceptance_by_entropy
             if found.tests
@@ -190,64 +156,6 @@ def acceptance_by_entropy(pooled: Sequence[RunRecord]) -> Chart:
     )
 
 
-def _end_to_end(seconds: Mapping[str, float]) -> list[Span]:
-    spans: list[Span] = []
-    for kind in sorted(seconds, key=lambda kind: (*KINDS, kind).index(kind)):
-        spans.append(Span(kind, spans[-1].end if spans else 0.0, seconds[kind]))
-    return spans
-
-
-def seconds_by_process(pooled: Sequence[RunRecord]) -> Chart:
-    timed = [run for run in pooled if any(part.seconds for part in run.processes)]
-    panels = {}
-    for run in timed:
-        label = ", ".join(filter(None, (run.method, f"n={run.stages}", run.folder)))
-        label += f", T={run.sampling}"
-        label += f", {run.shape}" * (run.schedule != AUTOREGRESSIVE)
-        panels[label] = {p.name: _end_to_end(p.seconds) for p in run.processes}
-    every = [span for tracks in panels.values() for spans in tracks.values() for span in spans]
-    return SpanChart(
-        title="Where the time went",
-        caption="What each process did, over all prompts: work is tall, handing over low, waiting "
-        "lowest.",
-        panels=panels,
-        axis="seconds",
-        window=(0, 1.02 * max((span.end for span in every), default=0) or 1),
-        missing="results.json has no times of the processes",
-    )
-
-
-def time_line(name: str, tracks: Mapping[str, Sequence[Span]]) -> Chart:
-    """Draw a few decoding steps from a Chrome trace, after the prefill.
-
-    Args:
-        tracks: process -> its spans in milliseconds.
-    """
-    spans = [span for found in tracks.values() for span in found]
-    end = max(span.end for span in spans)
-    low = max((span.end for span in spans if span.kind == "prefill"), default=0.0)
-    if not any(span.start >= low for span in spans):
-        low = 0.0
-    starts = [sorted(s.start for s in found if s.start >= low) for found in tracks.values()]
-    busiest = max(starts, key=len)
-    high = busiest[MAX_SPANS] if len(busiest) > MAX_SPANS else end
-    kinds = sorted({span.kind for span in spans})
-    rows = [
-        [process, *(f"{sum(s.duration for s in found if s.kind == kind):.1f}" for kind in kinds)]
-        for process, found in tracks.items()
-    ]
-    return SpanChart(
-        title=f"Time line of {name}",
-        caption=f"What each process did from {low:.1f} to {high:.1f} ms of {end:.1f}: work is "
-        "tall, handing over low, waiting lowest; a span inside another one is drawn over it. The "
-        "table has the whole time.",
-        panels={"": tracks},
-        axis="ms",
-        window=(low, high),
-        table=Table(["process", *(f"{kind} ms" for kind in kinds)], rows),
-    )
-
-
 def latencies(rows: Sequence[LatencyRecord]) -> Chart:
     """Draw the time per token on links."""
     panels: dict[str, Series] = {}
@@ -255,13 +163,7 @@ def latencies(rows: Sequence[LatencyRecord]) -> Chart:
         label = ", ".join(filter(None, (row.method, row.folder)))
         label += " *" * bool(row.caveat)
         series = panels.setdefault(f"T = {row.sampling}", {})
-        estimate = Estimate(number_or_nan(row.ms_per_token), *(row.ci95 or ()))
-        series.setdefault(label, {})[row.network] = estimate
-    numbers = [
-        [panel.removeprefix("T = "), *cells]
-        for panel, series in panels.items()
-        for cells in _numbers(series, "network", "ms per token", digits=1).rows
-    ]
+        series.setdefault(label, {})[row.network] = Estimate.of(row.ms_per_token, row.ci95)
     caveats = dict.fromkeys(row.caveat for row in rows if row.caveat)
     return IntervalChart(
         title="Latency against network",
@@ -269,7 +171,7 @@ def latencies(rows: Sequence[LatencyRecord]) -> Chart:
         + "".join(f" * {caveat}." for caveat in caveats),
         panels=panels,
         axis="ms per token",
-        table=Table(["T", "method", "network", "ms per token", "95 % CI"], numbers),
+        has_table=True,
         missing='results.json has no "latency" (edge-cloud runs)',
     )
 
@@ -288,6 +190,5 @@ def all_charts(
         lengths_by_stages(pooled),
         acceptance_by_position(pooled),
         acceptance_by_entropy(pooled),
-        seconds_by_process(pooled),
         latencies(latency),
     ]

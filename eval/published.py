@@ -11,11 +11,10 @@ from pipedraft.cli import UsageError
 from pipedraft.eval.arguments import TableOptions
 from pipedraft.eval.checkpoints import TableContext
 from pipedraft.eval.manifest import build_manifest
-from pipedraft.eval.record import Manifest, is_known
+from pipedraft.eval.record import is_known
 from pipedraft.eval.report import write_report
 from pipedraft.eval.runner import (
     KINDS,
-    Finished,
     RowOutcome,
     Value,
     check,
@@ -196,9 +195,9 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
             raise _nothing_runs(options.name, outcomes)
         print(f"{turns} decoded turns of this share are in {options.out}/traces")
         return
-    finished = KINDS[spec.kind].run(spec, context)
-    if finished.results is None:
-        raise _nothing_runs(options.name, finished.outcomes)
+    outcomes, results = KINDS[spec.kind].run(spec, context)
+    if results is None:
+        raise _nothing_runs(options.name, outcomes)
     drafts, folders = context.drafts, context.drafts.folders
     models = [name for name in folders if drafts.is_model(name)]
     model = drafts.find(models[0]) if models else None
@@ -216,36 +215,22 @@ def make_table(options: TableOptions, argv: Sequence[str]) -> None:
         seed=spec.seed,
     )
     print(spec.title)
-    print(_write(options, spec, finished, manifest, context))
-
-
-def _nothing_runs(name: str, outcomes: Sequence[RowOutcome]) -> ValueError:
-    reasons = dict.fromkeys(outcome.remark for outcome in outcomes)
-    return ValueError(f"--checkpoints: nothing of {name} can be run: {'; '.join(reasons)}")
-
-
-def _write(
-    options: TableOptions,
-    spec: Spec,
-    finished: Finished,
-    manifest: Manifest,
-    context: TableContext,
-) -> str:
-    """Write the files; return the text for the terminal."""
     out: Path = options.out
-    results = finished.results
-    assert results is not None
     if spec.kind == "pipeline":
         write_report(out, results.runs or [], manifest)
     else:
         write_atomically(out / "manifest.json", to_json(manifest))
         write_atomically(out / "results.json", to_json(results))
     lines = notes(spec, context, manifest["hardware"]["processor"])
-    table = paper_table(spec, finished.outcomes)
+    table = paper_table(spec, outcomes)
     parts = [f"# {spec.title}", f"    {manifest['command']}", markdown(table)]
     parts += ["\n".join(f"- {line}" for line in lines), LEGEND]
     write_atomically(out / "table.md", ("\n\n".join(parts) + "\n").encode())
-    content = to_json(table_record(options.name, spec, finished.outcomes))
-    write_atomically(out / "table.json", content)
+    write_atomically(out / "table.json", to_json(table_record(options.name, spec, outcomes)))
     written = f"written: {shlex.quote(str(out))}/table.md, table.json, results.json"
-    return "\n".join([for_terminal(table), *lines, written])
+    print(for_terminal(table), *lines, written, sep="\n")
+
+
+def _nothing_runs(name: str, outcomes: Sequence[RowOutcome]) -> ValueError:
+    reasons = dict.fromkeys(outcome.remark for outcome in outcomes)
+    return ValueError(f"--checkpoints: nothing of {name} can be run: {'; '.join(reasons)}")

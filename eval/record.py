@@ -8,7 +8,6 @@ of the file.
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -394,62 +393,30 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
         return [*(self.runs or ()), *(self.overall or ())]
 
 
-def parse(content: bytes, kind: type[T], where: str) -> T:
+def parse(content: bytes, kind: type[T], path: Path) -> T:
     """Parse a JSON file into its record.
 
-    Args:
-        where: option and file, for messages.
-
     Raises:
-        UsageError: one line with the field and its value.
+        UsageError: one line with the file and the field.
     """
+    where = f"RUN: {str(path)!r}"
     try:
-        found = json.loads(content, parse_constant=lambda _: None)  # NaN, as others write it
-        return msgspec.convert(found, kind)
+        return msgspec.convert(json.loads(content), kind)
     except msgspec.ValidationError as error:
-        text, _, place = str(error).rpartition(" - at `")
-        if not text:
-            raise UsageError(f"{where}: {error}; run the evaluation again") from error
-        place = place.rstrip("`")
-        value = json.dumps(_value_at(found, place))[:60]
-        raise UsageError(
-            f"{where}: {place.removeprefix('$.')}: {text}: {value}; run the evaluation again"
-        ) from error
+        raise UsageError(f"{where}: {error}; run the evaluation again") from error
     except ValueError as error:
         raise UsageError(f"{where} is not JSON ({error}); run the evaluation again") from error
     except RecursionError as error:
         raise UsageError(f"{where} is nested too deeply; run the evaluation again") from error
 
 
-def _value_at(content: Any, place: str) -> object:
-    """Return the value at a path in msgspec's form, such as $.runs[0].stages.
-
-    In a path, [...] stands for any entry of an object.
-    """
-    for key, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", place):
-        if index == "...":
-            return content
-        content = content[int(index)] if index else content[key]
-    return content
-
-
-def read_bytes(option: str, path: Path) -> bytes:
-    """Read a file with a bounded size.
+def read_bytes(path: Path) -> bytes:
+    """Read a file of an evaluation, with a bounded size.
 
     Raises:
-        UsageError: ``option`` named a folder without the file, or with one that is too large.
+        UsageError: there is no such file, or it is too large.
     """
     try:
-        return read_bounded(path, option, MAX_BYTES)
+        return read_bounded(path, "RUN", MAX_BYTES)
     except UsageError as error:
         raise UsageError(f"{error}: the --out folder of python -m pipedraft.eval") from error
-
-
-def read_results(option: str, folder: Path) -> Results:
-    """Read results.json from an evaluation's folder.
-
-    Raises:
-        UsageError: one line with the file, the field and its value.
-    """
-    path = folder / "results.json"
-    return parse(read_bytes(option, path), Results, f"{option}: {str(path)!r}")

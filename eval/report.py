@@ -4,32 +4,22 @@ report.html is one file that needs neither scripts nor a network. jinja2 escapes
 files; the page is report.html.jinja, its charts are in plots.py.
 """
 
-import hashlib
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import msgspec
 from jinja2 import Environment, StrictUndefined
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from pipedraft.cli import Options, UsageError, option
 from pipedraft.eval import compare, plots, tables
-from pipedraft.eval.charts import THEMES, Chart, Span
+from pipedraft.eval.charts import THEMES, printable
+from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import (
-    LatencyRecord,
-    Manifest,
-    Results,
-    RunRecord,
-    is_known,
-    parse,
-    read_bytes,
-)
-from pipedraft.eval.tables import Table, describe, fact, given_options, markdown
+from pipedraft.eval.record import Manifest, Results, RunRecord, is_known
+from pipedraft.eval.tables import Table, describe, fact, markdown
 from pipedraft.files import Values, make_place, to_json, write_atomically
 
 EXAMPLE = """\
@@ -48,93 +38,6 @@ CHARTS = "charts"
 """Folder for the pictures."""
 SHOWN_CHARTS = ("length_by_benchmark.png", "acceptance_by_position.png")
 """Charts in report.md."""
-# Characters that XML forbids, or that can change the reading direction.
-_UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
-)
-
-
-def printable(value: Any) -> Any:
-    """Replace each character that a page cannot contain by a replacement character."""
-    if isinstance(value, str):
-        return _UNPRINTABLE.sub("\ufffd", value)
-    if isinstance(value, msgspec.Struct):
-        return msgspec.convert(printable(msgspec.to_builtins(value)), type(value))
-    if isinstance(value, dict):
-        return {printable(key): printable(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [printable(entry) for entry in value]
-    return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportSource:
-    """Parsed files from one evaluation's folder."""
-
-    name: str
-    entries: list[RunRecord]
-    manifest: Manifest | None = None
-    """Contents of manifest.json; None: there is none."""
-    latency: list[LatencyRecord] = field(default_factory=list)
-    digest: str
-    """SHA-256 of results.json."""
-
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        described = describe(self.manifest or {})
-        if self.manifest is None:
-            described.append(("manifest.json", "missing: what the numbers depend on is unknown"))
-        found = [fact for fact in described if fact[0] != "command"]
-        return [*found, ("results.json", f"SHA-256 {self.digest}")]
-
-    @property
-    def command(self) -> str | None:
-        return fact(self.manifest or {}, "command")
-
-    @property
-    def settings(self) -> list[tuple[str, str]]:
-        return given_options(self.manifest or {})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A folder compared with the first one."""
-
-    title: str
-    warnings: list[str]
-    table: Table | None
-    """Table of compared quantities; None: nothing can be compared, and the warnings say why."""
-    verdicts: Sequence[str] = ()
-
-
-def _summary(pooled: Sequence[RunRecord]) -> Values:
-    """Return each method's main number, and its interval's place from 0 to the largest number."""
-    drafted = [run for run in pooled if run.schedule != AUTOREGRESSIVE and run.steps]
-    lengths = [run.equivalent_acceptance_length for run in drafted]
-    known = [v for x in lengths for v in (x.pooled, *x.ci95) if is_known(v)]
-    scale = max(1.0, *known) * 1.05 if known else 1.0
-
-    def percent(value: float | None) -> str | None:
-        return f"{100 * value / scale:.2f}" if is_known(value) else None
-
-    rows = []
-    for run, length in zip(drafted, lengths, strict=True):
-        low, high = map(percent, length.ci95)
-        rows.append(
-            {
-                "method": ", ".join(
-                    filter(None, (run.method, f"n={run.stages}", run.shape, run.folder))
-                ),
-                "temperature": run.sampling,
-                "length": tables.number(length.pooled),
-                "interval": tables.bounds(length.ci95),
-                "point": percent(length.pooled),
-                "low": low if high is not None else None,
-                "high": high,
-                "lossless": tables.lossless_share(run),
-            }
-        )
-    return {"summary": rows, "scale": f"{scale:.1f}", "one": percent(1.0)}
 
 
 def _losses(runs: Sequence[RunRecord]) -> str:
@@ -158,88 +61,61 @@ def title_of(manifests: Sequence[Manifest], runs: Sequence[RunRecord]) -> str:
     return ", ".join([title, *dict.fromkeys(days[:1] + days[-1:])])
 
 
-def _overview(sources: Sequence[ReportSource], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+def _overview(sources: Sequence[Evaluated], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """Return facts for the top of the page: the measurement, and its target."""
-
-    def listed(values: Iterable[object]) -> str:
-        return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
-
+    manifests = [source.manifest for source in sources]
     prompts = {(run.benchmark, run.prompts) for run in runs if run.benchmark != OVERALL}
-    manifests = [source.manifest or {} for source in sources]
-    found = {
-        "target": listed(fact(manifest, "target", "name") for manifest in manifests),
-        "draft": listed(
-            name for manifest in manifests for name in fact(manifest, "checkpoints") or ()
-        ),
-        "measured": listed(fact(manifest, "created") for manifest in manifests),
-        "methods": listed(r.method for r in runs if r.schedule != AUTOREGRESSIVE),
-        "benchmarks": ", ".join(f"{name} ({count} prompts)" for name, count in sorted(prompts)),
-        "stages": listed(sorted({run.stages for run in runs})),
-        "temperatures": listed(f"{t:g}" for t in sorted({run.temperature for run in runs})),
-        "dtype": listed(fact(manifest, "dtype") for manifest in manifests),
-        "machine": listed(fact(manifest, "hardware", "processor") for manifest in manifests),
-        "runs": ", ".join(source.name for source in sources) if len(sources) > 1 else "",
+    found: dict[str, Iterable[object]] = {
+        "target": [fact(one, "target", "name") for one in manifests],
+        "draft": [name for one in manifests for name in fact(one, "checkpoints") or ()],
+        "measured": [fact(one, "created") for one in manifests],
+        "methods": [run.method for run in runs if run.schedule != AUTOREGRESSIVE],
+        "benchmarks": [f"{name} ({count} prompts)" for name, count in sorted(prompts)],
+        "stages": sorted({run.stages for run in runs}),
+        "temperatures": [f"{t:g}" for t in sorted({run.temperature for run in runs})],
+        "dtype": [fact(one, "dtype") for one in manifests],
+        "machine": [fact(one, "hardware", "processor") for one in manifests],
+        "runs": [source.name for source in sources if len(sources) > 1],
     }
-    return [(name, text) for name, text in found.items() if text]
+    shown = {
+        name: ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
+        for name, values in found.items()
+    }
+    return [(name, text) for name, text in shown.items() if text]
 
 
-def _legend(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Return the Markdown legend as terms; entries begin with a bold one."""
-    plain = " ".join(re.sub(r"[*`]", "", tables.legend(runs)).split())
-    entries = [entry.strip() for entry in plain.removeprefix("- ").split(" - ")]
-    return [(entry.partition(" ")[0].rstrip(","), entry) for entry in entries]
+def _scale(runs: Sequence[RunRecord]) -> float:
+    """Return the right end of the summary's axis, a little above the largest number."""
+    lengths = [run.equivalent_acceptance_length for run in runs]
+    known = [v for x in lengths for v in (x.pooled, *x.ci95) if is_known(v)]
+    return 1.05 * max(1.0, *known) if known else 1.0
 
 
-def build_page(
-    sources: Sequence[ReportSource],
-    *,
-    comparisons: Sequence[Comparison] = (),
-    traces: Mapping[str, Mapping[str, Sequence[Span]]] | None = None,
-) -> bytes:
-    """Build the HTML page for one evaluation, or for several side by side.
-
-    Args:
-        sources: one or more, in page order.
-        traces: name -> process -> its spans; the names are printable.
-    """
-    several = len(sources) > 1
+def build_page(sources: Sequence[Evaluated], comparisons: Sequence[Values] = ()) -> bytes:
+    """Build the HTML page for one evaluation, or for several side by side."""
     runs, pooled, latency = [], [], []
     for source in sources:
-        name = source.name if several else UNSET
-        entries = [printable(replace(entry, run=name)) for entry in source.entries]
+        name = source.name if len(sources) > 1 else UNSET
+        entries = [replace(entry, run=name) for entry in source.entries]
         runs += entries
         pooled += tables.pooled_runs(entries)
-        latency += [printable(replace(row, run=name)) for row in source.latency]
-    charts = plots.all_charts(runs, pooled, latency)
-    charts += [plots.time_line(name, tracks) for name, tracks in (traces or {}).items()]
-    if not traces:
-        reason = "no trace was given (--trace)"
-        charts.append(Chart(title="Time line", caption="", panels={}, axis="ms", missing=reason))
-    summary = _summary(pooled)
-    sections = {
-        "Summary": summary["summary"],
-        "Results": runs,
-        "Plots": True,
-        "Comparison": comparisons,
-        "Provenance": True,
-    }
+        latency += [replace(row, run=name) for row in source.latency]
+    summary = [run for run in pooled if run.schedule != AUTOREGRESSIVE and run.steps]
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.tests["known"] = is_known
     template = Path(__file__).with_name("report.html.jinja").read_text()
     page = environment.from_string(template).render(
-        title=title_of([source.manifest or {} for source in sources], runs),
-        sections=[name for name, content in sections.items() if content],
+        title=title_of([source.manifest for source in sources], runs),
         themes=THEMES,
-        text_columns=tables.TEXT_COLUMNS,
+        tables=tables,
         facts=_overview(sources, runs),
-        warnings=tables.warnings(runs),
+        runs=runs,
         losses=_losses(runs),
-        **summary,
-        results=tables.results_table(runs, with_benchmark=True) if runs else None,
-        legend=_legend(runs),
-        details=tables.details(runs),
-        charts=charts,
+        summary=summary,
+        scale=_scale(summary),
+        charts=plots.all_charts(runs, pooled, latency),
         comparisons=comparisons,
         comparison_legend=compare.LEGEND,
         sources=sources,
@@ -276,7 +152,7 @@ def format_report(
     for name in sorted(benchmarks, key=lambda name: name != OVERALL):
         of_benchmark = [run for run in runs if run.benchmark == name]
         parts += [f"## {name}", markdown(tables.results_table(of_benchmark))]
-    parts += [tables.legend(runs)]
+    parts.append("\n".join(f"- **{term}**: {text}" for term, text in tables.LEGEND.items()))
     for name in (name for name in SHOWN_CHARTS if name in pictures):
         alt = name.removesuffix(".png").replace("_", " ")
         parts.append(f"![{alt}]({CHARTS}/{name})")
@@ -306,13 +182,8 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
         write_atomically(out_dir / CHARTS / name, picture)
     write_atomically(out_dir / "manifest.json", to_json(manifest))
     write_atomically(out_dir / "report.md", format_report(runs, manifest, pictures).encode())
-    source = ReportSource(
-        name=out_dir.resolve().name,
-        entries=parse(content, Results, str(out_dir / "results.json")).entries,
-        manifest=manifest,
-        digest=hashlib.sha256(content).hexdigest(),
-    )
-    write_atomically(out_dir / "report.html", build_page([source]))
+    page = build_page([Evaluated.of(content, manifest, out_dir, out_dir.resolve().name)])
+    write_atomically(out_dir / "report.html", page)
     # Last: once results.json exists, so does the rest.
     write_atomically(out_dir / "results.json", content)
 
@@ -320,28 +191,7 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
 # -- the page of several folders -------------------------------------------------------------------
 
 
-def read_source(folder: Path, name: str) -> ReportSource:
-    """Read an evaluation's folder.
-
-    Args:
-        name: its name on the page.
-    """
-    path, about = folder / "results.json", folder / "manifest.json"
-    content = read_bytes("OUT", path)
-    results = parse(content, Results, f"OUT: {str(path)!r}")
-    manifest = None
-    if about.is_file():
-        manifest = printable(parse(read_bytes("OUT", about), dict, f"OUT: {str(about)!r}"))
-    return ReportSource(
-        name=printable(name),
-        entries=results.entries,
-        manifest=manifest,
-        latency=results.latency or [],
-        digest=hashlib.sha256(content).hexdigest(),
-    )
-
-
-def short_names(folders: Sequence[Path], option: str = "OUT") -> list[str]:
+def short_names(folders: Sequence[Path]) -> list[str]:
     """Return the paths' last parts, as many as needed to tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
@@ -349,53 +199,29 @@ def short_names(folders: Sequence[Path], option: str = "OUT") -> list[str]:
         if len(set(names)) == len(names):
             break
     else:
-        raise UsageError(f"{option}: the same one is given twice; give each once")
+        raise UsageError("RUN: the same one is given twice; give each once")
     return names
 
 
-def read_trace(path: Path) -> dict[str, list[Span]]:
-    """Return process -> its spans, from a Chrome trace written by ``--trace``."""
-    content = printable(parse(read_bytes("--trace", path), dict, f"--trace: {str(path)!r}"))
-    try:
-        events = content["traceEvents"]
-        names = {
-            event["pid"]: str(event["args"]["name"])
-            for event in events
-            if event["ph"] == "M" and event["name"] == "process_name"
-        }
-        tracks: dict[str, list[Span]] = {name: [] for name in names.values()}
-        for event in (event for event in events if event["ph"] == "X"):
-            span = Span(str(event["name"]), float(event["ts"]) / 1e3, float(event["dur"]) / 1e3)
-            tracks[names[event["pid"]]].append(span)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"--trace: {str(path)!r} is no trace of this program ({error!r}); write one with "
-            "python -m pipedraft.inference --backend process --trace FILE"
-        ) from error
-    if not any(tracks.values()):
-        raise UsageError(f"--trace: {str(path)!r} has no spans; decode at least one token with it")
-    return tracks
-
-
-def compare_folders(folders: Sequence[Path], names: Sequence[str]) -> list[Comparison]:
-    """Compare every folder with the first one."""
+def compare_with_first(sources: Sequence[Evaluated]) -> list[Values]:
+    """Compare every evaluation with the first one: title, warnings, table and sentences."""
     found = []
-    for folder, name in zip(folders[1:], names[1:], strict=True):
-        title = f"{name} compared with {names[0]}"
+    baseline, *others = sources
+    for other in others:
+        compared: Values = {"title": f"{other.name} compared with {baseline.name}"}
         try:
-            baseline, other = compare.Evaluated.read(folders[0]), compare.Evaluated.read(folder)
             lines = compare.compare_runs(baseline, other)
         except UsageError as error:
             reason = f"Not compared: {str(error).removeprefix('RUN: ')}."
-            found.append(Comparison(title=title, warnings=[reason], table=None))
+            found.append(compared | {"warnings": [reason], "table": None, "verdicts": []})
             continue
         found.append(
-            Comparison(
-                title=title,
-                warnings=compare.find_warnings(baseline, other, lines),
-                table=Table.of(compare.COLUMNS, lines),
-                verdicts=compare.verdicts(lines),
-            )
+            compared
+            | {
+                "warnings": compare.find_warnings(baseline, other, lines),
+                "table": Table.of(compare.COLUMNS, lines),
+                "verdicts": compare.verdicts(lines),
+            }
         )
     return found
 
@@ -407,12 +233,10 @@ class ReportOptions(Options):
     PROG: ClassVar[str] = "pipedraft eval report"
     EXAMPLE: ClassVar[str] = EXAMPLE
 
-    folders: tuple[Path, ...] = option(metavar="OUT", positional=True)
+    folders: tuple[Path, ...] = option(metavar="RUN", positional=True)
     """--out folders of evaluations"""
-    trace: tuple[Path, ...] = option((), metavar="FILE", repeated=True)
-    """process timeline from pipedraft inference --trace; repeatable"""
     out: Path | None = None
-    """output page; default: OUT/report.html for one folder, report.html for several"""
+    """output page; default: RUN/report.html for one folder, report.html for several"""
 
 
 build_parser = ReportOptions.parser
@@ -423,19 +247,11 @@ def run(argv: Sequence[str]) -> None:
     arguments = ReportOptions.read(argv)
     folders = arguments.folders
     names = short_names(folders)
-    trace_names = short_names(arguments.trace, "--trace") if arguments.trace else []
     path = arguments.out
     if path is None:
         path = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
     make_place("--out", path, b'<meta name="generator" content="pipedraft eval">')
-    sources = [read_source(folder, name) for folder, name in zip(folders, names, strict=True)]
-    traces = {
-        name: read_trace(trace) for name, trace in zip(trace_names, arguments.trace, strict=True)
-    }
-    page = build_page(
-        sources,
-        comparisons=compare_folders(folders, names),
-        traces={printable(name): tracks for name, tracks in traces.items()},
-    )
+    sources = [Evaluated.read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    page = build_page(sources, compare_with_first(sources))
     write_atomically(path, page)
     print(f"written: {path} ({len(page) / 1e3:.0f} kB)")

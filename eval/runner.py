@@ -46,16 +46,6 @@ class RowOutcome:
     """Share of the compared outputs equal to the target's own."""
 
 
-@dataclass(frozen=True)
-class Finished:
-    """Outcomes for a specification's rows, and the entries behind them."""
-
-    outcomes: list[RowOutcome]
-    """One per row in the specification, in order."""
-    results: Results | None
-    """The entries behind them; None: no row could run."""
-
-
 def load_context(spec: Spec, options: TableOptions) -> TableContext:
     """Find the drafts, read the prompts, make the output folder, load the target."""
     search = CheckpointSearch.of(options.checkpoints, spec.drafts)
@@ -124,7 +114,6 @@ def _prepare_pipeline(
         folder = None if row.draft is None else str(context.drafts.folders[row.draft])
         outcome.stages = config.num_stages
         methods[index] = EvalMethod(name=row.name, config=config, draft=draft, checkpoint=folder)
-    weights = weights_identity(spec.target)
     comparison = Evaluation(
         target=context.target,
         tokenizer=context.tokenizer,
@@ -134,7 +123,7 @@ def _prepare_pipeline(
         traces=traces_of(
             context.out,
             context.target,
-            weights=weights,
+            weights=weights_identity(spec.target),
             dtype=dtype_of(context.target),
             shard=context.shard,
         ),
@@ -152,10 +141,10 @@ def decode_shard(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], i
     return outcomes, comparison.decode_shard(list(methods.values())) if methods else None
 
 
-def run_pipeline(spec: Spec, context: TableContext) -> Finished:
+def run_pipeline(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], Results | None]:
     outcomes, methods, comparison = _prepare_pipeline(spec, context)
     if not methods:
-        return Finished(outcomes, None)
+        return outcomes, None
     runs = comparison.run(list(methods.values()))
     for index, method in methods.items():
         name = method.name if method.draft is not None else AUTOREGRESSIVE
@@ -173,7 +162,7 @@ def run_pipeline(spec: Spec, context: TableContext) -> Finished:
             }
             for benchmark, run in own.items()
         }
-    return Finished(outcomes, Results(runs=runs))
+    return outcomes, Results(runs=runs)
 
 
 def _runnable(spec: Spec) -> list[Row]:
@@ -225,7 +214,7 @@ def check_edge(spec: Spec) -> None:
             raise ValueError(f"method {method!r} of row {row.name!r}: draft {row.draft}")
 
 
-def run_edge(spec: Spec, context: TableContext) -> Finished:
+def run_edge(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], Results | None]:
     outcomes = [_found(row, context) for row in spec.rows]
     target, runs, tried = SharedTarget(context.target), [], []
     for row, outcome in zip(spec.rows, outcomes, strict=True):
@@ -246,7 +235,7 @@ def run_edge(spec: Spec, context: TableContext) -> Finished:
     for outcome, entry in zip(tried, measured, strict=True):
         outcome.values = {None: {q: get(entry) for q, get in EDGE_QUANTITIES.items()}}
         outcome.agreement = lossless_share(entry)
-    return Finished(outcomes, Results(latency=measured))
+    return outcomes, Results(latency=measured)
 
 
 @dataclass(frozen=True)
@@ -256,7 +245,8 @@ class Kind:
     quantities: frozenset[str]
     check: Callable[[Spec], None]
     """Raises ValueError if no method can run a row."""
-    run: Callable[[Spec, TableContext], Finished]
+    run: Callable[[Spec, TableContext], tuple[list[RowOutcome], Results | None]]
+    """Returns an outcome per row, and the entries behind them; None: no row could run."""
 
 
 KINDS = {

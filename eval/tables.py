@@ -1,6 +1,6 @@
 """Text tables for every report, in Markdown or for the terminal, and manifest.json as lines."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -8,45 +8,47 @@ from msgspec import UNSET, UnsetType
 
 from pipedraft.eval.groups import group_name
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import EntropyRecord, LatencyRecord, Manifest, RunRecord, is_known
+from pipedraft.eval.record import (
+    AcceptanceLength,
+    CategoryRecord,
+    EntropyRecord,
+    GroupRecord,
+    LatencyRecord,
+    Manifest,
+    RunRecord,
+    is_known,
+)
 from pipedraft.eval.tasks import FORMS
-from pipedraft.inference.config import COST_PRESETS
 
 Cell = Callable[[RunRecord], str]
 Entry = TypeVar("Entry")
-HISTOGRAM_LENGTHS = 8
 NUM_POSITIONS = 6
-LEGEND = """\
-- **n** pipeline stages of the target, **T** temperature, **W** tree width (draft tokens per layer,
-  children of the root, or branches of a micro-batch), **tree** what is drafted at once
-  (chain:levels, dynamic:levels:beams:tokens, or micro-batch:tokens), **N** tokens after the prefill
-  token, **K** pipeline steps (idle and rejecting ones counted).
-- **alpha** accepted over tested draft tokens; **tau** tokens per round.
-- **L'** = n N / K, the equivalent acceptance length: *pooled* is n sum(N) / sum(K) with its 95 %
-  bootstrap interval over conversations, *mean* the average over conversations, *benchmark mean* the
-  average over benchmarks, each pooled. Autoregressive decoding has L' = 1 by construction for
-  every n, so it is decoded once per temperature, on the smallest n of the table.
-- **S** modeled speed-up under the engine's cost model. **tokens/s** and **speed-up** are measured
-  in this process (prefill excluded), the latter against the autoregressive row. The three
-  measures are different things and must not be compared with each other.
-- **lossless** turns whose greedy output equals that of `transformers`, of turns checked; at T > 0,
-  by the rule gumbel, and with --bitwise that of plain decoding with the same seed. It is exact for
-  a target in float32 and with --bitwise; in half precision without, near-ties may fall differently,
-  and sampled outputs are not compared.
+LEGEND = {
+    "n, T, W, tree": "pipeline stages of the target; temperature; tree width (draft tokens per "
+    "layer, children of the root, or branches of a micro-batch); what is drafted at once "
+    "(chain:levels, dynamic:levels:beams:tokens, or micro-batch:tokens).",
+    "N, K": "tokens after the prefill token; pipeline steps (idle and rejecting ones counted).",
+    "alpha, tau": "accepted over tested draft tokens; tokens per round.",
+    "L'": "n N / K, the equivalent acceptance length. Pooled: n sum(N) / sum(K) with its 95 % "
+    "bootstrap interval over conversations. Mean: over conversations. Benchmark mean: over "
+    "benchmarks, each pooled. Autoregressive decoding has L' = 1 by construction for every n, so "
+    "it is decoded once per temperature, on the smallest n of the table.",
+    "S": "modeled speed-up under the engine's cost model.",
+    "tokens/s, speed-up": "measured in this process (prefill excluded), the latter against the "
+    "autoregressive row. L', S and the speed-up are different things and must not be compared with "
+    "each other.",
+    "lossless": "turns whose greedy output equals that of `transformers`, of turns checked; at T > "
+    "0, by the rule gumbel, and with --bitwise that of plain decoding with the same seed. It is "
+    "exact for a target in float32 and with --bitwise; in half precision without, near-ties may "
+    "fall differently, and sampled outputs are not compared.",
+    "score": "(with --score) share of right answers (last number, GSM8K) with its 95 % Wilson "
+    "interval. Lossless decoding leaves it as the target's own.",
+}
+ROW_COST_TEXT = """\
+Modeled speed-up S where every row after a segment's first makes a stage longer by this part of its
+time: the steps of the run, priced again. Draft tokens that were chosen by the cost of a row (auto)
+have the run's own cost alone.
 """
-SCORE_LEGEND = """\
-- **score** share of right answers (last number, GSM8K) with its 95 % Wilson interval. Lossless
-  decoding leaves it as the target's own.
-"""
-HISTOGRAM_TEXT = "Share of rounds that emitted so many tokens, the target's own one included."
-CATEGORY_TEXT = "Acceptance and L' of each category of prompts, with 95 % intervals over prompts."
-ROW_COST_TEXT = (
-    "Modeled speed-up S where every row after a segment's first makes a stage longer by this part "
-    "of its time: the steps of the run, priced again. Draft tokens that were chosen by the cost of "
-    "a row (auto) have the run's own cost alone. The presets' costs: "
-    + ", ".join(f"{name} {cost.row:.2g}" for name, cost in COST_PRESETS.items())
-    + "."
-)
 POSITION_TEXT = """\
 Share accepted of the draft tokens tested as first, second, ... of their round, with 95 % intervals
 over prompts.
@@ -63,9 +65,8 @@ round is of its first token's group. 95 % intervals over prompts.
 REPEATS_TEXT = """\
 Everything was decoded several times with the same random numbers: only the machine's speed differs.
 """
-PROCESS_TEXT = """\
-Seconds that each process spent on each kind of work, over all prompts.
-"""
+PROCESS_TEXT = "Seconds that each process spent on each kind of work, over all prompts."
+CATEGORY_TEXT = "Acceptance and L' of each category of prompts, with 95 % intervals over prompts."
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,17 @@ def bounds(interval: Sequence[float | None], digits: int = 3) -> str:
     return f"[{low:.{digits}f}, {high:.{digits}f}]" if is_known(low) and is_known(high) else "-"
 
 
-def _wallclock(run: RunRecord, key: str, digits: int) -> str:
-    return "-" if run.wallclock is None else number(getattr(run.wallclock, key), digits)
+def estimate(value: float | None, interval: Sequence[float | None], digits: int = 3) -> str:
+    """Return a number with its interval, if there is one."""
+    return f"{number(value, digits)} {bounds(interval, digits)}".removesuffix(" -")
+
+
+def _rate(part: CategoryRecord | EntropyRecord | GroupRecord) -> str:
+    return estimate(part.draft_acceptance_rate, part.draft_acceptance_rate_ci95)
+
+
+def _length(length: AcceptanceLength) -> str:
+    return estimate(length.pooled, length.ci95)
 
 
 def lossless_share(run: RunRecord | LatencyRecord) -> str:
@@ -128,7 +138,7 @@ def lossless_share(run: RunRecord | LatencyRecord) -> str:
 
 def _score(run: RunRecord) -> str:
     score = run.score
-    return "-" if score is UNSET else f"{number(score.mean)} {bounds(score.ci95, 2)}"
+    return "-" if score is UNSET else estimate(score.mean, score.ci95, 2)
 
 
 RUN_COLUMN: dict[str, Cell] = {"run": lambda run: run.folder}
@@ -151,33 +161,19 @@ COLUMNS: dict[str, Cell] = {
     "95 % CI": lambda run: bounds(run.equivalent_acceptance_length.ci95),
     "L' mean": lambda run: number(run.equivalent_acceptance_length.mean),
     "S": lambda run: number(run.theoretical_speedup),
-    "tokens/s": lambda run: _wallclock(run, "tokens_per_s", 1),
-    "speed-up": lambda run: _wallclock(run, "speedup", 2),
+    "tokens/s": lambda run: number(run.wallclock.tokens_per_s if run.wallclock else None, 1),
+    "speed-up": lambda run: number(run.wallclock.speedup if run.wallclock else None, 2),
     "lossless": lossless_share,
 }
 SCORE_COLUMN: dict[str, Cell] = {"score": _score}
 MEAN_COLUMN: dict[str, Cell] = {"L' benchmark mean": lambda run: number(run.benchmark_mean)}
 TEXT_COLUMNS = {"benchmark", "method", "category", "of", "run", "network", "process"}
-TEXT_COLUMNS |= {"group", "domain", "target", "scope"}
+TEXT_COLUMNS |= {"group", "domain", "target", "scope", "panel", "series", "place"}
 """Text columns; the others contain numbers."""
-
-
-def _is_scored(runs: Sequence[RunRecord]) -> bool:
-    return any(run.score is not UNSET for run in runs)
-
-
-def legend(runs: Sequence[RunRecord]) -> str:
-    return LEGEND + (SCORE_LEGEND if _is_scored(runs) else "")
 
 
 def _named(runs: Sequence[RunRecord], columns: dict[str, Cell]) -> dict[str, Cell]:
     return (RUN_COLUMN if any(run.folder for run in runs) else {}) | columns
-
-
-def _setting(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
-    """Return header and cells that identify each entry."""
-    table = Table.of(_named(runs, SETTING_COLUMNS), runs)
-    return table.header, table.rows
 
 
 def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
@@ -186,7 +182,9 @@ def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) ->
     Args:
         with_benchmark: for entries from several benchmarks.
     """
-    columns = COLUMNS | (SCORE_COLUMN if _is_scored(runs) else {})
+    columns = dict(COLUMNS)
+    if any(run.score is not UNSET for run in runs):
+        columns |= SCORE_COLUMN
     if any(run.benchmark == OVERALL for run in runs):
         columns |= MEAN_COLUMN
     if with_benchmark:
@@ -194,117 +192,9 @@ def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) ->
     return Table.of(_named(runs, columns), runs)
 
 
-def histogram_table(runs: Sequence[RunRecord]) -> Table:
-    """Return the share of rounds that emitted j tokens."""
-    lengths = [str(j) for j in range(HISTOGRAM_LENGTHS + 1)] + [f"> {HISTOGRAM_LENGTHS}"]
-    header, rows = _setting(runs)
-    for row, run in zip(rows, runs, strict=True):
-        counts = run.acceptance_histogram
-        head = counts[: HISTOGRAM_LENGTHS + 1]
-        head = head + [0] * (HISTOGRAM_LENGTHS + 1 - len(head))
-        row += [f"{n / run.rounds:.3f}" for n in (*head, sum(counts[HISTOGRAM_LENGTHS + 1 :]))]
-    return Table(header + lengths, rows)
-
-
-def row_cost_table(runs: Sequence[RunRecord]) -> Table:
-    """Return S by the cost per row."""
-    costs = sorted({cost for run in runs for cost in run.theoretical_speedup_by_row}, key=float)
-    header, rows = _setting(runs)
-    for row, run in zip(rows, runs, strict=True):
-        row += [number(run.theoretical_speedup_by_row.get(cost)) for cost in costs]
-    return Table(header + costs, rows)
-
-
-def position_table(runs: Sequence[RunRecord]) -> Table:
-    """Return the acceptance rate for the first, second, ... token in a round."""
-    header, rows = _setting(runs)
-    for row, run in zip(rows, runs, strict=True):
-        rates = run.acceptance_by_position[:NUM_POSITIONS]
-        row += [
-            f"{number(rate, 2)} {bounds(interval, 2)}".removesuffix(" -")
-            for rate, interval in zip(rates, run.acceptance_by_position_ci95, strict=False)
-        ]
-        row += ["-"] * (NUM_POSITIONS - len(rates))
-    return Table(header + [str(j + 1) for j in range(NUM_POSITIONS)], rows)
-
-
-def has_categories(run: RunRecord) -> bool:
-    """Return True if a benchmark's prompts have several categories.
-
-    Return False for entries pooled over benchmarks, because each benchmark has its own entry.
-    """
-    drafted = run.schedule != AUTOREGRESSIVE and run.benchmark != OVERALL
-    return drafted and len(run.acceptance_by_category) > 1
-
-
-def category_table(runs: Sequence[RunRecord]) -> Table:
-    header, settings = _setting(runs)
-    rows = []
-    for setting, run in zip(settings, runs, strict=True):
-        for name, category in run.acceptance_by_category.items():
-            length = category.equivalent_acceptance_length
-            rows.append(
-                setting
-                + [name, str(category.prompts), number(category.draft_acceptance_rate)]
-                + [bounds(category.draft_acceptance_rate_ci95), number(length.pooled)]
-                + [bounds(length.ci95)]
-            )
-    return Table([*header, "category", "prompts", "alpha", "95 % CI", "L' pooled", "95 % CI"], rows)
-
-
 def entropy_range(entropy_bin: EntropyRecord) -> str:
     low, high = entropy_bin.entropy_from, entropy_bin.entropy_to
     return f"{low:g} to {high:g}" if is_known(high) else f"{low:g} up"
-
-
-def entropy_table(runs: Sequence[RunRecord]) -> Table:
-    """Return acceptance by the target's entropy in nats."""
-    header, settings = _setting(runs)
-    rows = [
-        [*setting, entropy_range(found), str(found.tests)]
-        + [number(found.draft_acceptance_rate), bounds(found.draft_acceptance_rate_ci95)]
-        for setting, run in zip(settings, runs, strict=True)
-        for found in run.acceptance_by_entropy
-    ]
-    return Table([*header, "nats", "tests", "alpha", "95 % CI"], rows)
-
-
-def group_table(runs: Sequence[RunRecord]) -> Table:
-    """Return acceptance by text group."""
-    header, settings = _setting(runs)
-    rows = [
-        [*setting, group_name(found.group), str(found.prompts), str(found.tests)]
-        + [number(found.draft_acceptance_rate), bounds(found.draft_acceptance_rate_ci95)]
-        + [number(found.mean_acceptance_length)]
-        for setting, run in zip(settings, runs, strict=True)
-        for found in run.acceptance_by_group
-    ]
-    return Table([*header, "group", "prompts", "tests", "alpha", "95 % CI", "tau"], rows)
-
-
-def repeats_table(runs: Sequence[RunRecord]) -> Table:
-    """Return tokens per second for every repeat."""
-    header, settings = _setting(runs)
-    rows = []
-    for setting, run in zip(settings, runs, strict=True):
-        found = run.repeats
-        assert found is not UNSET
-        speeds = " ".join(number(speed, 2) for speed in found.tokens_per_s)
-        rows.append([*setting, str(found.repeats), speeds, str(found.unequal_turns)])
-    return Table([*header, "repeats", "tokens/s of each", "turns that differ"], rows)
-
-
-def process_table(runs: Sequence[RunRecord]) -> Table:
-    """Return the seconds each process spent on each kind of work."""
-    header, settings = _setting(runs)
-    kinds = list(dict.fromkeys(k for run in runs for p in run.processes for k in p.seconds))
-    rows = [
-        [*setting, process.name, *(number(process.seconds.get(kind), 2) for kind in kinds)]
-        + [number(process.peak_rss_mb, 0)]
-        for setting, run in zip(settings, runs, strict=True)
-        for process in run.processes
-    ]
-    return Table([*header, "process", *(f"{kind} s" for kind in kinds), "peak MB"], rows)
 
 
 def pooled_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -325,33 +215,122 @@ class Detail(NamedTuple):
     table: Table
 
 
+def _part_table(
+    runs: Sequence[RunRecord],
+    header: Sequence[str],
+    lines: Callable[[RunRecord], Iterable[list[str]]],
+) -> Table:
+    """Build a table with several lines for a run, each after the columns that identify the run."""
+    settings = Table.of(_named(runs, SETTING_COLUMNS), runs)
+    pairs = zip(settings.rows, runs, strict=True)
+    rows = [setting + line for setting, run in pairs for line in lines(run)]
+    return Table([*settings.header, *header], rows)
+
+
+def row_cost_table(runs: Sequence[RunRecord]) -> Table:
+    """Return S by the cost per row."""
+    priced = [run for run in runs if run.theoretical_speedup_by_row]
+    costs = sorted({cost for run in priced for cost in run.theoretical_speedup_by_row}, key=float)
+    return _part_table(
+        priced,
+        costs,
+        lambda run: [[number(run.theoretical_speedup_by_row.get(cost)) for cost in costs]],
+    )
+
+
+def position_table(runs: Sequence[RunRecord]) -> Table:
+    """Return the acceptance rate for the first, second, ... token in a round."""
+
+    def cells(run: RunRecord) -> list[str]:
+        rates = zip(run.acceptance_by_position, run.acceptance_by_position_ci95, strict=False)
+        found = [estimate(rate, interval, 2) for rate, interval in rates]
+        return [*found, *["-"] * NUM_POSITIONS][:NUM_POSITIONS]
+
+    header = [str(j + 1) for j in range(NUM_POSITIONS)]
+    return _part_table(runs, header, lambda run: [cells(run)])
+
+
+def category_table(runs: Sequence[RunRecord]) -> Table:
+    return _part_table(
+        runs,
+        ["category", "prompts", "alpha", "L' pooled"],
+        lambda run: [
+            [name, str(part.prompts), _rate(part), _length(part.equivalent_acceptance_length)]
+            for name, part in run.acceptance_by_category.items()
+        ],
+    )
+
+
+def entropy_table(runs: Sequence[RunRecord]) -> Table:
+    """Return acceptance by the target's entropy in nats."""
+    return _part_table(
+        runs,
+        ["nats", "tests", "alpha"],
+        lambda run: [
+            [entropy_range(part), str(part.tests), _rate(part)]
+            for part in run.acceptance_by_entropy
+        ],
+    )
+
+
+def group_table(runs: Sequence[RunRecord]) -> Table:
+    """Return acceptance by text group."""
+    return _part_table(
+        runs,
+        ["group", "prompts", "tests", "alpha", "tau"],
+        lambda run: [
+            [group_name(part.group), str(part.prompts), str(part.tests), _rate(part)]
+            + [number(part.mean_acceptance_length)]
+            for part in run.acceptance_by_group
+        ],
+    )
+
+
+def repeats_table(runs: Sequence[RunRecord]) -> Table:
+    """Return tokens per second for every repeat."""
+    return _part_table(
+        runs,
+        ["repeats", "tokens/s of each", "turns that differ"],
+        lambda run: [
+            [str(part.repeats), " ".join(number(speed, 2) for speed in part.tokens_per_s)]
+            + [str(part.unequal_turns)]
+            for part in [run.repeats]
+            if part is not UNSET
+        ],
+    )
+
+
+def process_table(runs: Sequence[RunRecord]) -> Table:
+    """Return the seconds each process spent on each kind of work."""
+    kinds = list(dict.fromkeys(k for run in runs for p in run.processes for k in p.seconds))
+    return _part_table(
+        runs,
+        ["process", *(f"{kind} s" for kind in kinds), "peak MB"],
+        lambda run: [
+            [part.name, *(number(part.seconds.get(kind), 2) for kind in kinds)]
+            + [number(part.peak_rss_mb, 0)]
+            for part in run.processes
+        ],
+    )
+
+
 def details(runs: Sequence[RunRecord]) -> list[Detail]:
     """Return tables of further records in the entries, besides the results."""
     pooled = pooled_runs(runs)
     drafted = drafted_runs(pooled)
-    priced = [run for run in drafted if run.theoretical_speedup_by_row]
-    counted = [run for run in drafted if run.acceptance_by_entropy]
-    grouped = [run for run in drafted if run.acceptance_by_group]
-    repeated = [run for run in pooled if run.repeats is not UNSET]
-    timed = [run for run in pooled if run.processes]
     found = [
-        Detail(title, text, make(chosen))
-        for title, text, make, chosen in (
-            ("Tokens per round", HISTOGRAM_TEXT, histogram_table, drafted),
-            ("S by the cost of a row", ROW_COST_TEXT, row_cost_table, priced),
-            ("Acceptance by position", POSITION_TEXT, position_table, drafted),
-            ("Acceptance by entropy", ENTROPY_TEXT, entropy_table, counted),
-            ("Acceptance by group", GROUP_TEXT, group_table, grouped),
-            ("Repeats", REPEATS_TEXT, repeats_table, repeated),
-            ("Processes", PROCESS_TEXT, process_table, timed),
-        )
-        if chosen
+        Detail("S by the cost of a row", ROW_COST_TEXT, row_cost_table(drafted)),
+        Detail("Acceptance by position", POSITION_TEXT, position_table(drafted)),
+        Detail("Acceptance by entropy", ENTROPY_TEXT, entropy_table(drafted)),
+        Detail("Acceptance by group", GROUP_TEXT, group_table(drafted)),
+        Detail("Repeats", REPEATS_TEXT, repeats_table(pooled)),
+        Detail("Processes", PROCESS_TEXT, process_table(pooled)),
     ]
-    for name in dict.fromkeys(run.benchmark for run in runs):
-        varied = [run for run in runs if run.benchmark == name and has_categories(run)]
-        if varied:
-            found.append(Detail(f"{name} by category", CATEGORY_TEXT, category_table(varied)))
-    return found
+    varied = [run for run in drafted_runs(runs) if len(run.acceptance_by_category) > 1]
+    for name in dict.fromkeys(run.benchmark for run in varied if run.benchmark != OVERALL):
+        table = category_table([run for run in varied if run.benchmark == name])
+        found.append(Detail(f"{name} by category", CATEGORY_TEXT, table))
+    return [detail for detail in found if detail.table.rows]
 
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
@@ -401,16 +380,13 @@ def fact(manifest: Manifest, *path: str) -> Any:
 
 def describe(manifest: Manifest) -> list[tuple[str, str]]:
     """Return facts (name, value) needed to repeat a run, or to tell two runs apart."""
-
-    def leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                yield from leaves(f"{name} {key}", inner)
-        elif value not in (None, "") and not isinstance(value, list):
-            yield name, str(value)
-
-    facts = (leaves(name, value) for name, value in manifest.items() if name != "config")
-    return [named for found in facts for named in found]
+    found: list[tuple[str, str]] = []
+    for name, value in manifest.items():
+        if isinstance(value, dict) and name != "config":
+            found += [(f"{name} {inner}", text) for inner, text in describe(value)]
+        elif value not in (None, "") and not isinstance(value, dict | list):
+            found.append((name, str(value)))
+    return found
 
 
 def given_options(manifest: Manifest) -> list[tuple[str, str]]:

@@ -161,7 +161,7 @@ def code_hash() -> str:
 
 
 def traces_of(
-    out: Path,
+    out: Path | None,
     target: "PreTrainedModel",
     *,
     weights: str,
@@ -172,7 +172,7 @@ def traces_of(
     """Open an evaluation's traces.
 
     Args:
-        out: results folder.
+        out: results folder; None: keep turns in memory.
         weights: the target's, as ``weights_identity`` names them.
         dtype: the target's, from ``dtype_of``.
         shard: "2/4" is the second of four.
@@ -186,7 +186,8 @@ def traces_of(
         "versions": [version(name) for name in ("torch", "transformers")],
         "code": code_hash(),
     }
-    return Traces(out / "traces", identity, (int(index) - 1, int(number)))
+    folder = None if out is None else out / "traces"
+    return Traces(folder, identity, (int(index) - 1, int(number)))
 
 
 def remove_traces(out: Path, shard: str | None = None) -> None:

@@ -116,18 +116,17 @@ class ScheduleOptions(Options):
     """Settings present on the command line."""
 
     @classmethod
-    def add_to(cls, parser: ArgumentParser, shows_help: bool) -> None:
-        super().add_to(parser, shows_help)
-        about = "Each line begins with the schedules that accept the setting."
-        group = parser.add_argument_group(ScheduleOptions.__doc__, about)
-        for name, owners in setting_owners().items():
-            _add_setting(group, name, owners, cls.SETTINGS_ARE_LISTS, shows_help)
-
-    @classmethod
-    def add_short(cls, parser: ArgumentParser) -> None:
-        super().add_short(parser)
-        for name in ("tree", "tree_width"):
-            _add_setting(parser, name, setting_owners()[name], cls.SETTINGS_ARE_LISTS, True)
+    def add_to(cls, parser: ArgumentParser, shows_help: bool, is_short: bool) -> None:
+        super().add_to(parser, shows_help, is_short)
+        owners = setting_owners()
+        group: Group = parser
+        if is_short:  # what newcomers set
+            owners = {name: owners[name] for name in ("tree", "tree_width")}
+        else:
+            about = "Each line begins with the schedules that accept the setting."
+            group = parser.add_argument_group(ScheduleOptions.__doc__, about)
+        for name, schedules in owners.items():
+            _add_setting(group, name, schedules, cls.SETTINGS_ARE_LISTS, shows_help)
 
     @classmethod
     def values(cls, parsed: Values) -> Values:

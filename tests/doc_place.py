@@ -103,7 +103,6 @@ SOURCES = f'--data.sources=[{{"path": "{CHATS}"}}]'
 SMALL_TRAINING = [
     SOURCES,
     "--data.max_length=96",
-    "--data.pack=false",
     "--data.valid_fraction=0.2",
     "--batch_tokens=256",
     "--max_steps=1",
@@ -116,7 +115,7 @@ TRAINERS = ("pipedraft.train", TARGETS)
 NO_FEATURES = {"pipedraft.train": ["--features=null"]}
 SMALL_TARGETS = [
     SOURCES,
-    "--data.max_length=96",
+    "--row_length=96",
     "--data.valid_fraction=0.2",
     "--training.max_steps=1",
     "--training.per_device_train_batch_size=1",

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedraft.cli import run_command
 from pipedraft.eval.__main__ import run
+from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.lossless import generate_greedy
 from pipedraft.eval.metrics import (
     AUTOREGRESSIVE,
@@ -23,8 +24,7 @@ from pipedraft.eval.metrics import (
     acceptance_intervals_by_position,
     run_record,
 )
-from pipedraft.eval.record import LosslessRecord, PromptRecord, Results, RunRecord, parse
-from pipedraft.eval.report import ReportSource
+from pipedraft.eval.record import LosslessRecord, PromptRecord, RunRecord
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult
@@ -272,17 +272,15 @@ def read_back(entries: list[RunRecord]) -> list[dict]:
     return json.loads(to_json(entries))
 
 
-def source(entries: list, name: str = "a", *, latency: Sequence[dict] = (), **more) -> ReportSource:
+def source(
+    entries: list, name: str = "a", *, manifest: dict | None = None, latency: Sequence[dict] = ()
+) -> Evaluated:
     """
     Args:
         entries: records, or the result of ``read_back`` on them.
     """
     content = to_json({"runs": entries, "latency": list(latency)})
-    found = parse(content, Results, "results.json")
-    digest = "0" * 64
-    return ReportSource(
-        name=name, entries=found.entries, latency=found.latency, digest=digest, **more
-    )
+    return Evaluated.of(content, manifest or {}, Path(), name)
 
 
 def first_layer(model) -> LanguageModelDraft:

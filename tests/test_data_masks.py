@@ -11,7 +11,7 @@ from small_tokenizers import CHAT_TEMPLATE
 from tokenizers.processors import TemplateProcessing
 
 from pipedraft.data_recipes.chat import mark_tokens
-from pipedraft.data_recipes.conversations import normalize_conversation
+from pipedraft.data_recipes.conversations import read_conversation
 
 # Cuts thinking from every assistant turn before a later user turn, as Qwen3's template does.
 STRIPS_THINKING = (
@@ -203,11 +203,11 @@ def test_offsets_trimmed_of_whitespace_still_mark_the_whitespace_token():
 def test_openai_and_sharegpt_rows_become_the_same_messages():
     expected = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    assert normalize_conversation({"messages": expected}) == expected
-    assert normalize_conversation({"conversations": expected}) == expected
-    assert normalize_conversation({"conversations": sharegpt, "id": 3}) == expected
+    assert read_conversation({"messages": expected}).messages == expected
+    assert read_conversation({"conversations": expected}).messages == expected
+    assert read_conversation({"conversations": sharegpt, "id": 3}).messages == expected
     nulls = [turn | {"role": None, "content": None} for turn in sharegpt]
-    assert normalize_conversation({"messages": None, "conversations": nulls}) == expected
+    assert read_conversation({"messages": None, "conversations": nulls}).messages == expected
 
 
 @pytest.mark.parametrize(
@@ -226,4 +226,4 @@ def test_openai_and_sharegpt_rows_become_the_same_messages():
 )
 def test_a_bad_row_names_its_reason(row, reason):
     with pytest.raises(ValueError, match=reason):
-        normalize_conversation(row)
+        read_conversation(row)

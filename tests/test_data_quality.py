@@ -276,17 +276,3 @@ def test_the_draw_does_not_follow_the_split():
         assert abs(copies[is_valid].mean() - copies[~is_valid].mean()) < 0.03
         larger = draw_copies(hashes, np.full(len(hashes), weight + 0.3))
         assert (larger >= copies).all()
-
-
-def test_packed_documents_are_repeated_by_weight(load, tokenizer, tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(3):
-        (folder / f"{i}.txt").write_text(f"document {i}")
-    source = Source(path=str(folder), kind="text", weight=3)
-    data = load(source, pack=True, valid_fraction=0.0, max_length=64)
-    ids = [token for row in data.train["input_ids"] for token in row]
-    documents = Counter(tokenizer.decode(ids).split("<|endoftext|>")[:-1])
-    assert documents == {f"document {i}": 3 for i in range(3)}
-    assert data.report.tokens == len(ids) == data.report.supervised_tokens
-    assert data.report.rows_kept == 3

@@ -37,7 +37,6 @@ HEADS = {
     "eagle3": lambda target: make_head(target, feature_layers=(2, 4, 5), draft_vocab_size=200),
     "normed": lambda target: make_head(target, fc_norm=True),
     "eagle": lambda target: make_head(target, "eagle"),
-    "dflash": lambda target: make_head(target, "dflash", block_size=DEPTH + 1),
 }
 
 
@@ -62,10 +61,6 @@ def place(tmp_path_factory):
             head.draft_ids.copy_(torch.arange(5, 205))
             head.lm_head.weight.copy_(target.lm_head.weight[5:205])
             head.midlayer.self_attn.o_proj.weight.mul_(4)
-        elif name == "dflash":
-            for layer in head.decoder_layers:
-                layer.self_attn.k_norm.weight.normal_(0, 3)
-                layer.self_attn.o_proj.weight.mul_(4)
         else:
             for norm in head.fc_norm:
                 norm.weight.normal_(1, 2)
@@ -79,13 +74,11 @@ def place(tmp_path_factory):
     return folder
 
 
-def answer_of(place, files, *, dtype="float32", rendered=True, tokens=None, spoil=None):
+def answer_of(place, files, *, dtype="float32", rendered=True, tokens=None):
     """Draft as an engine would, with the head described by these files."""
     name = str(place / "target")
     target, tokenizer = load_target(name, dtype=getattr(torch, dtype)), load_tokenizer(name)
     draft = load_draft(str(files), target).to(target.dtype)
-    if spoil is not None:
-        spoil(draft)
     decoding = Decoding(target, tokenizer, draft, depth=DEPTH, max_new_tokens=TOKENS)
     runs, accepted, drafts = [], [0] * DEPTH, 0
     for prompt in load_tasks([str(place / "own.jsonl")], None, None)["own"]:
@@ -196,21 +189,6 @@ def test_faults_of_positions_maps_dtype_and_prompts_are_named(parity, place, mon
     named("template")
     answer_of(place, place / "eagle3", dtype="bfloat16")
     named("dtype")
-
-
-def norm_the_context_as_layer_0(draft):
-    """Compute like a kernel without a row per layer in its norm's weights."""
-    first, *others = (layer.self_attn.k_norm for layer in draft.decoder_layers)
-    size = draft.config.block_size
-    for norm in others:
-        own = norm.forward
-        norm.forward = lambda x, own=own: torch.cat([first(x[:-size]), own(x[-size:])])
-
-
-def test_a_norm_of_one_layer_for_all_is_named(parity, place):
-    answer_of(place, place / "dflash", spoil=norm_the_context_as_layer_0)
-    status, out, _ = parity(place / "dflash")
-    assert status == 1 and "norm: every layer norms the context's keys with" in out, out
 
 
 def test_a_peers_files_are_run_as_they_are(parity, place):

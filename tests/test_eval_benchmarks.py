@@ -72,29 +72,15 @@ def test_nq_is_natural_questions_and_not_a_second_benchmark(tmp_path) -> None:
 
 
 ALPACA = {"instruction": "Name a color.", "input": "", "output": "Red."}
-ALPACA_WITH_INPUT = {"instruction": "Double it.", "input": "4", "output": "8"}
 
 
-@pytest.mark.parametrize("file", ["alpaca_data.json", "alpaca_data.jsonl"])
-def test_alpaca_joins_instruction_and_input(tmp_path, file) -> None:
-    rows = [ALPACA, ALPACA_WITH_INPUT]
-    path = tmp_path / "alpaca" / file
-    if path.suffix == ".json":
-        path.parent.mkdir()
-        path.write_text(json.dumps(rows))
-    else:
-        write_rows(path, *rows)
+def test_alpaca_joins_instruction_and_input(tmp_path) -> None:
+    path = tmp_path / "alpaca" / "alpaca_data.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps([ALPACA, {"instruction": "Double it.", "input": "4"}]))
     first, second = load_task("alpaca", tmp_path)
     assert (first.turns, first.reference) == (["Name a color."], "Red.")
     assert second.turns == ["Double it.\n\n4"]
-
-
-def test_alpaca_may_be_eagles_questions(tmp_path) -> None:
-    write_rows(
-        tmp_path / "alpaca" / "question.jsonl", question(0, "", "Name one.", reference=["x"])
-    )
-    (prompt,) = load_task("alpaca", tmp_path)
-    assert (prompt.task, prompt.id, prompt.turns) == ("alpaca", "0", ["Name one."])
 
 
 @pytest.mark.parametrize(
@@ -121,16 +107,8 @@ def test_rows_of_the_hub_are_those_of_the_files(
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     (prompt,) = load_task(name, "hub:")
-    assert load_task(name, "hub:me/other")[0].turns == prompt.turns
-    assert calls == [asked, ("me/other", *asked[1:])]
+    assert calls == [asked]
     assert (prompt.task, prompt.turns, prompt.reference) == (name, [turn], reference)
-
-
-def test_another_hub_set_may_hold_spec_benchs_rows(monkeypatch) -> None:
-    rows = [question(1, "qa", "Who?"), question(2, "rag", "P\nWhat?", reference=[["a"]])]
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: Dataset.from_list(rows))
-    assert [prompt.id for prompt in load_task("rag", "hub:me/spec-bench")] == ["2"]
-    assert [prompt.id for prompt in load_task("nq", "hub:me/spec-bench")] == ["1"]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +119,9 @@ def test_another_hub_set_may_hold_spec_benchs_rows(monkeypatch) -> None:
             "hub:",
             ["--data-dir", "no rag", "github.com/hemingkx/Spec-Bench", "--data-dir DIR"],
         ),
-        ("spec_bench", None, ["--data-dir: not given", "spec_bench/question.jsonl", "DIR"]),
+        ("spec_bench", None, ["mt_bench, gsm8k and humaneval", "spec_bench/question.jsonl", "DIR"]),
         ("cnn_dm", "nowhere", ["'nowhere'", "spec_bench/question.jsonl", "hemingkx"]),
-        ("alpaca", "nowhere", ["alpaca_data.json nor", "put alpaca's file there", "hub:"]),
+        ("alpaca", "nowhere", ["put alpaca/alpaca_data.json into DIR", "hub:"]),
     ],
 )
 def test_missing_benchmark_is_named_with_its_fix(name, data_dir, words) -> None:
@@ -181,7 +159,6 @@ def test_missing_benchmark_is_named_with_its_fix(name, data_dir, words) -> None:
             {"task_id": "a", "prompt": "p", "entry_point": "f"},
             [":1", "canonical_solution is None"],
         ),
-        ("alpaca", "alpaca/alpaca_data.jsonl", {"input": "x"}, [":1", "instruction is None"]),
     ],
 )
 def test_bad_row_is_named_with_its_line_field_and_fix(tmp_path, name, file, row, words) -> None:

@@ -217,27 +217,6 @@ def test_command_prints_tables_and_verdicts_and_writes_what_it_printed(tmp_path,
     assert f"{line['ratio']:.3f}" in out
 
 
-def test_acceptance_by_entropy_is_compared_bin_by_bin_if_asked(tmp_path, capsys) -> None:
-    """Drafts at uncertain places are better in the second run, elsewhere the same."""
-    folders = []
-    for name, better in (("a", 0), ("b", 3)):
-        rows = make_rows(stages=4, rejection=0.4)
-        for row in rows:
-            row["entropy_tests"] = [10, 0, 0, 0, 0, 0, 8]
-            row["entropy_accepts"] = [9, 0, 0, 0, 0, 0, 2 + better]
-        folders.append(write(tmp_path / name, make_entry(rows)))
-    assert status(["compare", *folders]) == 0
-    assert "nats" not in capsys.readouterr().out
-    file = tmp_path / "compared.json"
-    assert status(["compare", *folders, "--entropy", "--json", str(file)]) == 0
-    assert "alpha, 3 nats" in capsys.readouterr().out
-    lines = {x["quantity"]: x for x in json.loads(file.read_text())["comparisons"]}
-    sure, torn = (lines[f"draft_acceptance_rate from {low} nats"] for low in (0, 3))
-    assert (sure["ratio"], sure["ratio_ci95"]) == (1, [1, 1])
-    assert torn["ratio"] == pytest.approx(5 / 2) and torn["ratio_ci95"][0] > 1
-    assert len(lines) == 3 + 2  # bins without a test say nothing
-
-
 def test_a_single_prompt_has_no_interval_in_table_or_file(tmp_path, capsys) -> None:
     rows = make_rows(stages=4, rejection=0.4, prompts=1)
     folder, file = write(tmp_path / "a", make_entry(rows)), tmp_path / "c.json"

@@ -14,10 +14,10 @@ from eval_runs import MANIFEST, assert_refused, make_runs, read_back, source
 
 from pipedraft.eval import __main__ as command
 from pipedraft.eval import report as report_command
+from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.metrics import AUTOREGRESSIVE
-from pipedraft.eval.report import ReportSource, build_page, write_report
+from pipedraft.eval.report import build_page, write_report
 from pipedraft.files import to_json
-from pipedraft.inference.timeline import Timeline, chrome_trace
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = (
@@ -62,8 +62,8 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.elements)
 
 
-def page_of(*sources: ReportSource, **more) -> Page:
-    return Page(build_page(sources, **more).decode())
+def page_of(*sources: Evaluated) -> Page:
+    return Page(build_page(sources).decode())
 
 
 def write_results(folder: Path, entries: list[dict]) -> None:
@@ -186,14 +186,7 @@ def test_every_plot_has_marks_a_legend_and_words(text) -> None:
 
 
 def test_what_is_left_out_is_said_with_the_reason(text) -> None:
-    reasons = left_out(text)
-    assert set(reasons) == {
-        "Acceptance by entropy",
-        "Where the time went",
-        "Latency against network",
-        "Time line",
-    }
-    assert "--trace" in reasons["Time line"]
+    assert set(left_out(text)) == {"Acceptance by entropy", "Latency against network"}
 
 
 def test_a_baseline_alone_has_no_empty_plot() -> None:
@@ -264,7 +257,7 @@ def test_a_real_evaluation_writes_its_page(evaluated) -> None:
     results = json.loads((folder / "results.json").read_text())
     Page(page)
     found = figures(page)
-    assert {"L' by benchmark", "Where the time went"} <= set(found)
+    assert "L' by benchmark" in found and "Processes" in page
     for run in results["runs"]:
         if run["schedule"] != AUTOREGRESSIVE:
             assert f"<strong>{run['equivalent_acceptance_length']['pooled']:.3f}</strong>" in page
@@ -307,30 +300,6 @@ def test_runs_that_share_no_prompt_are_not_compared(evaluated, tmp_path, monkeyp
     assert "Not compared: " in page and "share no prompt" in page
 
 
-def test_a_trace_is_drawn_as_a_time_line(tmp_path) -> None:
-    write_results(tmp_path, make_runs(("gsm8k",), stages=(4,)))
-    ranks = [Timeline(name, traces=True) for name in ("rank 0 (controller)", "rank 1")]
-    for kind in ("prefill", "stage", "wait", "stage", "verify"):
-        for timeline in ranks:
-            with timeline.span(kind, 1):
-                sum(range(2000))
-    reports = [timeline.report() for timeline in ranks]
-    trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps(chrome_trace(reports)))
-    report_command.run([str(tmp_path), "--trace", str(trace)])
-    body = figures((tmp_path / "report.html").read_text())["Time line of trace.json"]
-    bars = Counter(re.findall(r"<path [^>]*style=\"fill: var\(--series-(\d)\)", body))
-    # stage, verify, wait; one more of each in the legend
-    assert bars["1"] == 4 + 1 and bars["3"] == 2 + 1 and bars["8"] == 2 + 1
-    assert ">rank 0</text>" in body and ">rank 0 (controller)</td>" in body
-    shown = [float(ms) for ms in re.findall(r'data-label="stage ms">([\d.]+)<', body)]
-    measured = [
-        1e3 * sum(end - start for kind, start, end, _ in report["events"] if kind == "stage")
-        for report in reports
-    ]
-    assert shown == pytest.approx(measured, abs=0.05)
-
-
 def test_latencies_alone_make_a_page(tmp_path) -> None:
     rows = [
         {"method": m, "network": net, "temperature": t, "ms_per_token": ms, "ci95": [ms - 1, ms]}
@@ -345,7 +314,7 @@ def test_latencies_alone_make_a_page(tmp_path) -> None:
     assert list(found) == ["Latency against network"]
     (body,) = found.values()
     assert len(re.findall("<use [^>]*series-[12]", body)) == 2 * 4 + 2  # and in the legend
-    assert body.count(">62.5</td>") == body.count(">[61.5, 62.5]</td>") == 2
+    assert body.count(">62.500</td>") == body.count(">[61.500, 62.500]</td>") == 2
     assert ">T = 0</text>" in body and ">T = 1</text>" in body
     assert ">cloud</text>" in body and ">picospec *</text>" in body and "* another text." in body
 
@@ -376,14 +345,14 @@ def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
     body = figures(page)["Acceptance by entropy"]
     assert ">0 to 0.5</text>" in body and ">0.5 up</text>" in body
     assert "9 to 10</text>" not in body and ">9 to 10</td>" in page
-    assert ">0.900</td>" in page and ">0.250</td>" in page
+    assert ">0.900 [0.100, 0.950]</td>" in page and ">0.250 [" in page
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, ["OUT", "results.json", "No such file", "--out folder"]),
-        ('{"runs": [{}]}', ["runs[0]", "field `method`", "{}", "again"]),
+        (None, ["RUN", "results.json", "No such file", "--out folder"]),
+        ('{"runs": [{}]}', ["runs[0]", "field `method`", "again"]),
         ('{"latency": [{"method": "a"}]}', ["latency[0]", "`network`"]),
     ],
 )
@@ -394,29 +363,9 @@ def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, content, word
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{}", ["--trace", "traceEvents"]),
-        ('{"traceEvents": []}', ["--trace", "no spans"]),
-        (
-            '{"traceEvents": [{"ph": "X", "pid": 0, "name": "a", "ts": "b", "dur": 1}]}',
-            ["no trace"],
-        ),
-    ],
-)
-def test_a_bad_trace_is_refused(tmp_path, capsys, content, words) -> None:
-    write_results(tmp_path, make_runs(("gsm8k",), stages=(4,)))
-    trace = tmp_path / "trace.json"
-    trace.write_text(content)
-    assert_refused(capsys, ["report", str(tmp_path), "--trace", str(trace)], words)
-
-
 def test_folders_are_named_by_as_much_of_the_path_as_it_takes() -> None:
     names = report_command.short_names([Path("/x/a/eval"), Path("/x/b/eval")])
     assert names == ["a/eval", "b/eval"]
     assert report_command.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     with pytest.raises(ValueError, match="twice"):
         report_command.short_names([Path("/x/a"), Path("/x/./a")])
-    with pytest.raises(ValueError, match="^--trace: .* twice"):
-        report_command.run(["/x/a", "--trace", "/x/t", "--trace", "/x/t"])

@@ -1,8 +1,10 @@
 """Fine-tuned targets: edits allowed by FlexSpec's copies, and the training script."""
 
 import json
+from itertools import groupby
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 import yaml
@@ -14,6 +16,8 @@ from tiny_drafts import evolved, make_draft
 from train_runs import World, assert_equal_weights, weights
 
 from pipedraft.benchmarks.retention import out_of_scope
+from pipedraft.data_recipes.config import DataConfig, Source
+from pipedraft.data_recipes.table import Rows
 from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.target import load_target, load_tokenizer
@@ -121,7 +125,7 @@ def test_an_adapter_that_cannot_be_judged_is_refused(base, tmp_path):
 
 
 CONFIGS = sorted((REPOSITORY / "configs" / "target").glob("*.yaml"))
-TINY = {"training.max_steps": 2, "training.per_device_train_batch_size": 1, "data.max_length": 64}
+TINY = {"training.max_steps": 2, "training.per_device_train_batch_size": 1, "row_length": 64}
 TINY |= {"training.eval_steps": 1, "training.save_steps": 1, "training.use_cpu": True}
 TINY |= {"training.disable_tqdm": True, "data.valid_fraction": 0.1, "training.learning_rate": 1e-2}
 
@@ -234,9 +238,24 @@ def test_a_run_that_was_stopped_ends_as_an_unbroken_one(script, world, tmp_path,
 
 def test_settings_that_contradict_each_other_are_refused(script):
     common = ["--config", str(REPOSITORY / "configs" / "target" / "evolve_lora_mild.yaml")]
-    for word, said in (
-        ("--data.pack=false", "data.pack: false; give true"),
-        ("--init_from=null", "shape, init_from: give one"),
-    ):
+    for word, said in (("--init_from=null", "shape, init_from: give one"),):
         with pytest.raises(ValueError, match=said):
             script.read([*common, word])
+
+
+def test_rows_are_whole_documents_joined_with_separators(script):
+    """A separator is a label after a text, but not after a conversation."""
+    texts = [[i] * i for i in range(2, 20)]
+    columns = {"input_ids": texts, "loss_mask": [[1] * len(ids) for ids in texts]}
+    columns["source"] = ["chats" if len(ids) % 2 else "texts" for ids in texts]
+    data = DataConfig(sources=[Source(path="chats"), Source(path="texts", kind="text")])
+    config = script.TargetConfig(
+        output_dir="", data=data, row_length=8, training={}, init_from=str(REPOSITORY)
+    )
+    rows = script.pack(Rows([pyarrow.RecordBatch.from_pydict(columns)]), config, 0)
+    assert {len(row["input_ids"]) for row in rows[:-1]} == {8}
+    ids = [token for row in rows for token in row["input_ids"]]
+    mask = [label for row in rows for label in row["loss_mask"]]
+    found = [list(run) for is_end, run in groupby(ids, lambda token: token == 0) if not is_end]
+    assert sorted(found) == texts != found
+    assert [m for t, m in zip(ids, mask, strict=True) if t == 0] == [1 - len(x) % 2 for x in found]

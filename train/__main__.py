@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.fitting import load_fitting
 from pipedraft.files import locked, make_place, write_atomically
-from pipedraft.models.exchange.hub import model_card
+from pipedraft.models.exchange.card import model_card
 from pipedraft.models.target import check_packable, load_tokenizer
 from pipedraft.pretrained import load_config, quieten
 from pipedraft.train.config import RunConfig, make_parser, parse_run

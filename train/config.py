@@ -124,8 +124,7 @@ class RunConfig:
     batch_tokens: int = 4096
     """Maximum tokens per forward pass and process, padding included."""
     packing: bool = False
-    """Join a forward pass's examples into one row without padding; they do not see each other.
-    (With data.pack they do, and form blocks with one length.)"""
+    """Join a forward pass's examples into one row without padding; they do not see each other."""
     checkpointing: bool = False
     """Use less memory but more time: compute the draft's layers again in backward."""
     accumulation: int = 1

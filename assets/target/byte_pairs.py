@@ -6,8 +6,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from pipedraft.data_recipes.config import DataConfig
+from pipedraft.data_recipes.conversations import read_json
 from pipedraft.data_recipes.rows import read_messages
-from pipedraft.data_recipes.sources import parse_json, read_source
+from pipedraft.data_recipes.sources import read_source
 
 SEPARATOR, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [SEPARATOR, TURN_START, TURN_END]
@@ -34,7 +35,7 @@ def iterate_texts(config: DataConfig) -> Iterator[str]:
                 yield row.text
                 continue
             try:
-                messages = read_messages(parse_json(row.text), source).messages
+                messages = read_messages(read_json(row.text), source).messages
             except ValueError:
                 continue
             yield from (message["content"] for message in messages)

@@ -2,13 +2,13 @@
 
     python assets/target/train.py --config configs/target/tiny.yaml
 
-pipedraft.data_recipes packs the rows, transformers' Trainer trains on them, and adapters are peft's
+pipedraft.data_recipes reads the rows, transformers' Trainer trains on them, and adapters are peft's
 (LoRA, arXiv:2106.09685). After a kill, the same command resumes from the newest checkpoint. The
 finished model is in OUTPUT_DIR/best. Adapters are merged into it, and also saved in best/adapter.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from pipedraft.cli import leave_at_interrupts, run_command
 if __name__ == "__main__":
     leave_at_interrupts()
 
+import numpy as np
 import torch
 from byte_pairs import train_tokenizer
 from jsonargparse import ArgumentParser
@@ -34,6 +35,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from pipedraft.data_recipes.config import DataConfig
 from pipedraft.data_recipes.recipe import load_data
+from pipedraft.data_recipes.table import Rows
+from pipedraft.files import Values
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.launch import make_optimizers
 
@@ -56,7 +59,9 @@ class AdapterConfig:
 class TargetConfig:
     output_dir: str
     data: DataConfig
-    """Training data; data.pack must be true: rows have equal length."""
+    """Documents, joined and cut into rows of one length; data.max_length has no effect."""
+    row_length: int
+    """Tokens per row."""
     training: dict[str, Any]
     """transformers.TrainingArguments by name."""
     init_from: str | None = None
@@ -76,12 +81,25 @@ class TargetConfig:
     save_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        if not self.data.pack:
-            raise ValueError("data.pack: false; give true, rows must have one length")
         if bool(self.shape) == (self.init_from is not None):
             raise ValueError("shape, init_from: give one of the two")
         if self.adapters is not None and self.init_from is None:
             raise ValueError("adapters: set without init_from; name the model to adapt")
+
+
+def pack(documents: Rows, config: TargetConfig, separator: int) -> list[Values]:
+    """Shuffle the documents, end each with the separator, join them, and cut rows.
+
+    The separator is a label after a text, but not after a conversation.
+    """
+    joined: Values = {"input_ids": [], "loss_mask": []}
+    for index in np.random.default_rng(config.data.seed).permutation(len(documents)).tolist():
+        document = documents[index]
+        joined["input_ids"] += [*document["input_ids"], separator]
+        is_text = document["source"] not in config.data.chat_sources
+        joined["loss_mask"] += [*document["loss_mask"], int(is_text)]
+    starts = range(0, len(joined["input_ids"]), config.row_length)
+    return [{k: x[i : i + config.row_length] for k, x in joined.items()} for i in starts]
 
 
 def make_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
@@ -151,7 +169,9 @@ def train(config: TargetConfig) -> None:
     torch.manual_seed(arguments.seed)
     with arguments.main_process_first():
         tokenizer = make_tokenizer(config)
-        data = load_data(config.data, tokenizer)
+        data = load_data(replace(config.data, max_length=10**9), tokenizer)
+    separator = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    train_rows, valid_rows = (pack(x, config, separator) for x in (data.train, data.valid))
     model = make_model(config, tokenizer)
     optim = OptimConfig(
         name=config.optimizer,
@@ -176,8 +196,8 @@ def train(config: TargetConfig) -> None:
         model=model,
         args=arguments,
         data_collator=collate,
-        train_dataset=data.train,
-        eval_dataset=data.valid,
+        train_dataset=train_rows,
+        eval_dataset=valid_rows,
         optimizers=(Both(make_optimizers(list(model.named_parameters()), optim)), None),
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir))

@@ -29,8 +29,9 @@ from pipedraft.cli import (
 if __name__ == "__main__":
     leave_at_interrupts()
 
+from pipedraft.data_recipes.conversations import read_json
 from pipedraft.data_recipes.overlap import user_turns
-from pipedraft.data_recipes.sources import Source, parse_json, read_source
+from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.files import Values, make_place, write_atomically
 
 COMPLETE = "Complete this Python function. Answer with the whole function.\n```python\n{}\n```"
@@ -132,7 +133,7 @@ def read_answers(path: Path) -> dict[str, Values]:
     answers: dict[str, Values] = {}
     for raw in read_source(Source(path=str(path))):
         try:
-            row = parse_json(raw.text)
+            row = read_json(raw.text)
         except ValueError:
             row = None
         names = ("prompt_sha256", "answer")
