@@ -11,7 +11,6 @@ import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -40,17 +39,6 @@ log = logging.getLogger(__name__)
 SWEEP_S = 0.25
 
 
-@dataclass(frozen=True, kw_only=True)
-class Security:
-    """Access settings for a server."""
-
-    certificate: bytes | None = None
-    """Certificate chain (PEM); None: connections in plain text."""
-    key: bytes | None = None
-    tokens: tuple[str, ...] = ()
-    """Accepted access tokens: every client must send one of them. (): no token is needed."""
-
-
 class Server:
     """Serves one target until ``stop``; ``start`` returns the port."""
 
@@ -61,11 +49,17 @@ class Server:
         name: str,
         tokenizer: "PreTrainedTokenizerBase",
         limits: SessionLimits,
-        security: Security,
+        tls: tuple[bytes, bytes] | None = None,
+        tokens: Sequence[str] = (),
     ) -> None:
+        """
+        Args:
+            tls: private key and certificate chain (PEM); None: connections in plain text.
+            tokens: every client must send one of them; (): no token is needed.
+        """
         self._grpc = wire.import_grpc()
-        self.target, self.limits, self.security = SharedTarget(model), limits, security
-        self.name = name
+        self.target, self.limits, self.name = SharedTarget(model), limits, name
+        self.tls, self.tokens = tls, tokens
         forward_s, row_s, row_bytes = measure(self.target)
         self.table = SessionTable(self.target, limits, row_bytes)
         self._about = messages.Description(
@@ -110,13 +104,12 @@ class Server:
         }
         handlers = grpc.method_handlers_generic_handler(wire.SERVICE, methods)
         self._server.add_generic_rpc_handlers((handlers,))
-        address, security = address_of(host, port), self.security
+        address = address_of(host, port)
         try:
-            if security.certificate is None or security.key is None:
+            if self.tls is None:
                 self.port = self._server.add_insecure_port(address)
             else:
-                pair = security.key, security.certificate
-                credentials = grpc.ssl_server_credentials([pair])
+                credentials = grpc.ssl_server_credentials([self.tls])
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ValueError(
@@ -314,10 +307,10 @@ class Server:
 
     async def _authenticate(self, context: wire.Untyped) -> None:
         """Refuse a caller without a valid token, if the server has tokens."""
-        if not self.security.tokens:
+        if not self.tokens:
             return
         given = str(dict(context.invocation_metadata()).get("authorization", "")).encode()
-        if find_token(given, self.security.tokens) is None:
+        if find_token(given, self.tokens) is None:
             text = "token: missing or wrong; set PIPEDRAFT_TOKEN to the server's"
             await self._refuse(context, SessionRefused(text, "UNAUTHENTICATED"))
 
