@@ -224,7 +224,8 @@ class Channel:
             Arrival time, never before an earlier message's.
         """
         link, lane = self.link, self._lanes[direction]
-        sizes = packet_sizes(num_bytes + link.header_bytes)
+        full, rest = divmod(num_bytes + link.header_bytes, PACKET_BYTES)
+        sizes = [PACKET_BYTES] * full + [rest] * (rest > 0)
         lane.messages += 1
         lane.payload_bytes += num_bytes
         start_s = max(now_s, lane.free_s)
@@ -250,12 +251,6 @@ class Channel:
         # Jitter must not let a message overtake the one before.
         lane.last_arrival_s = max(lane.last_arrival_s, end_s + delay_s)
         return lane.last_arrival_s
-
-
-def packet_sizes(num_bytes: int) -> list[int]:
-    """Cut a message into packets; the last one holds the rest."""
-    full, rest = divmod(num_bytes, PACKET_BYTES)
-    return [PACKET_BYTES] * full + ([rest] if rest else [])
 
 
 class LinkEstimate:

@@ -282,7 +282,7 @@ class Server:
             async for data in requests:
                 self._receive(session, REQUESTS.decode(data))
                 # Bounds memory: an edge that reads no replies may not send either.
-                await session.drained()
+                await session.drained.wait()
                 # Delayed, not refused: gRPC's flow control slows the edge down.
                 await asyncio.sleep(pace.wait_s(time.monotonic()))
         except ValueError as error:  # not a message

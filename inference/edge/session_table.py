@@ -55,8 +55,9 @@ class HeldSession:
     def __post_init__(self) -> None:
         self._replies: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._num_unread = 0
-        self._drained = asyncio.Event()
-        self._drained.set()
+        self.drained = asyncio.Event()
+        """Cleared while the edge has too many unread replies."""
+        self.drained.set()
 
     def put(self, replies: list[Reply]) -> None:
         for reply in replies:
@@ -65,16 +66,12 @@ class HeldSession:
             self._replies.put_nowait(data)
             self._num_unread += len(data)
         if self._num_unread > UNSENT_BYTES:
-            self._drained.clear()
+            self.drained.clear()
 
     def finish(self, end: SessionRefused) -> None:
         """End the stream after the queued replies; only the first call has an effect."""
         self.end = self.end or end
         self._replies.put_nowait(None)
-
-    async def drained(self) -> None:
-        """Wait while the edge has too many unread replies."""
-        await self._drained.wait()
 
     async def replies(self) -> AsyncIterator[bytes]:
         while (reply := await self._replies.get()) is not None:
@@ -82,7 +79,7 @@ class HeldSession:
             self._num_unread -= len(reply)
             # Only once empty: else a slow edge would flip it with every reply.
             if not self._num_unread:
-                self._drained.set()
+                self.drained.set()
 
 
 class SessionTable:
@@ -132,7 +129,9 @@ class SessionTable:
                 "fewer",
             )
         # Reserve the full length: a session, once admitted, must not run out of memory.
-        reserved = self.row_bytes * self._max_rows(len(opening.prompt_ids) + wanted)
+        num_tokens = min(len(opening.prompt_ids) + wanted + MAX_PENDING, self._max_positions)
+        # Buffers start at MIN_CAPACITY and double.
+        reserved = self.row_bytes * max(MIN_CAPACITY, 2 * num_tokens)
         if reserved > cache_bytes:
             raise SessionRefused(
                 f"session: its keys and values may take {reserved} bytes, this server has "
@@ -146,10 +145,6 @@ class SessionTable:
             if found > limit:
                 raise SessionRefused(f"server: {limit} {what}; try again", "UNAVAILABLE")
         return reserved
-
-    def _max_rows(self, num_tokens: int) -> int:
-        """Return a session's maximum buffer rows: buffers start at ``MIN_CAPACITY`` and double."""
-        return max(MIN_CAPACITY, 2 * min(num_tokens + MAX_PENDING, self._max_positions))
 
     def drop(self, session: HeldSession) -> None:
         """Remove a session and its memory, unless it is removed already."""

@@ -424,24 +424,22 @@ class TargetSession:
         if self._segment is None:
             self._tokens = list(self._opening.prompt_ids)
             self._append(self._rule.draw(computed_RV[-1], len(self._tokens)))
-            replies.append(self._opened())
+            opened = self._numbered(
+                messages.Opened,
+                0,
+                token=self._tokens[-1],
+                vocab_size=self._staged.vocab_size,
+                max_positions=self._staged.max_positions,
+                eos_token_ids=list(self._staged.eos_token_ids),
+                anchor=self.target.anchor if self._opening.anchor else "",
+            )
+            replies.append(opened)
         else:
             self._segment = None
             # Never a prefill's time: this one estimates passes over a few rows.
             self._forward_s = now_s - self._started_s
             self._logits.extend(computed_RV)
         return replies + self._proceed(now_s)
-
-    def _opened(self) -> messages.Opened:
-        return self._numbered(
-            messages.Opened,
-            0,
-            token=self._tokens[-1],
-            vocab_size=self._staged.vocab_size,
-            max_positions=self._staged.max_positions,
-            eos_token_ids=list(self._staged.eos_token_ids),
-            anchor=self.target.anchor if self._opening.anchor else "",
-        )
 
 
 def run_together(sessions: Sequence[TargetSession]) -> None:
