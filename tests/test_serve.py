@@ -159,7 +159,7 @@ async def test_a_broken_connection_costs_a_prefill_and_changes_nothing(schedule)
     assert outcome.result.token_ids == seen == greedy_reference(target, [1, 2], NEW_TOKENS)
     assert outcome.num_reopened >= 1 and server.table.num_opened >= 1 + outcome.num_reopened
     assert warnings and "the session broke" in warnings[0] and "a prefill of" in warnings[0]
-    assert len(warnings) == outcome.num_reopened and link.num_connections >= 2
+    assert len(warnings) == outcome.num_reopened
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
