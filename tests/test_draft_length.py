@@ -238,4 +238,3 @@ def test_policies_are_parsed() -> None:
             parse_policy(text)
     with pytest.raises(ValueError, match="draft_length.max_length: 0 is below 1"):
         Geometric(0)
-    assert Alg2.caveat and Eq11.caveat and not Geometric.caveat

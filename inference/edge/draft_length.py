@@ -10,7 +10,6 @@ accepted round does not tell how many more tokens would have been accepted: the 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -201,9 +200,6 @@ class DraftLengthPolicy(ABC):
     decodes alone can stream its tokens, with no round trip for each.
     """
 
-    caveat: ClassVar[str] = ""
-    """Known fault of a published rule, for tables."""
-
     def __init__(self, max_length: int) -> None:
         if max_length < 1:
             raise ValueError(f"draft_length.max_length: {max_length} is below 1; give 1 or more")
@@ -233,14 +229,10 @@ class _Published(DraftLengthPolicy):
     is biased: its mean (S(1) + .. + S(K)) / K is the acceptance rate only for K = 1.
     """
 
-    rate = 0.1
-
-    def __init__(self, max_length: int) -> None:
-        super().__init__(max_length)
-        self.acceptance = 0.8
+    acceptance = 0.8
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.acceptance += self.rate * (num_accepted / num_drafted - self.acceptance)
+        self.acceptance += 0.1 * (num_accepted / num_drafted - self.acceptance)
 
     def _best_of(self, tokens_K: np.ndarray, cost: RoundCost) -> int:
         # The published rules know no extra cost of a rejection.
@@ -253,8 +245,6 @@ class Eq11(_Published):
     gamma cancels, and K / (T_fixed + K T_marg) rises with K, so K* is always the largest K.
     """
 
-    caveat = "published; always the longest"
-
     def choose(self, cost: RoundCost) -> int:
         return self._best_of(self.acceptance * np.arange(1, cost.max_length + 1), cost)
 
@@ -266,8 +256,6 @@ class Alg2(_Published):
     The biased gamma is too low after long rounds and correct after rounds of one token, so K can
     jump between both ends.
     """
-
-    caveat = "published; always 1 or the longest, from a biased estimate"
 
     def choose(self, cost: RoundCost) -> int:
         return self._best_of(1 + self.acceptance * np.arange(1, cost.max_length + 1), cost)
