@@ -4,7 +4,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -300,7 +300,7 @@ class HttpAnswer:
         return {"usage": self._usage(), "seed": self._seed, "metrics": report}
 
     async def chunks(self) -> AsyncIterator[Json]:
-        options = self.asked.stream_options
+        options, has_events = self.asked.stream_options, self.asked.pipedraft_events
         rest: Json = {"usage": None} if options.include_usage else {}
         is_told = options.include_usage and options.continuous_usage_stats
         if self._is_chat:
@@ -310,25 +310,22 @@ class HttpAnswer:
                 # OpenAI's first chunk per choice has the role alone.
                 yield self._chunk(choice.index, {"role": "assistant", "content": ""}) | rest
         left = len(self.choices)
-        counts, sizes = dict[int, int](), dict[int, int]()
-        waiting = dict[int, list[TokenLogprob]]()
+        counts, sizes = Counter[int](), Counter[int]()
+        waiting = defaultdict[int, list[TokenLogprob]](list)
         async for piece in self._read():
             index = piece.choice.index
             counts[index] = piece.num_tokens
             if is_told:
-                rest = {"usage": self._usage(sum(counts.values()))}
+                rest = {"usage": self._usage(counts.total())}
             # Log-probabilities wait for their tokens' text: clients pair them within a chunk.
-            found = waiting.setdefault(index, [])
-            found += piece.logprobs
+            waiting[index] += piece.logprobs
             logprobs: Json = {}
-            if found and (piece.text or self.asked.pipedraft_events or piece.is_last):
-                logprobs = {"logprobs": self._logprobs(found, sizes.get(index, 0))}
-                sizes[index] = sizes.get(index, 0) + sum(len(one.text) for one in found)
-                waiting[index] = []
-            events: Json = {}
-            if self.asked.pipedraft_events:
-                events = {"pipedraft": self._event(piece)}
-            if piece.text or (events and not piece.is_last):
+            if waiting[index] and (piece.text or has_events or piece.is_last):
+                found = waiting.pop(index)
+                logprobs = {"logprobs": self._logprobs(found, sizes[index])}
+                sizes[index] += sum(len(one.text) for one in found)
+            if piece.text or (has_events and not piece.is_last):
+                events: Json = {"pipedraft": self._event(piece)} if has_events else {}
                 yield self._chunk(index, {"content": piece.text}, **logprobs) | events | rest
                 logprobs = {}
             if piece.is_last:
