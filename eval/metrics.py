@@ -124,9 +124,7 @@ def run_record(
         "prompts": len(counts),
         "tokens": sum(tokens for tokens, _ in counts.values()),
         "steps": sum(steps for _, steps in counts.values()),
-        "equivalent_acceptance_length": acceptance_length(
-            list(counts.values()), num_stages, seed, with_mean=True
-        ),
+        "equivalent_acceptance_length": acceptance_length(list(counts.values()), num_stages, seed),
         "mean_acceptance_length": ratio(sum(rounds), len(rounds)),
         "draft_acceptance_rate": ratio(sum(accepts), sum(tests)),
         "theoretical_speedup": ratio(
@@ -149,7 +147,7 @@ def run_record(
 
 
 def acceptance_length(
-    counts: Sequence[tuple[int, int]], num_stages: int, seed: int = 0, *, with_mean: bool = False
+    counts: Sequence[tuple[int, int]], num_stages: int, seed: int = 0
 ) -> AcceptanceLength:
     """Return L' = n sum(N) / sum(K); conversations that end on the prefill token have no steps.
 
@@ -159,8 +157,6 @@ def acceptance_length(
     decoded = [(num_stages * tokens, steps) for tokens, steps in counts if steps]
     numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
     pooled, ci95 = pooled_ratio(numerator_P, denominator_P, seed=seed)
-    if not with_mean:
-        return AcceptanceLength(pooled=pooled, ci95=ci95)
     mean = float((numerator_P / denominator_P).mean()) if decoded else math.nan
     return AcceptanceLength(pooled=pooled, mean=mean, ci95=ci95)
 

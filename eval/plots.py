@@ -1,6 +1,7 @@
 """Select an evaluation's charts, for report.md and report.html."""
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 from pipedraft.eval import tables
@@ -19,23 +20,18 @@ Series = dict[str, dict[Any, Estimate]]
 def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Return label -> entries with a draft: one label for each method and setting.
 
-    A label names the method and n. It names temperature, width, tree and run only where labels
-    would otherwise be equal.
+    A label names the method and n. It names temperature, shape and folder only where they vary.
     """
-    series: dict[tuple, list[RunRecord]] = {}
-    for run in runs:
-        if run.schedule != AUTOREGRESSIVE:
-            setting = run.method, run.stages, run.sampling, run.tree_width
-            series.setdefault((*setting, run.tree, run.folder), []).append(run)
-    varies = [len({key[i] for key in series}) > 1 for i in range(5)]
-    names_run = len({key[:-1] for key in series}) < len(series)
-    labeled = {}
-    for key, entries in series.items():
-        method, stages, sampling, width, tree, name = key
-        label = f"{method}, n={stages}"
-        label += f", T={sampling}" * varies[2]
-        label += f", {tree}" * varies[4] if tree else f", W={width}" * varies[3]
-        labeled[label + f", {name}" * names_run] = entries
+    drafted = [run for run in runs if run.schedule != AUTOREGRESSIVE]
+    names = [
+        (run.method, f"n={run.stages}", f"T={run.sampling}", run.shape, run.folder)
+        for run in drafted
+    ]
+    columns = zip(*names, strict=True)
+    is_shown = [index < 2 or len(set(column)) > 1 for index, column in enumerate(columns)]
+    labeled: dict[str, list[RunRecord]] = {}
+    for run, parts in zip(drafted, names, strict=True):
+        labeled.setdefault(", ".join(compress(parts, is_shown)), []).append(run)
     return labeled
 
 
@@ -72,25 +68,14 @@ def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
 
 
 def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
-    """Draw a line for each method with several numbers of stages.
-
-    A line may join entries from different folders. If several folders contain the same number,
-    later folders make another line, and labels name the folders.
-    """
-    lines: dict[str, list[dict[int, RunRecord]]] = {}
-    for run in tables.drafted_runs(pooled):
-        alike = lines.setdefault(f"{run.method}, T={run.sampling}, {run.shape}", [])
-        line = next((line for line in alike if run.stages not in line), None)
-        if line is None:
-            alike.append(line := {})
-        line[run.stages] = run
+    """Draw a line for each method with several numbers of stages, also over several folders."""
     series: Series = {}
-    for label, alike in lines.items():
-        for line in (line for line in alike if len(line) > 1):
-            ordered = dict(sorted(line.items()))
-            folders = ", ".join(dict.fromkeys(run.folder for run in ordered.values()))
-            several = f"{label} ({folders})" if len(alike) > 1 else label
-            series[several] = {stages: _length(run) for stages, run in ordered.items()}
+    for run in sorted(tables.drafted_runs(pooled), key=lambda run: run.stages):
+        label = f"{run.method}, T={run.sampling}, {run.shape}"
+        if run.stages in series.get(label, {}):  # an earlier folder has the same number
+            label += f" ({run.folder})"
+        series.setdefault(label, {})[run.stages] = _length(run)
+    series = {label: found for label, found in series.items() if len(found) > 1}
     return LineChart(
         title="L' against n",
         caption=f"Pooled over all prompts, with 95 % intervals. {PLAIN}",

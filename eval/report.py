@@ -40,17 +40,6 @@ SHOWN_CHARTS = ("length_by_benchmark.png", "acceptance_by_position.png")
 """Charts in report.md."""
 
 
-def _losses(runs: Sequence[RunRecord]) -> str:
-    drafted = [r for r in runs if r.benchmark != OVERALL and r.schedule != AUTOREGRESSIVE]
-    checked = sum(run.lossless.checked for run in drafted)
-    wrong = sum(run.lossless.mismatches for run in drafted)
-    if not checked:
-        return "No output was compared with the target's own."
-    if wrong:
-        return f"{wrong} of {checked} greedy outputs differ from the target's own."
-    return f"All {checked} greedy outputs that were checked equal the target's own."
-
-
 def title_of(manifests: Sequence[Manifest], runs: Sequence[RunRecord]) -> str:
     """Return the measurement, the target and the day."""
     drafts = dict.fromkeys(run.method for run in runs if run.schedule != AUTOREGRESSIVE)
@@ -112,7 +101,6 @@ def build_page(sources: Sequence[Evaluated], comparisons: Sequence[Values] = ())
         tables=tables,
         facts=_overview(sources, runs),
         runs=runs,
-        losses=_losses(runs),
         summary=summary,
         scale=_scale(summary),
         charts=plots.all_charts(runs, pooled, latency),

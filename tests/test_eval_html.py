@@ -137,7 +137,7 @@ def test_one_number_of_every_method_stands_first(text) -> None:
     scale = 1.05 * max(found["ci95"][1] for found in drafted)
     for row, found in zip(rows, drafted, strict=True):
         assert float(row[3]) == pytest.approx(100 * found["pooled"] / scale, abs=0.01)
-    assert "All 144 greedy outputs that were checked equal the target" in summary
+    assert "144 of 144 outputs that were checked equal the target" in summary
 
 
 def test_the_table_has_every_cell_of_the_markdown_report(tmp_path) -> None:
@@ -353,7 +353,6 @@ def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
     [
         (None, ["RUN", "results.json", "No such file", "--out folder"]),
         ('{"runs": [{}]}', ["runs[0]", "field `method`", "again"]),
-        ('{"latency": [{"method": "a"}]}', ["latency[0]", "`network`"]),
     ],
 )
 def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, content, words) -> None:

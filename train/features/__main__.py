@@ -44,7 +44,7 @@ class FeatureOptions(Options):
     """serve: port to listen on"""
     out: Path | None = None
     """folder to write or resume; serve: folder for files in transit (default: a temporary one)"""
-    dtype: Literal["fp32", "bf16", "fp16", "int8"] = "bf16"
+    dtype: Literal["fp32", "bf16", "int8"] = "bf16"
     """storage dtype"""
     also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)
     """configuration of another head to read the same states; repeatable"""

@@ -46,7 +46,6 @@ from pipedraft.train.features.vllm import VllmStates, serve, states_request
 from pipedraft.train.launch import (
     load_frozen_target,
     make_accelerator,
-    needs_others,
     on_main_process,
     resolve_dtype,
     uses_autocast,
@@ -112,7 +111,7 @@ def cut_in_shards(
 
 def size_table(layers: dict[str, tuple[int, ...]], hidden_size: int) -> str:
     """Return a Markdown table of bytes per token in each dtype and per 2,048 tokens in bf16."""
-    lines = ["| head | layers | fp32 | bf16, fp16 | int8 | 2,048 tokens in bf16 |"]
+    lines = ["| head | layers | fp32 | bf16 | int8 | 2,048 tokens in bf16 |"]
     lines.append("|---|---|---|---|---|---|")
     for name, chosen in layers.items():
         sizes = [bytes_per_token(len(chosen), hidden_size, d) for d in ("fp32", "bf16", "int8")]
@@ -276,7 +275,6 @@ class Dump:
 # -- the commands ---------------------------------------------------------------------------
 
 
-@needs_others()
 def dump_features(
     own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
 ) -> None:

@@ -37,7 +37,6 @@ FORMAT = 3
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
-    "fp16": torch.float16,
     "int8": torch.int8,
 }
 
@@ -49,9 +48,6 @@ def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
     """Return a shard's tensors by name.
 
     int8: x = round(127 x / max|x|) max|x| / 127, with the maximum at each position.
-
-    Raises:
-        ValueError: a state is too large for float16.
     """
     name = f"layer.{layer}"
     if dtype == "int8":
@@ -59,11 +55,6 @@ def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
         # A state of zeros has scale 0 and must not become NaN.
         divisor_M1 = scale_M.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         return {name: (hidden_MH / divisor_M1).round().to(torch.int8), f"{name}.scale": scale_M}
-    # Casting would turn larger values into infinity without a word.
-    if dtype == "fp16" and (largest := float(hidden_MH.abs().max())) > torch.finfo(torch.half).max:
-        raise ValueError(
-            f"dtype: fp16 ends at 65504, a state after layer {layer} has {largest:.3g}; give bf16"
-        )
     return {name: hidden_MH.to(DTYPES[dtype])}
 
 
@@ -148,7 +139,7 @@ class DumpSettings(Struct):
     """Settings used to compute hidden states, store them and cut them into shards."""
 
     layers: list[int]
-    dtype: Literal["fp32", "bf16", "fp16", "int8"]
+    dtype: Literal["fp32", "bf16", "int8"]
     precision: str
     target_dtype: str
     target_quantization: str | None
