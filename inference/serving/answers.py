@@ -57,13 +57,13 @@ class Choice(Observer):
     prompt_ids: list[int]
     config: DecodeConfig
     asked: ApiRequest
-    demands: Demands
     end_ids: frozenset[int]
     """End tokens for the choice."""
     tokenizer: "PreTrainedTokenizerBase"
     metrics: "Metrics"
     tell: Callable[[Piece], None]
     """Receives new pieces, on the decoding thread."""
+    demands: Demands = Demands()
     logprobs: list[TokenLogprob] = field(default_factory=list)
     result: DecodeResult | None = None
     error: BaseException | None = None
