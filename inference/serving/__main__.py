@@ -52,13 +52,9 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
     EXAMPLE: ClassVar[str] = EXAMPLE
     ENDS_GENTLY: ClassVar[bool] = True
 
-    AT_MOST_ONE = (*EngineOptions.AT_MOST_ONE, ("model_name", "served_model_name"))
-
-    model_name: str | None = None
-    """model name for clients; default: the last part of the checkpoint's name, else the draft
-    model's, else the target's"""
     served_model_name: str | None = option(None, metavar="NAME,..")
-    """comma-separated model names for clients, as in vLLM; answers give the first one"""
+    """comma-separated model names for clients, as in vLLM; answers give the first one; default: the
+    last part of the checkpoint's name, else the draft model's, else the target's"""
     vllm_metrics: bool = False
     """also export metrics under vLLM's names (vllm:num_requests_running)"""
 
@@ -76,7 +72,7 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
             return tuple(name.strip() for name in self.served_model_name.split(","))
         parts = (self.checkpoint, self.draft_model, self.target)
         # Resolved: a checkpoint given as "." has a name, too.
-        return (self.model_name or Path(next(filter(None, parts), "")).resolve().name,)
+        return (Path(next(filter(None, parts), "")).resolve().name,)
 
 
 build_parser = ServeOptions.parser
