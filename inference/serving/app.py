@@ -27,7 +27,6 @@ from pipedraft.inference.serving.answers import HttpAnswer, Piece
 from pipedraft.inference.serving.decoder import SequenceDecoder
 from pipedraft.inference.serving.errors import Json, RequestError
 from pipedraft.inference.serving.metrics import Metrics
-from pipedraft.inference.serving.openapi import openapi_document
 from pipedraft.inference.serving.requests import (
     ApiRequest,
     ChatRequest,
@@ -35,6 +34,7 @@ from pipedraft.inference.serving.requests import (
     DetokenizeRequest,
     Kind,
     TokenizeRequest,
+    openapi_document,
     parse,
 )
 from pipedraft.models.target import StagedTarget

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ from pipedraft.inference.config import MIN_TEMPERATURE, DecodeConfig
 from pipedraft.inference.demands import Demands
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.schedules.autoregressive import Autoregressive
-from pipedraft.inference.serving.errors import RequestError
+from pipedraft.inference.serving.errors import Json, RequestError
 from pipedraft.inference.serving.fields import plain_message, split_fields
 
 MAX_SEED = 2**63 - 1
@@ -267,3 +268,30 @@ def wrong(text: str) -> RequestError:
     if found := re.search(r"(?:missing required|contains unknown) field `([^`]*)`", said):
         param = f"{param}.{found[1]}".lstrip(".")
     return RequestError(f"{param or 'the body'}: {said}", code="invalid_value")
+
+
+def openapi_document() -> Json:
+    """Return the OpenAPI description of the server's paths; answers have OpenAI's formats."""
+    posts = {
+        ChatRequest.PATH: ChatRequest,
+        CompletionRequest.PATH: CompletionRequest,
+        "/tokenize": TokenizeRequest,
+        "/detokenize": DetokenizeRequest,
+    }
+    gets = ("/v1/models", "/v1/models/{name}", "/health", "/metrics", "/version", "/openapi.json")
+    schemas, components = msgspec.json.schema_components(
+        posts.values(), ref_template="#/components/schemas/{name}"
+    )
+    answer = {"responses": {"200": {"description": "the answer"}}}
+    paths: dict[str, dict[str, Json]] = {path: {"get": {**answer}} for path in gets}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
+    for path, schema in zip(posts, schemas, strict=True):
+        content = {"application/json": {"schema": schema}}
+        paths[path] = {"post": {**answer, "requestBody": {"content": content}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pipedraft", "version": version("pipedraft")},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
