@@ -82,7 +82,6 @@ KEPT = {
         "test_sampled_text_has_the_targets_distribution": 0,
         "test_top_k_misses_the_distribution_by_what_is_predicted": 0,
         "test_the_distribution_test_catches_known_mistakes": 1,
-        "test_the_first_three_tokens_have_the_product_distribution": 0,
     },
     "test_end_to_end": {
         "test_an_eagle_head_is_trained_decoded_and_evaluated": 1,
