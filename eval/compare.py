@@ -41,7 +41,6 @@ ratio: compared / baseline, pooled over the prompts, with a 95 % interval from a
 prompts. If the interval contains 1, the runs do not differ measurably. tokens/s: a machine that was
 slower during one run looks like a difference."""
 
-
 # Fields shared by both entries in a comparison: the strictest match first, any entry last.
 LIKENESS = (
     ("method", "schedule", "stages", "tree_width", "tree"),
@@ -57,8 +56,6 @@ CONDITIONS = {
     "dtype": ("dtype",),
     "--max-new-tokens": ("config", "max_new_tokens"),
     "--chat-template-kwargs": ("config", "chat_template_kwargs"),
-}
-MACHINE = {
     "processor": ("hardware", "processor"),
     "threads": ("hardware", "torch_threads"),
     "accelerator": ("hardware", "accelerator"),
@@ -234,8 +231,6 @@ def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line
         left_out = max(x.left_out for x in lines if x.compared.benchmark == benchmark)
         if left_out:
             found.append(f"{left_out} prompts of {benchmark} are in one run only: left out")
-    if any(line.quantity is WALLCLOCK for line in lines):
-        facts |= MACHINE
     for name, path in facts.items():
         first, second = (fact(run.manifest, *path) for run in (baseline, compared))
         if first != second:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, EdgeOutput, Simulation, decode
-from pipedraft.eval.lossless import GreedyReference, check_equal, output_logits
+from pipedraft.eval.lossless import GreedyReference, check_equal
 from pipedraft.eval.metrics import decode_seconds, measure_times, pooled_ratio, ratio
 from pipedraft.eval.record import (
     UNCHECKED,
@@ -38,13 +37,7 @@ from pipedraft.eval.turns import DecodedTurn, check_room, evaluate
 from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.edge.channel import load_link
 from pipedraft.inference.edge.link import Times
-from pipedraft.inference.engine import DraftNetwork
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.rules.random import probabilities
-from pipedraft.inference.rules.sampled import top_k_bias
-from pipedraft.inference.sources import make_source
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import KeepRows
 
 SAME_TEXT_RULES = ("match", "gumbel")
 """Rules whose output does not depend on the draft tokens: the same random numbers give the same
@@ -155,10 +148,6 @@ def _latency_record(
         f"{name}_per_token": ratio(total(run.costs, name), num_ids)
         for name in ("up_bytes", "down_bytes", "messages", "wire_bytes")
     }
-    bias = None
-    if run.rule == "topk":
-        draft = run.simulation.draft_of(method)
-        bias = float(np.mean([_top_k_bias(run.simulation, draft, result) for result in results]))
     return LatencyRecord(
         method=run.name or run.method,
         network=run.network,
@@ -187,28 +176,8 @@ def _latency_record(
         draft_acceptance_rate=ratio(total(results, "num_accepted"), total(results, "num_tested")),
         mean_acceptance_length=ratio(sum(rounds), len(rounds)),
         drafted_per_token=ratio(total(results, "num_drafted"), total(results, "num_tokens")),
-        total_variation_bound=bias,
         lossless=lossless,
     )
-
-
-@torch.inference_mode()
-def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: DecodeResult) -> float:
-    """Return ``topk``'s mean bias per token, as if every token were tested: an upper bound, because
-    bonus tokens have no bias."""
-    source, first = make_source(draft), len(result.prompt_ids)
-    source.begin({}, [*result.prompt_ids, result.token_ids[0]])
-    logits_NV = output_logits(simulation.target.model, result.prompt_ids, result.token_ids)
-    total, sampling = 0.0, (simulation.temperature, simulation.filters)
-    for place, token in enumerate(result.token_ids[1:]):
-        p_V = probabilities(logits_NV[place + 1].float(), *sampling)
-        q_V = torch.zeros_like(p_V)
-        (logits_U,) = source.leaf_logits(TokenTree(result.token_ids[place], first + place), [0], {})
-        q_V[source.draft_ids] = probabilities(logits_U, *sampling)
-        total += top_k_bias(p_V, q_V, simulation.payload_tokens)
-        source.keep(KeepRows((0,), 1))
-        source.observe({}, [token])
-    return ratio(total, result.num_tokens)
 
 
 def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> LosslessRecord:
@@ -284,11 +253,6 @@ def notes(rows: Sequence[LatencyRecord]) -> list[str]:
     found, slower = [], dict[str, list[str]]()
     for row in rows:
         place = f"{row.network}, T = {row.sampling}"
-        if row.total_variation_bound is not None:
-            found.append(
-                f"{row.method}, {place}: total variation of a tested token from the target's "
-                f"distribution {row.total_variation_bound:.4f} on average"
-            )
         if row.lossless.mismatches:
             found.append(f"{row.method}, {place}: {row.lossless.mismatches} outputs differ")
         drafts_away = METHODS[row.method].drafts_in == "both"

@@ -70,9 +70,6 @@ def measure_times(
 
     tokens/s is N over the time between each request's first and last token, prefill excluded. Times
     between tokens are pooled over requests, and are 0 inside an accepted burst.
-
-    Args:
-        plain_tokens_per_s: the baseline's, for the speedup.
     """
     times = [np.asarray(r.token_times_s) for r in results if len(r.token_times_s) > 1]
     if not times:
@@ -101,7 +98,6 @@ def run_record(
     Args:
         results: one per turn, all with the same number of stages.
         conversations: each result's conversation; None: every result is its own.
-        seed: for the bootstrap.
         fields: record fields missing in the results, for example the settings.
     """
     stages = {result.num_stages for result in results}
@@ -149,11 +145,8 @@ def run_record(
 def acceptance_length(
     counts: Sequence[tuple[int, int]], num_stages: int, seed: int = 0
 ) -> AcceptanceLength:
-    """Return L' = n sum(N) / sum(K); conversations that end on the prefill token have no steps.
-
-    Args:
-        counts: N and K per conversation.
-    """
+    """Return L' = n sum(N) / sum(K), given N and K per conversation; conversations that end on the
+    prefill token have no steps."""
     decoded = [(num_stages * tokens, steps) for tokens, steps in counts if steps]
     numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
     pooled, ci95 = pooled_ratio(numerator_P, denominator_P, seed=seed)
@@ -167,11 +160,7 @@ def acceptance_length(
 def acceptance_by_category(
     rows: Sequence[PromptRecord], *, num_stages: int, seed: int = 0
 ) -> dict[str, CategoryRecord]:
-    """Return rates and L' by prompt category, named "benchmark/category" for pooled benchmarks.
-
-    Args:
-        seed: for the bootstrap of L'.
-    """
+    """Return rates and L' by prompt category, named "benchmark/category" for pooled benchmarks."""
     several = len({row.benchmark for row in rows}) > 1
     groups: dict[str, list[PromptRecord]] = {}
     for row in rows:
@@ -228,11 +217,7 @@ def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
 def count_by_entropy(
     result: DecodeResult, entropies: Sequence[float]
 ) -> tuple[list[int], list[int]]:
-    """Count tests and accepted tests in each bin.
-
-    Args:
-        entropies: the target's, at each entry in ``token_ids``.
-    """
+    """Count tests and accepted tests in each bin, given the target's entropy at each token."""
     tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
     for index, accepted in token_tests(result):
         # Rounding can push a certain token's entropy just below 0.
@@ -275,12 +260,7 @@ def unequal_turns(repeats: Sequence[Mapping[Turn, DecodeResult]]) -> int:
 def repeats_record(
     rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
 ) -> RepeatsRecord:
-    """Make the repeats' record for results.json.
-
-    Args:
-        rows: with ``decode_s_repeats`` of length M.
-        repeats: the turns by name, M times.
-    """
+    """Return the repeats' record, given the turns by name, M times."""
     tokens = sum(row.tokens for row in rows)
     seconds_M = np.array([row.decode_s_repeats for row in rows], dtype=np.float64).sum(0).tolist()
     return RepeatsRecord(

@@ -63,7 +63,6 @@ def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
         panels=_by_temperature(runs, lambda own: {run.benchmark: _length(run) for run in own}),
         axis="equivalent acceptance length L'",
         reference=1,
-        missing="no entry has a draft",
     )
 
 
@@ -84,8 +83,6 @@ def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
         place_axis="pipeline stages n",
         reference=1,
         has_table=True,
-        missing="no method was run with several numbers of stages; give the folders of such "
-        "evaluations together",
     )
 
 
@@ -113,31 +110,6 @@ def acceptance_by_position(pooled: Sequence[RunRecord]) -> Chart:
         axis="share accepted",
         place_axis="position in the round",
         limits=(0, 1.02),
-        missing=f"no position of a draft was tested {MIN_TESTS} times",
-    )
-
-
-def acceptance_by_entropy(pooled: Sequence[RunRecord]) -> Chart:
-    counted = [run for run in tables.drafted_runs(pooled) if run.acceptance_by_entropy]
-    series = {
-        label: {
-            tables.entropy_range(found): Estimate.of(
-                found.draft_acceptance_rate, found.draft_acceptance_rate_ci95
-            )
-            for run in entries
-            for found in run.acceptance_by_entropy
-            if found.tests
-        }
-        for label, entries in drafted_series(counted).items()
-    }
-    return IntervalChart(
-        title="Acceptance by entropy",
-        caption="Share accepted of the draft tokens tested where the target's distribution has so "
-        "many nats, with 95 % intervals over prompts.",
-        panels={"": series},
-        axis="share accepted",
-        limits=(0, 1),
-        missing="results.json has no entropies of the target",
     )
 
 
@@ -157,23 +129,22 @@ def latencies(rows: Sequence[LatencyRecord]) -> Chart:
         panels=panels,
         axis="ms per token",
         has_table=True,
-        missing='results.json has no "latency" (edge-cloud runs)',
     )
 
 
 def all_charts(
     runs: Sequence[RunRecord], pooled: Sequence[RunRecord], latency: Sequence[LatencyRecord]
 ) -> list[Chart]:
-    """Return a page's charts, empty ones too.
+    """Return the charts that have data.
 
     Args:
         runs: every entry.
         pooled: entries pooled over all prompts in their folder.
     """
-    return [
+    charts = [
         lengths_by_benchmark(runs),
         lengths_by_stages(pooled),
         acceptance_by_position(pooled),
-        acceptance_by_entropy(pooled),
         latencies(latency),
     ]
+    return [chart for chart in charts if any(chart.panels.values())]

@@ -316,7 +316,6 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
     draft_acceptance_rate: Figure = None
     mean_acceptance_length: Figure = None
     drafted_per_token: Figure = None
-    total_variation_bound: Figure = None
     lossless: LosslessRecord = UNCHECKED
 
 

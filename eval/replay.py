@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pipedraft.cli import Options, UsageError, option
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, acceptance_length, pooled_ratio
-from pipedraft.eval.record import AcceptanceLength, Interval, PromptRecord, RunRecord, number_or_nan
+from pipedraft.eval.record import AcceptanceLength, Interval, RunRecord, number_or_nan
 from pipedraft.eval.tables import Table, align_columns, bounds, number, pooled_runs
 from pipedraft.eval.traces import Recording, read_recordings
 from pipedraft.inference.clock import CostModel, StageCost, VirtualClock
@@ -26,6 +26,7 @@ from pipedraft.inference.schedules.base import Schedule
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine
 
+# P conversations
 EXAMPLE = """\
 example:
   pipedraft eval replay out/eval --cost h100 --link 0,0.05
@@ -95,11 +96,8 @@ def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> s
             f"{schedule.name} chose its draft tokens (auto) by its own cost model or clock; record "
             "a run under this one"
         )
-    is_same_draft = (cost.draft_forward, cost.draft_on_first_stage) == (
-        recorded.draft_forward,
-        recorded.draft_on_first_stage,
-    )
-    if schedule.fills_step and not is_same_draft:
+    before, now = ((one.draft_forward, one.draft_on_first_stage) for one in (recorded, cost))
+    if schedule.fills_step and before != now:
         return (
             f"{schedule.name} drafted as much as fits beside a step under its own cost model; "
             "record a run under this one, or with --expansion-depth"
@@ -107,7 +105,7 @@ def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> s
     return ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Replayed:
     """One recorded run on other hardware, on one benchmark or on all of them ("overall")."""
 
@@ -117,7 +115,8 @@ class Replayed:
     cut: tuple[int, ...]
     """Layers where the target is cut: (0, b1, .., L)."""
     benchmark: str
-    prompts: list[PromptRecord]
+    prompts_P4: np.ndarray
+    """Tokens, steps, time, and time of autoregressive decoding per conversation."""
 
     @property
     def config(self) -> DecodeConfig:
@@ -125,15 +124,14 @@ class Replayed:
 
     @cached_property
     def length(self) -> AcceptanceLength:
-        counts = [(row.tokens, row.steps) for row in self.prompts]
+        counts = [(int(row[0]), int(row[1])) for row in self.prompts_P4]
         return acceptance_length(counts, self.config.num_stages)
 
     @cached_property
     def speedup(self) -> tuple[float, Interval]:
         """S over autoregressive decoding on the same pipeline, and its interval."""
-        rows = [row for row in self.prompts if row.steps]
-        times = [(row.virtual_time_autoregressive, row.virtual_time) for row in rows]
-        return pooled_ratio(*np.array(times, dtype=np.float64).reshape(-1, 2).T)
+        _, _, time_P, plain_P = self.prompts_P4[self.prompts_P4[:, 1] > 0].T
+        return pooled_ratio(plain_P, time_P)
 
     @property
     def one_device_speedup(self) -> float:
@@ -160,8 +158,8 @@ def replay(recording: Recording, hardware: Hardware) -> list[Replayed]:
     if conflict := cost_conflict(config.schedule, recording.with_draft(config.cost), cost):
         raise NotReplayable(conflict)
     cut = hardware.boundaries_for(recording, cost)
-    rows = _replayed_prompts(recording, cost, cut)
-    benchmarks = list(dict.fromkeys(row.benchmark for row in rows))
+    prompts = _price(recording, cost, cut)
+    benchmarks = list(dict.fromkeys(benchmark for benchmark, _ in prompts))
     return [
         Replayed(
             recording=recording,
@@ -169,37 +167,24 @@ def replay(recording: Recording, hardware: Hardware) -> list[Replayed]:
             cost=cost,
             cut=cut,
             benchmark=benchmark,
-            prompts=[row for row in rows if benchmark in (row.benchmark, OVERALL)],
+            prompts_P4=np.stack([v for k, v in prompts.items() if benchmark in (k[0], OVERALL)]),
         )
         for benchmark in [*benchmarks, *[OVERALL] * (len(benchmarks) > 1)]
     ]
 
 
-def _replayed_prompts(
+def _price(
     recording: Recording, cost: CostModel, cut: Sequence[int]
-) -> list[PromptRecord]:
-    """Price each conversation's turns on another cost model's clock, summed."""
-    prompts: dict[tuple[str, str], list[tuple[int, int, float, float]]] = {}
+) -> dict[tuple[str, str], np.ndarray]:
+    """Sum each conversation's turns on another cost model's clock: see ``Replayed.prompts_P4``."""
+    sums: dict[tuple[str, str], np.ndarray] = {}
     for (benchmark, name, _), result in recording.turns.items():
         clock = VirtualClock(cost, cut, cost.draft_forward or 0.0)
         replay_log(result, clock)
         plain = clock.autoregressive_time(result.num_tokens)
-        turn = result.num_tokens, clock.num_steps, clock.time, plain
-        prompts.setdefault((benchmark, name), []).append(turn)
-    found = []
-    for (benchmark, name), turns in prompts.items():
-        tokens, steps, time, plain = (sum(column) for column in zip(*turns, strict=True))
-        found.append(
-            PromptRecord(
-                benchmark=benchmark,
-                id=name,
-                tokens=int(tokens),
-                steps=int(steps),
-                virtual_time=time,
-                virtual_time_autoregressive=plain,
-            )
-        )
-    return found
+        turn = np.array([result.num_tokens, clock.num_steps, clock.time, plain])
+        sums[benchmark, name] = sums.get((benchmark, name), 0.0) + turn
+    return sums
 
 
 def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
@@ -235,12 +220,12 @@ def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[s
 def best_of(found: Sequence[Replayed]) -> list[Replayed]:
     """Return the replay with the highest S per benchmark, sampling, stages, cost, link, output
     length and random seed."""
-    best: dict[tuple[object, ...], Replayed] = {}
-    for one in sorted(found, key=lambda one: np.nan_to_num(one.speedup[0])):
-        config, cost = one.config, (one.cost_name, one.cost.link)
+    best: dict[tuple[object, ...], int] = {}
+    for index in np.argsort(np.nan_to_num([one.speedup[0] for one in found]), kind="stable"):
+        one, config = found[index], found[index].config
         way = config.sampling, config.num_stages, config.max_new_tokens, config.seed
-        best[one.benchmark, *way, *cost] = one
-    return [one for one in found if one in best.values()]
+        best[one.benchmark, *way, one.cost_name, one.cost.link] = index
+    return [found[index] for index in sorted(best.values())]
 
 
 COLUMNS: dict[str, Callable[[Replayed], str]] = {
@@ -250,8 +235,8 @@ COLUMNS: dict[str, Callable[[Replayed], str]] = {
     "n": lambda one: str(one.config.num_stages),
     "cost": lambda one: one.cost_name,
     "link": lambda one: f"{one.cost.link:g}",
-    "N": lambda one: str(sum(row.tokens for row in one.prompts)),
-    "K": lambda one: str(sum(row.steps for row in one.prompts)),
+    "N": lambda one: f"{one.prompts_P4[:, 0].sum():.0f}",
+    "K": lambda one: f"{one.prompts_P4[:, 1].sum():.0f}",
     "L'": lambda one: number(one.length.pooled),
     "95 % CI": lambda one: bounds(one.length.ci95),
     "S": lambda one: number(one.speedup[0]),

@@ -160,15 +160,17 @@ def _named(runs: Sequence[RunRecord], columns: dict[str, Cell]) -> dict[str, Cel
     return (RUN_COLUMN if any(run.folder for run in runs) else {}) | columns
 
 
+def with_scores(columns: dict[str, Cell], runs: Sequence[RunRecord]) -> dict[str, Cell]:
+    return columns | (SCORE_COLUMN if any(run.score is not UNSET for run in runs) else {})
+
+
 def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
     """Return the results table: one row per run.
 
     Args:
         with_benchmark: for entries from several benchmarks.
     """
-    columns = dict(COLUMNS)
-    if any(run.score is not UNSET for run in runs):
-        columns |= SCORE_COLUMN
+    columns = with_scores(COLUMNS, runs)
     if any(run.benchmark == OVERALL for run in runs):
         columns |= MEAN_COLUMN
     if with_benchmark:

@@ -54,18 +54,20 @@ def record(kind: str, stages: int, **way) -> Recording:
     )
 
 
+def figures(result) -> list[float]:
+    times = result.virtual_time, result.virtual_time_autoregressive
+    return [result.num_tokens, result.num_steps, *times]
+
+
 @pytest.mark.parametrize("kind", ["language_model", "none"])
 def test_another_cost_model_gives_the_time_of_a_run_under_it(kind) -> None:
     way = {"schedule": "spd", "tree_width": 3} if kind != "none" else {"schedule": "autoregressive"}
     free, costly = record(kind, 4, **way), record(kind, 4, cost=COST, **way)
     (found,) = replay(free, Hardware("costly", COST, None))
-    for row, result in zip(found.prompts, costly.turns.values(), strict=True):
-        assert row.steps == result.num_steps
-        assert row.virtual_time == pytest.approx(result.virtual_time)
-        plain = result.virtual_time_autoregressive
-        assert row.virtual_time_autoregressive == pytest.approx(plain)
+    for row, result in zip(found.prompts_P4.tolist(), costly.turns.values(), strict=True):
+        assert row == pytest.approx(figures(result))
     (slower,) = replay(free, Hardware("costly", COST, 3.0))
-    assert slower.prompts[0].virtual_time > found.prompts[0].virtual_time
+    assert slower.prompts_P4[0, 2] > found.prompts_P4[0, 2]
     assert slower.cost == replace(COST, link=3.0)
 
 
@@ -76,11 +78,9 @@ def test_a_cluster_of_unequal_stages_is_priced_and_cut_anew() -> None:
     (kept,), (found,) = (replay(free, Hardware("c", cluster, None, cuts)) for cuts in (False, True))
     assert (kept.cut, found.cut) == ((0, 4, 8), (0, 1, 8))
     real = record("language_model", 2, cost=cluster, boundaries=(0, 1, 8), **way)
-    for row, result in zip(found.prompts, real.turns.values(), strict=True):
-        assert row.virtual_time == pytest.approx(result.virtual_time)
-        plain = result.virtual_time_autoregressive
-        assert row.virtual_time_autoregressive == pytest.approx(plain)
-    assert found.prompts[0].virtual_time < kept.prompts[0].virtual_time
+    for row, result in zip(found.prompts_P4.tolist(), real.turns.values(), strict=True):
+        assert row == pytest.approx(figures(result))
+    assert found.prompts_P4[0, 2] < kept.prompts_P4[0, 2]
     with pytest.raises(NotReplayable, match="has 2 devices"):
         replay(record("language_model", 4, **way), Hardware("c", cluster, None))
     small = replace(cluster, layer_gb=1.0, stages=(StageCost(memory_gb=2.0),) * 2)
@@ -159,8 +159,8 @@ def test_shards_replay_as_the_real_run_and_what_cannot_be_replayed_is_left_out(
     assert {(one.config.schedule.name, one.benchmark) for one in found} == set(real)
     for one in found:
         entry = real[one.config.schedule.name, one.benchmark]
-        expected = {(row.benchmark, row.id): (row.tokens, row.steps) for row in entry.per_prompt}
-        assert {(r.benchmark, r.id): (r.tokens, r.steps) for r in one.prompts} == expected
+        expected = sorted([row.tokens, row.steps] for row in entry.per_prompt)
+        assert sorted(one.prompts_P4[:, :2].tolist()) == expected
         assert one.length.pooled == entry.equivalent_acceptance_length.pooled
         if one.benchmark != "two":  # one prompt has no interval
             assert one.length.ci95 == entry.equivalent_acceptance_length.ci95

@@ -350,7 +350,7 @@ def test_figures_of_nothing_are_dashes(capsys):
         num_reopened=0,
     )
     command.print_figures("autoregressive", result, pipeline)
-    print_figures(DecodeConfig(), result, "one process")
+    print_figures("spd", result, "one process")
     remote, local = capsys.readouterr().err.splitlines()
     assert "L' -, tokens per round tau -, acceptance -;" in remote
     assert "acceptance length -, acceptance rate -;" in local

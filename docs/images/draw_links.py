@@ -212,7 +212,14 @@ def draw_message(picture: Diagram, message: Message) -> None:
     if is_early:
         picture.path(f"M{x1:.1f} {ends[0]}L{x2:.1f} {ends[1]}", "line", dashed=True)
     else:
-        picture.arrow(x1, ends[0], x2, ends[1], kind)
+        draw_arrow(picture, x1, ends[0], x2, ends[1], kind)
+
+
+def draw_arrow(picture: Diagram, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+    picture.path(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", kind, 1.3)
+    back = 5 if y2 > y1 else -5
+    head = f"M{x2 - 4:.1f} {y2 - back:.1f}L{x2:.1f} {y2:.1f}L{x2 + 2:.1f} {y2 - 1.4 * back:.1f}"
+    picture.path(head, kind, 1.3)
 
 
 def draw_text_lane(picture: Diagram, times_s: list[float]) -> None:
