@@ -41,7 +41,6 @@ ratio: compared / baseline, pooled over the prompts, with a 95 % interval from a
 prompts. If the interval contains 1, the runs do not differ measurably. tokens/s: a machine that was
 slower during one run looks like a difference."""
 
-
 # Fields shared by both entries in a comparison: the strictest match first, any entry last.
 LIKENESS = (
     ("method", "schedule", "stages", "tree_width", "tree"),
@@ -57,8 +56,6 @@ CONDITIONS = {
     "dtype": ("dtype",),
     "--max-new-tokens": ("config", "max_new_tokens"),
     "--chat-template-kwargs": ("config", "chat_template_kwargs"),
-}
-MACHINE = {
     "processor": ("hardware", "processor"),
     "threads": ("hardware", "torch_threads"),
     "accelerator": ("hardware", "accelerator"),
@@ -228,25 +225,16 @@ def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line
     """Return warnings to read before trusting the numbers."""
     lacking = [run.name for run in (baseline, compared) if not run.manifest]
     found = [f"{name} has no manifest.json: conditions may differ" for name in lacking]
-    for benchmark in dict.fromkeys(line.compared.benchmark for line in lines):
-        left_out = max(x.left_out for x in lines if x.compared.benchmark == benchmark)
-        first, second = (
-            fact(run.manifest, "prompts", benchmark, "sha256") for run in (baseline, compared)
-        )
-        if first != second:
-            found.append(
-                f"prompts of {benchmark} differ ({_short(first)} and {_short(second)}): those with "
-                f"the same id are compared, {left_out} left out"
-            )
-        elif left_out:
-            found.append(f"{left_out} prompts of {benchmark} are in one run only: left out")
     facts = dict(CONDITIONS)
-    if any(line.quantity is WALLCLOCK for line in lines):
-        facts |= MACHINE
+    for benchmark in dict.fromkeys(line.compared.benchmark for line in lines):
+        facts[f"prompts of {benchmark}"] = ("prompts", benchmark, "sha256")
+        left_out = max(x.left_out for x in lines if x.compared.benchmark == benchmark)
+        if left_out:
+            found.append(f"{left_out} prompts of {benchmark} are in one run only: left out")
     for name, path in facts.items():
         first, second = (fact(run.manifest, *path) for run in (baseline, compared))
         if first != second:
-            found.append(f"{name} differs: {_short(first)} and {_short(second)}")
+            found.append(f"{name}: {_short(first)} and {_short(second)} differ")
     for line in lines:
         is_plain = line.compared.schedule == AUTOREGRESSIVE
         if is_plain and line.result.differs:

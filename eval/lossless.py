@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -206,13 +207,10 @@ class GreedyReference:
 
 def _first_difference(result: DecodeResult, expected: list[int]) -> int | None:
     """Return the index of the first differing token; None: the outputs are equal."""
-    found = result.token_ids
     if result.stop_reason == "max_length":
-        expected = expected[: len(found)]
-    for place, (ours, theirs) in enumerate(zip(found, expected, strict=False)):
-        if ours != theirs:
-            return place
-    return None if len(found) == len(expected) else min(len(found), len(expected))
+        expected = expected[: len(result.token_ids)]
+    pairs = enumerate(zip_longest(result.token_ids, expected))
+    return next((place for place, (ours, theirs) in pairs if ours != theirs), None)
 
 
 # -- what the target says at every token of a finished sequence: one forward pass over all of it ---

@@ -10,11 +10,10 @@ from pipedraft.eval.groups import group_name
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
     AcceptanceLength,
-    CategoryRecord,
     EntropyRecord,
-    GroupRecord,
     LatencyRecord,
     Manifest,
+    RateRecord,
     RunRecord,
     is_known,
 )
@@ -24,47 +23,32 @@ Cell = Callable[[RunRecord], str]
 Entry = TypeVar("Entry")
 NUM_POSITIONS = 6
 LEGEND = {
-    "n, T, W, tree": "pipeline stages of the target; temperature; tree width (draft tokens per "
-    "layer, children of the root, or branches of a micro-batch); what is drafted at once "
-    "(chain:levels, dynamic:levels:beams:tokens, or micro-batch:tokens).",
+    "n, T, W, tree": "stages; temperature; tree width; what is drafted at once (chain:levels, "
+    "dynamic:levels:beams:tokens, or micro-batch:tokens).",
     "N, K": "tokens after the prefill token; pipeline steps (idle and rejecting ones counted).",
     "alpha, tau": "accepted over tested draft tokens; tokens per round.",
     "L'": "n N / K, the equivalent acceptance length. Pooled: n sum(N) / sum(K) with its 95 % "
     "bootstrap interval over conversations. Mean: over conversations. Benchmark mean: over "
-    "benchmarks, each pooled. Autoregressive decoding has L' = 1 by construction for every n, so "
-    "it is decoded once per temperature, on the smallest n of the table.",
+    "benchmarks, each pooled. Autoregressive decoding has L' = 1 for every n by construction.",
     "S": "modeled speed-up under the engine's cost model.",
-    "tokens/s, speed-up": "measured in this process (prefill excluded), the latter against the "
-    "autoregressive row. L', S and the speed-up are different things and must not be compared with "
-    "each other.",
-    "lossless": "turns whose greedy output equals that of `transformers`, of turns checked; at T > "
-    "0, by the rule gumbel, and with --bitwise that of plain decoding with the same seed. It is "
-    "exact for a target in float32 and with --bitwise; in half precision without, near-ties may "
-    "fall differently, and sampled outputs are not compared.",
-    "score": "(with --score) share of right answers (last number, GSM8K) with its 95 % Wilson "
-    "interval. Lossless decoding leaves it as the target's own.",
+    "tokens/s, speed-up": "measured in this process without the prefill; over the baseline's.",
+    "lossless": "turns, of those checked, whose greedy output equals that of `transformers`. At T "
+    "> 0 by the rule gumbel, and with --bitwise, it is compared with the baseline's. In half "
+    "precision without --bitwise near-ties may fall differently.",
+    "score": "(with --score) share of right answers with its 95 % Wilson interval.",
 }
 ROW_COST_TEXT = """\
 Modeled speed-up S where every row after a segment's first makes a stage longer by this part of its
-time: the steps of the run, priced again. Draft tokens that were chosen by the cost of a row (auto)
-have the run's own cost alone.
+time. Draft tokens that were chosen by the cost of a row (auto) have the run's own cost alone.
 """
-POSITION_TEXT = """\
-Share accepted of the draft tokens tested as first, second, ... of their round, with 95 % intervals
-over prompts.
+TESTED = "Share accepted of the draft tokens tested, with 95 % intervals over prompts,"
+POSITION_TEXT = f"{TESTED} as first, second, ... of their round."
+ENTROPY_TEXT = f"{TESTED} where the target's distribution has so many nats."
+GROUP_TEXT = f"""\
+{TESTED} and tokens per round, by the context's tokens, the answer's language, and the kind of text.
+A round is of its first token's group.
 """
-ENTROPY_TEXT = """\
-Share accepted of the draft tokens tested where the target's distribution has so many nats, with
-95 % intervals over prompts.
-"""
-GROUP_TEXT = """\
-Share accepted of the draft tokens tested, and tokens per round, where the context has so many
-tokens, the answer is in a language, or the text is of a kind: in fences, thinking, a tool call. A
-round is of its first token's group. 95 % intervals over prompts.
-"""
-REPEATS_TEXT = """\
-Everything was decoded several times with the same random numbers: only the machine's speed differs.
-"""
+REPEATS_TEXT = "Decoded several times with the same random numbers: only the speed differs."
 PROCESS_TEXT = "Seconds that each process spent on each kind of work, over all prompts."
 CATEGORY_TEXT = "Acceptance and L' of each category of prompts, with 95 % intervals over prompts."
 
@@ -123,7 +107,7 @@ def estimate(value: float | None, interval: Sequence[float | None], digits: int 
     return f"{number(value, digits)} {bounds(interval, digits)}".removesuffix(" -")
 
 
-def _rate(part: CategoryRecord | EntropyRecord | GroupRecord) -> str:
+def _rate(part: RateRecord) -> str:
     return estimate(part.draft_acceptance_rate, part.draft_acceptance_rate_ci95)
 
 
@@ -176,15 +160,17 @@ def _named(runs: Sequence[RunRecord], columns: dict[str, Cell]) -> dict[str, Cel
     return (RUN_COLUMN if any(run.folder for run in runs) else {}) | columns
 
 
+def with_scores(columns: dict[str, Cell], runs: Sequence[RunRecord]) -> dict[str, Cell]:
+    return columns | (SCORE_COLUMN if any(run.score is not UNSET for run in runs) else {})
+
+
 def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
     """Return the results table: one row per run.
 
     Args:
         with_benchmark: for entries from several benchmarks.
     """
-    columns = dict(COLUMNS)
-    if any(run.score is not UNSET for run in runs):
-        columns |= SCORE_COLUMN
+    columns = with_scores(COLUMNS, runs)
     if any(run.benchmark == OVERALL for run in runs):
         columns |= MEAN_COLUMN
     if with_benchmark:
@@ -335,11 +321,13 @@ def details(runs: Sequence[RunRecord]) -> list[Detail]:
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Return warnings to read before trusting the numbers."""
-    own = dict.fromkeys(run.benchmark for run in runs if run.benchmark in FORMS)
-    lines = [
-        f"{', '.join(own)}: prompts written for pipedraft in the form of "
-        f"{', '.join(FORMS[name] for name in own)}, not these benchmarks; --data-dir reads theirs."
-    ] * bool(own)
+    lines = []
+    if own := dict.fromkeys(run.benchmark for run in runs if run.benchmark in FORMS):
+        forms = ", ".join(FORMS[name] for name in own)
+        lines.append(
+            f"{', '.join(own)}: prompts written for pipedraft in the form of {forms}, not these "
+            "benchmarks; --data-dir reads theirs."
+        )
     for run in (run for run in runs if run.benchmark != OVERALL):
         where = f"{run.benchmark}, {run.method}, T={run.sampling}"
         mismatches = run.lossless.mismatches
