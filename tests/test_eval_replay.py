@@ -278,7 +278,7 @@ def test_recordings_name_what_was_decoded(evaluated) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{place}"], ["TRACES", "holds no traces"]),
+        (["{place}/nowhere"], ["TRACES", "holds no traces"]),
         (["{place}/greedy.jsonl"], ["TRACES", "no decoded turn"]),
         (["{folder}", "--cost", "{place}/cost.json"], ["--cost", "no cost model"]),
         (["{folder}", "--link", "far"], ["--link", "'far'", "20ms"]),
