@@ -133,7 +133,7 @@ def test_a_damaged_index_is_named(world, dumps, tmp_path):
     out = tmp_path / "dump"
     shutil.copytree(dumps["bf16"], out)
     (out / INDEX).write_text((out / INDEX).read_text()[:-40])
-    with pytest.raises(ValueError, match="index.json is damaged .DecodeError"):
+    with pytest.raises(ValueError, match="index.json is damaged"):
         world.trainer("spd", tmp_path / "run", **METHODS["spd"], features=out)
 
 

@@ -165,11 +165,7 @@ def main() -> None:
 
 
 def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) -> "Trainer":
-    """Train with the output folder locked against other runs.
-
-    Args:
-        resolved: the configuration as YAML.
-    """
+    """Train with the output folder locked; ``resolved``: the configuration as YAML."""
     make_place("output_dir", run.output_dir / "config.yaml", RESOLVED.encode())
     is_first = os.environ.get("RANK", "0") == "0"
     # One lock per run, because all its processes share the folder.
@@ -180,11 +176,7 @@ def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) ->
 
 
 def train(trainer: "Trainer", resolved: str) -> None:
-    """Run the training from its newest checkpoint to its end.
-
-    Args:
-        resolved: the configuration as YAML.
-    """
+    """Run the training from its newest checkpoint to its end."""
     # First: if the checkpoint is refused, the run's config.yaml stays as it was.
     trainer.restore()
     if trainer.accelerator.is_main_process:

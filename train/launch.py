@@ -112,12 +112,10 @@ def _shard_on_cpus() -> None:
 
 
 def gather_together(objective: "Objective", accelerator: Accelerator) -> None:
-    """Let ZeRO-3 gather a prepared draft as a whole, as FSDP does.
-
-    The draft's attention reads its layers' weights outside their forward. By default DeepSpeed
-    gathers them during the layers' forward only.
-    """
+    """Let ZeRO-3 gather a prepared draft as a whole, as FSDP does."""
     if _is_zero3(accelerator):
+        # The draft's attention reads its layers' weights outside their forward. By default
+        # DeepSpeed gathers them during the layers' forward only.
         from deepspeed.runtime.zero import register_external_parameter
 
         for parameter in objective.parameters():
@@ -273,10 +271,6 @@ class Stopping:
     """Collects requests to end the run after its step: SIGTERM, SIGINT, ``max_minutes``."""
 
     def __init__(self, *, max_minutes: float | None, started: float) -> None:
-        """
-        Args:
-            started: ``time.monotonic()`` at the start of ``max_minutes``.
-        """
         self.max_minutes, self.started = max_minutes, started
         self.received: int | None = None
         self.received_at = 0.0
@@ -334,11 +328,7 @@ class Stopping:
 
 
 def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
-    """Load a draft run's target onto this process's device.
-
-    Raises:
-        ValueError: nothing to load, or no library for its quantization.
-    """
+    """Load a draft run's target onto this process's device."""
     assert config.target is not None
     return load_target(
         config.target,
@@ -363,10 +353,7 @@ def uses_autocast(accelerator: Accelerator) -> bool:
 def resolve_dtype(
     config: RunConfig, mixed_precision: str, has_autocast: bool = True
 ) -> torch.dtype:
-    """Return the target's dtype; auto: bfloat16 if stored and computed in it, else float32.
-
-    bfloat16 takes half the memory.
-    """
+    """Return the target's dtype; auto: bfloat16 if stored and computed in it, else float32."""
     if mixed_precision == "bf16" and not has_autocast:
         return torch.bfloat16
     if config.target_dtype != "auto":
@@ -378,11 +365,7 @@ def resolve_dtype(
 
 
 def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
-    """Return transformers' configuration for bitsandbytes.
-
-    Raises:
-        ValueError: bitsandbytes is not installed.
-    """
+    """Return transformers' configuration for bitsandbytes."""
     if kind is None:
         return None
     if find_spec("bitsandbytes") is None:

@@ -79,7 +79,7 @@ class MetricsLog:
             peak_tflops=config.peak_tflops, num_processes=self.accelerator.num_processes
         )
         self.write({**means, "tokens_per_s": rate, **pace})
-        screen.row({**means, **pace}, rate)
+        screen.row(means, rate)
 
     def write(self, values: dict[str, float]) -> None:
         if not self.accelerator.is_main_process:

@@ -59,12 +59,7 @@ class FeatureOptions(Options):
 
 
 def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
-    """Return the heads for one dump, the first one from the command line.
-
-    Raises:
-        ValueError: the heads have different targets or none, or the first one shards the target or
-            reads features itself.
-    """
+    """Return the heads for one dump, the first one from the command line."""
     from pipedraft.train.__main__ import methods
     from pipedraft.train.config import parse_run
     from pipedraft.train.features.dump import Head

@@ -40,11 +40,7 @@ class _Unavailable(Exception):
 
 
 def addresses_of(features: str) -> list[str]:
-    """Return the servers' addresses, up to /v1; none for a folder.
-
-    Raises:
-        ValueError: an invalid entry among addresses.
-    """
+    """Return the servers' addresses, up to /v1; none for a folder."""
     parts = [part.strip().rstrip("/").removesuffix("/v1") for part in features.split(",")]
     if not parts[0].startswith(("http://", "https://")):
         return []
@@ -89,11 +85,7 @@ class ServedStates:
         return {f"layer.{layer}": states_MKH[:, k] for k, layer in enumerate(self.layers)}
 
     def ask(self, ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, int]]:
-        """Return each row's states [tokens, K, H] and the server's next token.
-
-        Raises:
-            FeaturesLost: the server refuses a row, or is gone.
-        """
+        """Return each row's states [tokens, K, H] and the server's next token."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:

@@ -15,7 +15,6 @@ The embeddings (layer 0) are not stored: they follow from the token ids.
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -27,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.data_recipes.table import Rows
+from pipedraft.files import Values
 from pipedraft.models.fingerprint import template_hash
 from pipedraft.models.target_part import weights_identity
 from pipedraft.train.config import RunConfig
@@ -85,8 +85,13 @@ def data_identity(split: str, dataset: Rows) -> dict[str, int | str]:
     return {**tokens, f"{split}_ids": digest.hexdigest()}
 
 
-def target_identity(run: RunConfig, target_config: PreTrainedConfig) -> dict[str, int | str]:
-    """Return the weights and shape that identify a run's target.
+def identity_of(
+    run: RunConfig,
+    target_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: TokenizedData,
+) -> dict[str, int | str]:
+    """Return a run's identity for hidden states; a dump must have the same to be used for it.
 
     Args:
         target_config: for the decoder.
@@ -97,18 +102,6 @@ def target_identity(run: RunConfig, target_config: PreTrainedConfig) -> dict[str
         "target_weights": weights_identity(run.target, run.target_revision),
         "num_layers": target_config.num_hidden_layers,
         "hidden_size": target_config.hidden_size,
-    }
-
-
-def identity_of(
-    run: RunConfig,
-    target_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    data: TokenizedData,
-) -> dict[str, int | str]:
-    """Return a run's identity for hidden states; a dump must have the same to be used for it."""
-    return {
-        **target_identity(run, target_config),
         "tokenizer": template_hash(tokenizer),
         **data_identity("train", data.train),
         **data_identity("valid", data.valid),
@@ -135,25 +128,12 @@ def _short(value: object) -> object:
 # -- what a dump says about itself --------------------------------------------------------------
 
 
-class DumpSettings(Struct):
-    """Settings used to compute hidden states, store them and cut them into shards."""
-
-    layers: list[int]
-    dtype: Literal["fp32", "bf16", "int8"]
-    precision: str
-    target_dtype: str
-    target_quantization: str | None
-    batch_tokens: int
-    batch_group: int
-    seed: int
-    shard_mb: float
-
-
 class Index(Struct):
     """index.json: identity of a folder's shards, and the tokens in each when complete."""
 
     identity: dict[str, int | str]
-    settings: DumpSettings
+    settings: Values
+    """Settings used to compute hidden states, store them and cut them into shards."""
     bytes_per_token: int
     shard_tokens: list[int]
 
@@ -163,11 +143,7 @@ def shard_name(number: int) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Read a dump's index; shards may be missing.
-
-    Raises:
-        ValueError: there is no dump.
-    """
+    """Read a dump's index; shards may be missing."""
     path = folder / INDEX
     if not path.is_file():
         what = f"{folder} has no {INDEX}" if folder.is_dir() else f"no folder {folder}"
@@ -176,8 +152,8 @@ def read_index(folder: Path) -> Index:
         return msgspec.json.decode(path.read_bytes(), type=Index)
     except ValueError as error:
         raise ValueError(
-            f"features: {path} is damaged ({type(error).__name__}: {error}); copy it again, or "
-            "remove it and run pipedraft train features again"
+            f"features: {path} is damaged ({error}); copy it again, or remove it and run "
+            "pipedraft train features again"
         ) from error
 
 
