@@ -250,11 +250,3 @@ def test_bad_runs_are_one_line_and_status_two(tmp_path, capsys, name, words) -> 
     if name != "absent":
         write(tmp_path / name, bad_entry(rows, name))
     assert_refused(capsys, ["compare", good, str(tmp_path / name)], ["RUN", name, *words])
-
-
-@pytest.mark.parametrize(
-    ("file", "words"), [("", ["would be replaced"]), ("results.json/x.json", ["another folder"])]
-)
-def test_a_place_for_json_that_is_no_file_is_refused(tmp_path, capsys, file, words) -> None:
-    good = write(tmp_path / "good", make_entry(make_rows(stages=4, rejection=0.4)))
-    assert_refused(capsys, ["compare", good, good, "--json", f"{good}/{file}"], ["--json", *words])

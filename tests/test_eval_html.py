@@ -144,7 +144,11 @@ def test_the_table_has_every_cell_of_the_markdown_report(tmp_path) -> None:
 
 def test_points_of_a_plot_lie_where_the_numbers_are(text) -> None:
     """L' against n: three points, with both coordinates proportional to n and L'."""
-    svg = figures(text)["L' against n"]
+    found = figures(text)
+    assert list(found) == ["L' by benchmark", "L' against n", "Acceptance by position"]
+    assert all(re.search(r"(fill|stroke): var\(--series-\d", body) for body in found.values())
+    assert all(found["L' by benchmark"].count(f">spd, n={n}</text>") == 1 for n in (4, 8, 16))
+    svg = found["L' against n"]
     mark = r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill: var\(--series-1\); stroke'
     marks = re.findall(mark, svg)
     points = np.array(marks[:-1], dtype=float)  # the last one is the legend's
@@ -159,20 +163,6 @@ def test_points_of_a_plot_lie_where_the_numbers_are(text) -> None:
         (lengths[2] - lengths[1]) / (lengths[1] - lengths[0]), abs=0.01
     )
     assert np.sign(steps[0, 1]) == -np.sign(lengths[1] - lengths[0])  # y grows downwards
-
-
-def test_every_plot_has_marks_a_legend_and_words(text) -> None:
-    found = figures(text)
-    assert list(found) == [
-        "L' by benchmark",
-        "L' against n",
-        "Acceptance by position",
-    ]
-    for title, body in found.items():
-        assert re.search(r"(fill|stroke): var\(--series-\d", body), title
-        assert "<figcaption>" in body and "undefined" not in body
-    labels = [f">spd, n={n}</text>" for n in (4, 8, 16)]
-    assert all(found["L' by benchmark"].count(label) == 1 for label in labels)
 
 
 def test_a_baseline_alone_has_no_empty_plot() -> None:

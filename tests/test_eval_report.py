@@ -60,13 +60,6 @@ def test_a_chart_is_a_picture_with_ink_a_drawing_and_its_numbers(written, name: 
     assert np.unique(picture.reshape(-1, picture.shape[-1]), axis=0).shape[0] > 50
 
 
-def test_baseline_alone_still_makes_a_report(tmp_path) -> None:
-    runs = [run for run in make_runs(("gsm8k",)) if run.method == AUTOREGRESSIVE]
-    write_report(tmp_path, runs, MANIFEST)
-    assert json.loads((tmp_path / "results.json").read_text())["overall"] == []
-    assert "Acceptance by position" not in (tmp_path / "report.md").read_text()
-
-
 def test_mismatches_and_left_out_turns_are_said_in_the_report(tmp_path) -> None:
     runs = make_runs(("gsm8k",), stages=(4,))
     lossless = LosslessRecord(checked=16, mismatches=3)
