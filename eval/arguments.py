@@ -286,7 +286,19 @@ class TableOptions(PlaceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnginesOptions(Options):
+class FewPromptsOptions(Options):
+    """prompts"""
+
+    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
+    """comma list of benchmarks, as in eval"""
+    data_dir: str | None = option(None, metavar="D")
+    """see eval --help"""
+    limit: int = option(2, metavar="P", least=1)
+    """first P prompts per benchmark"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginesOptions(FewPromptsOptions):
     """Decode with every exported head in vLLM and here, and find planted faults."""
 
     PROG: ClassVar[str] = "pipedraft eval engines"
@@ -296,12 +308,6 @@ class EnginesOptions(Options):
     """python executable in the environment with vLLM"""
     only: tuple[str, ...] = option((), metavar="NAMES")
     """comma list: run cases with any listed word in their name; default: all"""
-    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
-    """comma list of benchmarks, as in eval"""
-    data_dir: str | None = option(None, metavar="D")
-    """see eval --help"""
-    limit: int = option(2, metavar="P", least=1)
-    """first P prompts per benchmark"""
     depth: int = option(3, metavar="K", least=1)
     """draft tokens per chain, for heads without a fixed number"""
     max_new_tokens: int = option(64, metavar="M", least=2)
@@ -311,7 +317,7 @@ class EnginesOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityOptions(PlaceOptions):
+class ParityOptions(FewPromptsOptions, PlaceOptions):
     """Find the first place where a draft's training, decoding and exported files disagree."""
 
     PROG: ClassVar[str] = "pipedraft eval parity"
@@ -328,12 +334,6 @@ class ParityOptions(PlaceOptions):
     exported: tuple[str, ...] = option((), metavar="DIR", repeated=True)
     """folder with exported files, or with a head in an exported layout; repeatable; default: export
     every layout that the draft supports"""
-    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
-    """comma list of benchmarks, as in eval"""
-    data_dir: str | None = option(None, metavar="D")
-    """see eval --help"""
-    limit: int = option(2, metavar="P", least=1)
-    """first P prompts per benchmark"""
     depth: int = option(7, metavar="K", least=1)
     """draft tokens per chain, for drafts without a fixed number"""
     max_new_tokens: int = option(48, metavar="M", least=2)

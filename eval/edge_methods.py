@@ -5,7 +5,7 @@ decoded = decode(METHODS["picospec"], simulation, prompt_ids, prompt_index=0)
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -84,21 +84,14 @@ def read_times(text: str) -> Times:
         ) from error
 
 
-class Radio(TypedDict):
-    uj_per_bit: tuple[float, float]
-    """Energy per bit sent up, and received."""
-    idle_w: float
-    tail_s: float
-
-
 EDGE_W = 15.0
 """Power of the edge processor while it drafts; assumption: a Jetson AGX Orin's smallest mode."""
-RADIOS: dict[str, Radio] = {
+RADIOS: dict[str, Values] = {
     "cellular": {"uj_per_bit": (0.43839, 0.05197), "idle_w": 1.060, "tail_s": 11.576},
     "wifi": {"uj_per_bit": (0.28317, 0.13701), "idle_w": 0.119, "tail_s": 0.238},
 }
-"""Energy measured on phones from 2012 (Huang et al., MobiSys 2012: LTE and WiFi). Between messages
-the radio stays in its tail state, so idle power here is the tail's."""
+"""Energy per bit sent up and received, measured on phones from 2012 (Huang et al., MobiSys 2012:
+LTE and WiFi). Between messages the radio stays in its tail state, so idle power is the tail's."""
 
 
 def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:

@@ -7,7 +7,7 @@ prompts in vLLM and here. A sound case must agree with ours; each planted fault 
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -201,7 +201,7 @@ HEADER = ["head", "layout", "outputs equal", "here by position", "there"]
 HEADER += ["tau here", "tau there", "found"]
 
 
-def run_engines(options: EnginesOptions) -> None:
+def run(options: EnginesOptions, argv: Sequence[str]) -> None:
     """Run the whole subcommand; status 1 if a case is not as expected."""
     quieten()
     make_folder("--out", options.out)

@@ -341,7 +341,7 @@ def in_engine(
     return EngineComparison(draft=parity.draft, target=target, depth=depth, answer=answer)
 
 
-def compare_all(options: ParityOptions) -> None:
+def run(options: ParityOptions, argv: Sequence[str]) -> None:
     """Run the whole subcommand; bad input raises ValueError, a difference exits with status 1."""
     quieten()
     with own_checkpoint(options) as folder:

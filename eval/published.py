@@ -165,7 +165,7 @@ def read_options(options: TableOptions) -> Spec:
     return spec
 
 
-def make_table(options: TableOptions, argv: Sequence[str]) -> None:
+def run(options: TableOptions, argv: Sequence[str]) -> None:
     """Run a table, write its files and print it.
 
     Args:
