@@ -14,7 +14,7 @@ from msgspec import UNSET
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.eval.groups import GroupCounts, acceptance_by_group, count_groups, sum_groups
+from pipedraft.eval.groups import acceptance_by_group, count_groups, sum_groups
 from pipedraft.eval.lossless import (
     GreedyReference,
     check_equal,
@@ -83,11 +83,7 @@ def draft_hash(draft: DraftNetwork) -> str:
 
 
 def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
-    """Return draft and target for a trace file's header, as ``traces.Recording`` reads them.
-
-    Args:
-        draft: None for autoregressive decoding.
-    """
+    """Return draft and target for a trace file's header, as ``traces.Recording`` reads them."""
     return {
         "draft_type": None if draft is None else draft.draft_type,
         "relative_cost": 0.0 if draft is None else draft.relative_cost(target),
@@ -320,7 +316,10 @@ class Evaluation:
             repeats, reports = zip(*(once[name] for once in passes), strict=True)
             records = self._with_entropies(repeats[0], method)
             if method.config.schedule.name != AUTOREGRESSIVE:
-                records = [replace(r, groups=self._groups(r)) for r in records]
+                records = [
+                    replace(r, groups=count_groups(r.result, r.answer, r.question, self.tokenizer))
+                    for r in records
+                ]
             if self.scores:
                 records = score_turns(records)
             if self.answers is not None:
@@ -383,10 +382,6 @@ class Evaluation:
             replace(record, entropies=output_entropies(self.reference, record.result, traces))
             for record in records
         ]
-
-    def _groups(self, record: DecodedTurn) -> GroupCounts:
-        question = record.prompt.turns[record.turn]
-        return count_groups(record.result, record.answer, question, self.tokenizer)
 
     def _open_traces(self, method: EvalMethod, engine: Engine, repeat: int) -> TraceFile:
         again = {"repeat": repeat} if repeat else {}

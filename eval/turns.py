@@ -34,6 +34,10 @@ class DecodedTurn:
     groups: dict[str, list[int]] | None = None
     """Counts by text group; None: autoregressive decoding."""
 
+    @property
+    def question(self) -> str:
+        return self.prompt.turns[self.turn]
+
 
 def prompt_seed(prompt: Prompt, turn: int) -> int:
     """Return a turn's ``prompt_index``: 31 bits, derived only from the prompt's name.
