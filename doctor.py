@@ -14,12 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.cli import (
-    Options,
-    leave_at_interrupts,
-    option,
-    run_command,
-)
+from pipedraft.cli import Options, leave_at_interrupts, option, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()

@@ -629,25 +629,24 @@ def _hub_error(field: str, error: Exception) -> Exception | None:
     return None
 
 
+FIXES = {
+    401: "set HF_TOKEN or run hf auth login: no valid token",
+    403: "give a repository of yours, or a token that may write: this one has no right to it",
+    404: "check the name and the revision, and HF_TOKEN if it is private",
+}
+"""Status of the Hub's answer -> what the user can do about it."""
+
+
 def _refusal(field: str, error: HfHubHTTPError) -> Exception:
     """Return ValueError for a problem the user can fix, Failure for server trouble."""
     status, host = error.response.status_code, error.response.url.host
     said = " ".join((error.server_message or error.response.reason_phrase).split())
-    answer = f"{host} answered {status} ({said})"
-    if status == 401 and "X-Error-Code" not in error.response.headers:
-        return ValueError(f"{field}: {answer}: no valid token; set HF_TOKEN or run hf auth login")
-    if status == 403:
-        return ValueError(
-            f"{field}: {answer}: the token has no right to this; give a repository of yours, or a "
-            "token that may write"
-        )
-    if status in (401, 404):
-        return ValueError(
-            f"{field}: {answer}; check the name and the revision, and HF_TOKEN if it is private"
-        )
+    answer = f"{field}: {host} answered {status} ({said})"
+    if status == 401 and "X-Error-Code" in error.response.headers:
+        status = 404  # the Hub does not tell a private repository from a missing one
     if 400 <= status < 500 and status not in (408, 409, 412, 429):
-        return ValueError(f"{field}: {answer}; fix what it says")
-    return Failure(f"{field}: {answer}; {AGAIN}")
+        return ValueError(f"{answer}; {FIXES.get(status, 'fix what it says')}")
+    return Failure(f"{answer}; {AGAIN}")
 
 
 def _line(error: BaseException) -> str:

@@ -121,12 +121,13 @@ INFERENCE = ["--prompt", "hi", "--max-new-tokens", "4"]
 EVAL = ["--benchmarks", "gsm8k", "--data-dir", "{}", "--out", "{out}", "--max-new-tokens", "4"]
 ALONE = ["--target", "{target}", "--schedule", "autoregressive"]
 RUN = ["--checkpoint", "{run}"]
+DRY_RUN = ["--repo", "a/b", "--dry-run"]
 WITH_MODEL = ["--target", "{target}", "--draft-model", "{other_weights}"]
 
 CASES: list[tuple[str, list[str], list[str]]] = [
     *(("inference", ["--checkpoint", c, *INFERENCE], w) for c, w in DAMAGED + DAMAGED_ON_LOADING),
-    *(("eval", ["--checkpoint", c, *EVAL], w) for c, w in DAMAGED + DAMAGED_ON_LOADING),
-    *(("models", ["push", "--checkpoint", c, "--repo", "a/b", "--dry-run"], w) for c, w in DAMAGED),
+    *(("eval", ["--checkpoint", c, *EVAL], w) for c, w in DAMAGED_ON_LOADING),
+    *(("models", ["push", "--checkpoint", c, *DRY_RUN], w) for c, w in DAMAGED[:4]),
     (
         "models",
         ["push", *RUN, "--repo", "a/b", "--dry-run", "--results", "nowhere.json"],
