@@ -146,7 +146,7 @@ def planted(tmp_path: Path, name: str, edit) -> None:
         ("spd1", lambda t: t["rows"][0]["run"].update(tree="bush"), "tree: 'bush'"),
         ("spd1", lambda t: t["rows"][0]["run"].update(depth=3), "depth"),
         ("spd1", lambda t: t["rows"][0].update(draft="eagle4"), "did you mean eagle"),
-        ("spd1", lambda t: t["rows"][0].update(draft=None), "draft None"),
+        ("spd1", lambda t: t["rows"][0].update(draft=None), "needs a draft, and has draft None"),
         (
             "spd1",
             lambda t: t["rows"][0].update(color="red"),
