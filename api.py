@@ -275,7 +275,6 @@ class TrainedHead:
     folder: Path
     """The best checkpoint."""
     metrics: dict[str, float]
-    """Metrics from the last evaluation."""
 
     def push_to_hub(
         self,
@@ -467,7 +466,6 @@ def evaluate(
 
 
 def _option_words(name: str, value: object) -> list[str]:
-    """Return an option in command-line form."""
     if value is None or value is False:
         return []
     if value is True:

@@ -397,7 +397,6 @@ class Options:
         }
 
     def to_dict(self) -> Values:
-        """Return the values in a form for files."""
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(self).items()

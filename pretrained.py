@@ -49,10 +49,7 @@ Network = TypeVar("Network", bound=torch.nn.Module)
 
 
 class _Index(msgspec.Struct):
-    """Index of a sharded model."""
-
     weight_map: dict[str, str]
-    """Tensor name -> its file."""
 
 
 def load_model(

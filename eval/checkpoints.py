@@ -94,7 +94,6 @@ class CheckpointSearch:
 
     folders: list[Path]
     given: dict[str, Path]
-    """Checkpoints by draft name."""
 
     @classmethod
     def of(cls, places: Iterable[str], drafts: Mapping[str, str] | None = None) -> Self:
@@ -143,7 +142,6 @@ class Drafts:
     ) -> None:
         self.search, self.target, self.tokenizer = search, target, tokenizer
         self.folders: dict[str, Path] = {}
-        """Name -> folder with this draft."""
         self.networks: dict[str, DraftNetwork] = {}
         self.missing: dict[str, str] = {}
         """Reason for each missing draft, and the command to train it."""

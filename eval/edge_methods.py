@@ -138,7 +138,6 @@ class EdgeMethod:
     lookup: LookupKind | None = None
     """Lookup drafting, which takes no time, instead of the simulation's draft."""
     has_own_rule: bool = False
-    """True if the method works with its own acceptance rule only."""
     asks_with: Literal["id", "state"] | None = None
     """Upload per token: the previous token's id, or its hidden state after the target's first
     layers, which the edge computes. None: nothing is uploaded, and the cloud streams the tokens."""
@@ -223,9 +222,7 @@ class Simulation(TokenFilters):
     window: int | None = None
     """Batches that picospec may have in flight; None: each method's own."""
     serial: bool = False
-    """Make picospec wait for each verification result."""
     slow: bool = False
-    """Turn off picospec's early passes."""
     rule: RuleName | None = None
     """Acceptance rule for methods that do not require their own; None: each method's own."""
     policy: str = "geometric"
@@ -246,7 +243,6 @@ class Simulation(TokenFilters):
 
     @property
     def sampling(self) -> str:
-        """Label for temperature and filters."""
         return sampling_label(self.temperature, self.active)
 
     def config(self, method: EdgeMethod) -> DecodeConfig:
@@ -281,7 +277,6 @@ class Simulation(TokenFilters):
         )
 
     def draft_of(self, method: EdgeMethod) -> DraftNetwork | None:
-        """Return a method's draft."""
         if method.lookup is None:
             return self.draft
         return Lookup(method.lookup, self.target.staged().vocab_size)
@@ -305,7 +300,6 @@ class EdgeOutput:
     messages: int
     wire_bytes: int
     joules: dict[str, float]
-    """Edge energy, by cause."""
 
     @property
     def total_joules(self) -> float:

@@ -79,7 +79,6 @@ class EngineRun(msgspec.Struct):
 
 class EngineAnswer(msgspec.Struct):
     engine: str
-    """Engine name and version."""
     dtype: str
     runs: list[EngineRun]
     num_drafts: int
@@ -306,7 +305,6 @@ class EngineComparison:
     texts: list[tuple[Text, list[tuple[int, int, int]]]] = field(default_factory=list)
     """Each output, and its compared draft tokens: root, draft position, token."""
     num_equal: int = 0
-    """Outputs equal to the ones decoded here."""
     ours: list[int] = field(default_factory=list)
     """Accepted draft tokens here, by position; ``num_rounds`` counts the rounds."""
     num_rounds: int = 0

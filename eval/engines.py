@@ -55,11 +55,9 @@ class EngineCase:
     settings: Callable[[Settings], Settings] | None = None
     """Returns changed entries of the exported config.json."""
     weights: Callable[[Tensors], Tensors] | None = None
-    """Returns changed tensors."""
     cause: str | None = None
     """Fault to identify; None: the case must agree."""
     dtype: str = "float32"
-    """Engine dtype."""
     has_other_template: bool = False
     """Give the engine's copy of the target another chat template."""
 
@@ -118,7 +116,6 @@ def _target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _with_other_template(target: str, folder: Path) -> str:
-    """Copy the target, by links, with another chat template."""
     folder.mkdir()
     tokenizer = load_tokenizer(target)
     tokenizer.chat_template = f"{tokenizer.chat_template} "
@@ -130,7 +127,6 @@ def _with_other_template(target: str, folder: Path) -> str:
 
 
 def _export(case: EngineCase, checkpoint: Path, files: Path) -> None:
-    """Export the head, and change its files as the case says."""
     export(checkpoint, case.layout, files, target=case.target)  # type: ignore[arg-type]
     if case.settings is not None:
         config = json.loads((files / CONFIG_FILE).read_text())

@@ -309,7 +309,6 @@ def own_checkpoint(options: ParityOptions) -> Iterator[str]:
 def in_engine(
     options: ParityOptions, parity: Parity, kind: str, folder: str, prompts: Sequence[Prompt]
 ) -> EngineComparison:
-    """Decode the prompts in the engine, with the files to test."""
     if kind not in METHODS:
         known = ", ".join(METHODS)
         raise UsageError(

@@ -74,7 +74,6 @@ class EvalMethod:
     config: DecodeConfig
     draft: DraftNetwork | None
     checkpoint: str | None = None
-    """The draft's location."""
 
 
 def draft_hash(draft: DraftNetwork) -> str:
@@ -221,11 +220,8 @@ class Evaluation:
     """Without a reference, compare greedy outputs with autoregressive decoding here, as sampled
     ones are."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
-    """Builds the pipeline; see ``Engine``."""
     scores: bool = False
-    """Score answers with a known correct result."""
     answers: Path | None = None
-    """Folder for every method's answers."""
     repeats: int = 1
     """Decoding repeats; 2 or more separate the machine's noise from the prompts'."""
     sequences: int = 1

@@ -157,7 +157,6 @@ class _Conversation:
         return prompt_seed(self.prompt, len(self.records))
 
     def add(self, result: DecodeResult) -> None:
-        """Add the next turn, just decoded."""
         key = turn_key(self.prompt, len(self.records), result.prompt_ids)
         self._append(DecodeResult(**self.traces.find(key, lambda: asdict(result))))
 
