@@ -117,8 +117,9 @@ def evaluate(
         if isinstance(engine, BatchEngine):
             _decode_together(engine, conversations)
         else:
-            for conversation in conversations:
-                _decode_alone(engine, conversation)
+            for one in conversations:
+                while (prompt_ids := one.next_prompt()) is not None:
+                    one.add(engine.decode(prompt_ids, prompt_index=one.prompt_index))
     return [record for conversation in conversations for record in conversation.records]
 
 
@@ -173,11 +174,6 @@ class _Conversation:
             )
         )
         self.bar.update()
-
-
-def _decode_alone(engine: PromptDecoder, conversation: _Conversation) -> None:
-    while (prompt_ids := conversation.next_prompt()) is not None:
-        conversation.add(engine.decode(prompt_ids, prompt_index=conversation.prompt_index))
 
 
 def _decode_together(batch: BatchEngine, conversations: Iterable[_Conversation]) -> None:
