@@ -19,12 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipedraft.cli import Failure, make_folder
 from pipedraft.eval.arguments import EnginesOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
-from pipedraft.eval.engine_parity import (
-    EngineComparison,
-    ask_engine,
-    engine_depth,
-    engine_request,
-)
+from pipedraft.eval.engine_parity import EngineComparison, decode_in_engine, engine_depth
 from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tables import Table, align_columns
 from pipedraft.eval.tasks import encode_turn, load_tasks
@@ -143,7 +138,7 @@ def run_case(case: EngineCase, options: EnginesOptions, place: Path) -> EngineCo
         Failure: the engine does not run the head.
     """
     target, tokenizer = _target(case.target)
-    ((folder, description),) = read_drafts([case.checkpoint], case.target, None)[2].items()
+    (folder,) = read_drafts([case.checkpoint], case.target, None)[2]
     draft = load_head(folder, target)
     depth = engine_depth(draft, options.depth)
     _export(case, folder, place / "files")
@@ -153,17 +148,17 @@ def run_case(case: EngineCase, options: EnginesOptions, place: Path) -> EngineCo
     name = case.target
     if case.has_other_template:
         name = _with_other_template(case.target, place / "target")
-    request = engine_request(
+    compared = decode_in_engine(
+        options.engine_python,
         encoded,
-        target=str(Path(name).resolve()),
+        draft,
+        target,
+        name=str(Path(name).resolve()),
         files=str(place / "files"),
-        kind=description["draft_type"],
         depth=depth,
         max_new_tokens=options.max_new_tokens,
         dtype=case.dtype,
     )
-    answer = ask_engine(options.engine_python, request)
-    compared = EngineComparison(draft=draft, target=target, depth=depth, answer=answer)
     decoding = Decoding(
         target, tokenizer, draft, depth=depth, max_new_tokens=options.max_new_tokens
     )
