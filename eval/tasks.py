@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pipedraft
 from pipedraft.chats import ChatRefused, render_chat
+from pipedraft.cli import nearest
 from pipedraft.data_recipes.config import Source
 from pipedraft.data_recipes.sources import read_source
 from pipedraft.eval.scores import find_number
@@ -366,11 +366,9 @@ def load_task(
         if data_dir is None or Path(data_dir).resolve() == ASSETS.resolve():
             task = PACKAGED.get(task, task)
     else:
-        near = get_close_matches(name, BENCHMARKS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? Known" if near else "known"
         raise ValueError(
-            f"--benchmarks: unknown benchmark {name!r}; {hint}: {', '.join(BENCHMARKS)}, "
-            "or the path of a .jsonl file"
+            f"--benchmarks: unknown benchmark {name!r}; {nearest(name, BENCHMARKS)}; or give "
+            "the path of a .jsonl file"
         )
     prompts = []
     for where, row in islice(rows, limit):

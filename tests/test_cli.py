@@ -228,7 +228,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("eval", [*RUN, *EVAL, "--out", "{a_file}"], ["--out", "a_file", "give another folder"]),
     # models
     ("models", [], ["command", "missing", "--help"]),
-    ("models", ["pull"], ["command", "'pull'", "'push'"]),
+    ("models", ["pull"], ["command", "'pull'", "push"]),
     ("models", ["push", *RUN], ["--repo", "missing", "--help"]),
     ("models", ["push", *RUN, "--repo", "alone", "--dry-run"], ["--repo", "'alone'", "user/name"]),
     ("models", ["push", *RUN, "--repo", "a/b", "--out", "{up}"], ["--out", "up", "--dry-run"]),

@@ -145,7 +145,7 @@ def planted(tmp_path: Path, name: str, edit) -> None:
         ("spd1", lambda t: t["rows"][0]["run"].update(schedule="spdd"), "did you mean 'spd'"),
         ("spd1", lambda t: t["rows"][0]["run"].update(tree="bush"), "tree: 'bush'"),
         ("spd1", lambda t: t["rows"][0]["run"].update(depth=3), "depth"),
-        ("spd1", lambda t: t["rows"][0].update(draft="eagle4"), "did you mean eagle"),
+        ("spd1", lambda t: t["rows"][0].update(draft="eagle4"), "did you mean 'eagle'"),
         ("spd1", lambda t: t["rows"][0].update(draft=None), "needs a draft, and has draft None"),
         (
             "spd1",
@@ -158,11 +158,11 @@ def planted(tmp_path: Path, name: str, edit) -> None:
         (
             "spd1",
             lambda t: t.update(benchmarks=["nq", "rag"], measures=["L' on nq"]),
-            "no benchmark here is 'nq'; did you mean natural_questions",
+            "no benchmark here is 'nq'; did you mean 'natural_questions'",
         ),
         ("spd1", lambda t: t["measures"].append("L' on rag"), "give one of gsm8k, humaneval, mt"),
         ("picospec1", lambda t: t["measures"].append("tau on gsm8k"), "leave ' on gsm8k' out"),
-        ("spd1", lambda t: t["measures"].append("S on gsm8"), "did you mean gsm8k"),
+        ("spd1", lambda t: t["measures"].append("S on gsm8"), "did you mean 'gsm8k'"),
         ("picospec1", lambda t: t["rows"][1]["run"].update(method="pico"), "method 'pico'"),
         ("picospec1", lambda t: t["rows"][1]["run"].update(rule="luck"), "rule 'luck'"),
         ("picospec1", lambda t: t["run"].update(network="6g"), "link: '6g'"),
@@ -184,8 +184,8 @@ def test_a_fixed_length_may_be_as_long_as_the_longest_batch(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("titel: x", "did you mean title"),
-        ("title: x\nrows: [{name: a, drafts: b}]", "did you mean draft"),
+        ("titel: x", "did you mean 'title'"),
+        ("title: x\nrows: [{name: a, drafts: b}]", "did you mean 'draft'"),
         ("title: x\nrows: [{name: a}]\nlimit: 0", "limit"),
         ("title: x\nrows: [{name: a}]\nseed: -1", "seed"),
         ("title: x\nrows: [{name: a}]\nkind: pipelin", "kind"),
@@ -401,7 +401,7 @@ def test_a_ratio_is_of_rows_at_the_same_temperature(make):
     ("arguments", "expected"),
     [
         ([], "NAME: missing"),
-        (["spd9", "--out", "x"], "NAME: 'spd9' is no table; did you mean spd"),
+        (["spd9", "--out", "x"], "NAME: 'spd9' is no table; did you mean 'spd"),
         (["spd1"], "--out: missing"),
         (["nowhere.yaml", "--out", "x"], "there is no file 'nowhere.yaml'"),
         (["spd1", "--checkpoints", "nowhere"], "--checkpoints: there is no folder or file"),
