@@ -596,8 +596,8 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
         lines = [" or ".join(x[2:] for x in lines if x.startswith("- ")) + ".", lines[-1]]
     text = " ".join(lines).strip().removeprefix("argument ")
     if found := re.search(r"class_path '([\w.]+)': Option '(\w+)' is not accepted", text):
-        names = [part.name for part in fields(resolve_name(found[1]))]
-        return f"{key}{found[2]!r} is unknown; {nearest(found[2], names, 0.5)} (see --help)"
+        known = [part.name for part in fields(resolve_name(found[1]))]
+        return f"{key}{found[2]!r} is unknown; {nearest(found[2], known, 0.5)} (see --help)"
     for name in ("<class '", "'>", "typing."):
         text = text.replace(name, "")
     return f"{key}{text} (see --help)"
