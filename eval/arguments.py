@@ -96,16 +96,11 @@ def read_share(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOptions):
-    """Decode benchmarks with drafts and compare them with autoregressive decoding."""
+class DraftOptions(Options):
+    """draft and target"""
 
-    PROG: ClassVar[str] = "pipedraft eval"
-    EXAMPLE: ClassVar[str] = EXAMPLE
-    SETTINGS_ARE_LISTS: ClassVar[bool] = True
     ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
-    checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
-    """a draft's checkpoint folder or Hub repository; repeatable"""
     draft_model: str | None = option(None, metavar="DIR")
     """use this language model (folder or Hub name, with the target's tokenizer) as the draft; the
     default schedule is then pipeinfer; needs --target"""
@@ -113,6 +108,18 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     """draft by n-gram or suffix lookup instead of a neural network; needs --target"""
     target: str | None = None
     """target's folder or Hub name; default: the target that the draft was trained for"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, ScheduleOptions):
+    """Decode benchmarks with drafts and compare them with autoregressive decoding."""
+
+    PROG: ClassVar[str] = "pipedraft eval"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+    SETTINGS_ARE_LISTS: ClassVar[bool] = True
+
+    checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
+    """a draft's checkpoint folder or Hub repository; repeatable"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm,
     natural_questions (nq), wmt14_de_en, rag, or paths to .jsonl files whose rows have prompt, turns
@@ -194,21 +201,14 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeOptions(PlaceOptions, FilterOptions):
+class EdgeOptions(DraftOptions, PlaceOptions, FilterOptions):
     """Decode benchmarks across virtual links with several methods."""
 
     PROG: ClassVar[str] = "pipedraft eval edge"
     EXAMPLE: ClassVar[str] = EDGE_EXAMPLE
-    ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: str | None = option(None, metavar="DIR")
     """FlexSpec draft's folder or Hub name"""
-    draft_model: str | None = option(None, metavar="DIR")
-    """use this language model (with the target's tokenizer) as the draft; needs --target"""
-    draft: Literal["ngram", "suffix"] | None = None
-    """draft by n-gram or suffix lookup instead of a network, as in eval; needs --target"""
-    target: str | None = None
-    """target's folder or Hub name; default: the target that the draft was trained for"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of benchmarks, as in eval"""
     data_dir: str | None = option(None, metavar="D")
