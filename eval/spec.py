@@ -173,7 +173,7 @@ def _read(path: Path, kind: type[T], where: str) -> T:
     except msgspec.ValidationError as error:
         unknown = re.search(r"unknown field `(.*?)`", str(error))
         fields = {field for part in (Spec, Row, Role) for field in part.__struct_fields__}
-        fix = nearest(unknown[1], sorted(fields)) if unknown else "fix it"
+        fix = nearest(unknown[1], sorted(fields - {unknown[1]})) if unknown else "fix it"
         raise UsageError(f"{where}: {error}; {fix}") from error
 
 
