@@ -42,7 +42,7 @@ from pipedraft.inference.sources.lookup import Lookup, make_lookup
 from pipedraft.models import load_draft
 from pipedraft.models.draft import Draft, resolve_folder
 from pipedraft.models.exchange.export import Layout, export
-from pipedraft.models.exchange.hub import Upload, check_repo_id, prepare_upload, push
+from pipedraft.models.exchange.hub import check_repo_id, fill_upload, push
 from pipedraft.models.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
 from pipedraft.models.rounded import dtype_of
@@ -296,15 +296,16 @@ class TrainedHead:
         """
         check_repo_id(repo)
         results = None if report is None else report.folder / "results.json"
-        upload = Upload(
-            repo=repo,
-            private=private,
-            revision=revision,
-            message=message,
-            results=results,
-            target=target,
-        )
-        return push(prepare_upload(self.folder, upload), upload)
+        with tempfile.TemporaryDirectory() as out:
+            fill_upload(
+                Path(out),
+                self.folder,
+                repo=repo,
+                revision=revision,
+                results=results,
+                target=target,
+            )
+            return push(Path(out), repo, revision=revision, private=private, message=message)
 
     def export(self, format: Layout, out: Place, *, target: str | None = None) -> list[Path]:
         """Write the head in a serving engine's format, and return the files.

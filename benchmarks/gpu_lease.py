@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace) -> None:
     """Measure tokens per second for bulk sampling and training steps, with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pipedraft.data_recipes.bulk import Decoder, Opening, sample_rows
+    from pipedraft.data_recipes.bulk import Opening, sample_rows
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -144,13 +144,12 @@ def measure(options: argparse.Namespace) -> None:
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name()
     generator = torch.Generator(device).manual_seed(0)
-    decoder = Decoder(model)
     for rows in options.rows:
         openings = [Opening(tuple(range(5, 25)))] * rows
         for length in (24, 24 + options.steps):  # the first warms up
             begin = time.monotonic()
             sample_rows(
-                decoder, openings, assistant=[5], ends=[], max_length=length, generator=generator
+                model, openings, assistant=[5], ends=[], max_length=length, generator=generator
             )
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -198,7 +197,7 @@ def generate(options: argparse.Namespace) -> None:
 
 def generate_part(options: argparse.Namespace) -> None:
     from pipedraft.benchmarks.token_rows import read_token_rows, write_token_rows
-    from pipedraft.data_recipes.bulk import Decoder, Opening, repeats_itself, sample_rows
+    from pipedraft.data_recipes.bulk import Opening, repeats_itself, sample_rows
     from pipedraft.data_recipes.local import load_on
 
     begin = time.monotonic()
@@ -209,7 +208,6 @@ def generate_part(options: argparse.Namespace) -> None:
     prompts, _ = read_token_rows(options.prompts)
     mine = prompts[options.worker :: options.of]
     rng = np.random.default_rng(options.seed + options.worker)
-    decoder = Decoder(model)
     generator = torch.Generator(device).manual_seed(options.seed + options.worker)
     took, number = 0.0, 0
     # Skip a pass that would not end in time.
@@ -224,7 +222,7 @@ def generate_part(options: argparse.Namespace) -> None:
                 openings.append(Opening(tuple(ids.tolist()), index % 4 == 0))
         openings = [o for o in openings if len(o.ids) < options.length - 16]
         sampled = sample_rows(
-            decoder,
+            model,
             openings,
             assistant=turns["assistant"],
             ends=turns["ends"],

@@ -13,7 +13,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -456,7 +456,7 @@ def changed_modules(base: PreTrainedModel, evolved: PreTrainedModel) -> list[str
     modules, others = copied_modules(base), copied_modules(evolved)
     names = [name for name in modules if not _is_same(modules[name], others.get(name))]
     names += [name for name in others if name not in modules]
-    layers = [LayerConfig.from_target(x.get_decoder().config).to_dict() for x in (base, evolved)]
+    layers = [asdict(LayerConfig.from_target(x.get_decoder().config)) for x in (base, evolved)]
     settings = [name for name in COPIED_SETTINGS if layers[0][name] != layers[1][name]]
     return names + [f"config.{name}" for name in settings]
 

@@ -97,11 +97,7 @@ class AnswerFile:
         self.is_answered[row] = True
 
     def fail(self, row: int, reason: str, text: str) -> None:
-        """Store a row without an answer, and the reason.
-
-        Args:
-            text: the row as read, possibly no JSON.
-        """
+        """Store a row without an answer; ``text``: the row as read, possibly no JSON."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError):

@@ -145,10 +145,7 @@ def document_lengths(batch: dict[str, Tensor]) -> list[int] | None:
 
 
 def document_places(batch: dict[str, Tensor]) -> Tensor:
-    """Return each position's document number, int64 [B, T]; -1 on padding.
-
-    The batch is padded or packed.
-    """
+    """Return each position's document number, int64 [B, T]; -1 on padding."""
     mask_BT, lengths = batch["loss_mask"], batch["lengths"].to(batch["loss_mask"].device)
     B, T = mask_BT.shape
     documents = torch.arange(len(lengths), device=mask_BT.device)

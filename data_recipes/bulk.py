@@ -7,7 +7,6 @@ allocated once and written in place. Finished rows are removed once they are a q
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,33 +20,6 @@ ENDED_SHARE = 1 / 4
 """Share of finished rows that triggers their removal. A removal copies the caches once."""
 CHECK_EVERY = 16
 """Forward passes between two checks for finished rows: each check waits for the device."""
-
-
-class Decoder:
-    """A transformers causal language model that takes one token per row and call.
-
-    All rows are at one position, so they need neither padding nor a mask.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model: Any = model
-        self.device = model.device
-
-    def begin(self, max_length: int) -> None:
-        """Allocate empty caches for ``max_length`` positions."""
-        self.cache = DynamicCache(config=self.model.config)
-        preallocate(self.cache, max_length)
-
-    def step(self, ids_B: Tensor) -> Tensor:
-        """Return logits [B, V] for the next token."""
-        logits_B1V = self.model(
-            input_ids=ids_B[:, None], past_key_values=self.cache, logits_to_keep=1
-        ).logits
-        return logits_B1V[:, 0]
-
-    def keep(self, index: Tensor) -> None:
-        """Keep the caches only for these rows."""
-        self.cache.batch_select_indices(index)
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -154,7 +126,7 @@ def _first_rows(openings: Sequence[Opening], max_length: int, device: torch.devi
 
 @torch.inference_mode()
 def sample_rows(
-    decoder: Decoder,
+    model: PreTrainedModel,
     openings: Sequence[Opening],
     *,
     assistant: Sequence[int],
@@ -170,25 +142,27 @@ def sample_rows(
         assistant: tokens between a user turn (its end token included) and the answer.
         ends: token ids that end a turn.
         max_length: tokens per row at most, opening included.
-        generator: on the decoder's device.
+        generator: on the model's device.
 
     Returns:
         Rows in opening order. Rows with an unfinished user turn are left out.
     """
-    device = decoder.device
+    device = model.device
     longest, first = (f(len(o.ids) for o in openings) for f in (max, min))
-    if longest >= max_length:
-        raise ValueError(f"max_length: {max_length}, but an opening has {longest} tokens")
     rows = _first_rows(openings, max_length, device)
     ends_E = torch.tensor(sorted(ends), device=device)
     bridge_C = torch.tensor(assistant, device=device)
     found: list[_Rows] = []
-    decoder.begin(max_length)
+    cache = DynamicCache(config=model.config)
+    preallocate(cache, max_length)
     for t in range(max_length - 1):
-        logits_BV = decoder.step(rows.ids_BT[:, t])
+        # All rows are at one position, so they need neither padding nor a mask.
+        logits_B1V = model(
+            input_ids=rows.ids_BT[:, t, None], past_key_values=cache, logits_to_keep=1
+        ).logits
         if t + 1 < first:
             continue
-        _advance(rows, _draw(logits_BV, rows, generator), t + 1, ends_E, bridge_C)
+        _advance(rows, _draw(logits_B1V[:, 0], rows, generator), t + 1, ends_E, bridge_C)
         if t % CHECK_EVERY == CHECK_EVERY - 1 and t > longest:
             ended_B = rows.end_B > 0
             num_ended = int(ended_B.sum())
@@ -198,7 +172,7 @@ def sample_rows(
                 index = (~ended_B).nonzero()[:, 0]
                 found.append(rows.at(ended_B.nonzero()[:, 0]))
                 rows = rows.at(index)
-                decoder.keep(index)
+                cache.batch_select_indices(index)
     found.append(rows)
     return _collect(found, openings, max_length)
 

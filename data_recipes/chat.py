@@ -96,11 +96,7 @@ class ChatRenderer:
         return match.group() if match else ""
 
     def render(self, chat: Conversation | list[Message]) -> RenderedChat:
-        """Render all turns once and locate every assistant turn.
-
-        Raises:
-            ValueError: the template refuses the conversation (role order, no system role ...).
-        """
+        """Render all turns once and locate the assistant's; ValueError: the template refuses."""
         given = chat if isinstance(chat, Conversation) else Conversation(chat)
         given = replace(given, variables={**self.variables, **given.variables})
         check_template_variables(given.variables, "chat_template_kwargs")
@@ -166,10 +162,6 @@ class TurnFinder:
     """Finds the assistant turns in one rendered conversation."""
 
     def __init__(self, renderer: ChatRenderer, chat: Conversation, text: str | None = None) -> None:
-        """
-        Args:
-            text: the conversation, if it is rendered already.
-        """
         self.renderer, self.chat, self.messages = renderer, chat, chat.messages
         self.closing = renderer.closing
         self.text = self.render(self.messages) if text is None else text

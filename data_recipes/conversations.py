@@ -65,11 +65,7 @@ class Conversation:
 
 
 def read_conversation(row: Any) -> Conversation:
-    """Read a row that has supervised tokens; see ``read_row``.
-
-    Raises:
-        ValueError: as ``read_row``, or there is no assistant turn.
-    """
+    """Read a row as ``read_row`` does; ValueError also if it has no assistant turn."""
     conversation = read_row(row)
     if not any(message["role"] == "assistant" for message in conversation.messages):
         raise ValueError("no assistant turn")
@@ -162,11 +158,7 @@ def _with_system(messages: list[Message], row: Values) -> list[Message]:
 
 
 def split_parts(content: Any) -> tuple[str, str]:
-    """Split a turn's content, a string or a list of text parts, into text and thinking.
-
-    Raises:
-        ValueError: no text, or a part of another kind, named in the reason.
-    """
+    """Split content, a string or a list of parts, into text and thinking, or raise ValueError."""
     if isinstance(content, str):
         return content, ""
     if not isinstance(content, list):

@@ -74,11 +74,7 @@ def language_of(text: str) -> str:
 
 
 def segments_of(text: str, start: str = ANSWER) -> list[tuple[int, str]]:
-    """Return (end, kind) for each run of one kind, in order; marks belong to the text they open.
-
-    Args:
-        start: kind at the beginning.
-    """
+    """Return (end, kind) for each run of one kind, in order, from the kind ``start`` on."""
     runs, kind = [], start
     for mark in MARKS.finditer(text):
         found = mark.group()
@@ -112,11 +108,7 @@ def groups_of(messages: Sequence[Message]) -> tuple[str, str]:
 
 
 def check_shares(shares: Mapping[str, float]) -> None:
-    """Refuse unknown groups, and shares above 1 in total.
-
-    Raises:
-        ValueError: the message names the group.
-    """
+    """Raise ValueError for unknown groups, and for shares above 1 in total."""
     for name, share in shares.items():
         dimension, _, group = name.partition("/")
         edges = map(str, CONTEXT_EDGES)

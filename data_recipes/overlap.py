@@ -213,11 +213,7 @@ EXACT_DUPLICATE = "duplicate: exact"
 
 
 def content_identity(parts: Sequence[str]) -> int:
-    """Return 63 bits, equal for texts that differ only in case, white space or Unicode form.
-
-    Args:
-        parts: roles and contents in turn, or the one document.
-    """
+    """Return 63 bits, equal for texts that differ only in case, white space or Unicode form."""
     normal = [" ".join(unicodedata.normalize("NFKC", p).casefold().split()) for p in parts]
     digest = sha256("\0".join(normal).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

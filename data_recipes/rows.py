@@ -199,11 +199,7 @@ def _store_tokens(
 
 
 def read_messages(row: Any, source: Source) -> Conversation:
-    """Return the conversation in a row from this source.
-
-    Raises:
-        ValueError: a short reason without data from the row: equal reasons are counted.
-    """
+    """Return the conversation in a row; equal reasons of its ValueErrors can be counted."""
     if source.prompt_field is None or source.answer_field is None:
         conversation = read_conversation(row)
     else:

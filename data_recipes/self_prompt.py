@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedraft.chats import render_chat, set_template_variables, template_variables
 from pipedraft.data_recipes.answers import AnswerFile, AnswerSampling, Messages
-from pipedraft.data_recipes.bulk import Decoder, Opening, SampledRow, repeats_itself, sample_rows
+from pipedraft.data_recipes.bulk import Opening, SampledRow, repeats_itself, sample_rows
 from pipedraft.data_recipes.overlap import Benchmarks, read_benchmarks
 
 CONTENT = "CONTENT"
@@ -65,14 +65,10 @@ class SelfPrompting:
         sampling: AnswerSampling,
         benchmarks: Sequence[str] = (),
     ) -> None:
-        """
-        Args:
-            benchmarks: files whose prompts no row may contain.
-        """
         self.tokenizer = tokenizer
         set_template_variables(tokenizer, sampling.chat_template_kwargs)
         self.markers, self.sampling = TurnMarkers.of(tokenizer), sampling
-        self.decoder = Decoder(model)
+        self.model = model
         ends = model.generation_config.eos_token_id if model.generation_config else None
         self.ends = {self.markers.end, *(ends if isinstance(ends, list) else [ends])} - {None}
         self.benchmarks: Benchmarks | None = read_benchmarks(benchmarks) if benchmarks else None
@@ -110,10 +106,10 @@ class SelfPrompting:
             Opening(self.markers.user, self.sampling.is_greedy(row), writes_user=True)
             for row in rows
         ]
-        generator = torch.Generator(self.decoder.device)
+        generator = torch.Generator(self.model.device)
         generator.manual_seed(self.sampling.seed_of(rows[0], 0))
         found = sample_rows(
-            self.decoder,
+            self.model,
             openings,
             assistant=self.markers.assistant,
             ends=self.ends,

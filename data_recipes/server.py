@@ -1,7 +1,6 @@
 """Get answers from an OpenAI chat completions server (vLLM, SGLang), many at a time."""
 
 import asyncio
-import json
 import os
 import random
 import re
@@ -31,7 +30,6 @@ T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 LONGEST_RETRY_AFTER_S = 600.0  # a wrong clock or header must not stop a run for a day
-LARGEST_ANSWER_BYTES = 16 << 20
 TRY_AGAIN = {408, 409, 425, 429}  # and 5xx
 CUT_OFF = {"abort", "error"}  # finish reasons of a server that gave up
 NO_ROOM = re.compile(r"max_tokens|context|positions", re.IGNORECASE)
@@ -69,18 +67,13 @@ class ChatServer:
     """A client of one server; ``async with`` opens and closes its connections."""
 
     def __init__(self, address: str, options: ChatServerOptions, sampling: AnswerSampling) -> None:
-        """
-        Args:
-            address: with or without /v1.
-        """
         self.address, self.options, self.sampling = address, options, sampling
         self.num_requests = 0
         self.num_repeats = 0
         limits = httpx2.Limits(
             max_connections=options.concurrency, max_keepalive_connections=options.concurrency
         )
-        # Without compression a small body cannot become a large one.
-        headers = {"Accept-Encoding": "identity"}
+        headers = {}
         if options.key_variable:
             headers["Authorization"] = f"Bearer {os.environ[options.key_variable]}"
         self.client = httpx2.AsyncClient(limits=limits, headers=headers, timeout=None)
@@ -98,12 +91,7 @@ class ChatServer:
         await self.client.aclose()
 
     async def check(self) -> None:
-        """Request the model list. A temporary fault is left to later requests.
-
-        Raises:
-            ValueError: the address, the key or the model is wrong.
-            TargetLost: no server answers there.
-        """
+        """Request the model list: refuse a wrong address, key or model; skip temporary faults."""
         try:
             listing = await self._send("GET", "/models")
             known = [str(entry["id"]) for entry in listing["data"]]
@@ -231,26 +219,24 @@ class ChatServer:
         self.num_requests += method == "POST"
         url = self.base + path
         try:
-            async with (
-                asyncio.timeout(self.options.deadline),
-                self.client.stream(method, url, json=body) as response,
-            ):
-                data = await read_body(response)
+            async with asyncio.timeout(self.options.deadline):
+                response = await self.client.request(method, url, json=body)
         except TimeoutError as error:
             raise TryAgain(f"no answer within {self.options.deadline:g} s") from error
         except httpx2.ConnectError as error:
             raise TryAgain(f"no connection ({error})", is_unreachable=True) from error
         except httpx2.RequestError as error:
             raise TryAgain(f"{type(error).__name__}: {error}") from error
-        self._judge(response, url, data)
+        self._judge(response, url)
         try:
-            return json.loads(data)
+            return response.json()
         except (ValueError, RecursionError) as error:
             raise TryAgain("answer is not JSON") from error
 
-    def _judge(self, response: httpx2.Response, url: str, data: bytes) -> None:
+    def _judge(self, response: httpx2.Response, url: str) -> None:
         status = response.status_code
-        said = f"HTTP {status}: {' '.join(data[:1000].decode('utf-8', 'replace').split())[:200]}"
+        text = response.content[:1000].decode("utf-8", "replace")
+        said = f"HTTP {status}: {' '.join(text.split())[:200]}"
         if status == 200:
             return
         if status in TRY_AGAIN or status >= 500:
@@ -263,16 +249,6 @@ class ChatServer:
         if status in (404, 405) or status < 400:
             raise TargetLost(f"--server: {url} answered {said}; check address and --model")
         raise RowFailed(said)
-
-
-async def read_body(response: httpx2.Response) -> bytes:
-    """Read the body; raise RowFailed if it exceeds the maximum answer size."""
-    body = bytearray()
-    async for chunk in response.aiter_bytes():
-        body += chunk
-        if len(body) > LARGEST_ANSWER_BYTES:
-            raise RowFailed(f"answer above {LARGEST_ANSWER_BYTES >> 20} MiB")
-    return bytes(body)
 
 
 def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:

@@ -104,10 +104,7 @@ def dump_row(row: object) -> str:
 
 
 def needed_columns(source: Source, names: list[str]) -> list[str] | None:
-    """Return the table columns to read for conversations or texts; None: all columns.
-
-    Other columns are skipped: embeddings, for example, can be larger than the text.
-    """
+    """Return the table columns to read; None: all. Others may be larger, as embeddings are."""
     content = {"messages", "conversations", source.prompt_field, source.text_field} & {*names}
     if not content:
         return None

@@ -222,7 +222,7 @@ def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
         return
     command = [sys.executable, "-m", "pipedraft", "serve", "--target", options.target]
     command += ["--schedule", "autoregressive", "--stages", "1", "--port", "0"]
-    command += ["--dtype", "float32", "--model-name", "baseline"]
+    command += ["--dtype", "float32", "--served-model-name", "baseline"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             found = None

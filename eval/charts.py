@@ -25,7 +25,7 @@ from pipedraft.eval.tables import Table, bounds, number
 from pipedraft.files import Values
 
 # (light, dark). Text has a contrast of 4.5 or more against paper and panel, marks 3 or more; series
-# differ by 20 or more in CIELAB for color-blind readers too (tests/test_eval_html_look.py).
+# differ by 20 or more in CIELAB for color-blind readers too (tests/test_eval_html.py).
 THEMES = {
     "paper": ("#ffffff", "#15181d"),
     "panel": ("#f4f5f7", "#20252c"),
@@ -119,16 +119,10 @@ class Chart:
     axis: str
     has_table: bool = False
     """Show the numbers in a table, because no other table has them."""
-    missing: str = ""
-    """Reason for an empty chart; "": it has data."""
     reference: float | None = None
     """Value of a dashed line; None: no line."""
     limits: tuple[float, float | None] = (0, None)
     """Lowest and highest value on the axis."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not any(self.panels.values())
 
     @property
     def labels(self) -> list[str]:

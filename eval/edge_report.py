@@ -2,16 +2,16 @@
 
 # P conversations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, EdgeOutput, Simulation, decode
-from pipedraft.eval.lossless import GreedyReference, check_equal, output_logits
+from pipedraft.eval.lossless import GreedyReference, check_equal
 from pipedraft.eval.metrics import decode_seconds, measure_times, pooled_ratio, ratio
 from pipedraft.eval.record import (
     UNCHECKED,
@@ -26,6 +26,8 @@ from pipedraft.eval.tables import (
     align_columns,
     bounds,
     describe,
+    estimate,
+    given_options,
     lossless_share,
     markdown,
     number,
@@ -35,13 +37,7 @@ from pipedraft.eval.turns import DecodedTurn, check_room, evaluate
 from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.edge.channel import load_link
 from pipedraft.inference.edge.link import Times
-from pipedraft.inference.engine import DraftNetwork
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.rules.random import probabilities
-from pipedraft.inference.rules.sampled import top_k_bias
-from pipedraft.inference.sources import make_source
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import KeepRows
 
 SAME_TEXT_RULES = ("match", "gumbel")
 """Rules whose output does not depend on the draft tokens: the same random numbers give the same
@@ -62,9 +58,8 @@ class LinkRun:
     turns: list[DecodedTurn] = field(default_factory=list)
 
     def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult:
-        decoded = decode(
-            METHODS[self.method], self.simulation, prompt_ids, prompt_index=prompt_index
-        )
+        method = METHODS[self.method]
+        decoded = decode(method, self.simulation, prompt_ids, prompt_index=prompt_index)
         self.costs.append(decoded)
         return decoded.result
 
@@ -100,30 +95,22 @@ class LinkRun:
             return None
         return self.simulation.config(method).rule
 
-    def times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return times per conversation: [P] milliseconds from first to last token, [P] tokens
-        after the first.
-
-        Turns are summed per conversation; conversations without a later token are left out.
-        """
+    def times(self) -> np.ndarray:
+        """Return times per conversation [2, P]: milliseconds from first to last token, and tokens
+        after the first. Conversations without a later token are left out."""
         sums: dict[tuple[str, int], tuple[float, int]] = {}
         for turn in self.turns:
             seconds, tokens = sums.get(turn.conversation, (0.0, 0))
             seconds += decode_seconds(turn.result)
             sums[turn.conversation] = seconds, tokens + turn.result.num_tokens
         counted = [(1e3 * seconds, tokens) for seconds, tokens in sums.values() if tokens]
-        ms_P, tokens_P = np.array(counted, dtype=np.float64).reshape(-1, 2).T
-        return ms_P, tokens_P
+        return np.array(counted, dtype=np.float64).reshape(-1, 2).T
 
 
 def measure(
     runs: Sequence[LinkRun], reference: PreTrainedModel | None, *, seed: int
 ) -> list[LatencyRecord]:
-    """Return one row for results.json per run.
-
-    Args:
-        reference: target to compare greedy outputs with; None: do not compare.
-    """
+    """Return one row for results.json per run; without a reference, outputs are not compared."""
     plain = {run.place: run for run in runs if run.method == "cloud"}
     checks: dict[int, GreedyReference] = {}
     rows = []
@@ -144,29 +131,26 @@ def _latency_record(
     ms_per_token, ci95 = pooled_ratio(ms_P, tokens_P, seed=seed)
     ms, tokens = float(ms_P.sum()), float(tokens_P.sum())
     p50, p99 = np.quantile(ms_P / tokens_P, [0.5, 0.99]) if len(ms_P) else (np.nan, np.nan)
-    plain_ms, plain_tokens = (np.nan, np.nan) if alone is None else (x.sum() for x in alone.times())
-    clock, results = measure_times(run.results), run.results
+    plain_ms, plain_tokens = (np.nan, np.nan) if alone is None else alone.times().sum(1)
+    results, method = run.results, METHODS[run.method]
+    clock: Values = msgspec.to_builtins(measure_times(results)) or {}
     rounds = [length for result in results for length in result.round_lengths]
     num_ids = sum(len(result.token_ids) for result in results)
 
-    def per_token(name: str) -> float:
-        return ratio(sum(getattr(cost, name) for cost in run.costs), num_ids)
+    def total(owners: Iterable[object], name: str) -> float:
+        return sum(getattr(owner, name) for owner in owners)
 
-    joules: dict[str, float | None] = {
-        cause: ratio(sum(cost.joules[cause] for cost in run.costs), num_ids)
-        for cause in run.costs[0].joules
+    bytes_and_messages: Values = {
+        f"{name}_per_token": ratio(total(run.costs, name), num_ids)
+        for name in ("up_bytes", "down_bytes", "messages", "wire_bytes")
     }
-    bias = None
-    if run.rule == "topk":
-        draft = run.simulation.draft_of(METHODS[run.method])
-        bias = float(np.mean([_top_k_bias(run.simulation, draft, result) for result in results]))
     return LatencyRecord(
         method=run.name or run.method,
         network=run.network,
         temperature=run.simulation.temperature,
         filters=run.simulation.active,
         rule=run.rule,
-        caveat=run.simulation.caveat(METHODS[run.method]),
+        caveat=run.simulation.caveat(method),
         prompts=run.num_prompts,
         tokens=int(tokens),
         ms_per_token=ms_per_token,
@@ -176,55 +160,25 @@ def _latency_record(
         ms_per_round=ratio(ms, len(rounds)) if rounds else None,
         tokens_per_s=ratio(1e3 * tokens, ms),
         speedup=ratio(ratio(float(plain_ms), float(plain_tokens)), ms_per_token),
-        ttft_ms=None if clock is None else clock.ttft_ms,
-        itl_ms_p50=None if clock is None else clock.itl_ms_p50,
-        itl_ms_p99=None if clock is None else clock.itl_ms_p99,
-        up_bytes_per_token=per_token("up_bytes"),
-        down_bytes_per_token=per_token("down_bytes"),
-        messages_per_token=per_token("messages"),
-        wire_bytes_per_token=per_token("wire_bytes"),
-        joules_per_token=per_token("total_joules"),
-        joules_by_cause=joules,
-        draft_acceptance_rate=ratio(
-            sum(result.num_accepted for result in results),
-            sum(result.num_tested for result in results),
-        ),
+        ttft_ms=clock.get("ttft_ms"),
+        itl_ms_p50=clock.get("itl_ms_p50"),
+        itl_ms_p99=clock.get("itl_ms_p99"),
+        **bytes_and_messages,
+        joules_per_token=ratio(total(run.costs, "total_joules"), num_ids),
+        joules_by_cause={
+            cause: ratio(sum(cost.joules[cause] for cost in run.costs), num_ids)
+            for cause in run.costs[0].joules
+        },
+        draft_acceptance_rate=ratio(total(results, "num_accepted"), total(results, "num_tested")),
         mean_acceptance_length=ratio(sum(rounds), len(rounds)),
-        drafted_per_token=ratio(
-            sum(result.num_drafted for result in results),
-            sum(result.num_tokens for result in results),
-        ),
-        total_variation_bound=bias,
+        drafted_per_token=ratio(total(results, "num_drafted"), total(results, "num_tokens")),
         lossless=lossless,
     )
 
 
-@torch.inference_mode()
-def _top_k_bias(simulation: Simulation, draft: DraftNetwork | None, result: DecodeResult) -> float:
-    """Return ``topk``'s mean bias per token, as if every token were tested: an upper bound, because
-    bonus tokens have no bias."""
-    source, first = make_source(draft), len(result.prompt_ids)
-    source.begin({}, [*result.prompt_ids, result.token_ids[0]])
-    logits_NV = output_logits(simulation.target.model, result.prompt_ids, result.token_ids)
-    total, sampling = 0.0, (simulation.temperature, simulation.filters)
-    for place, token in enumerate(result.token_ids[1:]):
-        p_V = probabilities(logits_NV[place + 1].float(), *sampling)
-        q_V = torch.zeros_like(p_V)
-        (logits_U,) = source.leaf_logits(TokenTree(result.token_ids[place], first + place), [0], {})
-        q_V[source.draft_ids] = probabilities(logits_U, *sampling)
-        total += top_k_bias(p_V, q_V, simulation.payload_tokens)
-        source.keep(KeepRows((0,), 1))
-        source.observe({}, [token])
-    return ratio(total, result.num_tokens)
-
-
 def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> LosslessRecord:
-    """Compare outputs with the target's own, for methods promising equality.
-
-    Greedy outputs are compared with transformers. Outputs sampled by one of ``SAME_TEXT_RULES`` are
-    compared with cloud-only decoding under the same random numbers. Other rules preserve the
-    distribution, not the output.
-    """
+    """Compare outputs with the target's own: greedy ones with transformers, those sampled by one of
+    ``SAME_TEXT_RULES`` with cloud-only decoding under the same random numbers."""
     if METHODS[run.method].caveat:
         return UNCHECKED
     if not run.simulation.temperature:
@@ -241,11 +195,10 @@ def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> L
 
 LEGEND = """\
 ms/token (TPOT): time from the first token to the last over the tokens after the first, pooled over
-the prompts, with 95 % intervals of a bootstrap over prompts; smaller is better. p50, p99: over
-prompts. ms/round: the same time over rounds of verification. TTFT: ms from the request to the first
-token, the median; a pass over the prompt takes as long as one over a token.
-speed-up: over the cloud alone, streamed, on the same network. alpha: accepted over tested tokens.
-up, down: payload bytes per token, the prompt included; wire: with headers and what was sent again.
+the prompts, with 95 % bootstrap intervals over prompts. p50, p99: over prompts. ms/round: the same
+time over rounds. TTFT: median ms from the request to the first token; a pass over the prompt takes
+as long as one over a token. speed-up: over the cloud alone, streamed, on the same network. up,
+down: payload bytes per token, the prompt included; wire: with headers and what was sent again.
 J/token: of the edge, its idle time included. same: outputs equal to transformers' greedy ones, or
 at T > 0 to the cloud's with the same random numbers; - where a rule keeps only the distribution."""
 DETAILS: dict[str, Callable[[LatencyRecord], str]] = {
@@ -268,43 +221,28 @@ DETAILS: dict[str, Callable[[LatencyRecord], str]] = {
     "J/token": lambda row: number(row.joules_per_token),
     "same": lossless_share,
 }
-SETTINGS = (
-    "policy",
-    "draft_length",
-    "token_bytes",
-    "payload_tokens",
-    "tail_samples",
-    "max_new_tokens",
-    "seed",
-    "draft",
-)
-
-
-def _latency_cell(row: LatencyRecord) -> str:
-    mark = " *" if row.caveat else ""
-    return f"{number(row.ms_per_token, 1)} {bounds(row.ci95 or (None, None), 1)}{mark}"
 
 
 def latency_table(rows: Sequence[LatencyRecord]) -> Table:
     """Return ms/token with its interval: one line per method, one column per place."""
     places = dict.fromkeys((row.network, row.sampling) for row in rows)
-    cells = {(row.method, row.network, row.sampling): _latency_cell(row) for row in rows}
+    cells = {
+        (row.method, row.network, row.sampling): estimate(
+            row.ms_per_token, row.ci95 or (None, None), 1
+        )
+        + " *" * bool(row.caveat)
+        for row in rows
+    }
     header = ["method", *(f"{network}, T = {sampling}" for network, sampling in places)]
     methods = dict.fromkeys(row.method for row in rows)
     return Table(header, [[m, *(cells[m, *place] for place in places)] for m in methods])
 
 
 def notes(rows: Sequence[LatencyRecord]) -> list[str]:
-    """Return lines about faulty rows, and about places where drafting on the edge is not worth
-    it."""
+    """Return lines about faulty rows, and where drafting on the edge is not worth it."""
     found, slower = [], dict[str, list[str]]()
     for row in rows:
         place = f"{row.network}, T = {row.sampling}"
-        if row.total_variation_bound is not None:
-            found.append(
-                f"{row.method}, {place}: total variation of a tested token from the target's "
-                f"distribution {row.total_variation_bound:.4f} on average"
-            )
         if row.lossless.mismatches:
             found.append(f"{row.method}, {place}: {row.lossless.mismatches} outputs differ")
         drafts_away = METHODS[row.method].drafts_in == "both"
@@ -319,13 +257,9 @@ def notes(rows: Sequence[LatencyRecord]) -> list[str]:
     ]
 
 
-def _known(times: Times) -> dict[str, float]:
-    return {name: value for name, value in asdict(times).items() if value is not None}
-
-
-def constants(rows: Sequence[LatencyRecord], times: Times, config: Values) -> list[str]:
-    """List every constant behind the clock and the energy."""
-    found = [f"computing: {name} {value:g} s" for name, value in _known(times).items()]
+def constants(rows: Sequence[LatencyRecord], times: Values) -> list[str]:
+    """List the constants behind the clock and the energy; the options are in the manifest."""
+    found = [f"computing: {name} {value:g} s" for name, value in times.items()]
     for network in dict.fromkeys(row.network for row in rows):
         link = load_link(network)
         state = link.state(0.0)
@@ -335,26 +269,29 @@ def constants(rows: Sequence[LatencyRecord], times: Times, config: Values) -> li
             f"+- {link.jitter_s * 2e3:g}, loss {link.loss:g}, {link.header_bytes} bytes of headers"
         )
     found += [f"radio {name}: {values}" for name, values in RADIOS.items()]
-    found.append(f"edge: {EDGE_W:g} W while it drafts")
-    return [*found, *(f"{name}: {config[name]}" for name in SETTINGS)]
+    return [*found, f"edge: {EDGE_W:g} W while it drafts"]
 
 
 def write_edge_report(
     folder: Path, rows: Sequence[LatencyRecord], manifest: Manifest, times: Times
 ) -> str:
     """Write the files; return the text for the terminal."""
-    table, details, said = latency_table(rows), Table.of(DETAILS, rows), notes(rows)
-    known = constants(rows, times, manifest["config"])
-    methods = [f"{n}: {METHODS[n].summary}" for n in dict.fromkeys(r.method for r in rows)]
+    known = {name: value for name, value in asdict(times).items() if value is not None}
+    table, details = latency_table(rows), Table.of(DETAILS, rows)
+    lists = {
+        "Notes": notes(rows),
+        "Methods": [f"{n}: {METHODS[n].summary}" for n in dict.fromkeys(r.method for r in rows)],
+        "Constants": constants(rows, known),
+        "Options": [f"{name}: {value}" for name, value in given_options(manifest)],
+        "Provenance": [f"{name}: {value}" for name, value in describe(manifest)],
+    }
     parts = ["# Decoding across links", "## ms/token", markdown(table), LEGEND]
     parts += ["## Details", markdown(details)]
-    for title, lines in (("Notes", said), ("Methods", methods), ("Constants", known)):
-        if lines:
-            parts += [f"## {title}", "\n".join(f"- {line}" for line in lines)]
-    parts += ["## Provenance", "\n".join(f"- {n}: {text}" for n, text in describe(manifest))]
+    for title, lines in lists.items():
+        parts += [f"## {title}", "\n".join(f"- {line}" for line in lines)] if lines else []
     write_atomically(folder / "manifest.json", to_json(manifest))
     write_atomically(folder / "report.md", ("\n\n".join(parts) + "\n").encode())
-    results = Results(latency=list(rows), times=_known(times))
+    results = Results(latency=list(rows), times=known)
     write_atomically(folder / "results.json", to_json(results))
-    shown = [align_columns(table), "\n".join(said), align_columns(details), "\n".join(known)]
-    return "\n\n".join(shown)
+    shown = [align_columns(table), "\n".join(lists["Notes"]), align_columns(details)]
+    return "\n\n".join([*shown, "\n".join(lists["Constants"])])

@@ -33,8 +33,7 @@ def _sha256(text: str) -> str:
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """Return SHA-256 over the system messages and turns, in order; equal hashes mean equal
-    prompts."""
+    """Return SHA-256 over the system messages and turns, in order."""
     return _sha256(json.dumps([[prompt.system, prompt.turns] for prompt in prompts]))
 
 
@@ -64,17 +63,6 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _hardware(device: torch.device) -> dict[str, str | int | None]:
-    return {
-        "machine": platform.machine(),
-        "processor": processor_name(),
-        "cpu_count": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "device": str(device),
-        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-    }
-
-
 def _model(model: PreTrainedModel) -> dict[str, object]:
     return {
         "name": model.config.name_or_path,
@@ -99,10 +87,8 @@ def build_manifest(
     Args:
         checkpoints: draft folders; the SHA-256 of their weights is recorded.
         draft: a language model is recorded like the target; other drafts by their checkpoints.
-        config: the resolved settings.
-        argv: the command line, program first.
     """
-    template = tokenizer.chat_template
+    template, device = tokenizer.chat_template, target.device
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(argv),
@@ -134,5 +120,12 @@ def build_manifest(
             }
             for name, prompts in benchmarks.items()
         },
-        "hardware": _hardware(target.device),
+        "hardware": {
+            "machine": platform.machine(),
+            "processor": processor_name(),
+            "cpu_count": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "device": str(device),
+            "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        },
     }

@@ -70,9 +70,6 @@ def measure_times(
 
     tokens/s is N over the time between each request's first and last token, prefill excluded. Times
     between tokens are pooled over requests, and are 0 inside an accepted burst.
-
-    Args:
-        plain_tokens_per_s: the baseline's, for the speedup.
     """
     times = [np.asarray(r.token_times_s) for r in results if len(r.token_times_s) > 1]
     if not times:
@@ -101,7 +98,6 @@ def run_record(
     Args:
         results: one per turn, all with the same number of stages.
         conversations: each result's conversation; None: every result is its own.
-        seed: for the bootstrap.
         fields: record fields missing in the results, for example the settings.
     """
     stages = {result.num_stages for result in results}
@@ -124,9 +120,7 @@ def run_record(
         "prompts": len(counts),
         "tokens": sum(tokens for tokens, _ in counts.values()),
         "steps": sum(steps for _, steps in counts.values()),
-        "equivalent_acceptance_length": acceptance_length(
-            list(counts.values()), num_stages, seed, with_mean=True
-        ),
+        "equivalent_acceptance_length": acceptance_length(list(counts.values()), num_stages, seed),
         "mean_acceptance_length": ratio(sum(rounds), len(rounds)),
         "draft_acceptance_rate": ratio(sum(accepts), sum(tests)),
         "theoretical_speedup": ratio(
@@ -149,18 +143,13 @@ def run_record(
 
 
 def acceptance_length(
-    counts: Sequence[tuple[int, int]], num_stages: int, seed: int = 0, *, with_mean: bool = False
+    counts: Sequence[tuple[int, int]], num_stages: int, seed: int = 0
 ) -> AcceptanceLength:
-    """Return L' = n sum(N) / sum(K); conversations that end on the prefill token have no steps.
-
-    Args:
-        counts: N and K per conversation.
-    """
+    """Return L' = n sum(N) / sum(K), given N and K per conversation; conversations that end on the
+    prefill token have no steps."""
     decoded = [(num_stages * tokens, steps) for tokens, steps in counts if steps]
     numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
     pooled, ci95 = pooled_ratio(numerator_P, denominator_P, seed=seed)
-    if not with_mean:
-        return AcceptanceLength(pooled=pooled, ci95=ci95)
     mean = float((numerator_P / denominator_P).mean()) if decoded else math.nan
     return AcceptanceLength(pooled=pooled, mean=mean, ci95=ci95)
 
@@ -171,11 +160,7 @@ def acceptance_length(
 def acceptance_by_category(
     rows: Sequence[PromptRecord], *, num_stages: int, seed: int = 0
 ) -> dict[str, CategoryRecord]:
-    """Return rates and L' by prompt category, named "benchmark/category" for pooled benchmarks.
-
-    Args:
-        seed: for the bootstrap of L'.
-    """
+    """Return rates and L' by prompt category, named "benchmark/category" for pooled benchmarks."""
     several = len({row.benchmark for row in rows}) > 1
     groups: dict[str, list[PromptRecord]] = {}
     for row in rows:
@@ -232,11 +217,7 @@ def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
 def count_by_entropy(
     result: DecodeResult, entropies: Sequence[float]
 ) -> tuple[list[int], list[int]]:
-    """Count tests and accepted tests in each bin.
-
-    Args:
-        entropies: the target's, at each entry in ``token_ids``.
-    """
+    """Count tests and accepted tests in each bin, given the target's entropy at each token."""
     tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
     for index, accepted in token_tests(result):
         # Rounding can push a certain token's entropy just below 0.
@@ -266,29 +247,19 @@ def decode_seconds(result: DecodeResult) -> float:
     return times_s[-1] - times_s[0] if times_s else 0.0
 
 
-def unequal_turns(repeats: Sequence[Mapping[Turn, DecodeResult]]) -> int:
-    """Count turns with tokens or steps that differ between repeats."""
+def repeats_record(
+    rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
+) -> RepeatsRecord:
+    """Return the repeats' record, given the turns by name, M times."""
     outcomes = [
         {key: (result.token_ids, result.num_steps) for key, result in turns.items()}
         for turns in repeats
     ]
     keys = dict.fromkeys(key for turns in repeats for key in turns)
-    return sum(any(own.get(key) != outcomes[0].get(key) for own in outcomes) for key in keys)
-
-
-def repeats_record(
-    rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
-) -> RepeatsRecord:
-    """Make the repeats' record for results.json.
-
-    Args:
-        rows: with ``decode_s_repeats`` of length M.
-        repeats: the turns by name, M times.
-    """
     tokens = sum(row.tokens for row in rows)
     seconds_M = np.array([row.decode_s_repeats for row in rows], dtype=np.float64).sum(0).tolist()
     return RepeatsRecord(
         repeats=len(repeats),
-        unequal_turns=unequal_turns(repeats),
+        unequal_turns=sum(any(own.get(k) != outcomes[0].get(k) for own in outcomes) for k in keys),
         tokens_per_s=[ratio(tokens, seconds) for seconds in seconds_M],
     )

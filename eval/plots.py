@@ -1,6 +1,7 @@
 """Select an evaluation's charts, for report.md and report.html."""
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 from pipedraft.eval import tables
@@ -19,23 +20,18 @@ Series = dict[str, dict[Any, Estimate]]
 def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Return label -> entries with a draft: one label for each method and setting.
 
-    A label names the method and n. It names temperature, width, tree and run only where labels
-    would otherwise be equal.
+    A label names the method and n. It names temperature, shape and folder only where they vary.
     """
-    series: dict[tuple, list[RunRecord]] = {}
-    for run in runs:
-        if run.schedule != AUTOREGRESSIVE:
-            setting = run.method, run.stages, run.sampling, run.tree_width
-            series.setdefault((*setting, run.tree, run.folder), []).append(run)
-    varies = [len({key[i] for key in series}) > 1 for i in range(5)]
-    names_run = len({key[:-1] for key in series}) < len(series)
-    labeled = {}
-    for key, entries in series.items():
-        method, stages, sampling, width, tree, name = key
-        label = f"{method}, n={stages}"
-        label += f", T={sampling}" * varies[2]
-        label += f", {tree}" * varies[4] if tree else f", W={width}" * varies[3]
-        labeled[label + f", {name}" * names_run] = entries
+    drafted = [run for run in runs if run.schedule != AUTOREGRESSIVE]
+    names = [
+        (run.method, f"n={run.stages}", f"T={run.sampling}", run.shape, run.folder)
+        for run in drafted
+    ]
+    columns = zip(*names, strict=True)
+    is_shown = [index < 2 or len(set(column)) > 1 for index, column in enumerate(columns)]
+    labeled: dict[str, list[RunRecord]] = {}
+    for run, parts in zip(drafted, names, strict=True):
+        labeled.setdefault(", ".join(compress(parts, is_shown)), []).append(run)
     return labeled
 
 
@@ -44,13 +40,13 @@ def _by_temperature(
 ) -> dict[str, Series]:
     """Return one panel per temperature, with every series that has values."""
     drafted = tables.drafted_runs(runs)
-    samplings = [r.sampling for r in sorted(drafted, key=lambda run: run.temperature)]
-    samplings = list(dict.fromkeys(samplings))
+    by_temperature = sorted(drafted, key=lambda run: run.temperature)
+    samplings = dict.fromkeys(run.sampling for run in by_temperature)
     panels = {}
     for sampling in samplings:
-        alike = [run for run in drafted if run.sampling == sampling]
-        series = {label: values(entries) for label, entries in drafted_series(alike).items()}
-        if series := {label: found for label, found in series.items() if found}:
+        labeled = drafted_series([run for run in drafted if run.sampling == sampling])
+        series = {label: found for label, own in labeled.items() if (found := values(own))}
+        if series:
             panels[f"T = {sampling}" * (len(samplings) > 1)] = series
     return panels
 
@@ -67,30 +63,18 @@ def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
         panels=_by_temperature(runs, lambda own: {run.benchmark: _length(run) for run in own}),
         axis="equivalent acceptance length L'",
         reference=1,
-        missing="no entry has a draft",
     )
 
 
 def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
-    """Draw a line for each method with several numbers of stages.
-
-    A line may join entries from different folders. If several folders contain the same number,
-    later folders make another line, and labels name the folders.
-    """
-    lines: dict[str, list[dict[int, RunRecord]]] = {}
-    for run in tables.drafted_runs(pooled):
-        alike = lines.setdefault(f"{run.method}, T={run.sampling}, {run.shape}", [])
-        line = next((line for line in alike if run.stages not in line), None)
-        if line is None:
-            alike.append(line := {})
-        line[run.stages] = run
+    """Draw a line for each method with several numbers of stages, also over several folders."""
     series: Series = {}
-    for label, alike in lines.items():
-        for line in (line for line in alike if len(line) > 1):
-            ordered = dict(sorted(line.items()))
-            folders = ", ".join(dict.fromkeys(run.folder for run in ordered.values()))
-            several = f"{label} ({folders})" if len(alike) > 1 else label
-            series[several] = {stages: _length(run) for stages, run in ordered.items()}
+    for run in sorted(tables.drafted_runs(pooled), key=lambda run: run.stages):
+        label = f"{run.method}, T={run.sampling}, {run.shape}"
+        if run.stages in series.get(label, {}):  # an earlier folder has the same number
+            label += f" ({run.folder})"
+        series.setdefault(label, {})[run.stages] = _length(run)
+    series = {label: found for label, found in series.items() if len(found) > 1}
     return LineChart(
         title="L' against n",
         caption=f"Pooled over all prompts, with 95 % intervals. {PLAIN}",
@@ -99,8 +83,6 @@ def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
         place_axis="pipeline stages n",
         reference=1,
         has_table=True,
-        missing="no method was run with several numbers of stages; give the folders of such "
-        "evaluations together",
     )
 
 
@@ -128,31 +110,6 @@ def acceptance_by_position(pooled: Sequence[RunRecord]) -> Chart:
         axis="share accepted",
         place_axis="position in the round",
         limits=(0, 1.02),
-        missing=f"no position of a draft was tested {MIN_TESTS} times",
-    )
-
-
-def acceptance_by_entropy(pooled: Sequence[RunRecord]) -> Chart:
-    counted = [run for run in tables.drafted_runs(pooled) if run.acceptance_by_entropy]
-    series = {
-        label: {
-            tables.entropy_range(found): Estimate.of(
-                found.draft_acceptance_rate, found.draft_acceptance_rate_ci95
-            )
-            for run in entries
-            for found in run.acceptance_by_entropy
-            if found.tests
-        }
-        for label, entries in drafted_series(counted).items()
-    }
-    return IntervalChart(
-        title="Acceptance by entropy",
-        caption="Share accepted of the draft tokens tested where the target's distribution has so "
-        "many nats, with 95 % intervals over prompts.",
-        panels={"": series},
-        axis="share accepted",
-        limits=(0, 1),
-        missing="results.json has no entropies of the target",
     )
 
 
@@ -172,23 +129,22 @@ def latencies(rows: Sequence[LatencyRecord]) -> Chart:
         panels=panels,
         axis="ms per token",
         has_table=True,
-        missing='results.json has no "latency" (edge-cloud runs)',
     )
 
 
 def all_charts(
     runs: Sequence[RunRecord], pooled: Sequence[RunRecord], latency: Sequence[LatencyRecord]
 ) -> list[Chart]:
-    """Return a page's charts, empty ones too.
+    """Return the charts that have data.
 
     Args:
         runs: every entry.
         pooled: entries pooled over all prompts in their folder.
     """
-    return [
+    charts = [
         lengths_by_benchmark(runs),
         lengths_by_stages(pooled),
         acceptance_by_position(pooled),
-        acceptance_by_entropy(pooled),
         latencies(latency),
     ]
+    return [chart for chart in charts if any(chart.panels.values())]

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pipedraft.cli import UsageError
-from pipedraft.files import Values, read_bounded
+from pipedraft.files import Values
 from pipedraft.inference.rules.filters import sampling_label
 
 MAX_BYTES = 2**29
@@ -50,24 +50,32 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     run: Name | UnsetType = UNSET
     """Folder, if entries from several folders are shown together; never stored in a file."""
+    method: Name
+    temperature: Amount
+    filters: Filtered = {}
 
     @property
     def folder(self) -> str:
         """Return the folder's name for labels; "" if there is only one."""
         return self.run or ""  # type: ignore[return-value]  # an unset field is false
 
+    @property
+    def sampling(self) -> str:
+        """Label for temperature and filters."""
+        return sampling_label(self.temperature, self.filters)
+
 
 class AcceptanceLength(msgspec.Struct, frozen=True, kw_only=True):
     """L' = n N / K."""
 
     pooled: Figure
-    mean: Figure | UnsetType = UNSET
-    """Mean over conversations; unset for a category."""
+    mean: Figure = None
+    """Mean over conversations."""
     ci95: Interval
 
 
 class WallClockRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Times measured in one process; see ``metrics.WallClock``."""
+    """Times measured in one process; see ``metrics.measure_times``."""
 
     tokens_per_s: Figure
     ttft_ms: Figure = None
@@ -78,8 +86,7 @@ class WallClockRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of sequences with the reference; the optional fields are for half precision
-    only."""
+    """Comparison with the reference; the optional fields are for half precision only."""
 
     checked: Count
     mismatches: Count
@@ -87,8 +94,7 @@ class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
     faults: Count | UnsetType = UNSET
     """Mismatched turns whose first difference exceeds the noise."""
     near_ties: Count | None | UnsetType = UNSET
-    """Reference positions whose two best logits are within the noise, so a tie could fall
-    differently."""
+    """Reference positions whose two best logits are within the noise."""
     positions: Count | UnsetType = UNSET
     """Positions checked for near ties."""
     noise: Figure | UnsetType = UNSET
@@ -131,39 +137,35 @@ def add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
     )
 
 
-class CategoryRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt category."""
+class RateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Draft tokens that were tested, and those accepted."""
 
-    prompts: Count
     tests: Count
     accepts: Count
     draft_acceptance_rate: Figure
     draft_acceptance_rate_ci95: Interval
+
+
+class CategoryRecord(RateRecord, frozen=True, kw_only=True):
+    """One prompt category."""
+
+    prompts: Count
     equivalent_acceptance_length: AcceptanceLength
 
 
-class EntropyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Draft tokens tested where the target's entropy is from ``entropy_from`` to below
-    ``entropy_to`` nats."""
+class EntropyRecord(RateRecord, frozen=True, kw_only=True):
+    """Tests where the target's entropy is from ``entropy_from`` to below ``entropy_to`` nats."""
 
     entropy_from: float
     entropy_to: Figure
     """Upper end; None: no end."""
-    tests: Count
-    accepts: Count
-    draft_acceptance_rate: Figure
-    draft_acceptance_rate_ci95: Interval
 
 
-class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Draft tokens tested in one text group, DIMENSION/GROUP; see ``groups``."""
+class GroupRecord(RateRecord, frozen=True, kw_only=True):
+    """Tests in one text group, DIMENSION/GROUP; see ``groups``."""
 
     group: Name
     prompts: Count
-    tests: Count
-    accepts: Count
-    draft_acceptance_rate: Figure
-    draft_acceptance_rate_ci95: Interval
     rounds: Count
     mean_acceptance_length: Figure
 
@@ -218,12 +220,9 @@ class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RunRecord(Entry, frozen=True, kw_only=True):
     """One method on one benchmark, or on all benchmarks ("overall")."""
 
-    method: Name
     schedule: Name
     benchmark: Name
     stages: Annotated[int, Meta(ge=1, lt=2**31)]
-    temperature: Amount
-    filters: Filtered = {}
     tree_width: Count
     tree: Name | None
     """Draft tree or micro-batch shape; None: layers of ``tree_width``."""
@@ -274,11 +273,6 @@ class RunRecord(Entry, frozen=True, kw_only=True):
             )
 
     @property
-    def sampling(self) -> str:
-        """Label for temperature and filters."""
-        return sampling_label(self.temperature, self.filters)
-
-    @property
     def benchmark_mean(self) -> float:
         """Mean over the benchmarks of each one's pooled L'; every benchmark has the same weight."""
         sums: dict[str, tuple[int, int]] = {}
@@ -297,10 +291,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
 class LatencyRecord(Entry, frozen=True, kw_only=True):
     """One edge-cloud decoding method on one link."""
 
-    method: Name
     network: Name
-    temperature: Amount
-    filters: Filtered = {}
     rule: Name | None = None
     caveat: Name = ""
     """Reason why the output is not the target's own; "" if it is."""
@@ -325,56 +316,7 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
     draft_acceptance_rate: Figure = None
     mean_acceptance_length: Figure = None
     drafted_per_token: Figure = None
-    total_variation_bound: Figure = None
     lossless: LosslessRecord = UNCHECKED
-
-    @property
-    def sampling(self) -> str:
-        """Label for temperature and filters."""
-        return sampling_label(self.temperature, self.filters)
-
-
-class ReplayedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation from a recorded run, on other hardware."""
-
-    benchmark: Name
-    id: Name
-    tokens: Count
-    steps: Count
-    virtual_time: Amount
-    virtual_time_autoregressive: Amount
-
-
-class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One recorded run on one cost model and benchmark: an entry in replay.json."""
-
-    method: Name
-    draft_type: Name | None
-    """Type of the draft; None: autoregressive decoding."""
-    draft_sha256: Name
-    schedule: Name
-    tree_width: Count
-    tree: Name | None
-    temperature: Amount
-    filters: Filtered = {}
-    seed: int
-    max_new_tokens: Count
-    benchmark: Name
-    stages: Count
-    boundaries: Counts = []
-    """Layers where the target is cut: (0, b1, .., L)."""
-    cost_name: Name
-    cost: Values
-    prompts: Count
-    tokens: Count
-    steps: Count
-    equivalent_acceptance_length: AcceptanceLength
-    theoretical_speedup: Figure
-    theoretical_speedup_ci95: Interval
-    one_device_speedup: Figure
-    """Speed-up over autoregressive decoding with all layers on one device of this cost model; it
-    includes the price of the pipeline."""
-    per_prompt: list[ReplayedPrompt]
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
@@ -408,15 +350,3 @@ def parse(content: bytes, kind: type[T], path: Path) -> T:
         raise UsageError(f"{where} is not JSON ({error}); run the evaluation again") from error
     except RecursionError as error:
         raise UsageError(f"{where} is nested too deeply; run the evaluation again") from error
-
-
-def read_bytes(path: Path) -> bytes:
-    """Read a file of an evaluation, with a bounded size.
-
-    Raises:
-        UsageError: there is no such file, or it is too large.
-    """
-    try:
-        return read_bounded(path, "RUN", MAX_BYTES)
-    except UsageError as error:
-        raise UsageError(f"{error}: the --out folder of python -m pipedraft.eval") from error

@@ -3,34 +3,30 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from tqdm import tqdm
 
-from pipedraft.cli import Options, UsageError, make_folder, option
+from pipedraft.cli import Options, UsageError, option
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, acceptance_length, pooled_ratio
-from pipedraft.eval.record import (
-    ReplayedPrompt,
-    ReplayRecord,
-    RunRecord,
-    number_or_nan,
-)
-from pipedraft.eval.tables import Table, align_columns, bounds, number
+from pipedraft.eval.record import AcceptanceLength, Interval, RunRecord, number_or_nan
+from pipedraft.eval.tables import Table, align_columns, bounds, number, pooled_runs
 from pipedraft.eval.traces import Recording, read_recordings
-from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.clock import CostModel, StageCost, VirtualClock
-from pipedraft.inference.config import ROW_COSTS, read_cost
+from pipedraft.inference.config import ROW_COSTS, DecodeConfig, read_cost
 from pipedraft.inference.cut import cut_layers
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.rules.filters import sampling_label
 from pipedraft.inference.schedules.base import Schedule
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Engine
 
+# P conversations
 EXAMPLE = """\
 example:
   pipedraft eval replay out/eval --cost h100 --link 0,0.05
@@ -100,11 +96,8 @@ def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> s
             f"{schedule.name} chose its draft tokens (auto) by its own cost model or clock; record "
             "a run under this one"
         )
-    is_same_draft = (cost.draft_forward, cost.draft_on_first_stage) == (
-        recorded.draft_forward,
-        recorded.draft_on_first_stage,
-    )
-    if schedule.fills_step and not is_same_draft:
+    before, now = ((one.draft_forward, one.draft_on_first_stage) for one in (recorded, cost))
+    if schedule.fills_step and before != now:
         return (
             f"{schedule.name} drafted as much as fits beside a step under its own cost model; "
             "record a run under this one, or with --expansion-depth"
@@ -112,11 +105,51 @@ def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> s
     return ""
 
 
-def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replayed:
+    """One recorded run on other hardware, on one benchmark or on all of them ("overall")."""
+
+    recording: Recording
+    cost_name: str
+    cost: CostModel
+    cut: tuple[int, ...]
+    """Layers where the target is cut: (0, b1, .., L)."""
+    benchmark: str
+    prompts_P4: np.ndarray
+    """Tokens, steps, time, and time of autoregressive decoding per conversation."""
+
+    @property
+    def config(self) -> DecodeConfig:
+        return self.recording.config
+
+    @cached_property
+    def length(self) -> AcceptanceLength:
+        counts = [(int(row[0]), int(row[1])) for row in self.prompts_P4]
+        return acceptance_length(counts, self.config.num_stages)
+
+    @cached_property
+    def speedup(self) -> tuple[float, Interval]:
+        """S over autoregressive decoding on the same pipeline, and its interval."""
+        _, _, time_P, plain_P = self.prompts_P4[self.prompts_P4[:, 1] > 0].T
+        return pooled_ratio(plain_P, time_P)
+
+    @property
+    def one_device_speedup(self) -> float:
+        """S over autoregressive decoding with all layers on the fastest device of this cost model;
+        it includes the price of the pipeline."""
+        fastest = max(self.cost.stages, key=lambda stage: stage.speed, default=None)
+        one = () if fastest is None else (replace(fastest, link=0.0, link_row=0.0, replicas=1),)
+        free = replace(self.cost, link=0.0, link_row=0.0, stages=one)
+        alone = VirtualClock(free, (0, self.cut[-1]), 0.0).autoregressive_time(1)
+        piped = VirtualClock(self.cost, self.cut, 0.0).autoregressive_time(1)
+        return self.speedup[0] * (alone / piped)
+
+
+def replay(recording: Recording, hardware: Hardware) -> list[Replayed]:
     """Compute how long the recorded steps would take on other hardware.
 
     Returns:
-        One record per benchmark, and one named "overall" if there are several.
+        One per benchmark, and one named "overall" if there are several.
 
     Raises:
         NotReplayable: a run there would have drafted other tokens.
@@ -125,74 +158,33 @@ def replay(recording: Recording, hardware: Hardware) -> list[ReplayRecord]:
     if conflict := cost_conflict(config.schedule, recording.with_draft(config.cost), cost):
         raise NotReplayable(conflict)
     cut = hardware.boundaries_for(recording, cost)
-    rows = _replayed_prompts(recording, cost, cut)
-    fastest = max(cost.stages, key=lambda stage: stage.speed, default=None)
-    one = () if fastest is None else (replace(fastest, link=0.0, link_row=0.0, replicas=1),)
-    alone = VirtualClock(replace(cost, link=0.0, link_row=0.0, stages=one), (0, cut[-1]), 0.0)
-    piped = VirtualClock(cost, cut, 0.0)
-    # Autoregressive time per token on one device, over the time on the pipeline.
-    one_device_share = alone.autoregressive_time(1) / piped.autoregressive_time(1)
-    benchmarks = dict.fromkeys(row.benchmark for row in rows)
-    found = []
-    for benchmark in [*benchmarks, *([OVERALL] if len(benchmarks) > 1 else [])]:
-        own = [row for row in rows if benchmark in (row.benchmark, OVERALL)]
-        time_P, plain_P = (
-            np.array([getattr(row, field) for row in own if row.steps], dtype=np.float64)
-            for field in ("virtual_time", "virtual_time_autoregressive")
+    prompts = _price(recording, cost, cut)
+    benchmarks = list(dict.fromkeys(benchmark for benchmark, _ in prompts))
+    return [
+        Replayed(
+            recording=recording,
+            cost_name=hardware.name,
+            cost=cost,
+            cut=cut,
+            benchmark=benchmark,
+            prompts_P4=np.stack([v for k, v in prompts.items() if benchmark in (k[0], OVERALL)]),
         )
-        speedup, speedup_ci95 = pooled_ratio(plain_P, time_P)
-        counts = [(row.tokens, row.steps) for row in own]
-        found.append(
-            ReplayRecord(
-                method=recording.name,
-                draft_type=recording.draft_type,
-                draft_sha256=recording.draft_hash,
-                schedule=config.schedule.name,
-                tree_width=config.schedule.width,
-                tree=config.schedule.label,
-                temperature=config.temperature,
-                filters=config.active,
-                seed=config.seed,
-                max_new_tokens=config.max_new_tokens,
-                benchmark=benchmark,
-                stages=config.num_stages,
-                boundaries=list(cut),
-                cost_name=hardware.name,
-                cost=asdict(cost),
-                prompts=len(own),
-                tokens=sum(tokens for tokens, _ in counts),
-                steps=sum(steps for _, steps in counts),
-                equivalent_acceptance_length=acceptance_length(counts, config.num_stages),
-                theoretical_speedup=speedup,
-                theoretical_speedup_ci95=speedup_ci95,
-                one_device_speedup=speedup * one_device_share,
-                per_prompt=own,
-            )
-        )
-    return found
+        for benchmark in [*benchmarks, *[OVERALL] * (len(benchmarks) > 1)]
+    ]
 
 
-def _replayed_prompts(
+def _price(
     recording: Recording, cost: CostModel, cut: Sequence[int]
-) -> list[ReplayedPrompt]:
-    """Price each conversation's turns on another cost model's clock, summed."""
-    clocks: dict[tuple[str, str], list[tuple[int, VirtualClock, float]]] = {}
+) -> dict[tuple[str, str], np.ndarray]:
+    """Sum each conversation's turns on another cost model's clock: see ``Replayed.prompts_P4``."""
+    sums: dict[tuple[str, str], np.ndarray] = {}
     for (benchmark, name, _), result in recording.turns.items():
         clock = VirtualClock(cost, cut, cost.draft_forward or 0.0)
         replay_log(result, clock)
         plain = clock.autoregressive_time(result.num_tokens)
-        clocks.setdefault((benchmark, name), []).append((result.num_tokens, clock, plain))
-    return [
-        ReplayedPrompt(
-            benchmark=benchmark,
-            id=name,
-            tokens=sum(tokens for tokens, _, _ in turns),
-            steps=sum(clock.num_steps for _, clock, _ in turns),
-            virtual_time=sum((clock.time for _, clock, _ in turns), 0.0),
-            virtual_time_autoregressive=sum((plain for _, _, plain in turns), 0.0),
-        )
-        for (benchmark, name), turns in clocks.items()
-    ]
+        turn = np.array([result.num_tokens, clock.num_steps, clock.time, plain])
+        sums[benchmark, name] = sums.get((benchmark, name), 0.0) + turn
+    return sums
 
 
 def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
@@ -225,48 +217,43 @@ def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[s
     return found
 
 
-def best_of(found: Sequence[ReplayRecord]) -> list[ReplayRecord]:
-    """Return the replays with the highest S per benchmark, sampling, number of stages, cost and
-    link.
-
-    Runs with other output lengths or random seeds are not compared.
-    """
-    best: dict[tuple[object, ...], ReplayRecord] = {}
-    speeds = np.nan_to_num([number_or_nan(record.theoretical_speedup) for record in found])
-    for record in (found[index] for index in np.argsort(speeds, kind="stable")):
-        sampling = sampling_label(record.temperature, record.filters)
-        way = record.cost_name, record.cost["link"], record.max_new_tokens, record.seed
-        best[record.benchmark, sampling, record.stages, *way] = record
-    return [record for record in found if record in best.values()]
+def best_of(found: Sequence[Replayed]) -> list[Replayed]:
+    """Return the replay with the highest S per benchmark, sampling, stages, cost, link, output
+    length and random seed."""
+    best: dict[tuple[object, ...], int] = {}
+    for index in np.argsort(np.nan_to_num([one.speedup[0] for one in found]), kind="stable"):
+        one, config = found[index], found[index].config
+        way = config.sampling, config.num_stages, config.max_new_tokens, config.seed
+        best[one.benchmark, *way, one.cost_name, one.cost.link] = index
+    return [found[index] for index in sorted(best.values())]
 
 
-COLUMNS: dict[str, Callable[[ReplayRecord], str]] = {
-    "benchmark": lambda record: record.benchmark,
-    "method": lambda record: record.method,
-    "T": lambda record: sampling_label(record.temperature, record.filters),
-    "n": lambda record: str(record.stages),
-    "cost": lambda record: record.cost_name,
-    "link": lambda record: f"{record.cost['link']:g}",
-    "N": lambda record: str(record.tokens),
-    "K": lambda record: str(record.steps),
-    "L'": lambda record: number(record.equivalent_acceptance_length.pooled),
-    "95 % CI": lambda record: bounds(record.equivalent_acceptance_length.ci95),
-    "S": lambda record: number(record.theoretical_speedup),
-    "95 % CI ": lambda record: bounds(record.theoretical_speedup_ci95),
-    "one device": lambda record: number(record.one_device_speedup),
+COLUMNS: dict[str, Callable[[Replayed], str]] = {
+    "benchmark": lambda one: one.benchmark,
+    "method": lambda one: one.recording.name,
+    "T": lambda one: one.config.sampling,
+    "n": lambda one: str(one.config.num_stages),
+    "cost": lambda one: one.cost_name,
+    "link": lambda one: f"{one.cost.link:g}",
+    "N": lambda one: f"{one.prompts_P4[:, 0].sum():.0f}",
+    "K": lambda one: f"{one.prompts_P4[:, 1].sum():.0f}",
+    "L'": lambda one: number(one.length.pooled),
+    "95 % CI": lambda one: bounds(one.length.ci95),
+    "S": lambda one: number(one.speedup[0]),
+    "95 % CI ": lambda one: bounds(one.speedup[1]),
+    "one device": lambda one: number(one.one_device_speedup),
+    "max new": lambda one: str(one.config.max_new_tokens),
+    "seed": lambda one: str(one.config.seed),
+    "cut": lambda one: ",".join(map(str, one.cut)),
 }
-VARYING: dict[str, Callable[[ReplayRecord], str]] = {
-    "max new": lambda record: str(record.max_new_tokens),
-    "seed": lambda record: str(record.seed),
-}
-"""Extra columns if the traces contain runs with several settings."""
 
 
-def _table(found: Sequence[ReplayRecord]) -> Table:
-    varying = {name: of for name, of in VARYING.items() if len(set(map(of, found))) > 1}
-    if any(record.cost.get("stages") for record in found):
-        varying["cut"] = lambda record: ",".join(map(str, record.boundaries))
-    return Table.of(COLUMNS | varying, found)
+def _table(found: Sequence[Replayed]) -> Table:
+    """Leave out the last columns where they say nothing."""
+    left_out = {name for name in ("max new", "seed") if len(set(map(COLUMNS[name], found))) == 1}
+    if not any(one.cost.stages for one in found):
+        left_out.add("cut")
+    return Table.of({name: of for name, of in COLUMNS.items() if name not in left_out}, found)
 
 
 # -- cost models from measured times ---------------------------------------------------------------
@@ -289,25 +276,18 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
         runs: entries from results.json with "processes", one number of stages, autoregressive
             decoding among them.
         boundaries: the target's cuts, if each stage had a process.
-
-    Raises:
-        ValueError: autoregressive decoding emitted nothing to measure.
     """
-    runs = [run for run in runs if run.benchmark == OVERALL] or list(runs)
+    runs = pooled_runs(runs)
     plain = next(run for run in runs if run.schedule == AUTOREGRESSIVE)
     if not plain.tokens:
         raise ValueError(
             "--calibrate: plain decoding emitted one token a turn; raise --max-new-tokens"
         )
-    num_stages = plain.stages
     one_row = _total(plain, "seconds", "stage") / plain.tokens
-    names = [process.name for process in plain.processes]
-    is_asynchronous = len(names) > 1
     verify = _total(plain, "seconds", "verify") / plain.tokens
-    waits = 0.0
+    is_asynchronous, waits = len(plain.processes) > 1, 0.0
     if is_asynchronous:
-        per_token = 1.0 / _tokens_per_s(plain)
-        waits = max(per_token - one_row - verify, 0.0) / (num_stages + 1)
+        waits = max(1.0 / _tokens_per_s(plain) - one_row - verify, 0.0) / (plain.stages + 1)
     forwards = sum(run.draft_forwards for run in runs)
     drafting = sum(_total(run, "seconds", "draft") for run in runs if run.draft_forwards)
     row, sharing = _row_and_sharing(runs)
@@ -318,7 +298,7 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
         verify=verify / one_row,
         draft_forward=drafting / forwards / one_row if forwards else None,
         is_asynchronous=is_asynchronous,
-        draft_on_first_stage=is_asynchronous and len(names) == num_stages,
+        draft_on_first_stage=is_asynchronous and len(plain.processes) == plain.stages,
         stages=_stage_speeds(plain, boundaries),
     )
 
@@ -358,9 +338,8 @@ def _row_and_sharing(runs: Sequence[RunRecord]) -> tuple[float, float]:
     columns = [calls, rows - calls, calls * np.array([_others_busy(run) for run in runs])]
     used = [index for index, column in enumerate(columns) if column.any()]
     while True:
-        fitted, *_ = np.linalg.lstsq(
-            np.stack([columns[index] for index in used], 1), seconds, rcond=None
-        )
+        chosen = np.stack([columns[index] for index in used], 1)
+        fitted, *_ = np.linalg.lstsq(chosen, seconds, rcond=None)
         if (fitted >= 0).all() or len(used) == 1:
             break
         used.pop(int(fitted[1:].argmin()) + 1)
@@ -381,25 +360,22 @@ def _others_busy(run: RunRecord) -> float:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def read_link(text: str) -> str:
-    if not re.fullmatch(r"\d+(\.\d+)?(us|ms|s)?", text):
-        raise ValueError(
-            f"{text!r} is no link; give the time of a hop as 0.05 (target passes) or 200us, 20ms, "
-            "1s"
-        )
-    return text
-
-
 def _in_passes(link: str, pass_ms: float | None) -> float:
-    number, unit = re.fullmatch(r"([\d.]+)([a-z]*)", link).groups()  # type: ignore[union-attr]
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)?", link)
+    if not found:
+        raise UsageError(
+            f"--link: {link!r} is no link; give the time of a hop as 0.05 (target passes) or "
+            "200us, 20ms, 1s"
+        )
+    time, unit = float(found[1]), found[2]
     if not unit:
-        return float(number)
+        return time
     if pass_ms is None or not pass_ms > 0:
         raise UsageError(
             f"--pass-ms: {pass_ms}; a link of {link} needs the milliseconds of a target pass over "
             "one token, e.g. --pass-ms 35"
         )
-    return float(number) * UNITS_S[unit] / (pass_ms / 1e3)
+    return time * UNITS_S[unit] / (pass_ms / 1e3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,7 +390,7 @@ class ReplayOptions(Options):
     cost: tuple[str, ...] = option((), metavar="PRESET|FILE", repeated=True)
     """cost model: h100, a100, rtx4090, jetson_orin, this_cpu, or a file written by --calibrate;
     repeatable; default: the run's"""
-    link: tuple[str, ...] = option((), metavar="T,..", parse=read_link)
+    link: tuple[str, ...] = option((), metavar="T,..")
     """link time instead of the cost model's: in target passes over one token, or with a unit
     (200us, 20ms) and --pass-ms"""
     boundaries: Literal["recorded", "auto"] = "recorded"
@@ -424,18 +400,15 @@ class ReplayOptions(Options):
     best: bool = False
     """show only the method with the highest S per benchmark, temperature, stages, cost, link, and
     recorded --max-new-tokens and --seed"""
-    json: bool = False
-    """print only JSON"""
-    out: Path | None = option(None, metavar="DIR")
-    """write replay.json and replay.md into this folder"""
 
 
 build_parser = ReplayOptions.parser
 
 
 def _hardware(arguments: ReplayOptions) -> list[Hardware]:
-    costs: list[tuple[str, CostModel | None]]
-    costs = [(Path(text).stem, read_cost(text)) for text in arguments.cost]
+    costs: list[tuple[str, CostModel | None]] = [
+        (Path(text).stem, read_cost(text)) for text in arguments.cost
+    ]
     return [
         Hardware(
             name,
@@ -451,26 +424,16 @@ def _hardware(arguments: ReplayOptions) -> list[Hardware]:
 def run(argv: Sequence[str]) -> None:
     """Run the whole subcommand; bad input raises ValueError."""
     arguments = ReplayOptions.read(argv)
-    recordings = read_recordings(arguments.traces)
-    wanted = [
-        (recording, hardware) for recording in recordings for hardware in _hardware(arguments)
-    ]
-    found: list[ReplayRecord] = []
-    refused: list[str] = []
+    found: list[Replayed] = []
+    refused: dict[str, None] = {}
+    wanted = list(product(read_recordings(arguments.traces), _hardware(arguments)))
     for recording, hardware in tqdm(wanted, desc="replays", unit="run"):
         try:
             found += replay(recording, hardware)
         except NotReplayable as reason:
-            refused.append(f"{recording.name} on {recording.config.num_stages} stages: {reason}")
-    left_out = list(dict.fromkeys(refused))
+            refused[f"{recording.name} on {recording.config.num_stages} stages: {reason}"] = None
     if not found:
-        raise UsageError(f"--cost: nothing can be replayed; {left_out[0]}")
+        raise UsageError(f"--cost: nothing can be replayed; {next(iter(refused))}")
     found = best_of(found) if arguments.best else found
-    content = to_json({"replays": found, "left_out": left_out})
-    lines = [f"left out: {line}" for line in left_out]
-    text = "\n".join([align_columns(_table(found)), *lines, "", LEGEND])
-    print(content.decode() if arguments.json else text)
-    if arguments.out is not None:
-        make_folder("--out", arguments.out)
-        write_atomically(arguments.out / "replay.json", content)
-        write_atomically(arguments.out / "replay.md", f"# Replay\n\n```\n{text}\n```\n".encode())
+    lines = [f"left out: {line}" for line in refused]
+    print("\n".join([align_columns(_table(found)), *lines, "", LEGEND]))

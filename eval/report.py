@@ -4,6 +4,7 @@ report.html is one file that needs neither scripts nor a network. jinja2 escapes
 files; the page is report.html.jinja, its charts are in plots.py.
 """
 
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,11 @@ from msgspec.structs import replace
 
 from pipedraft.cli import Options, UsageError, option
 from pipedraft.eval import compare, plots, tables
-from pipedraft.eval.charts import THEMES, printable
+from pipedraft.eval.charts import THEMES, Chart, printable
 from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import Manifest, Results, RunRecord, is_known
-from pipedraft.eval.tables import Table, describe, fact, markdown
+from pipedraft.eval.tables import describe, fact, markdown
 from pipedraft.files import Values, make_place, to_json, write_atomically
 
 EXAMPLE = """\
@@ -28,27 +29,13 @@ example:
 
 The page needs no network and no other file. It shows results.json and manifest.json from each
 folder: L' with intervals, charts, differences from the first folder on the same prompts, and the
-settings behind the numbers. `pipedraft eval` already writes such a page for its own folder.
-
-A results.json may also, or only, have latencies for edge-cloud decoding:
-  {"latency": [{"method": "picospec", "network": "4g", "temperature": 0, "ms_per_token": 31.5,
-                "ci95": [30.1, 33.0]}]}          ci95: null where there is no interval
+settings behind the numbers. `pipedraft eval` already writes such a page for its own folder. Folders
+of `eval edge` show latencies.
 """
 CHARTS = "charts"
 """Folder for the pictures."""
 SHOWN_CHARTS = ("length_by_benchmark.png", "acceptance_by_position.png")
 """Charts in report.md."""
-
-
-def _losses(runs: Sequence[RunRecord]) -> str:
-    drafted = [r for r in runs if r.benchmark != OVERALL and r.schedule != AUTOREGRESSIVE]
-    checked = sum(run.lossless.checked for run in drafted)
-    wrong = sum(run.lossless.mismatches for run in drafted)
-    if not checked:
-        return "No output was compared with the target's own."
-    if wrong:
-        return f"{wrong} of {checked} greedy outputs differ from the target's own."
-    return f"All {checked} greedy outputs that were checked equal the target's own."
 
 
 def title_of(manifests: Sequence[Manifest], runs: Sequence[RunRecord]) -> str:
@@ -91,8 +78,16 @@ def _scale(runs: Sequence[RunRecord]) -> float:
     return 1.05 * max(1.0, *known) if known else 1.0
 
 
-def build_page(sources: Sequence[Evaluated], comparisons: Sequence[Values] = ()) -> bytes:
-    """Build the HTML page for one evaluation, or for several side by side."""
+def build_page(
+    sources: Sequence[Evaluated],
+    comparisons: Sequence[Values] = (),
+    charts: Sequence[Chart] | None = None,
+) -> bytes:
+    """Build the HTML page for one evaluation, or for several side by side.
+
+    Args:
+        charts: default: drawn from ``sources``.
+    """
     runs, pooled, latency = [], [], []
     for source in sources:
         name = source.name if len(sources) > 1 else UNSET
@@ -112,12 +107,11 @@ def build_page(sources: Sequence[Evaluated], comparisons: Sequence[Values] = ())
         tables=tables,
         facts=_overview(sources, runs),
         runs=runs,
-        losses=_losses(runs),
         summary=summary,
         scale=_scale(summary),
-        charts=plots.all_charts(runs, pooled, latency),
+        charts=plots.all_charts(runs, pooled, latency) if charts is None else charts,
         comparisons=comparisons,
-        comparison_legend=compare.LEGEND,
+        compare=compare,
         sources=sources,
     )
     return printable(page).encode()
@@ -174,16 +168,15 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
             overall=[run for run in runs if run.benchmark == OVERALL],
         )
     )
-    pictures: dict[str, bytes] = {}
-    for chart in plots.all_charts(runs, tables.pooled_runs(runs), ()):
-        pictures |= {} if chart.is_empty else chart.files()
+    charts = plots.all_charts(runs, tables.pooled_runs(runs), ())
+    pictures = {name: content for chart in charts for name, content in chart.files().items()}
     (out_dir / CHARTS).mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         write_atomically(out_dir / CHARTS / name, picture)
     write_atomically(out_dir / "manifest.json", to_json(manifest))
     write_atomically(out_dir / "report.md", format_report(runs, manifest, pictures).encode())
-    page = build_page([Evaluated.of(content, manifest, out_dir, out_dir.resolve().name)])
-    write_atomically(out_dir / "report.html", page)
+    source = Evaluated.of(content, manifest, out_dir, out_dir.resolve().name)
+    write_atomically(out_dir / "report.html", build_page([source], charts=charts))
     # Last: once results.json exists, so does the rest.
     write_atomically(out_dir / "results.json", content)
 
@@ -192,37 +185,27 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return the paths' last parts, as many as needed to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            break
-    else:
+    """Return the parts of the paths that tell them apart."""
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
         raise UsageError("RUN: the same one is given twice; give each once")
-    return names
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]
 
 
 def compare_with_first(sources: Sequence[Evaluated]) -> list[Values]:
-    """Compare every evaluation with the first one: title, warnings, table and sentences."""
+    """Compare every evaluation with the first one: title, warnings and lines."""
     found = []
     baseline, *others = sources
     for other in others:
-        compared: Values = {"title": f"{other.name} compared with {baseline.name}"}
+        lines: list[compare.Line] = []
         try:
             lines = compare.compare_runs(baseline, other)
+            warnings = compare.find_warnings(baseline, other, lines)
         except UsageError as error:
-            reason = f"Not compared: {str(error).removeprefix('RUN: ')}."
-            found.append(compared | {"warnings": [reason], "table": None, "verdicts": []})
-            continue
-        found.append(
-            compared
-            | {
-                "warnings": compare.find_warnings(baseline, other, lines),
-                "table": Table.of(compare.COLUMNS, lines),
-                "verdicts": compare.verdicts(lines),
-            }
-        )
+            warnings = [f"Not compared: {str(error).removeprefix('RUN: ')}."]
+        title = f"{other.name} compared with {baseline.name}"
+        found.append({"title": title, "warnings": warnings, "lines": lines})
     return found
 
 

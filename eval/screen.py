@@ -1,21 +1,13 @@
 """Print an evaluation's table in less than 100 columns, and check its output folder."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipedraft.cli import UsageError, flag_name
-from pipedraft.eval.metrics import OVERALL
+from pipedraft.eval import tables
 from pipedraft.eval.record import RunRecord
-from pipedraft.eval.tables import (
-    SCORE_COLUMN,
-    Table,
-    align_columns,
-    lossless_share,
-    number,
-    results_table,
-)
-from pipedraft.eval.tables import warnings as warnings_of
+from pipedraft.eval.tables import Cell, Table, align_columns, number
 from pipedraft.files import Values, to_json
 
 WIDTH = 99
@@ -34,29 +26,30 @@ ANY_RUN = {"fresh", "shard", "calibrate", "save_answers", "out", "config", "no_l
 """Options that may differ between results in one folder."""
 
 
-def _short(name: str) -> str:
+def _name(run: RunRecord) -> str:
+    name = run.method
     return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
 
 
 def _interval(run: RunRecord) -> str:
-    low, high = run.equivalent_acceptance_length.ci95
-    return "-" if number(low) == "-" else f"{number(low, 2)}-{number(high, 2)}"
+    low, high = (number(bound, 2) for bound in run.equivalent_acceptance_length.ci95)
+    return "-" if low == "-" else f"{low}-{high}"
 
 
-COLUMNS: dict[str, Callable[[RunRecord], str]] = {
+COLUMNS: dict[str, Cell] = {
     "benchmark": lambda run: run.benchmark,
-    "method": lambda run: _short(run.method),
-    "n": lambda run: str(run.stages),
-    "T": lambda run: run.sampling,
+    "method": _name,
+    "n": tables.COLUMNS["n"],
+    "T": tables.COLUMNS["T"],
     "shape": lambda run: run.tree or ("-" if run.tree_width < 2 else f"width {run.tree_width}"),
     "alpha": lambda run: number(run.draft_acceptance_rate, 2),
     "tau": lambda run: number(run.mean_acceptance_length, 2),
     "L'": lambda run: number(run.equivalent_acceptance_length.pooled, 2),
     "95 % CI": _interval,
     "S": lambda run: number(run.theoretical_speedup, 2),
-    "tokens/s": lambda run: number(run.wallclock.tokens_per_s, 1) if run.wallclock else "-",
-    "speed-up": lambda run: number(run.wallclock.speedup, 2) if run.wallclock else "-",
-    "lossless": lossless_share,
+    "tokens/s": tables.COLUMNS["tokens/s"],
+    "speed-up": tables.COLUMNS["speed-up"],
+    "lossless": tables.COLUMNS["lossless"],
 }
 
 
@@ -64,29 +57,27 @@ def screen_table(runs: Sequence[RunRecord]) -> str:
     """Return the results for a terminal, benchmark by benchmark, with common settings above."""
     benchmarks = list(dict.fromkeys(run.benchmark for run in runs))
     runs = sorted(runs, key=lambda run: benchmarks.index(run.benchmark))
-    is_scored = "score" in results_table(runs).header
-    whole = Table.of(COLUMNS | (SCORE_COLUMN if is_scored else {}), runs)
+    whole = Table.of(tables.with_scores(COLUMNS, runs), runs)
     cells = dict(zip(whole.header, zip(*whole.rows, strict=True), strict=True))
     same = [name for name in ("n", "T", "shape") if len(set(cells[name])) == 1]
     above = ", ".join(f"{name} = {cells[name][0]}" for name in same if cells[name][0] != "-")
-    empty = [name for name in ("tokens/s", "speed-up") if set(cells[name]) == {"-"}]
-    left_out = [*same, *empty]
+    untimed = [name for name in ("tokens/s", "speed-up") if set(cells[name]) == {"-"}]
+    left_out = [*same, *untimed]
     for further in ("", *LEAST_TOLD):
-        left_out += [further] * (further in cells)
+        left_out.append(further)
         kept = {name: column for name, column in cells.items() if name not in left_out}
         table = Table(list(kept), [list(row) for row in zip(*kept.values(), strict=True)])
         text = align_columns(table)
         if max(map(len, text.splitlines())) <= WIDTH:
             break
-    notes = warnings_of([run for run in runs if run.benchmark != OVERALL])
-    kept_meanings = [meaning for name, meaning in MEANINGS.items() if name in table.header]
-    notes.append("; ".join(kept_meanings) + ".")
+    notes = tables.warnings(runs)
+    notes.append("; ".join(text for name, text in MEANINGS.items() if name in kept) + ".")
     speedups = [run.wallclock.speedup for run in runs if run.wallclock and run.tree]
     if any(speedup is not None and speedup < 1 for speedup in speedups):
         notes.append("A large tree costs more than it saves here: try --tree chain:3 or chain:5.")
-    if empty:
+    if untimed:
         notes.append("No tokens/s: decoded beside other work, or several sequences at once.")
-    return "\n".join([*([above] if above else []), text, *notes])
+    return "\n".join([above] * bool(above) + [text, *notes])
 
 
 def check_folder(out: Path, config: Values, *, is_fresh: bool) -> None:

@@ -6,15 +6,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from pipedraft.eval.groups import group_name
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
     AcceptanceLength,
-    CategoryRecord,
     EntropyRecord,
-    GroupRecord,
     LatencyRecord,
     Manifest,
+    RateRecord,
     RunRecord,
     is_known,
 )
@@ -24,47 +22,32 @@ Cell = Callable[[RunRecord], str]
 Entry = TypeVar("Entry")
 NUM_POSITIONS = 6
 LEGEND = {
-    "n, T, W, tree": "pipeline stages of the target; temperature; tree width (draft tokens per "
-    "layer, children of the root, or branches of a micro-batch); what is drafted at once "
-    "(chain:levels, dynamic:levels:beams:tokens, or micro-batch:tokens).",
+    "n, T, W, tree": "stages; temperature; tree width; what is drafted at once (chain:levels, "
+    "dynamic:levels:beams:tokens, or micro-batch:tokens).",
     "N, K": "tokens after the prefill token; pipeline steps (idle and rejecting ones counted).",
     "alpha, tau": "accepted over tested draft tokens; tokens per round.",
     "L'": "n N / K, the equivalent acceptance length. Pooled: n sum(N) / sum(K) with its 95 % "
     "bootstrap interval over conversations. Mean: over conversations. Benchmark mean: over "
-    "benchmarks, each pooled. Autoregressive decoding has L' = 1 by construction for every n, so "
-    "it is decoded once per temperature, on the smallest n of the table.",
+    "benchmarks, each pooled. Autoregressive decoding has L' = 1 for every n by construction.",
     "S": "modeled speed-up under the engine's cost model.",
-    "tokens/s, speed-up": "measured in this process (prefill excluded), the latter against the "
-    "autoregressive row. L', S and the speed-up are different things and must not be compared with "
-    "each other.",
-    "lossless": "turns whose greedy output equals that of `transformers`, of turns checked; at T > "
-    "0, by the rule gumbel, and with --bitwise that of plain decoding with the same seed. It is "
-    "exact for a target in float32 and with --bitwise; in half precision without, near-ties may "
-    "fall differently, and sampled outputs are not compared.",
-    "score": "(with --score) share of right answers (last number, GSM8K) with its 95 % Wilson "
-    "interval. Lossless decoding leaves it as the target's own.",
+    "tokens/s, speed-up": "measured in this process without the prefill; over the baseline's.",
+    "lossless": "turns, of those checked, whose greedy output equals that of `transformers`. At T "
+    "> 0 by the rule gumbel, and with --bitwise, it is compared with the baseline's. In half "
+    "precision without --bitwise near-ties may fall differently.",
+    "score": "(with --score) share of right answers with its 95 % Wilson interval.",
 }
 ROW_COST_TEXT = """\
 Modeled speed-up S where every row after a segment's first makes a stage longer by this part of its
-time: the steps of the run, priced again. Draft tokens that were chosen by the cost of a row (auto)
-have the run's own cost alone.
+time. Draft tokens that were chosen by the cost of a row (auto) have the run's own cost alone.
 """
-POSITION_TEXT = """\
-Share accepted of the draft tokens tested as first, second, ... of their round, with 95 % intervals
-over prompts.
+TESTED = "Share accepted of the draft tokens tested, with 95 % intervals over prompts,"
+POSITION_TEXT = f"{TESTED} as first, second, ... of their round."
+ENTROPY_TEXT = f"{TESTED} where the target's distribution has so many nats."
+GROUP_TEXT = f"""\
+{TESTED} and tokens per round, by the context's tokens, the answer's language, and the kind of text.
+A round is of its first token's group.
 """
-ENTROPY_TEXT = """\
-Share accepted of the draft tokens tested where the target's distribution has so many nats, with
-95 % intervals over prompts.
-"""
-GROUP_TEXT = """\
-Share accepted of the draft tokens tested, and tokens per round, where the context has so many
-tokens, the answer is in a language, or the text is of a kind: in fences, thinking, a tool call. A
-round is of its first token's group. 95 % intervals over prompts.
-"""
-REPEATS_TEXT = """\
-Everything was decoded several times with the same random numbers: only the machine's speed differs.
-"""
+REPEATS_TEXT = "Decoded several times with the same random numbers: only the speed differs."
 PROCESS_TEXT = "Seconds that each process spent on each kind of work, over all prompts."
 CATEGORY_TEXT = "Acceptance and L' of each category of prompts, with 95 % intervals over prompts."
 
@@ -78,11 +61,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Mapping[str, Callable[[Entry], str]], entries: Iterable[Entry]) -> "Table":
-        """Build one line per entry.
-
-        Args:
-            columns: name -> function from an entry to its cell.
-        """
+        """Build one line per entry; ``columns``: name -> function from an entry to its cell."""
         rows = [[cell(entry) for cell in columns.values()] for entry in entries]
         return cls(list(columns), rows)
 
@@ -123,7 +102,7 @@ def estimate(value: float | None, interval: Sequence[float | None], digits: int 
     return f"{number(value, digits)} {bounds(interval, digits)}".removesuffix(" -")
 
 
-def _rate(part: CategoryRecord | EntropyRecord | GroupRecord) -> str:
+def _rate(part: RateRecord) -> str:
     return estimate(part.draft_acceptance_rate, part.draft_acceptance_rate_ci95)
 
 
@@ -141,7 +120,6 @@ def _score(run: RunRecord) -> str:
     return "-" if score is UNSET else estimate(score.mean, score.ci95, 2)
 
 
-RUN_COLUMN: dict[str, Cell] = {"run": lambda run: run.folder}
 SETTING_COLUMNS: dict[str, Cell] = {
     "method": lambda run: run.method,
     "n": lambda run: str(run.stages),
@@ -165,31 +143,28 @@ COLUMNS: dict[str, Cell] = {
     "speed-up": lambda run: number(run.wallclock.speedup if run.wallclock else None, 2),
     "lossless": lossless_share,
 }
-SCORE_COLUMN: dict[str, Cell] = {"score": _score}
-MEAN_COLUMN: dict[str, Cell] = {"L' benchmark mean": lambda run: number(run.benchmark_mean)}
 TEXT_COLUMNS = {"benchmark", "method", "category", "of", "run", "network", "process"}
 TEXT_COLUMNS |= {"group", "domain", "target", "scope", "panel", "series", "place"}
 """Text columns; the others contain numbers."""
 
 
 def _named(runs: Sequence[RunRecord], columns: dict[str, Cell]) -> dict[str, Cell]:
-    return (RUN_COLUMN if any(run.folder for run in runs) else {}) | columns
+    has_folders = any(run.folder for run in runs)
+    return {"run": lambda run: run.folder, **columns} if has_folders else columns
+
+
+def with_scores(columns: dict[str, Cell], runs: Sequence[RunRecord]) -> dict[str, Cell]:
+    return columns | {"score": _score} if any(run.score is not UNSET for run in runs) else columns
 
 
 def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
-    """Return the results table: one row per run.
-
-    Args:
-        with_benchmark: for entries from several benchmarks.
-    """
-    columns = dict(COLUMNS)
-    if any(run.score is not UNSET for run in runs):
-        columns |= SCORE_COLUMN
+    """Return the results table: one row per run."""
+    columns = _named(runs, with_scores(COLUMNS, runs))
     if any(run.benchmark == OVERALL for run in runs):
-        columns |= MEAN_COLUMN
+        columns = columns | {"L' benchmark mean": lambda run: number(run.benchmark_mean)}
     if with_benchmark:
         columns = {"benchmark": lambda run: run.benchmark, **columns}
-    return Table.of(_named(runs, columns), runs)
+    return Table.of(columns, runs)
 
 
 def entropy_range(entropy_bin: EntropyRecord) -> str:
@@ -228,7 +203,6 @@ def _part_table(
 
 
 def row_cost_table(runs: Sequence[RunRecord]) -> Table:
-    """Return S by the cost per row."""
     priced = [run for run in runs if run.theoretical_speedup_by_row]
     costs = sorted({cost for run in priced for cost in run.theoretical_speedup_by_row}, key=float)
     return _part_table(
@@ -262,7 +236,6 @@ def category_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def entropy_table(runs: Sequence[RunRecord]) -> Table:
-    """Return acceptance by the target's entropy in nats."""
     return _part_table(
         runs,
         ["nats", "tests", "alpha"],
@@ -274,12 +247,11 @@ def entropy_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def group_table(runs: Sequence[RunRecord]) -> Table:
-    """Return acceptance by text group."""
     return _part_table(
         runs,
         ["group", "prompts", "tests", "alpha", "tau"],
         lambda run: [
-            [group_name(part.group), str(part.prompts), str(part.tests), _rate(part)]
+            [part.group, str(part.prompts), str(part.tests), _rate(part)]
             + [number(part.mean_acceptance_length)]
             for part in run.acceptance_by_group
         ],
@@ -287,7 +259,6 @@ def group_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def repeats_table(runs: Sequence[RunRecord]) -> Table:
-    """Return tokens per second for every repeat."""
     return _part_table(
         runs,
         ["repeats", "tokens/s of each", "turns that differ"],
@@ -301,7 +272,6 @@ def repeats_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def process_table(runs: Sequence[RunRecord]) -> Table:
-    """Return the seconds each process spent on each kind of work."""
     kinds = list(dict.fromkeys(k for run in runs for p in run.processes for k in p.seconds))
     return _part_table(
         runs,
@@ -335,11 +305,13 @@ def details(runs: Sequence[RunRecord]) -> list[Detail]:
 
 def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Return warnings to read before trusting the numbers."""
-    own = dict.fromkeys(run.benchmark for run in runs if run.benchmark in FORMS)
-    lines = [
-        f"{', '.join(own)}: prompts written for pipedraft in the form of "
-        f"{', '.join(FORMS[name] for name in own)}, not these benchmarks; --data-dir reads theirs."
-    ] * bool(own)
+    lines = []
+    if own := dict.fromkeys(run.benchmark for run in runs if run.benchmark in FORMS):
+        forms = ", ".join(FORMS[name] for name in own)
+        lines.append(
+            f"{', '.join(own)}: prompts written for pipedraft in the form of {forms}, not these "
+            "benchmarks; --data-dir reads theirs."
+        )
     for run in (run for run in runs if run.benchmark != OVERALL):
         where = f"{run.benchmark}, {run.method}, T={run.sampling}"
         mismatches = run.lossless.mismatches

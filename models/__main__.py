@@ -7,6 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar, Literal
 
 from pipedraft.cli import (
@@ -55,8 +56,7 @@ class ImportOptions(Command):
         from pipedraft.models.exchange.peers import import_head
 
         draft, files = import_head(self.source, self.target, self.out, revision=self.revision)
-        for path in files:
-            print(path)
+        print(*files, sep="\n")
         stages = "" if draft.num_stages is None else f" --stages {draft.num_stages}"
         place, target = shlex.quote(str(self.out)), shlex.quote(self.target)
         print(f"pipedraft inference --checkpoint {place} --target {target}{stages} --prompt Hello")
@@ -95,34 +95,36 @@ class PushOptions(Command):
     """with --dry-run: folder to write; default: out/upload/REPO"""
 
     def run(self) -> None:
-        from pipedraft.models.exchange.hub import (
-            Upload,
-            check_repo_id,
-            fill_folder,
-            prepare_upload,
-            push,
-        )
+        from pipedraft.models.draft import resolve_folder
+        from pipedraft.models.exchange.hub import check_repo_id, fill_upload, push
 
         check_repo_id(self.repo)
         if self.out is not None and not self.dry_run:
             raise ValueError(f"--out: {str(self.out)!r} without --dry-run; give both or neither")
-        folder = checkpoint_folder(self.checkpoint)
-        upload = Upload(
+        folder = resolve_folder(self.checkpoint)
+        fill = partial(
+            fill_upload,
+            folder=folder,
             repo=self.repo,
             revision=self.revision,
-            private=self.private,
-            message=self.commit_message,
             results=self.results,
             target=self.target,
             is_half=self.dtype is not None,
         )
         if self.dry_run:
             out = self.out or Path("out", "upload", *self.repo.split("/"))
-            fill = partial(fill_folder, files=prepare_upload(folder, upload))
-            for path in write_folder(out, fill, inputs=[folder], replaces=True):
-                print(path)
-        else:
-            print(push(prepare_upload(folder, upload), upload))
+            print(*write_folder(out, fill, inputs=[folder], replaces=True), sep="\n")
+            return
+        with TemporaryDirectory() as temporary:
+            fill(Path(temporary))
+            commit = push(
+                Path(temporary),
+                self.repo,
+                revision=self.revision,
+                private=self.private,
+                message=self.commit_message,
+            )
+        print(commit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,21 +150,21 @@ class ExportOptions(Command):
     and becomes acceptance.json for the simulators in vLLM and SGLang"""
 
     def run(self) -> None:
+        from pipedraft.models.draft import resolve_folder
         from pipedraft.models.exchange.export import Origin, export
         from pipedraft.models.exchange.llama_cpp import export_gguf
 
-        folder = checkpoint_folder(self.checkpoint)
+        folder = resolve_folder(self.checkpoint)
         if self.format == "gguf":
             if self.results is not None:
                 raise ValueError("--results: not with --format gguf; leave it out")
             files, line = export_gguf(folder, self.out, target=self.target)
             print(*files, line, sep="\n")
             return
-        for path in export(folder, self.format, self.out, target=self.target, results=self.results):
-            print(path)
+        files = export(folder, self.format, self.out, target=self.target, results=self.results)
         engine = "SGLang" if self.format == "sglang" else "vLLM"
-        print(f"# where {engine} is installed; docs/engines.md has the versions tried:")
-        print(Origin.read(self.out).launch_line(self.out))
+        where = f"# where {engine} is installed; docs/engines.md has the versions tried:"
+        print(*files, where, Origin.read(self.out).launch_line(self.out), sep="\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,14 +184,7 @@ class FromGgufOptions(Command):
     def run(self) -> None:
         from pipedraft.pretrained import convert_gguf
 
-        for path in convert_gguf(self.file, self.out, field="FILE"):
-            print(path)
-
-
-def checkpoint_folder(path_or_repo: str) -> Path:
-    from pipedraft.models.draft import resolve_folder
-
-    return resolve_folder(path_or_repo)
+        print(*convert_gguf(self.file, self.out, field="FILE"), sep="\n")
 
 
 SUBCOMMANDS: dict[str, type[Command]] = {

@@ -9,18 +9,15 @@ has 16 rows on a CPU. On a GPU it has one, because outputs differed with 16. Rou
 
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size
 
-from collections.abc import Collection
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from pipedraft.models.families import PLAIN
-from pipedraft.models.stage_cache import Segment, StageCache
-from pipedraft.models.stage_calls import attending_by
+from pipedraft.models.stage_cache import StageCache
+from pipedraft.models.stage_calls import masked
 
 if TYPE_CHECKING:
     from pipedraft.models.target import Stage
@@ -47,56 +44,9 @@ def rows_of_a_pass(device: torch.device) -> int:
 
 
 def pad(rows_lH: Tensor) -> Tensor:
-    """Pad a pass to its fixed row count with copies of the last row."""
+    """Pad a pass (rows or their positions) to its fixed row count with copies of the last row."""
     num_copies = rows_of_a_pass(rows_lH.device) - len(rows_lH)
     return torch.cat([rows_lH, rows_lH[-1:].expand(num_copies, *rows_lH.shape[1:])])
-
-
-@torch.inference_mode()
-def forward(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
-    """Run a stage's forward in passes of ``rows_of_a_pass`` rows."""
-    entering = segment.ids if stage.embedding is not None else segment.hidden
-    assert entering is not None, "stage 0 needs token ids, later stages hidden states"
-    hidden_lH, collected = [], {index: list[Tensor]() for index in taps}
-    size = rows_of_a_pass(stage.device)
-    for start in range(0, segment.num_rows, size):
-        rows = slice(start, min(start + size, segment.num_rows))
-        seen_lS = segment.visible[rows, : segment.lo + rows.stop].to(stage.device)
-        outputs = _pass(stage, stage._enter(entering[rows]), segment.positions[rows], seen_lS)
-        hidden_lH.append(outputs[stage.end])
-        for index in collected.keys() & outputs.keys():
-            collected[index].append(outputs[index])
-    own = {index: torch.cat(parts) for index, parts in collected.items() if parts}
-    return segment.after(torch.cat(hidden_lH), own)
-
-
-def _pass(
-    stage: "Stage", entering_lH: Tensor, positions_l: Tensor, visible_lS: Tensor
-) -> dict[int, Tensor]:
-    """Return hidden states [l, H] by layer index; the first stage adds index 0, the embedding."""
-    cache, num_rows = stage.cache, len(entering_lH)
-    positions_C = cache.begin(positions_l.to(stage.device))
-    hidden_1PH = pad(entering_lH)[None]
-    positions_P = pad(positions_C[-num_rows:])
-    places = stage.places(hidden_1PH, positions_P, stage.kinds)
-    # Never read; without a mask transformers would ask for a causal one.
-    unused_mask = hidden_1PH.new_zeros(1, 1, 1, hidden_1PH.shape[1])
-    outputs = {stage.start: entering_lH} if stage.start == 0 else {}
-    alone = row_by_row(stage, visible_lS)
-    attends = dict.fromkeys(stage.kinds, alone.attend)
-    num_padded = hidden_1PH.shape[1]
-    calls = stage.plain.calls(num_padded, places=places, cache=alone, attends=attends) or [
-        partial(layer, attention_mask=unused_mask, past_key_values=alone, **places[kind])
-        for layer, kind in zip(stage.layers, stage.kinds, strict=True)
-    ]
-    with attending_by(alone.attend):
-        passes = zip(calls, stage.kinds, strict=True)
-        for index, (call, kind) in enumerate(passes, start=stage.start + 1):
-            alone.enter(kind)
-            hidden_1PH = call(hidden_1PH)
-            outputs[index] = hidden_1PH[0, :num_rows]
-    cache.advance(committed=False)
-    return outputs
 
 
 def _places(seen_C: Tensor) -> Tensor | slice:
@@ -148,11 +98,7 @@ class RowByRow:
         out_1NPD = torch.zeros_like(query_1NPD)
         for row, seen_C in enumerate(self._near if self._is_windowed else self._seen):
             one = slice(row, row + 1)
-            out_1NPD[:, :, one] = F.scaled_dot_product_attention(
-                query_1NPD[:, :, one].contiguous(),
-                keys_1JCD[:, :, seen_C],
-                values_1JCD[:, :, seen_C],
-                scale=scale,
-                enable_gqa=query_1NPD.shape[1] != keys_1JCD.shape[1],
-            )
+            query_1N1D = query_1NPD[:, :, one].contiguous()
+            seen = keys_1JCD[:, :, seen_C], values_1JCD[:, :, seen_C]
+            out_1NPD[:, :, one] = masked(query_1N1D, *seen, None, scale)
         return out_1NPD

@@ -62,11 +62,6 @@ def _has_onednn_product() -> bool:
     return is_avx512 and torch.backends.mkldnn.is_available()
 
 
-def _multiply_rows(x_H: Tensor, laid_out_GH: Tensor, bias_G: Tensor | None) -> Tensor:
-    """Call the operator used by torch's own compiler for oneDNN's float32 product."""
-    return torch.ops.mkldnn._linear_pointwise(x_H, laid_out_GH, bias_G, "none", [], "")
-
-
 def _is_large(weight_GH: Tensor) -> bool:
     return weight_GH.device.type in ("cpu", "meta") and weight_GH.numel() >= LEAST_WEIGHTS
 
@@ -127,7 +122,9 @@ class LaidOutLinear(nn.Linear):
         num_rows = len(rows_MH)
         missing = max(LEAST_ROWS - num_rows, 0)
         rows_MH = F.pad(rows_MH, (0, 0, 0, missing)).contiguous()
-        return _multiply_rows(rows_MH, laid_out_GH, self.bias)[:num_rows]
+        # The operator that torch's own compiler uses for oneDNN's float32 product.
+        product = torch.ops.mkldnn._linear_pointwise
+        return product(rows_MH, laid_out_GH, self.bias, "none", [], "")[:num_rows]
 
 
 # -- logits --------------------------------------------------------------------------------

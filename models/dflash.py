@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.cli import check_ranges
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.families import norm_factor, plain_embedding
 from pipedraft.models.layers import (
@@ -27,13 +28,13 @@ from pipedraft.models.layers import (
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
+    check_layers,
     document_slices,
     initialize_matrices,
     masked_attention,
     positions_of,
 )
 
-LARGEST_BLOCK = 256
 GROUP_ROWS = 128
 """Block rows per attention call. A block sees no other block, so a larger call would compute more
 pairs only to mask them out."""
@@ -58,19 +59,8 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
-        if self.num_layers < 1:
-            raise ValueError(f"model.num_layers: {self.num_layers} is below 1; give at least 1")
-        if not 2 <= self.block_size <= LARGEST_BLOCK:
-            raise ValueError(
-                f"model.block_size: {self.block_size} is not in 2..{LARGEST_BLOCK}; the paper's "
-                "is 16"
-            )
-        last = self.num_target_layers
-        if last and not all(0 <= layer <= last for layer in self.feature_layers):
-            raise ValueError(
-                f"model.feature_layers: {list(self.feature_layers)} are not all in 0..{last}; the "
-                f"target has {last} layers"
-            )
+        check_ranges(self, {"num_layers": "[1, inf)", "block_size": "[2, 256]"}, "model.")
+        check_layers(self.feature_layers, self.num_target_layers)
 
     @property
     def first_row(self) -> int:
@@ -217,23 +207,19 @@ class DFlash(Draft):
         positions_P = positions_of(T, lengths, ids_BT.device).repeat(B)
         positions_AR = positions_P[anchors_A, None] + torch.arange(R, device=ids_BT.device)
         context_turn = self.rotary.of_heads(positions_P, feature_PH.dtype)
-        turn = [x.unflatten(0, (-1, R)) for x in self._turn(positions_AR.flatten(), feature_PH)]
+        flat_turn = self.rotary.of_heads(positions_AR.flatten(), feature_PH.dtype)
+        turn = [x.unflatten(0, (-1, R)) for x in flat_turn]
 
         def advance(layer: DecoderLayer, stream_ARH: Tensor, feature_PH: Tensor) -> Tensor:
             # Every layer projects the target's states to context keys and values anew.
-            attention, normed_ARH = layer.self_attn, layer.input_layernorm(stream_ARH)
-            context = attention.key_value(feature_PH, *context_turn)
-            block = attention.key_value(normed_ARH, *turn)
-            query_ARND = attention.query(normed_ARH, *turn)
+            context = layer.self_attn.key_value(feature_PH, *context_turn)
+            query_ARND, *block = layer.self_attn.project(layer.input_layernorm(stream_ARH), *turn)
             return layer.finish(stream_ARH, _attend_in_groups(groups, query_ARND, context, block))
 
         stream_ARH = self.embed_blocks(ids_BT.flatten()[anchors_A], R).to(feature_PH.dtype)
         for layer in self.decoder_layers:
             stream_ARH = self.compute(advance, layer, stream_ARH, feature_PH)
         return self.norm(stream_ARH[:, self.config.first_row :])
-
-    def _turn(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary.of_heads(positions, like.dtype)
 
     def _groups(
         self, anchors: Sequence[Tensor], lengths: Sequence[int], device: torch.device
@@ -303,7 +289,7 @@ class DFlash(Draft):
             positions: for the new context, then for the block.
             visible_RC: bool, cache rows visible to the block's rows.
         """
-        cos, sin = self._turn(positions, feature_CH)
+        cos, sin = self.rotary.of_heads(positions, feature_CH.dtype)
         num_new = len(feature_CH)
         stream_RH = self.embed_blocks(anchor, num_rows)[0].to(feature_CH.dtype)
         for layer, cache in zip(self.decoder_layers, caches, strict=True):
@@ -322,8 +308,8 @@ class DFlash(Draft):
 def _attend_in_groups(
     groups: Sequence[_Group],
     query_ARND: Tensor,
-    context: tuple[Tensor, Tensor],
-    block: tuple[Tensor, Tensor],
+    context: Sequence[Tensor],
+    block: Sequence[Tensor],
 ) -> Tensor:
     """Attend from block rows to the context before their anchor and to their block: [A, R, N, D].
 

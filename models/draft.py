@@ -139,6 +139,10 @@ class Draft(nn.Module):
     config_class: ClassVar[type]
     joins_rows: ClassVar[bool] = False
     """True if rows from several sequences can share one forward pass (``draft_calls``)."""
+    shift: ClassVar[int] = 0
+    """A row's token position minus its rotary position."""
+    reads_rows: ClassVar[bool] = False
+    """True if tree rows read the target's states instead of the draft's own previous state."""
     checkpointing: bool = False
     """Save only each layer's input in training; recompute the rest in backward."""
 
@@ -163,8 +167,17 @@ class Draft(nn.Module):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layer indices read by the draft."""
-        raise NotImplementedError
+        """Target layer indices read by the draft (0 the embedding, L the last, raw)."""
+        return ()
+
+    @property
+    def num_caches(self) -> int:
+        """Number of layers with keys and values."""
+        return self.config.num_layers
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.layer_config.hidden_size,)
 
     @property
     def target_vocab_size(self) -> int:
@@ -222,7 +235,7 @@ class Draft(nn.Module):
             "draft_type": self.draft_type,
             "target": asdict(self.reference),
             "architecture": asdict(self.config),
-            "layer": self.layer_config.to_dict(),
+            "layer": asdict(self.layer_config),
             "training": training or {},
         }
         (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
@@ -257,10 +270,7 @@ class Draft(nn.Module):
                 due = f"{wanted[name]}" if name in wanted else "unexpected"
                 raise ValueError(_damaged(path, f"{name} is {found}, by {CONFIG_FILE} {due}"))
         draft = cls(*parts)
-        try:
-            draft.load_state_dict(load_file(path), strict=False)  # names were compared above
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise ValueError(_damaged(path, first_line(error))) from error
+        draft.load_state_dict(load_file(path), strict=False)  # names were compared above
         check_finite(draft, "checkpoint", str(path))
         ids = getattr(draft, "draft_ids", torch.zeros(1))
         if not 0 <= int(ids.min()) <= int(ids.max()) < draft.target_vocab_size:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.cli import check_ranges
 from pipedraft.models.dflash import DFlash, DFlashConfig
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.layers import LayerConfig
@@ -40,10 +41,7 @@ class DSparkConfig(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.markov_rank < 0:
-            raise ValueError(
-                f"model.markov_rank: {self.markov_rank} is below 0; the paper's is 256"
-            )
+        check_ranges(self, {"markov_rank": "[0, inf)"}, "model.")
         if self.confidence == "pair" and not self.markov_rank:
             raise ValueError(
                 "model.confidence: 'pair' with model.markov_rank 0; give state or none"

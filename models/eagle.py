@@ -43,15 +43,9 @@ class EagleHead(Draft):
 
     rotary: RotaryEmbedding
     draft_ids: Tensor
-    num_caches: ClassVar[int] = 1
     shift: ClassVar[int] = 1
     """A row joins a token to the state one position earlier; its rotary position is the state's."""
-    reads_rows: ClassVar[bool] = False
     joins_rows: ClassVar[bool] = True
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return (self.layer_config.hidden_size,)
 
     @property
     def window(self) -> int | None:
@@ -68,18 +62,13 @@ class EagleHead(Draft):
         with torch.no_grad():  # the embedding is the target's: frozen
             return self._embedding[0](ids)
 
-    @property
-    @abstractmethod
-    def taps(self) -> tuple[int, ...]:
-        """Target layer indices read by the head (0 the embedding, L the last, raw)."""
-
     @abstractmethod
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
         """Copy initial weights from the target and attach it."""
 
     @abstractmethod
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        """Hidden state per position from the target's raw hidden states: [..., H]."""
+        """Return each position's state from the target's raw hidden states: [..., H]."""
 
     @abstractmethod
     def project(
@@ -93,10 +82,6 @@ class EagleHead(Draft):
     @abstractmethod
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
         """Compute the next position's state [..., H] from the residual and the attention output."""
-
-    @abstractmethod
-    def logits(self, state_H: Tensor) -> Tensor:
-        """Draft logits [..., U]; entry u is target token draft_ids[u]."""
 
     def causal_rows(
         self, tokens_BR: Tensor, states_BRH: Tensor, lengths: Sequence[int] | None = None
@@ -313,9 +298,7 @@ class Eagle(TiedHead):
         self, embedding_H: Tensor, state_H: Tensor, cos_D: Tensor, sin_D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         joined_H = self.fc(torch.cat([embedding_H, state_H], -1))
-        attention = self.layer.self_attn
-        query_ND = attention.query(joined_H, cos_D, sin_D)
-        return joined_H, query_ND, *attention.key_value(joined_H, cos_D, sin_D)
+        return joined_H, *self.layer.self_attn.project(joined_H, cos_D, sin_D)
 
     def finish(self, residual_H: Tensor, attended_ND: Tensor) -> Tensor:
         return self.layer.finish(residual_H, attended_ND)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.cli import check_ranges
 from pipedraft.files import Values
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import TargetReference, initialize_head
@@ -23,6 +24,7 @@ from pipedraft.models.layers import (
     LayerConfig,
     RMSNorm,
     RotaryEmbedding,
+    check_layers,
     initialize_matrices,
     positions_of,
     rotate,
@@ -72,24 +74,14 @@ class Eagle3Config:
         object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("model.norm_before_fc: True with model.fc_norm; give one of them")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(
-                f"model.sliding_window: {self.sliding_window} is below 1; leave it out"
-            )
-        for name in ("candidate_rank", "num_candidates"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"model.{name}: {value} is below 1; leave it out")
+        sizes = ("sliding_window", "candidate_rank", "num_candidates")
+        check_ranges(self, dict.fromkeys(sizes, "[1, inf)"), "model.")
         kind = (self.rope_scaling or {}).get("rope_type", "default")
         if kind not in HEAD_ROPES:
             raise ValueError(
                 f"model.rope_scaling: rope_type {kind!r}; give one of {', '.join(HEAD_ROPES)}"
             )
-        last = self.num_target_layers
-        if last and not all(0 <= layer <= last for layer in self.feature_layers):
-            raise ValueError(
-                f"model.feature_layers: {list(self.feature_layers)} are not all in 0..{last}; the "
-                f"target has {last} layers"
-            )
+        check_layers(self.feature_layers, self.num_target_layers)
 
     @property
     def num_layers(self) -> int:
@@ -222,9 +214,8 @@ class Eagle3(EagleHead):
         layer = self.midlayer
         normed_H = layer.hidden_norm(state_H)
         joined = torch.cat([layer.input_layernorm(embedding_H), normed_H], -1)
-        query_ND = layer.self_attn.query(joined, cos_D, sin_D)
         residual_H = normed_H if self.config.norm_before_residual else state_H
-        return residual_H, query_ND, *layer.self_attn.key_value(joined, cos_D, sin_D)
+        return residual_H, *layer.self_attn.project(joined, cos_D, sin_D)
 
     def unroll(
         self,

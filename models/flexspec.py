@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.cli import check_ranges
 from pipedraft.models.draft import Draft, TargetReference
 from pipedraft.models.fingerprint import as_stored, target_fingerprint, weights_hash
 from pipedraft.models.layers import (
@@ -33,7 +34,6 @@ from pipedraft.models.rounded import rounded_dtype
 from pipedraft.models.target import Stage, StagedTarget
 from pipedraft.models.target_part import load_target_part
 
-MAX_STEM_LAYERS = 2
 SAME_BLOCK = 0.05
 """Relative difference below which two blocks count as equal, also in 16 bits."""
 
@@ -59,11 +59,7 @@ class FlexSpecConfig:
     """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.stem_layers <= MAX_STEM_LAYERS:
-            raise ValueError(
-                f"model.stem_layers: {self.stem_layers} is not in 0 .. {MAX_STEM_LAYERS}; "
-                "train a language model for a deeper draft"
-            )
+        check_ranges(self, {"stem_layers": "[0, 2]; a language model is a deeper draft"}, "model.")
         for name, plain in (("stem_layers", 0), ("feature_source", "none")):
             value = getattr(self, name)
             if self.preset == "paper" and value != plain:
@@ -103,8 +99,6 @@ class FlexSpec(Draft):
     draft_type: ClassVar[str] = "flexspec"
     config_class: ClassVar[type] = FlexSpecConfig
     draft_ids: Tensor
-    shift: ClassVar[int] = 0
-    reads_rows: ClassVar[bool] = False
 
     def __init__(
         self, config: FlexSpecConfig, layer: LayerConfig, reference: TargetReference
@@ -138,10 +132,8 @@ class FlexSpec(Draft):
         """
         return {**target_fingerprint(target), "anchor": anchor_hash(target)}
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Return no layers: the draft reads no target hidden state."""
-        return ()
+    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
+        raise NotImplementedError("no hidden state of the target is read")
 
     @property
     def num_caches(self) -> int:
@@ -150,9 +142,6 @@ class FlexSpec(Draft):
     @property
     def state_shape(self) -> tuple[int, ...]:
         return self.config.num_readings, self.layer_config.hidden_size
-
-    def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        raise NotImplementedError("no hidden state of the target is read")
 
     @property
     def initial_layers(self) -> tuple[int, ...]:
@@ -329,39 +318,32 @@ def check_anchor(target: PreTrainedModel) -> None:
                 f"target_quantization: {name} of the last block holds {weight.dtype}, and FlexSpec "
                 "trains around an exact copy of that block; leave target_quantization out"
             )
-    with torch.device("meta"):
-        anchor = DecoderLayer(LayerConfig.from_target(target.get_decoder().config))
-    shapes, own = (
-        {name: tuple(x.shape) for name, x in part.state_dict().items()} for part in (block, anchor)
-    )
-    for name in sorted(shapes.keys() | own.keys()):
-        if shapes.get(name) != own.get(name):
-            raise ValueError(
-                f"target: {name} of its last block is {shapes.get(name)}, of a dense attention "
-                f"block {own.get(name)}; FlexSpec needs such a block, choose another method"
-            )
-    if next(block.parameters()).device.type == "meta" or len(target.get_decoder().layers) < 2:
-        return
-    own_TH, theirs_TH = _what_last_block_adds(target, block)
-    if (own_TH - theirs_TH).norm() > SAME_BLOCK * theirs_TH.norm():
-        raise ValueError(
-            f"target: its last block ({target.config.model_type}) computes more than attention and "
-            "MLP; FlexSpec needs such a block, choose another method"
-        )
+    kind = f"target: its last block ({target.config.model_type})"
+    fix = "FlexSpec needs a dense attention block, choose another method"
+    decoder = target.get_decoder()
+    with torch.device("meta"):  # draws no random numbers
+        anchor = DecoderLayer(LayerConfig.from_target(decoder.config))
+    try:
+        anchor.load_state_dict(block.state_dict(), assign=True)
+    except RuntimeError as error:
+        found = " ".join(str(error).split())[:200]
+        raise ValueError(f"{kind} has other weights ({found}); {fix}") from error
+    if len(decoder.layers) > 1 and next(block.parameters()).device.type != "meta":
+        own_TH, theirs_TH = _what_last_block_adds(target, anchor)
+        if (own_TH - theirs_TH).norm() > SAME_BLOCK * theirs_TH.norm():
+            raise ValueError(f"{kind} computes more than attention and MLP; {fix}")
 
 
 @torch.inference_mode()
-def _what_last_block_adds(target: PreTrainedModel, block: nn.Module) -> tuple[Tensor, Tensor]:
+def _what_last_block_adds(target: PreTrainedModel, anchor: DecoderLayer) -> tuple[Tensor, Tensor]:
     """Return what anchor and target's last block each add to random rows: two float32 [T, H]."""
-    config, last = target.get_decoder().config, len(target.get_decoder().layers) - 1
-    layer, weight = LayerConfig.from_target(config), next(block.parameters())
-    with torch.device("meta"):  # draws no random numbers
-        anchor = DecoderLayer(layer)
-    anchor.load_state_dict(block.state_dict(), assign=True)
+    layer = LayerConfig.from_target(target.get_decoder().config)
     rows_TH = torch.randn(4, layer.hidden_size, generator=torch.Generator().manual_seed(0))
-    rows_TH, positions_T = rows_TH.to(weight), torch.arange(4, device=weight.device)
-    turn = RotaryEmbedding(layer).to(weight.device).of_heads(positions_T, weight.dtype)
+    rows_TH = rows_TH.to(anchor.mlp.up_proj.weight)
+    positions_T = torch.arange(4, device=rows_TH.device)
+    turn = RotaryEmbedding(layer).to(rows_TH.device).of_heads(positions_T, rows_TH.dtype)
     own_1TH = causal_layer(anchor, rows_TH[None], *turn, None)
+    last = len(target.get_decoder().layers) - 1
     theirs_TH, _ = Stage(target, last, last + 1).prefill(rows_TH, positions_T)
     return (own_1TH[0] - rows_TH).float(), (theirs_TH - rows_TH).float()
 

@@ -11,7 +11,7 @@ packed or not, and over cached rows.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Self
 
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from pipedraft.cli import UsageError
 from pipedraft.files import Values
 from pipedraft.models.families import packed_masks
 
@@ -91,8 +92,14 @@ class LayerConfig:
         """Number of rotated entries per head, the first ones."""
         return int(self.head_size * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
-    def to_dict(self) -> Values:
-        return asdict(self)
+
+def check_layers(layers: Sequence[int], last: int) -> None:
+    """Refuse fused layers outside a target with ``last`` layers (0: not known yet)."""
+    if last and not all(0 <= layer <= last for layer in layers):
+        raise UsageError(
+            f"model.feature_layers: {list(layers)} are not all in 0..{last}; the target has {last} "
+            "layers"
+        )
 
 
 def intermediate_size(config: PreTrainedConfig) -> int:
@@ -197,6 +204,10 @@ class Attention(nn.Module):
         shape = (self.num_key_value_heads, self.head_size)
         keys = self.k_norm(self.k_proj(x_H).unflatten(-1, shape))
         return rotate(keys, cos_D, sin_D), self.v_proj(x_H).unflatten(-1, shape)
+
+    def project(self, x_H: Tensor, cos_D: Tensor, sin_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``query`` and ``key_value`` for the same rows."""
+        return self.query(x_H, cos_D, sin_D), *self.key_value(x_H, cos_D, sin_D)
 
 
 class GatedMLP(nn.Module):
@@ -485,11 +496,8 @@ def causal_layer(
     Args:
         lengths: document lengths in a packed row [1, T].
     """
-    normed_BTH, attention = layer.input_layernorm(stream_BTH), layer.self_attn
-    query_BTND = attention.query(normed_BTH, cos_T1D, sin_T1D)
-    keys_BTJD, values_BTJD = attention.key_value(normed_BTH, cos_T1D, sin_T1D)
-    attended_BTND = causal_attention(query_BTND, keys_BTJD, values_BTJD, lengths)
-    return layer.finish(stream_BTH, attended_BTND)
+    heads = layer.self_attn.project(layer.input_layernorm(stream_BTH), cos_T1D, sin_T1D)
+    return layer.finish(stream_BTH, causal_attention(*heads, lengths))
 
 
 def cached_layer(
@@ -506,8 +514,7 @@ def cached_layer(
     Args:
         visible_RC: bool, cached rows (including these R) visible to each row.
     """
-    normed_RH, attention = layer.input_layernorm(stream_RH), layer.self_attn
-    keys_RJD, values_RJD = attention.key_value(normed_RH, cos_R1D, sin_R1D)
-    cache.append_rows(keys_RJD, values_RJD)  # before the query: a row sees itself, too
-    query_RND = attention.query(normed_RH, cos_R1D, sin_R1D)
+    normed_RH = layer.input_layernorm(stream_RH)
+    query_RND, *key_value = layer.self_attn.project(normed_RH, cos_R1D, sin_R1D)
+    cache.append_rows(*key_value)  # before attending: a row sees itself, too
     return layer.finish(stream_RH, cache.attend(query_RND, visible_RC))

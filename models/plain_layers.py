@@ -92,7 +92,7 @@ _joined: "WeakKeyDictionary[nn.Module, PlainLayer]" = WeakKeyDictionary()
 
 
 class PlainLayers:
-    """A stage's layers as ``PlainLayer`` calls, if all of them are plain.
+    """A stage's layers as ``PlainLayer`` calls, if all of them are plain; else transformers' own.
 
     Checking 30 layers takes 3 ms, so they are checked only once per sequence.
     """
@@ -113,19 +113,25 @@ class PlainLayers:
         places: Mapping[str, Values],
         cache: HFModule,
         attends: Mapping[str, Attend],
-    ) -> list[Callable[[Tensor], Tensor]] | None:
-        """Return the layers as functions of hidden states [1, R, H]; None: use transformers' own.
+        masks: Mapping[str, Tensor | None],
+    ) -> list[Callable[[Tensor], Tensor]]:
+        """Return the layers as functions of hidden states [1, R, H].
 
         Args:
             places: by layer kind, from ``LayerPositions``.
             attends: attention by layer kind.
+            masks: attention mask by layer kind, for transformers' own layers.
         """
         if not self._is_checked:
             self._plain, self._is_checked = self._find(), True
-        if self._plain is None:
-            return None
-        if num_rows > MOST_ROWS and not isinstance(self._plain[0].attention.q_proj, RoundedPart):
-            return None
+        is_few = num_rows <= MOST_ROWS
+        if not self._plain or not (
+            is_few or isinstance(self._plain[0].attention.q_proj, RoundedPart)
+        ):
+            return [
+                partial(layer, attention_mask=masks[kind], past_key_values=cache, **places[kind])
+                for layer, kind in zip(self._layers, self._kinds, strict=True)
+            ]
         turns = {kind: _turning(places[kind]["position_embeddings"]) for kind in set(self._kinds)}
         return [
             partial(layer, turn=turns[kind], cache=cache, attend=attends[kind])

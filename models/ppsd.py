@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.cli import check_ranges
 from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
 from pipedraft.models.layers import (
     KeyValues,
@@ -36,13 +37,8 @@ class PPSDConfig(StagedDraftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_stages < 2:
-            raise ValueError(
-                f"model.num_stages: {self.num_stages} leaves nothing to draft while a token "
-                "travels; give at least 2"
-            )
-        if self.num_layers < 1:
-            raise ValueError(f"model.num_layers: {self.num_layers} is below 1; give at least 1")
+        # With one stage there is nothing to draft while a token travels.
+        check_ranges(self, {"num_stages": "[2, inf)", "num_layers": "[1, inf)"}, "model.")
 
 
 class PPSD(StagedDraft):
@@ -56,7 +52,6 @@ class PPSD(StagedDraft):
     draft_type: ClassVar[str] = "ppsd"
     config_class: ClassVar[type] = PPSDConfig
     config: PPSDConfig
-    shift: ClassVar[int] = 0
     reads_rows: ClassVar[bool] = True
 
     def __init__(self, config: PPSDConfig, layer: LayerConfig, reference: TargetReference) -> None:
@@ -67,16 +62,7 @@ class PPSD(StagedDraft):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layer indices read by the head."""
         return (self.exit_layer,)
-
-    @property
-    def num_caches(self) -> int:
-        return self.config.num_layers
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return (self.layer_config.hidden_size,)
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.exit_layer]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.cli import check_ranges
 from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
 from pipedraft.models.draft_calls import call
 from pipedraft.models.layers import (
@@ -40,10 +41,9 @@ class SPDConfig(StagedDraftConfig):
 
     num_layers: int = 2
     """Decoder layers in the head (Ls)."""
-    features: Literal["paper", "thirds", "anchors", "listed"] = "paper"
+    features: Literal["paper", "anchors", "listed"] = "paper"
     """Layers fused into the feature at each depth; l: the last layer passed. paper: 0, l // 2, l.
-    thirds: 0, l // 3, 2 (l // 3), l from depth 3 on, as in the authors' first release. anchors: 0
-    and all in ``anchors`` up to l. listed: those in ``depth_layers``."""
+    anchors: 0 and all in ``anchors`` up to l. listed: those in ``depth_layers``."""
     anchors: tuple[int, ...] = ()
     """Layer indices for ``features: anchors``, ascending."""
     depth_layers: tuple[tuple[int, ...], ...] = ()
@@ -67,18 +67,10 @@ class SPDConfig(StagedDraftConfig):
         super().__post_init__()
         object.__setattr__(self, "anchors", tuple(self.anchors))
         object.__setattr__(self, "depth_layers", tuple(map(tuple, self.depth_layers)))
-        if self.num_stages < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"model.num_stages, model.num_layers: {self.num_stages}, {self.num_layers}; "
-                "both must be at least 1"
-            )
-        layers = self.num_target_layers or self.tokens_per_step  # 0: not known yet
-        if not 1 <= self.tokens_per_step <= (1 if self.lead else layers):
-            raise ValueError(
-                f"model.tokens_per_step: {self.tokens_per_step} with timing {self.timing!r}; give "
-                "at least 1, at most as many as the target's layers, beside which they are drafted,"
-                " and 1 with output states, where the stages wait for each forward"
-            )
+        check_ranges(self, {"num_stages": "[1, inf)", "num_layers": "[1, inf)"}, "model.")
+        # They are drafted beside the target's layers; with output states the stages wait for each.
+        most = 1 if self.lead else self.num_target_layers or "inf"  # 0 layers: not known yet
+        check_ranges(self, {"tokens_per_step": f"[1, {most}]"}, "model.")
         if self.max_in_flight < 1:
             raise ValueError(
                 "model.timing: 'output_states' with 1 stage, after which no token is in flight; "
@@ -128,11 +120,8 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
     the earlier ones the row may be deeper.
     Index 0 is the embedding, index i the raw output of layer i - 1. Only ``normed_last`` applies
     the final norm, to index L.
-    Let l be the last layer index passed at depth k, and lps the layers per stage:
+    Let l be the last layer index passed at depth k:
       paper    (0, l // 2, l)                              Eq. 1
-      thirds   (0, l) and (0, lps, l) at depths 1 and 2, then (0, l // 3, 2 * (l // 3), l), as in
-               the authors' first release. Deviation: they clamp l to L - 1, because their index L
-               is post-norm; here index L is used.
       anchors  0 and every anchor <= l, as in the authors' later release.
       listed   the indices in ``depth_layers``.
     """
@@ -142,12 +131,8 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
             chosen = {0, last // 2, last}
         elif config.features == "anchors":
             chosen = {0, *(anchor for anchor in config.anchors if anchor <= last)}
-        elif config.features == "listed":
-            chosen = set(config.depth_layers[depth - 1]) if depth else {0}
-        elif depth <= 2:
-            chosen = set(config.cut[: depth + 1])
         else:
-            chosen = {0, last // 3, 2 * (last // 3), last}
+            chosen = set(config.depth_layers[depth - 1]) if depth else {0}
         depths.append(tuple(sorted(chosen)))
     depths, m = depths[config.lead :], config.tokens_per_step
     return [depths[max((i - m + 1) // m, 0)] for i in range(config.max_in_flight + 1)]
@@ -188,7 +173,6 @@ class SPD(StagedDraft):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layer indices read by the head."""
         return tuple(sorted(set().union(*self.feature_layers)))
 
     @torch.no_grad()

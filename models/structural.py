@@ -80,9 +80,6 @@ def structural_attention(
 
     Returns:
         out_SNTD. Examples with a <= d < n have no such row: zeros, no gradient.
-
-    Raises:
-        ValueError: heads, occupancy, depth, blocks or dtype do not match.
     """
     keys, values = ([x] if isinstance(x, Tensor) else list(x) for x in (keys, values))
     # Examples are batch rows, or documents along one packed row.
@@ -158,18 +155,11 @@ def _check(
     lengths: Sequence[int] | None,
 ) -> None:
     n, R = len(blocks) - 1, len(sizes)
-    if lengths is not None and sum(lengths) != max(sizes):
-        raise ValueError(
-            f"lengths: {list(lengths)} add up to {sum(lengths)}, but the row has {max(sizes)} "
-            "positions; give the length of every document in it"
-        )
-    B = max(sizes) if lengths is None else len(lengths)
-    if len(occupancy) != B or not all(1 <= a <= n for a in occupancy):
-        raise ValueError(
-            f"occupancy: {list(occupancy)} does not hold {B} integers in 1..{n}; "
-            "give one count of tokens in flight per example"
-        )
-    if not all(0 <= d <= n for d in ([depth] if isinstance(depth, int) else depth)):
-        raise ValueError(f"depth: {depth} is outside 0..{n}; block_of_depth has {n + 1} entries")
-    if not all(0 <= r < R for r in blocks):
-        raise ValueError(f"block_of_depth: {list(blocks)} names a block outside 0..{R - 1}")
+    B, depths = len(occupancy), [depth] if isinstance(depth, int) else depth
+    assert lengths is None or sum(lengths) == max(sizes), f"lengths {lengths} of {max(sizes)} rows"
+    assert (max(sizes) if lengths is None else len(lengths)) == B, (
+        f"occupancy {occupancy}: too many"
+    )
+    assert all(1 <= a <= n for a in occupancy), f"occupancy {occupancy} outside 1..{n}"
+    assert all(0 <= d <= n for d in depths), f"depth {depth} outside 0..{n}"
+    assert all(0 <= r < R for r in blocks), f"block_of_depth {blocks} outside 0..{R - 1}"

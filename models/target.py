@@ -40,7 +40,7 @@ from pipedraft.models.stage_cache import (
     prune_segment,
 )
 from pipedraft.models.stage_calls import StageGraphs
-from pipedraft.models.together import forward_together
+from pipedraft.models.together import forward_bitwise, forward_together
 from pipedraft.pretrained import (
     context_length,
     load_config,
@@ -213,7 +213,7 @@ class Stage:
         if self.is_rounded:
             return forward_together([self], [segment], taps)[0]
         if self.is_bitwise:
-            return bitwise.forward(self, segment, taps)
+            return forward_bitwise(self, segment, taps)
         entering = segment.ids if self.embedding is not None else segment.hidden
         if self.graphs is not None and segment.num_rows <= stage_calls.MAX_ROWS:
             assert entering is not None, NO_INPUT
@@ -276,12 +276,9 @@ class Stage:
         places = self.places(hidden_1lH, positions_C[-len(hidden_lH) :], self.kinds)
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
         attends = {k: partial(stage_calls.masked, mask=mask) for k, mask in masks.items()}
-        calls = self.plain.calls(len(hidden_lH), places=places, cache=self.cache, attends=attends)
-        if calls is None:
-            calls = [
-                partial(layer, attention_mask=masks[k], past_key_values=self.cache, **places[k])
-                for layer, k in zip(self.layers, self.kinds, strict=True)
-            ]
+        calls = self.plain.calls(
+            len(hidden_lH), places=places, cache=self.cache, attends=attends, masks=masks
+        )
         with stage_calls.folding_heads(self.groups):
             for index, call in enumerate(calls, start=self.start + 1):
                 if is_wanted is not None and not is_wanted():

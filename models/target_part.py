@@ -136,7 +136,9 @@ def _read(
     further.discard("lm_head.weight")  # some files repeat a tied LM head
     check_tensors({"missing": own - sources.keys(), "unexpected": further}, "target", name)
     # Processes may outnumber experts: transformers cannot stack none of them.
-    nothing = {key for key in wanted if isinstance(x := state[key], DTensor) and not _size(x)}
+    nothing = {
+        key for key in wanted if isinstance(x := state[key], DTensor) and not x.to_local().numel()
+    }
     for key in nothing:
         place, _, attribute = key.rpartition(".")
         empty = nn.Parameter(torch.empty_like(state[key], device=device), requires_grad=False)
@@ -159,11 +161,6 @@ def _read(
     check_tensors({"of another shape": reshaped | found.conversion_errors.keys()}, "target", name)
     model.requires_grad_(False)
     check_finite(model, "target", name)
-
-
-def _size(weight: DTensor) -> int:
-    """Return the number of entries in this process's shard."""
-    return weight.to_local().numel()
 
 
 def _sources(
@@ -191,20 +188,13 @@ def weights_identity(name: str, revision: str | None = None) -> str:
     """
     folder = Path(name)
     if not folder.is_dir():
-        return f"commit:{_commit(name, revision)}"
+        read_config(name, revision)  # into the cache: .../snapshots/COMMIT/config.json
+        file = cached_file(name, "config.json", revision=revision)
+        return f"commit:{extract_commit_hash(file, None)}"
     digest = hashlib.sha256()
     for tensor, file in sorted(weight_files(name, revision).items()):
         digest.update(_sample(folder / file, tensor))
     return f"sampled:{digest.hexdigest()}"
-
-
-def _commit(name: str, revision: str | None) -> str:
-    """Return a Hub repository's commit from the cache: .../snapshots/COMMIT/config.json."""
-    read_config(name, revision)
-    file = cached_file(name, "config.json", revision=revision)
-    commit = extract_commit_hash(file, None)
-    assert commit is not None, f"{file} is not in a snapshot"
-    return commit
 
 
 def _sample(path: Path, tensor: str) -> bytes:

@@ -1,20 +1,20 @@
 """Run a stage's layers once for several sequences.
 
 Their rows are concatenated without padding, so projections and MLPs read their weights only once.
-Attention runs per sequence, over its own cache; with rounded weights (``rounded.py``), per row.
+Attention runs per sequence, over its own cache; with rounded weights (``rounded.py``) and
+``bitwise``, per row.
 """
 
 # l rows in a segment, R rows of all segments, H hidden, C cache rows, S mask columns
 # N query heads, J key heads, D head size
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pipedraft.models.bitwise import RowByRow, row_by_row
+from pipedraft.models.bitwise import RowByRow, pad, row_by_row, rows_of_a_pass
 from pipedraft.models.families import has_latents
 from pipedraft.models.layers import grouped_attention
 from pipedraft.models.stage_cache import Segment, additive_mask
@@ -58,42 +58,61 @@ def forward_together(
         stage._enter(segment.ids if stage.embedding is not None else segment.hidden)
         for stage, segment in zip(stages, segments, strict=True)
     ]
-    hidden_1RH = torch.cat(parts)[None]
-    places = first.places(hidden_1RH, torch.cat(own_positions), first.kinds)
-    apart = _Apart(
-        [
-            row_by_row(stage, segment.visible.to(first.device))
-            if stage.is_rounded
-            else _Masked(stage, segment, positions_C, hidden_1RH.dtype)
-            for stage, segment, positions_C in zip(stages, segments, known, strict=True)
-        ],
-        sizes,
-    )
-    # Never read; without a mask transformers would create a causal one.
-    unused_mask = hidden_1RH.new_zeros(1, 1, 1, hidden_1RH.shape[1])
-    collected = {0: hidden_1RH[0].split(sizes)} if first.start == 0 and 0 in taps else {}
-    # Weights are read once for all rows; `apart` runs attention per sequence.
-    attends = dict.fromkeys(first.kinds, apart.attend)
-    calls = first.plain.calls(sum(sizes), places=places, cache=apart, attends=attends) or [
-        partial(layer, attention_mask=unused_mask, past_key_values=apart, **places[kind])
-        for layer, kind in zip(first.layers, first.kinds, strict=True)
+    rows_RH, positions_R = torch.cat(parts), torch.cat(own_positions)
+    attending: list[_Masked | RowByRow] = [
+        row_by_row(stage, segment.visible.to(first.device))
+        if stage.is_rounded or stage.is_bitwise
+        else _Masked(stage, segment, positions_C, rows_RH.dtype)
+        for stage, segment, positions_C in zip(stages, segments, known, strict=True)
     ]
+    # Weights are read once for all rows; attention runs per sequence.
+    apart = _Apart(attending, sizes) if len(attending) > 1 else attending[0]
+    if first.is_bitwise:
+        rows_RH, positions_R = pad(rows_RH), pad(positions_R)
+    hidden_1RH = rows_RH[None]
+    # Never read; without a mask transformers would create a causal one.
+    unused_mask = hidden_1RH.new_zeros(1, 1, 1, len(rows_RH))
+    calls = first.plain.calls(
+        len(rows_RH),
+        places=first.places(hidden_1RH, positions_R, first.kinds),
+        cache=apart,
+        attends=dict.fromkeys(first.kinds, apart.attend),
+        masks=dict.fromkeys(first.kinds, unused_mask),
+    )
+    outputs = {0: rows_RH} if first.start == 0 and 0 in taps else {}
     with attending_by(apart.attend):
-        for index, (call, kind) in enumerate(
-            zip(calls, first.kinds, strict=True), start=first.start + 1
-        ):
+        passes = zip(calls, first.kinds, strict=True)
+        for index, (call, kind) in enumerate(passes, start=first.start + 1):
             apart.enter(kind)
             hidden_1RH = call(hidden_1RH)
             if index in taps:
-                collected[index] = hidden_1RH[0].split(sizes)
+                outputs[index] = hidden_1RH[0]
     for cache in caches:
         cache.advance(committed=False)
+    # A padded pass has more rows than the sequences.
+    hidden = hidden_1RH[0, : sum(sizes)].split(sizes)
+    tapped = {index: x_RH[: sum(sizes)].split(sizes) for index, x_RH in outputs.items()}
     return [
-        segment.after(hidden_lH, {layer: parts[place] for layer, parts in collected.items()})
-        for place, (segment, hidden_lH) in enumerate(
-            zip(segments, hidden_1RH[0].split(sizes), strict=True)
-        )
+        segment.after(hidden_lH, {index: parts[place] for index, parts in tapped.items()})
+        for place, (segment, hidden_lH) in enumerate(zip(segments, hidden, strict=True))
     ]
+
+
+def forward_bitwise(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
+    """Run a segment in passes of ``rows_of_a_pass`` rows; see ``bitwise.py``."""
+    outs: list[Tensor] = []
+    tapped: dict[int, list[Tensor]] = {}
+    for rows_l in torch.arange(segment.num_rows).split(rows_of_a_pass(stage.device)):
+        seen_lS = segment.visible[rows_l, : segment.lo + int(rows_l[-1]) + 1]
+        ids, hidden = (x if x is None else x[rows_l] for x in (segment.ids, segment.hidden))
+        part = Segment(segment.positions[rows_l], seen_lS, ids, hidden)
+        (after,) = forward_together([stage], [part], taps)
+        assert after.hidden is not None
+        outs.append(after.hidden)
+        for index, rows_lH in after.taps.items():
+            tapped.setdefault(index, []).append(rows_lH)
+    collected = {index: torch.cat(parts) for index, parts in tapped.items()}
+    return segment.after(torch.cat(outs), collected)
 
 
 class _Masked:
@@ -138,14 +157,12 @@ class _Apart:
         self._parts, self._sizes = parts, list(sizes)
 
     def enter(self, kind: str) -> None:
-        """Begin a layer of this kind."""
         for part in self._parts:
             part.enter(kind)
 
     def update(
         self, keys_1JRD: Tensor, values_1JRD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """Cache the keys and values; attention modules need only the shape of the returned ones."""
         pairs = (x.split(self._sizes, 2) for x in (keys_1JRD, values_1JRD))
         for part, keys, values in zip(self._parts, *pairs, strict=True):
             part.update(keys, values, layer_idx)

@@ -209,23 +209,11 @@ def metadata_errors(card: str) -> list[str]:
     errors = []
     if "base_model" in data and not MODEL_ID.fullmatch(str(data["base_model"])):
         errors.append(f'"base_model" with value "{data["base_model"]}" is not valid')
-    for key in ("tags", "datasets"):
-        if not all(isinstance(value, str) for value in data.get(key, [])):
-            errors.append(f'"{key}" must be an array of strings')
-    for key in ("license", "library_name"):
-        if key in data and not isinstance(data[key], str):
-            errors.append(f'"{key}" must be a string')
     for model in data.get("model-index", []):
-        for result in [{"name": model.get("name")}, *model.get("results", [])]:
-            if "task" in result and not {"type", "name"} & result["task"].keys():
-                errors.append('"model-index[0].results[0].task" is required')
-            if "task" in result and not {"type", "name"} <= result["dataset"].keys():
-                errors.append('"model-index[0].results[0].dataset.type" is required')
-            for metric in result.get("metrics", []):
-                if not {"type", "value"} <= metric.keys():
-                    errors.append('"model-index[0].results[0].metrics" is required')
-            if result.get("name", "") is None:
-                errors.append('"model-index[0].name" is required')
+        for result in model["results"]:
+            named = [result["task"], result["dataset"], *result["metrics"]]
+            if not model.get("name") or not all(part.get("type") for part in named):
+                errors.append('"model-index" lacks names or types')
     return errors
 
 

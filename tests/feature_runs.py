@@ -65,6 +65,6 @@ def dumps(world, tmp_path_factory) -> dict[str, Path]:
     """One dump per dtype."""
     folder = tmp_path_factory.mktemp("dumps")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for dtype in ("fp32", "bf16", "fp16", "int8"):
+        for dtype in ("fp32", "bf16", "int8"):
             dump(world, folder / dtype, monkeypatch, "--dtype", dtype)
     return {path.name: path for path in folder.iterdir()}

@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections import Counter
-from pathlib import Path
 
 import data_rows
 import numpy as np
@@ -313,11 +312,3 @@ def test_the_command_writes_sets_and_report_and_refuses_bad_input(tokenizer, tmp
         stderr = capsys.readouterr().err
         assert stop.value.code == 2
         assert len(stderr.strip().splitlines()) == 1 and words in stderr
-
-
-def test_the_shipped_configuration_parses(monkeypatch, capsys):
-    path = Path(__file__).parents[1] / "configs" / "data" / "chat_mix.yaml"
-    with pytest.raises(SystemExit) as stop:
-        main(["--config", str(path), "--out", "unused", "--print_config"])
-    assert stop.value.code == 0
-    assert "path: assets/train/conversations.jsonl.gz" in capsys.readouterr().out

@@ -371,9 +371,9 @@ def test_candidates_keep_the_targets_law(verifier):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"candidate_rank": 0}, "model.candidate_rank: 0 is below 1"),
-        ({"num_steps": 0}, "model.num_steps: 0 is below 1"),
-        ({"step_decay": 1.5}, "model.step_decay: 1.5 is outside"),
+        ({"candidate_rank": 0}, "model.candidate_rank: 0; give at least 1"),
+        ({"num_steps": 0}, "model.num_steps: 0; give at least 1"),
+        ({"step_decay": 1.5}, "model.step_decay: 1.5; give above 0"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(options, message):

@@ -102,15 +102,11 @@ def test_the_report_names_constants_caveats_and_methods(out):
     assert "picospec" in (out / "report.html").read_text()
 
 
-def test_an_approximate_rule_says_by_how_much(words, tmp_path, capsys):
+def test_an_approximate_rule_is_said(words, tmp_path):
     rule = ["--rule", "topk", "--payload-tokens", "1", "--temperature", "1", "--links", "wifi"]
-    run([*words, "--methods", "cloud,picospec,prompt_lookup", *rule, "--out", str(tmp_path)])
+    run([*words, "--methods", "cloud,picospec", *rule, "--out", str(tmp_path)])
     row = rows_of(tmp_path)["picospec", 1.0]
     assert row["rule"] == "topk" and "approximate" in row["caveat"]
-    # The draft is the target: q = p, so only rounding is lost.
-    assert 0 <= row["total_variation_bound"] < 1e-3
-    assert rows_of(tmp_path)["prompt_lookup", 1.0]["total_variation_bound"] > 0.05  # q: n-grams
-    assert "total variation of a tested token" in capsys.readouterr().out
     assert rows_of(tmp_path)["cloud", 1.0]["caveat"] == ""
 
 

@@ -14,6 +14,7 @@ from eval_runs import MANIFEST, assert_refused, make_runs, read_back, source
 
 from pipedraft.eval import __main__ as command
 from pipedraft.eval import report as report_command
+from pipedraft.eval.charts import THEMES
 from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.report import build_page, write_report
@@ -78,11 +79,6 @@ def figures(text: str) -> dict[str, str]:
     return {html.unescape(title): body for title, body in found}
 
 
-def left_out(text: str) -> dict[str, str]:
-    found = re.findall(r"<li>([^<]*?): ([^<]*)\.</li>", text.partition("Left out:")[2])
-    return {html.unescape(title): reason for title, reason in found}
-
-
 @pytest.fixture(scope="module")
 def text() -> str:
     """Page for three stage counts and three benchmarks, one with categories."""
@@ -112,19 +108,13 @@ def test_the_page_needs_nothing_but_itself(text) -> None:
     assert not re.findall(r"url\((?!#)|@import", text)
     assert Counter(re.findall(r"https?://[^\s\"<]+", text)) == {}
     assert "<script" not in text and "script-src" not in text and "default-src 'none'" in text
-
-
-def test_the_dark_scheme_has_every_color_of_the_light_one(text) -> None:
-    light, dark = text.split("@media screen and (prefers-color-scheme: dark)")
-    defined = [set(re.findall(r"(--[\w-]+): #", part)) for part in (light, dark)]
-    assert defined[0] == defined[1] >= set(re.findall(r"var\((--[\w-]+)\)", text))
-
-
-def test_every_reference_inside_the_page_has_its_one_target(text) -> None:
-    ids = Counter(a["id"] for _, a in Page(text).elements if "id" in a)
+    ids = Counter(a["id"] for _, a in page.elements if "id" in a)
     assert max(ids.values()) == 1
     used = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text)
     assert {a or b for a, b in used} <= ids.keys()
+    light, dark = text.split("@media screen and (prefers-color-scheme: dark)")
+    defined = [set(re.findall(r"(--[\w-]+): #", part)) for part in (light, dark)]
+    assert defined[0] == defined[1] >= set(re.findall(r"var\((--[\w-]+)\)", text))
 
 
 def test_one_number_of_every_method_stands_first(text) -> None:
@@ -137,7 +127,7 @@ def test_one_number_of_every_method_stands_first(text) -> None:
     scale = 1.05 * max(found["ci95"][1] for found in drafted)
     for row, found in zip(rows, drafted, strict=True):
         assert float(row[3]) == pytest.approx(100 * found["pooled"] / scale, abs=0.01)
-    assert "All 144 greedy outputs that were checked equal the target" in summary
+    assert "144 of 144 outputs that were checked equal the target" in summary
 
 
 def test_the_table_has_every_cell_of_the_markdown_report(tmp_path) -> None:
@@ -185,15 +175,10 @@ def test_every_plot_has_marks_a_legend_and_words(text) -> None:
     assert all(found["L' by benchmark"].count(label) == 1 for label in labels)
 
 
-def test_what_is_left_out_is_said_with_the_reason(text) -> None:
-    assert set(left_out(text)) == {"Acceptance by entropy", "Latency against network"}
-
-
 def test_a_baseline_alone_has_no_empty_plot() -> None:
     runs = [run for run in read_back(make_runs(("gsm8k",))) if run["method"] == AUTOREGRESSIVE]
     alone = build_page([source(runs)]).decode()
     assert Page(alone).count("figure") == 0
-    assert left_out(alone)["L' by benchmark"] == "no entry has a draft"
     assert "manifest.json" in alone and "missing" in alone
 
 
@@ -319,16 +304,9 @@ def test_latencies_alone_make_a_page(tmp_path) -> None:
     assert ">cloud</text>" in body and ">picospec *</text>" in body and "* another text." in body
 
 
-def test_repeats_are_a_table() -> None:
+def test_repeats_and_entropies_are_tables() -> None:
     runs = read_back(make_runs(("gsm8k",), stages=(4,)))
     runs[1]["repeats"] = {"repeats": 2, "unequal_turns": 0, "tokens_per_s": [40.5, 41.5]}
-    section = build_page([source(runs)]).decode().partition("<summary>Repeats</summary>")[2]
-    cells = re.findall(r"<td[^>]*>(.*?)</td>", section.partition("</table>")[0])
-    assert {"40.50 41.50", "2", "0"} <= set(cells)
-
-
-def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
-    runs = read_back(make_runs(("gsm8k",), stages=(4,)))
     bins = [(0.0, 0.5, 90, 100), (0.5, None, 20, 80), (9.0, 10.0, 0, 0)]
     runs[1]["acceptance_by_entropy"] = [
         {
@@ -341,19 +319,16 @@ def test_entropies_have_a_row_for_each_bin_with_tests() -> None:
         }
         for low, high, accepts, tests in bins
     ]
-    page = build_page([source(runs)]).decode()
-    body = figures(page)["Acceptance by entropy"]
-    assert ">0 to 0.5</text>" in body and ">0.5 up</text>" in body
-    assert "9 to 10</text>" not in body and ">9 to 10</td>" in page
-    assert ">0.900 [0.100, 0.950]</td>" in page and ">0.250 [" in page
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", build_page([source(runs)]).decode())
+    assert {"40.50 41.50", "0 to 0.5", "0.5 up", "9 to 10"} <= set(cells)
+    assert {"0.900 [0.100, 0.950]", "0.250 [0.100, 0.950]"} <= set(cells)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, ["RUN", "results.json", "No such file", "--out folder"]),
+        (None, ["RUN", "results.json", "No such file"]),
         ('{"runs": [{}]}', ["runs[0]", "field `method`", "again"]),
-        ('{"latency": [{"method": "a"}]}', ["latency[0]", "`network`"]),
     ],
 )
 def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, content, words) -> None:
@@ -369,3 +344,25 @@ def test_folders_are_named_by_as_much_of_the_path_as_it_takes() -> None:
     assert report_command.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     with pytest.raises(ValueError, match="twice"):
         report_command.short_names([Path("/x/a"), Path("/x/./a")])
+
+
+def linear(color: str) -> np.ndarray:
+    share = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(first: str, second: str) -> float:
+    """Contrast ratio by WCAG 2.2."""
+    shades = sorted(float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (first, second))
+    return (shades[1] + 0.05) / (shades[0] + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colors_can_be_read(scheme: int) -> None:
+    theme = {name: colors[scheme] for name, colors in THEMES.items()}
+    marks = [name for name in theme if name.startswith("series")]
+    for behind in ("paper", "panel"):
+        for name in ("ink", "faint", "link", "alarm"):
+            assert contrast(theme[name], theme[behind]) >= 4.5, (name, behind)
+        for name in marks:
+            assert contrast(theme[name], theme[behind]) >= 3, (name, behind)

@@ -1,22 +1,9 @@
-"""Export of EAGLE-3 heads: the layouts, and the package behind vLLM's layout reads them.
-
-The package ``speculators`` pins older versions of transformers and datasets than this project, so
-it cannot be one of its extras. To run the tests that need it, put it next to the environment:
-
-    pip install --no-deps --target DIR speculators==0.9.0 hs-connectors==0.9.0 loguru openai jiter \
-      distro sniffio httpx httpcore certifi protobuf pydantic-settings python-dotenv aiohttp \
-      aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl
-    PYTHONPATH=DIR pytest tests/test_export.py
-"""
+"""Export of EAGLE-3 heads; benchmarks/peer_logits.py compares with the package speculators."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -27,7 +14,6 @@ from safetensors.torch import load_file
 from tiny_drafts import add_noise, make_head, seeded, step_logits
 from transformers import AutoConfig
 
-from pipedraft.cli import Failure
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
@@ -41,7 +27,6 @@ from pipedraft.pretrained import quieten
 
 LAYERS, HIDDEN, VOCABULARY = 8, 32, 64
 LENGTH = 10
-NO_PACKAGE = "needs the package speculators; the docstring of this file says how to install it"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -400,106 +385,6 @@ def test_a_target_without_weights_is_refused_by_name(tmp_path, monkeypatch, capf
     (tmp_path / "target" / "model.safetensors").unlink()
     status = call("models", command(folder, "speculators", tmp_path / "out"), monkeypatch)
     assert_one_line(status, *capfd.readouterr(), ["target", "safetensors", "convert them"])
-
-
-def test_a_folder_in_use_is_refused_and_left_alone(tmp_path, monkeypatch, capfd):
-    folder = make_checkpoint(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine").write_text("kept")
-    (tmp_path / "file").write_text("kept")
-    for name in ("full", "file", "file/below"):
-        status = call("models", command(folder, "sglang", tmp_path / name), monkeypatch)
-        assert_one_line(status, *capfd.readouterr(), ["--out", "file" if "/" in name else name])
-    assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "kept"
-    (tmp_path / "empty").mkdir()
-    assert call("models", command(folder, "sglang", tmp_path / "empty"), monkeypatch) == 0
-
-
-def test_an_export_that_fails_half_way_leaves_no_folder(tmp_path, monkeypatch):
-    folder, out = make_checkpoint(tmp_path), tmp_path / "out"
-
-    def fails(*args, **kwargs):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("pipedraft.models.exchange.export.save_file", fails)
-        with pytest.raises(Failure, match="--out: .*disk full"):
-            export(folder, "sglang", out)
-    assert not out.exists()
-    assert len(export(folder, "sglang", out)) == 4
-
-
-# -- the package speculators ----------------------------------------------------------------
-
-
-def package() -> ModuleType:
-    return pytest.importorskip("speculators", reason=NO_PACKAGE, exc_type=ImportError)
-
-
-@pytest.mark.parametrize("draft_vocab_size", [20, None])
-def test_the_package_converts_the_layout_of_the_authors(tmp_path, draft_vocab_size):
-    package()
-    folder = make_checkpoint(tmp_path, draft_vocab_size=draft_vocab_size)
-    out, converted = tmp_path / "out", tmp_path / "converted"
-    export(folder, "sglang", out)
-    words = ["convert", str(out), "--verifier", str(tmp_path / "target"), "--algorithm", "eagle3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "speculators", *words, "--output-path", str(converted)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "keys in checkpoint" not in done.stderr  # missing or unexpected ones are only warnings
-    export(folder, "speculators", tmp_path / "ours")
-    weights, ours = load_file(converted / "model.safetensors"), read(tmp_path / "ours")[1]
-    del ours["embed_tokens.weight"]
-    assert weights.keys() == ours.keys()
-    for name, value in ours.items():
-        assert torch.equal(weights[name], value), name
-    theirs = json.loads((converted / "config.json").read_text())
-    config = read(tmp_path / "ours")[0]
-    for key in ("draft_vocab_size", "norm_before_residual", "speculators_model_type"):
-        assert theirs[key] == config[key], key
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"draft_vocab_size": 20},
-        {"feature_layers": (1, 4, 7)},
-        {"draft_vocab_size": 20, "norm_output": True, "fc_norm": True},
-    ],
-    ids=str,
-)
-def test_the_package_computes_the_same_logits_at_every_draft_token(tmp_path, options):
-    """float32 on both sides; 1e-5 of the largest logit is a hundred times its rounding."""
-    package()
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-
-    folder, ids_T, depth = make_checkpoint(tmp_path, **options), text(), 3
-    export(folder, "speculators", tmp_path / "out")
-    config = Eagle3SpeculatorConfig.from_pretrained(tmp_path / "out")
-    config.transformer_layer_config._attn_implementation = "eager"
-    model = Eagle3DraftModel.from_pretrained(tmp_path / "out", config=config).eval()
-    target = tiny_target(folder)
-    assert torch.equal(model.embed_tokens.weight, target.get_input_embeddings().weight)
-    states = target(input_ids=ids_T[None], output_hidden_states=True).hidden_states
-    layers = model.config.eagle_aux_hidden_state_layer_ids
-    logits: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
-    with torch.no_grad():
-        model(  # takes ids already shifted: token t + 1 with the states of position t
-            hidden_states=torch.cat([states[layer][:, :-1] for layer in layers], -1),
-            input_ids=ids_T[None, 1:],
-            document_ids=torch.zeros(1, LENGTH - 1, dtype=torch.int64),
-            ttt_steps=depth,
-        )
-    expected = chain_logits(folder, ids_T, depth)
-    for step in range(depth):
-        theirs = logits[step][: LENGTH - 1 - step]
-        difference = (theirs - expected[step]).abs().max() / expected[step].abs().max()
-        assert difference < 1e-5, (step, float(difference))
 
 
 @pytest.mark.parametrize("layout", ["sglang", "speculators"])

@@ -74,7 +74,7 @@ def test_over_several_epochs_the_losses_are_those_of_online_training(
         train(world.arguments("spd", tmp_path / name, features=features, **changes), monkeypatch)
     online = losses(tmp_path / "online")
     assert online[-1] < 0.9 * online[0]
-    for dtype, tolerance in {"fp32": 2e-6, "fp16": 1e-4, "bf16": 5e-4, "int8": 2e-3}.items():
+    for dtype, tolerance in {"fp32": 2e-6, "bf16": 5e-4, "int8": 2e-3}.items():
         offline = losses(tmp_path / dtype)
         worst = max(abs(a / b - 1) for a, b in zip(offline, online, strict=True))
         assert worst < tolerance and (worst > 0 or dtype == "fp32")
@@ -130,7 +130,7 @@ def test_stored_states_are_the_targets(world, dumps, tmp_path):
     trainer = world.trainer("spd", tmp_path, **METHODS["spd"])
     target, data = trainer.objective.target, trainer.data
     ids = [*data.train["input_ids"], *data.valid["input_ids"]]
-    bounds = {"fp32": 1e-6, "fp16": 4e-4, "bf16": 3e-3, "int8": 9e-3}
+    bounds = {"fp32": 1e-6, "bf16": 3e-3, "int8": 9e-3}
     for dtype, bound in bounds.items():
         index = index_of(dumps[dtype])
         assert index["settings"]["layers"] == [1, 2, 3, 4]
@@ -154,13 +154,6 @@ def test_int8_keeps_every_position_within_half_a_step_of_its_own_scale():
     half_step_M1 = hidden_MH.abs().amax(-1, keepdim=True) / 254
     assert ((kept_MH - hidden_MH).abs() <= half_step_M1 * 1.0001).all()
     assert not kept_MH[7].any()
-
-
-def test_float16_refuses_what_it_cannot_hold():
-    with pytest.raises(
-        ValueError, match="dtype: fp16 ends at 65504, .* layer 3 has 1e.05; give bf1"
-    ):
-        encode(torch.tensor([[1.0, -1e5]]), "fp16", 3)
 
 
 def test_the_estimate_is_what_the_dump_takes(world, dumps, monkeypatch, capsys):

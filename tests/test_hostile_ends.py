@@ -208,8 +208,10 @@ def test_every_command_can_be_interrupted_while_it_loads():
     assert {"train", "eval", "inference", "models", "data_recipes"} <= commands
 
 
-def test_a_card_shows_what_others_wrote_and_nothing_of_it_acts():
+def test_a_card_shows_what_others_wrote_and_nothing_of_it_acts(monkeypatch):
     evil = "</x><script>alert(1)</script>`|[a](javascript:1)\x1b[31m\nb"
+    license_of = lambda *_, **__: {"license": evil}  # noqa: E731
+    monkeypatch.setattr("pipedraft.models.exchange.card.license_of", license_of)
     card = render_card(
         CardSource(
             description={
@@ -226,7 +228,6 @@ def test_a_card_shows_what_others_wrote_and_nothing_of_it_acts():
                     }
                 },
             },
-            license={"license": evil},
         )
     )
     head, body = card.removeprefix("---\n").split("\n---\n", 1)

@@ -166,21 +166,14 @@ def test_a_commit_that_is_lost_costs_no_second_upload(place, hub, monkeypatch, c
 
 FAULTS: list[tuple[Fault, int, list[str]]] = [
     (Fault("POST", "/api/repos/create", 401), 2, ["401", "no valid token", "HF_TOKEN"]),
-    (Fault("POST", "/api/repos/create", 403, 9), 2, ["403", "no right", "may write"]),
-    (Fault("POST", "/api/repos/create", 500), 1, ["500", "made to fail"]),
     (Fault("POST", "/api/repos/create", "drop"), 1, ["cannot be used"]),
     (Fault("POST", "/api/repos/create", "stall"), 1, ["no answer", "ReadTimeout"]),
     (Fault("POST", "/api/validate-yaml", 400), 2, ["400", "made to fail"]),
     (Fault("GET", "/api/models", 404), 2, ["404", "check the name"]),
-    (Fault("GET", "/api/models", "stall"), 1, ["no answer"]),
     (Fault("POST", "/preupload/", 500, 99), 1, ["500"]),
-    (Fault("POST", "/preupload/", 403), 2, ["403"]),
     (Fault("POST", "/objects/batch", 429, 99), 1, ["429"]),
-    (Fault("PUT", "/lfs/", 400), 2, ["400"]),
     (Fault("PUT", "/lfs/", "stall", 99), 1, ["no answer"]),
-    (Fault("POST", "/commit/", 503), 1, ["503"]),
     (Fault("POST", "/commit/", 412), 1, ["412"]),
-    (Fault("POST", "/commit/", "stall"), 1, ["no answer"]),
 ]
 
 
@@ -218,28 +211,7 @@ def test_a_hub_that_is_not_there_is_a_failure_and_offline_mode_is_bad_input(
     one_line(capfd, "'user/name'", "HF_HUB_OFFLINE is set")
 
 
-NO_NAMES = [
-    "../..",
-    "../x",
-    "/",
-    "/name",
-    "user/",
-    "user/.",
-    "user/..",
-    "./name",
-    "~/x",
-    "name",
-    "",
-]
-NO_NAMES += [
-    "user/a b",
-    "user/ b",
-    "user/b\n",
-    "user/\x1b[31m",
-    "user/a/b",
-    "user/--",
-    "user/x.git",
-]
+NO_NAMES = ["../..", "/name", "user/", "user/..", "name", "", "user/a b", "user/b\n", "user/a/b"]
 
 
 @pytest.mark.parametrize("words", [[], ["--dry-run"]], ids=["push", "dry_run"])

@@ -276,21 +276,3 @@ def test_an_export_is_pushed_with_the_line_that_launches_it(
     one_line(capfd, f"'eagle3' for {layout}", "which is not this one")
     assert push(place, monkeypatch, "--target", "lab/tiny", draft=str(out)) == 2
     one_line(capfd, "--target", "export", "pipedraft models export")
-
-
-# -- the Hub that the tests talk to ---------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("metadata", "refused"),
-    [
-        ("base_model: Qwen/Qwen3-8B", False),
-        ("base_model: /home/me/target", True),
-        ("tags: [a, {b: c}]", True),
-        ("license: [mit, x]", True),
-        ("model-index: [{name: a, results: [{task: {}, dataset: {}, metrics: []}]}]", True),
-        ("a: [", True),
-    ],
-)
-def test_the_fake_hub_refuses_bad_metadata(metadata, refused):
-    assert bool(metadata_errors(f"---\n{metadata}\n---\n# Card\n")) == refused

@@ -37,7 +37,7 @@ VOCAB = 24
 LENGTHS = [9, 1, 14, 2, 7, 11]
 DRAFTS = {
     "spd_newest": (SPDObjective, SPDTrainConfig(num_stages=4)),
-    "spd_all": (SPDObjective, SPDTrainConfig(num_stages=4, query="all", features="thirds")),
+    "spd_all": (SPDObjective, SPDTrainConfig(num_stages=4, query="all")),
     "ppsd": (PPSDObjective, PPSDTrainConfig(num_layers=2)),
     "eagle": (EagleObjective, EagleTrainConfig(noise=0.0)),
     "eagle3": (Eagle3Objective, Eagle3TrainConfig(num_steps=4)),

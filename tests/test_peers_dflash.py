@@ -212,13 +212,13 @@ def blocks(**changes):
 REFUSED = {
     "dflash2": (lambda config, _: config.update(architectures=["DFlash2DraftModel"]), ["DFlash2"]),
     "selector": (blocks(selector_rank=4), ["dflash_config", "selector_rank"]),
-    "causal": (blocks(causal=True), ["dflash_config.causal", "True"]),
+    "causal": (blocks(causal=True), ["causal", "True"]),
     "window": (
         lambda config, _: config.update(layer_types=["sliding_attention"] * 2),
         ["layer_types", "sliding_attention"],
     ),
     "too deep": (blocks(target_layer_ids=[1, 7]), ["target_layer_ids", "[1, 7]", "0..6"]),
-    "mask": (blocks(mask_token_id=64), ["mask_token_id: 64", "0..63"]),
+    "mask": (blocks(mask_token_id=64), ["mask_token_id 64", "0..63"]),
     "no mask": (lambda config, _: config["dflash_config"].pop("mask_token_id"), ["mask_token_id"]),
     "block": (lambda config, _: config.update(block_size=10**9), ["block_size: 1000000000"]),
     "layers": (

@@ -334,9 +334,9 @@ def test_a_saved_head_loads_and_refuses_another_target_or_cut(tmp_path):
 
 
 def test_values_that_do_not_fit_are_refused_by_name(world, tmp_path):
-    with pytest.raises(ValueError, match=r"model\.num_stages: 1 .*at least 2"):
+    with pytest.raises(ValueError, match=r"model\.num_stages: 1; .*at least 2"):
         PPSDConfig(num_stages=1)
-    with pytest.raises(ValueError, match=r"model\.num_layers: 0 "):
+    with pytest.raises(ValueError, match=r"model\.num_layers: 0; "):
         PPSDConfig(num_layers=0)
     with pytest.raises(ValueError, match=r"model\.boundaries: \[0, 1, 4\] make 2 stages"):
         world.trainer("ppsd", tmp_path, model__num_stages=4, model__boundaries="[0,1,4]")

@@ -150,21 +150,6 @@ def test_the_output_is_whole_and_ordered_after_any_crashes(tmp_path_factory, see
     )
 
 
-def test_the_output_appears_when_all_rows_are_settled(tmp_path):
-    out = tmp_path / "own.jsonl"
-    answers = AnswerFile(out, {}, num_rows=4, retry_errors=False)
-    for row in (2, 1, 0, 3):
-        assert not out.exists()
-        if row == 1:
-            answers.fail(row, "because", "{}")
-        else:
-            answers.add(row, {"answer": "x"})
-    answers.finish()
-    assert [line["input_row"] for line in read_rows(out)] == [0, 2, 3]
-    answers.close()
-    assert [line["input_row"] for line in read_rows(tmp_path / "own.errors.jsonl")] == [1]
-
-
 @pytest.mark.parametrize("content", [b"no database at all, but some text", b"", "torn"])
 def test_a_damaged_database_is_refused_or_empty(content, tmp_path):
     out, database = tmp_path / "own.jsonl", tmp_path / "own.sqlite"

@@ -6,7 +6,7 @@ from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from pipedraft.models import load_draft
-from pipedraft.models.exchange.hub import Upload, fill_folder, prepare_upload
+from pipedraft.models.exchange.hub import fill_upload
 from pipedraft.models.target import load_target
 
 METHODS = {
@@ -90,7 +90,7 @@ def test_half_precision_halves_the_file_and_nothing_else(run, world, tmp_path):
     folder = run[1]
     half = tmp_path / "half"
     half.mkdir()
-    fill_folder(half, prepare_upload(folder, Upload(repo="user/name", is_half=True)))
+    fill_upload(half, folder, repo="user/name", is_half=True)
     assert {x.name for x in half.iterdir()} == {"README.md", "config.json", "model.safetensors"}
     target = load_target(str(world.target))
     whole, rounded = load_draft(str(folder), target), load_draft(str(half), target)
@@ -112,7 +112,7 @@ def test_a_weight_beyond_half_precision_is_refused_by_name(run, tmp_path):
     save_file(weights, tmp_path / "head" / "model.safetensors")
     (tmp_path / "head" / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match=r"norm\.weight reaches 1e\+05, fp16 65504"):
-        prepare_upload(tmp_path / "head", Upload(repo="user/name", is_half=True))
+        fill_upload(tmp_path, tmp_path / "head", repo="user/name", is_half=True)
 
 
 def test_another_targets_head_is_not_taken(run, tmp_path):

@@ -58,7 +58,6 @@ def decode_time_output(module, taps, newest: int, occupancy: int) -> torch.Tenso
     "features",
     [
         {"features": "paper"},
-        {"features": "thirds"},
         {"features": "anchors", "anchors": (4, 8)},
         {"timing": "output_states"},
         {"tokens_per_step": 2},
@@ -152,9 +151,9 @@ def dense_reference(module: SPD, taps, occupancy) -> torch.Tensor:
     [
         (tiny_llama, {}),
         (tiny_qwen3, {"features": "anchors", "anchors": (4, 8)}),
-        (tiny_llama, {"features": "thirds", "bias": True}),
+        (tiny_llama, {"bias": True}),
     ],
-    ids=["paper", "anchors_qwen3", "thirds_bias"],
+    ids=["paper", "anchors_qwen3", "bias"],
 )
 def test_output_and_gradients_equal_a_dense_mask_reference(query, occupancy, make_target, options):
     module, taps = module_and_taps(3, make_target, query=query, **options)
@@ -194,8 +193,6 @@ def test_bf16_autocast_is_close_to_float64(query):
 def test_feature_layers_follow_the_paper_and_the_release():
     paper = SPDConfig(num_stages=4, num_target_layers=16)
     assert feature_layers(paper) == [(0,), (0, 2, 4), (0, 4, 8), (0, 6, 12), (0, 8, 16)]
-    thirds = SPDConfig(num_stages=4, num_target_layers=16, features="thirds")
-    assert feature_layers(thirds) == [(0,), (0, 4), (0, 4, 8), (0, 4, 8, 12), (0, 5, 10, 16)]
     anchors = SPDConfig(num_stages=4, num_target_layers=16, features="anchors", anchors=(8, 16))
     assert feature_layers(anchors) == [(0,), (0,), (0, 8), (0, 8), (0, 8, 16)]
     for name, features, given in (

@@ -86,8 +86,8 @@ def test_the_check_notices_states_of_the_other_timing():
 @pytest.mark.parametrize("query", ["newest", "all"])
 @pytest.mark.parametrize(
     "features",
-    [{}, {"features": "thirds"}, {"features": "anchors", "anchors": (4, 8)}],
-    ids=["paper", "thirds", "anchors"],
+    [{}, {"features": "anchors", "anchors": (4, 8)}],
+    ids=["paper", "anchors"],
 )
 def test_a_module_for_output_states_decodes_the_rows_it_was_trained_on(features, query):
     # After a step the oldest row is committed: n - 1 are in flight.

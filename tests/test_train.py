@@ -25,7 +25,6 @@ from train_runs import (
     weights,
 )
 
-from pipedraft.data_recipes.batch import collate
 from pipedraft.models import load_draft
 from pipedraft.train import checkpoint
 from pipedraft.train.__main__ import methods
@@ -424,11 +423,3 @@ def test_a_run_keeps_the_newest_checkpoints_and_the_best_network(world, tmp_path
     assert_equal_weights(weights(tmp_path / "best"), at_step_2)  # the first of equal scores
     draft = load_draft(str(tmp_path), trainer.objective.target)  # a run's folder means its best
     assert_equal_weights(draft.state_dict(), at_step_2)
-
-
-def test_collate_pads_what_no_loss_counts(world, tmp_path):
-    trainer = world.trainer("spd", tmp_path)
-    rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [5], "loss_mask": [1]}]
-    assert trainer.objective.num_counted(collate(rows, 0)) == 2
-    rows[0]["loss_mask"] = [0, 0, 1]
-    assert trainer.objective.num_counted(collate(rows, 0)) == 1

@@ -8,6 +8,7 @@ status 1 instead.
 
 import argparse
 import os
+import re
 import sys
 import time
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.fitting import load_fitting
 from pipedraft.files import locked, make_place, write_atomically
-from pipedraft.models.exchange.hub import model_card
+from pipedraft.models.exchange.card import model_card
 from pipedraft.models.target import check_packable, load_tokenizer
 from pipedraft.pretrained import load_config, quieten
 from pipedraft.train.config import RunConfig, make_parser, parse_run
@@ -41,7 +42,6 @@ from pipedraft.train.launch import (
     is_sharded,
     load_frozen_target,
     make_accelerator,
-    needs_others,
     shard_target,
 )
 from pipedraft.train.loop import Trainer
@@ -148,18 +148,10 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     return trainer
 
 
-def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
-    """Remove ``--plan`` from the words, and return True if it was there.
-
-    ``--plan FILE`` becomes ``--config FILE``.
-    """
-    split = [word.split("=", 1) if word.startswith("--plan=") else [word] for word in arguments]
-    arguments = [part for parts in split for part in parts]
-    if "--plan" not in arguments:
-        return arguments, False
-    at = arguments.index("--plan")
-    has_file = at + 1 < len(arguments) and not arguments[at + 1].startswith("-")
-    return [*arguments[:at], *(["--config"] if has_file else []), *arguments[at + 1 :]], True
+def take_plan(words: list[str]) -> tuple[list[str], bool]:
+    """Replace ``--plan FILE`` by ``--config FILE``; return True if it was there, too."""
+    replaced = [re.sub("^--plan(?=$|=)", "--config", word) for word in words]
+    return replaced, replaced != words
 
 
 def main() -> None:
@@ -172,13 +164,8 @@ def main() -> None:
     run_training(run, model, resolved)
 
 
-@needs_others()
 def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) -> "Trainer":
-    """Train with the output folder locked against other runs.
-
-    Args:
-        resolved: the configuration as YAML.
-    """
+    """Train with the output folder locked; ``resolved``: the configuration as YAML."""
     make_place("output_dir", run.output_dir / "config.yaml", RESOLVED.encode())
     is_first = os.environ.get("RANK", "0") == "0"
     # One lock per run, because all its processes share the folder.
@@ -189,11 +176,7 @@ def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) ->
 
 
 def train(trainer: "Trainer", resolved: str) -> None:
-    """Run the training from its newest checkpoint to its end.
-
-    Args:
-        resolved: the configuration as YAML.
-    """
+    """Run the training from its newest checkpoint to its end."""
     # First: if the checkpoint is refused, the run's config.yaml stays as it was.
     trainer.restore()
     if trainer.accelerator.is_main_process:

@@ -224,8 +224,6 @@ class TrainingState:
             # Replicas have equal states, so one file serves them all.
             _write(self._weights(), folder / self._file("model"))
             _write(self._moments(), folder / self._file("optimizer"))
-        # Every process draws its own numbers, replicas too.
-        _write(self._random_states(), folder / f"random-{rank}.safetensors")
         if rank == 0:
             saved = Saved(
                 self.sharding, self.accelerator.num_processes, self._optimizer_names(), progress
@@ -244,9 +242,6 @@ class TrainingState:
         else:
             self._load_weights(_read(folder / self._file("model")))
             self._load_moments(_read(folder / self._file("optimizer")))
-        rank = self.accelerator.process_index
-        if rank < saved.num_processes:  # a process that was not there before keeps its own
-            self._set_random_states(folder / f"random-{rank}.safetensors")
         return saved.progress
 
     def _read_progress(self, folder: Path) -> Saved:
@@ -348,26 +343,6 @@ class TrainingState:
         path, _ = self.module.load_checkpoint(str(folder), DEEPSPEED_TAG)
         if path is None:
             raise ValueError(f"{DEEPSPEED_TAG}/ holds no state")
-
-    # -- random numbers -------------------------------------------------------------------------
-
-    def _random_states(self) -> dict[str, Tensor]:
-        """Return torch's random states, used by dropout; other draws have their own generators."""
-        device = self.accelerator.device
-        states = {"cpu": torch.get_rng_state()}
-        if device.type != "cpu":
-            states[device.type] = torch.get_device_module(device).get_rng_state(device)
-        return states
-
-    def _set_random_states(self, path: Path) -> None:
-        saved, device = _read(path), self.accelerator.device
-        try:
-            torch.set_rng_state(saved["cpu"])
-            if device.type != "cpu":
-                torch.get_device_module(device).set_rng_state(saved[device.type], device)
-        except (KeyError, RuntimeError, TypeError) as error:
-            reason = f"{error}".strip().splitlines()[0]
-            raise ValueError(f"{path.name} is no state of random numbers: {reason}") from error
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:

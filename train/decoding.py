@@ -57,11 +57,7 @@ def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
 def decode(
     objective: DraftObjective, weights: dict[str, Tensor], prompts: list[list[int]]
 ) -> dict[str, float]:
-    """Decode prompts in this process and return tau and L' over all of them.
-
-    Args:
-        weights: the objective's complete state.
-    """
+    """Decode prompts in this process; return tau and L' over all of them."""
     draft = objective.draft_with(weights)
     config = decode_config(draft, objective.num_steps)
     engine = Engine(objective.target, NoText(), config, draft)

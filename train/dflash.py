@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipedraft.cli import check_ranges
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.models.dflash import DFlash, DFlashConfig
 from pipedraft.models.draft import Draft, TargetReference
@@ -35,16 +36,8 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_anchors < 1:
-            raise ValueError(f"model.num_anchors: {self.num_anchors} is below 1; 512 is usual")
-        if not 0 < self.decay_gamma < float("inf"):
-            raise ValueError(
-                f"model.decay_gamma: {self.decay_gamma} is not in (0, inf); 7 is the paper's"
-            )
-        if not 0 <= self.dpace_alpha <= 1:
-            raise ValueError(
-                f"model.dpace_alpha: {self.dpace_alpha} is not in [0, 1]; 0.5 is the paper's"
-            )
+        ranges = {"num_anchors": "[1, inf)", "decay_gamma": "(0, inf)", "dpace_alpha": "[0, 1]"}
+        check_ranges(self, ranges, "model.")
 
 
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipedraft.cli import check_ranges
 from pipedraft.models.draft import Draft
 from pipedraft.models.dspark import DSpark, DSparkConfig
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
@@ -28,11 +29,7 @@ class DSparkTrainConfig(DSparkConfig, DFlashTrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.confidence_weight < float("inf"):
-            raise ValueError(
-                f"model.confidence_weight: {self.confidence_weight} is not in [0, inf); "
-                "1 is the paper's"
-            )
+        check_ranges(self, {"confidence_weight": "[0, inf)"}, "model.")
 
 
 class DSparkObjective(DFlashObjective):

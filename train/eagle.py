@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipedraft.cli import check_ranges
 from pipedraft.data_recipes.batch import document_lengths, inner_mask
 from pipedraft.files import Values
 from pipedraft.models.draft import Draft
@@ -38,9 +39,7 @@ class EagleTrainConfig(EagleConfig, StartConfig):
     assistant token, as in the authors' code."""
 
     def __post_init__(self) -> None:
-        for name in ("noise", "distillation_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name}: {getattr(self, name)} is negative; give 0 or more")
+        check_ranges(self, {"noise": "[0, inf)", "distillation_weight": "[0, inf)"}, "model.")
 
 
 def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:

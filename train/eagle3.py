@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipedraft.cli import check_ranges
 from pipedraft.data_recipes.batch import document_lengths, document_places, inner_mask
 from pipedraft.models import cpu
 from pipedraft.models.draft import Draft, TargetReference
@@ -33,12 +34,7 @@ class UnrolledConfig(DivergenceConfig):
     x_{t+i} is one."""
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"model.num_steps: {self.num_steps} is below 1; the paper's is 7")
-        if not 0 < self.step_decay <= 1:
-            raise ValueError(
-                f"model.step_decay: {self.step_decay} is outside (0, 1]; the paper's is 0.8"
-            )
+        check_ranges(self, {"num_steps": "[1, inf)", "step_decay": "(0, 1]"}, "model.")
 
 
 @dataclass(frozen=True, kw_only=True)

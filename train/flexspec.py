@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.cli import check_ranges
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.files import Values
 from pipedraft.models.draft import Draft
@@ -37,20 +38,9 @@ class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feature_weight < 0:
-            raise ValueError(
-                f"model.feature_weight: {self.feature_weight} is negative; give 0 or more"
-            )
-        if self.distillation_weight <= 0:
-            raise ValueError(
-                f"model.distillation_weight: {self.distillation_weight} would not train the "
-                "vocabulary projection; give more than 0"
-            )
-        if self.distillation_temperature <= 0:
-            raise ValueError(
-                f"model.distillation_temperature: {self.distillation_temperature} is no "
-                "temperature; give more than 0, 1 for the distribution that is decoded"
-            )
+        # Without distillation, the vocabulary projection would not be trained.
+        ranges = {"feature_weight": "[0, inf)", "distillation_weight": "(0, inf)"}
+        check_ranges(self, ranges | {"distillation_temperature": "(0, inf)"}, "model.")
 
 
 def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:

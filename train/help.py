@@ -1,8 +1,7 @@
-"""Answer `pipedraft train --help`, or report a missing --config file, before torch is imported."""
+"""Answer `pipedraft train --help` before torch is imported."""
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 METHODS = ("spd", "ppsd", "eagle", "eagle3", "mtp", "dflash", "dspark", "flexspec")
 SHORT_HELP = f"""\
@@ -37,15 +36,7 @@ to resume."""
 
 
 def answer_early(words: Sequence[str]) -> None:
-    """Print the help, or report a missing --config file, and exit; else return."""
+    """Print the help and exit; else return."""
     if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
         print(SHORT_HELP)
         sys.exit(0)
-    for flag, value in zip(words, words[1:], strict=False):
-        if flag == "--config" and not Path(value).is_file() and "=" not in value:
-            print(
-                f"error: --config: no file {value}; give a YAML file, for example "
-                "configs/spd/tiny.yaml",
-                file=sys.stderr,
-            )
-            sys.exit(2)

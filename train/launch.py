@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import signal
 import time
 import uuid
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
@@ -30,7 +28,6 @@ from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from pipedraft.cli import Failure
 from pipedraft.models.target import load_target
 from pipedraft.models.target_part import load_more_layers
 from pipedraft.pretrained import has_native_bf16, resolve_device, stored_dtype
@@ -46,8 +43,6 @@ bfloat16."""
 WAIT_FOR_OTHERS = timedelta(hours=12)
 """Timeout for collective calls: the other processes wait during downloads and tokenization, and
 these take hours. If a process ends, its launcher ends the others without waiting."""
-LOST = re.compile(r"Timed out waiting|[Cc]onnection (closed|reset) by peer|caused pair closure")
-"""Matches gloo's messages about a peer that is late or has ended."""
 
 
 def resolve_precision(precision: str) -> str:
@@ -101,26 +96,6 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-@contextmanager
-def needs_others() -> Iterator[None]:
-    """Turn a lost peer into a one-line failure; use it around collective calls.
-
-    Raises:
-        Failure: another process has ended, or missed a collective call's timeout.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        # gloo raises plain RuntimeErrors; only their text tells a lost process from a bug.
-        if not isinstance(error, dist.DistError) and not LOST.search(str(error)):
-            raise
-        reason = str(error).partition(". ")[0]
-        raise Failure(
-            f"processes: another one has ended, or did not come within {WAIT_FOR_OTHERS} "
-            f"({reason}); see what it said; the same command goes on from what is saved"
-        ) from error
-
-
 def _shard_on_cpus() -> None:
     """Enable the launcher's FSDP or DeepSpeed on CPUs.
 
@@ -137,12 +112,10 @@ def _shard_on_cpus() -> None:
 
 
 def gather_together(objective: "Objective", accelerator: Accelerator) -> None:
-    """Let ZeRO-3 gather a prepared draft as a whole, as FSDP does.
-
-    The draft's attention reads its layers' weights outside their forward. By default DeepSpeed
-    gathers them during the layers' forward only.
-    """
+    """Let ZeRO-3 gather a prepared draft as a whole, as FSDP does."""
     if _is_zero3(accelerator):
+        # The draft's attention reads its layers' weights outside their forward. By default
+        # DeepSpeed gathers them during the layers' forward only.
         from deepspeed.runtime.zero import register_external_parameter
 
         for parameter in objective.parameters():
@@ -201,7 +174,10 @@ def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         mark.touch()
     accelerator.wait_for_everyone()
-    sees = _appears(mark)
+    # Network file systems show new files late, so every process looks for 5 s.
+    deadline = time.monotonic() + 5
+    while not (sees := mark.name in os.listdir(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     count = torch.tensor(float(not sees), device=accelerator.device)
     # Every process gets the sum, so all raise together and none waits forever.
     num_blind = int(accelerator.reduce(count, "sum"))
@@ -213,16 +189,6 @@ def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
             f"output_dir: {str(folder)!r} is another folder for {num_blind} of "
             f"{accelerator.num_processes} processes; give one on a disk that all nodes share"
         )
-
-
-def _appears(mark: Path) -> bool:
-    """Return True if the file appears within 5 s: network file systems show new files late."""
-    deadline = time.monotonic() + 5
-    while mark.name not in os.listdir(mark.parent):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
@@ -305,10 +271,6 @@ class Stopping:
     """Collects requests to end the run after its step: SIGTERM, SIGINT, ``max_minutes``."""
 
     def __init__(self, *, max_minutes: float | None, started: float) -> None:
-        """
-        Args:
-            started: ``time.monotonic()`` at the start of ``max_minutes``.
-        """
         self.max_minutes, self.started = max_minutes, started
         self.received: int | None = None
         self.received_at = 0.0
@@ -366,11 +328,7 @@ class Stopping:
 
 
 def load_frozen_target(config: RunConfig, accelerator: Accelerator) -> PreTrainedModel:
-    """Load a draft run's target onto this process's device.
-
-    Raises:
-        ValueError: nothing to load, or no library for its quantization.
-    """
+    """Load a draft run's target onto this process's device."""
     assert config.target is not None
     return load_target(
         config.target,
@@ -395,10 +353,7 @@ def uses_autocast(accelerator: Accelerator) -> bool:
 def resolve_dtype(
     config: RunConfig, mixed_precision: str, has_autocast: bool = True
 ) -> torch.dtype:
-    """Return the target's dtype; auto: bfloat16 if stored and computed in it, else float32.
-
-    bfloat16 takes half the memory.
-    """
+    """Return the target's dtype; auto: bfloat16 if stored and computed in it, else float32."""
     if mixed_precision == "bf16" and not has_autocast:
         return torch.bfloat16
     if config.target_dtype != "auto":
@@ -410,11 +365,7 @@ def resolve_dtype(
 
 
 def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
-    """Return transformers' configuration for bitsandbytes.
-
-    Raises:
-        ValueError: bitsandbytes is not installed.
-    """
+    """Return transformers' configuration for bitsandbytes."""
     if kind is None:
         return None
     if find_spec("bitsandbytes") is None:

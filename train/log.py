@@ -17,8 +17,9 @@ from torch.utils.flop_counter import (
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
+from transformers.utils.generic import flatten_dict
 
-from pipedraft.files import Values, publish
+from pipedraft.files import publish
 from pipedraft.train.screen import Screen
 
 if TYPE_CHECKING:
@@ -55,8 +56,10 @@ class MetricsLog:
         folder.mkdir(exist_ok=True)  # wandb would write to /tmp instead
         wandb = {"dir": str(folder), "name": config.output_dir.name}
         wandb |= {"id": progress.tracker_id, "resume": "allow"}
-        settings = flatten(asdict(config))
-        self.accelerator.init_trackers("pipedraft", settings, init_kwargs={"wandb": wandb})
+        settings = flatten_dict(asdict(config))
+        # TensorBoard takes no lists, paths or nulls.
+        plain = {k: x if isinstance(x, bool | int | float) else str(x) for k, x in settings.items()}
+        self.accelerator.init_trackers("pipedraft", plain, init_kwargs={"wandb": wandb})
 
     def add(self, values: dict[str, float], screen: Screen) -> None:
         progress, config = self.trainer.progress, self.trainer.config
@@ -76,7 +79,7 @@ class MetricsLog:
             peak_tflops=config.peak_tflops, num_processes=self.accelerator.num_processes
         )
         self.write({**means, "tokens_per_s": rate, **pace})
-        screen.row({**means, **pace}, rate)
+        screen.row(means, rate)
 
     def write(self, values: dict[str, float]) -> None:
         if not self.accelerator.is_main_process:
@@ -101,18 +104,6 @@ class MetricsLog:
             # Before end_training: afterwards the group cannot be found.
             HELD_PROCESS_GROUPS.append(torch.distributed.group.WORLD)
         self.accelerator.end_training()
-
-
-def flatten(settings: Values, prefix: str = "") -> Values:
-    """Return dotted names -> values, converted to types accepted by every tracker."""
-    flat: Values = {}
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            plain = isinstance(value, bool | int | float | str)
-            flat[prefix + key] = value if plain else str(value)
-    return flat
 
 
 def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:

@@ -88,7 +88,8 @@ class Trainer:
             )
         # Counted before prepare: ZeRO-3 leaves every process empty parameters.
         self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
-        objective.start_on(self._first_batches())
+        # All processes fit the same initial weights, so these batches are not shared out.
+        objective.start_on(self.load(data.train, rows) for rows in self.epoch_batches(0))
         # After start_on sets weights, and before prepare copies or shards them.
         optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
         self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
@@ -113,25 +114,15 @@ class Trainer:
     def epoch_batches(self, epoch: int) -> list[list[int]]:
         """Return an epoch's batches for all processes; process i mod world takes batch i."""
         # The seed and the epoch decide the order, so a checkpoint needs only a place in it.
-        batches = packed_batches if self.config.packing else length_bucketed_batches
-        return batches(
-            self.lengths,
-            self.config.batch_tokens,
-            seed=self.config.seed,
-            epoch=epoch,
-            group=self.progress.batch_group,
-        )
-
-    def _first_batches(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the first epoch's batches, the same ones in every process."""
-        for rows in self.epoch_batches(0):
-            yield self.load(self.data.train, rows)
+        config, group = self.config, self.progress.batch_group
+        batches = packed_batches if config.packing else length_bucketed_batches
+        return batches(self.lengths, config.batch_tokens, config.seed, epoch, group)
 
     def _count_steps(self) -> int:
-        # An epoch's last window may be short; it is a step, too.
-        per_epoch = math.ceil(len(self.epoch_batches(0)) / (self.config.accumulation * self.world))
         if self.config.max_steps is not None:
             return self.config.max_steps
+        # An epoch's last window may be short; it is a step, too.
+        per_epoch = math.ceil(len(self.epoch_batches(0)) / (self.config.accumulation * self.world))
         return max(1, math.ceil(per_epoch * self.config.epochs))
 
     def windows(self) -> Iterator[list[dict[str, Tensor]]]:
@@ -143,16 +134,14 @@ class Trainer:
                 chosen = batches[progress.batch : progress.batch + per_step]
                 # Before the yield: this step's checkpoint must point to the next window.
                 progress.batch += len(chosen)
-                self._prefetch(batches[progress.batch : progress.batch + per_step])
+                if self.objective.features is not None:
+                    # The next step's hidden states load during this step.
+                    coming = batches[progress.batch : progress.batch + per_step]
+                    mine = coming[self.rank :: self.world]
+                    ids = [self.data.train[rows]["input_ids"] for rows in mine]
+                    self.objective.features.expect(list(zip(mine, ids, strict=True)))
                 yield [self.load(self.data.train, rows) for rows in chosen[self.rank :: self.world]]
             progress.epoch, progress.batch = progress.epoch + 1, 0
-
-    def _prefetch(self, batches: list[list[int]]) -> None:
-        """Announce the next step's batches: their hidden states load during this step."""
-        if self.objective.features is not None:
-            mine = batches[self.rank :: self.world]
-            ids = [self.data.train[rows]["input_ids"] for rows in mine]
-            self.objective.features.expect(list(zip(mine, ids, strict=True)))
 
     def load(self, dataset: Rows, rows: list[int]) -> dict[str, Tensor]:
         columns = dataset[rows]
@@ -169,10 +158,9 @@ class Trainer:
         return {key: x if key in OF_THE_HOST else x.to(device) for key, x in batch.items()}
 
     def generator(self, *key: int) -> torch.Generator:
-        """Return one forward pass's random generator; only key and seed decide its numbers.
+        """Return one forward pass's random generator; a resumed run repeats its numbers.
 
-        So a resumed run repeats them. A training batch's key is the step, and the batch's place in
-        the window over all processes.
+        A training batch's key is the step, and the batch's place in the window over all processes.
         """
         mixed = 0
         for part in (self.config.seed, 0, *key):
@@ -185,8 +173,7 @@ class Trainer:
     def optimize(self, window: list[dict[str, Tensor]]) -> dict[str, float]:
         """Run one optimizer step: the loss is the mean over all supervised tokens in the window.
 
-        Averaging per token over micro-batches and processes makes the step independent of the
-        cut into micro-batches. A mean over micro-batch means would depend on it.
+        A mean over micro-batches' means would depend on the cut into micro-batches.
         """
         accelerator, world = self.accelerator, self.world
         counts = torch.tensor([self.objective.num_counted(batch) for batch in window])
@@ -195,6 +182,7 @@ class Trainer:
         # Counting slows a step down, so a launch counts its first step only.
         counts_flops = self.config.peak_tflops is not None and not self.pace.flops_per_token
         with flop_counter() if counts_flops else nullcontext() as counter:
+            # DDP averages gradients over processes; their number makes it a sum again.
             sums, losses = self._passes(window, scale=world / total)
         flops = self.pace.flops_of(sum(batch["input_ids"].numel() for batch in window), counter)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -215,11 +203,7 @@ class Trainer:
         return {**metrics, "grad_norm": norm, "lr": rate}
 
     def _wait_for_features(self, batch: dict[str, Tensor]) -> None:
-        """Fetch the batch's hidden states, if they come from a server.
-
-        Raises:
-            FeaturesLost: in every process, if one has lost its feature server.
-        """
+        """Fetch a server's hidden states; if one process has lost its server, all raise."""
         features = self.objective.features
         if features is None or not features.may_be_lost:
             return
@@ -241,10 +225,7 @@ class Trainer:
     def _passes(
         self, window: list[dict[str, Tensor]], *, scale: Tensor
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Add gradients for ``scale`` times the losses' sum; return metric sums and losses.
-
-        DDP averages gradients over processes, so ``scale`` includes their number as a factor.
-        """
+        """Add gradients for ``scale`` times the losses' sum; return metric sums and losses."""
         accelerator = self.accelerator
         sums: dict[str, Tensor] = {}
         losses: list[Tensor] = []
@@ -264,10 +245,8 @@ class Trainer:
     def _refuse(
         self, window: list[dict[str, Tensor]], losses: list[Tensor], norm: float, loss: float
     ) -> NoReturn:
-        """Save the batches with a non-finite loss, or all if every loss is finite; end the run.
-
-        Norm and loss cover all processes, so every process gets here at the same step.
-        """
+        """Save the batches with a non-finite loss, or all if every loss is finite; end the run."""
+        # Norm and loss cover all processes, so every process gets here at the same step.
         own = {index * self.world + self.rank: float(x) for index, x in enumerate(losses)}
         bad = {index: value for index, value in own.items() if not math.isfinite(value)}
         count = torch.tensor(len(bad), device=self.accelerator.device)
@@ -298,11 +277,7 @@ class Trainer:
     # -- evaluation and checkpoints ---------------------------------------------------------
 
     def _prompts_to_decode(self) -> list[list[int]]:
-        """Return held-out prompts to decode in evaluations; none if no process has a whole target.
-
-        Raises:
-            ValueError: no prompts, but ``evaluation.best_by`` needs them.
-        """
+        """Return held-out prompts to decode in evaluations; none without a whole target."""
         evaluation, objective = self.config.evaluation, self.objective
         count, prompts = evaluation.decode_prompts, list[list[int]]()
         has_target = self.config.features is None and not is_sharded(self.config, self.accelerator)
@@ -328,10 +303,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return the objective's metrics on the first validation rows, split over the processes.
-
-        Without validation rows the result is empty.
-        """
+        """Return metrics on the first validation rows, split over the processes, if any."""
         rows = list(range(min(self.config.evaluation.max_rows, len(self.data.valid))))
         if not rows:
             return {}
@@ -388,11 +360,7 @@ class Trainer:
             metrics["score"] = metrics[DECODED_LENGTH]
 
     def _save_best(self, metrics: dict[str, float], weights: dict[str, Tensor]) -> bool:
-        """Replace best/ after a better score; without validation rows the newest is the best.
-
-        Returns:
-            True if it was replaced.
-        """
+        """Return True after replacing best/; without validation rows the newest is the best."""
         progress = self.progress
         if metrics:
             if metrics["score"] <= progress.best_score:
@@ -411,8 +379,7 @@ class Trainer:
         """Load the newest undamaged checkpoint, if there is any.
 
         Raises:
-            ValueError: every checkpoint is damaged, or the newest belongs to another network, is
-                past the last step, or exists although ``resume`` is false.
+            ValueError: no checkpoint is undamaged, or the newest does not fit this run.
         """
         output_dir = self.config.output_dir
         folders = checkpoint.step_folders(output_dir)
@@ -422,7 +389,8 @@ class Trainer:
                 "give --resume true or another --output_dir"
             )
         # This launch's own group, before loading replaces the progress.
-        folder, group = self._choose_checkpoint(), self.progress.batch_group
+        folder = on_main_process(self.accelerator, self._choose_checkpoint)
+        group = self.progress.batch_group
         if folder is not None:
             try:
                 self.progress = self.state.load(folder / STATE)
@@ -444,11 +412,7 @@ class Trainer:
             truncate_log(log, step=self.progress.step, is_evaluated=is_evaluated)
 
     def _regroup(self, group: int) -> None:
-        """Keep the checkpoint's data order if it fits the current number of processes.
-
-        Args:
-            group: this launch's own batch group.
-        """
+        """Keep the checkpoint's data order if it fits the processes; else take this group."""
         progress, saved = self.progress, self.progress.batch_group
         if saved != group and (self.config.batch_group is not None or saved % self.world):
             progress.batch_group = group
@@ -462,25 +426,17 @@ class Trainer:
         self.num_steps = self._count_steps()
 
     def _choose_checkpoint(self) -> Path | None:
-        """Return the newest undamaged checkpoint, found by the main process."""
-
-        def look() -> Path | None:
-            checkpoint.tidy(self.config.output_dir)
-            folder, damages = checkpoint.newest_sound(self.config.output_dir)
-            for line in damages:
-                self.screen.say(line)
-            return folder
-
-        return on_main_process(self.accelerator, look)
+        """Remove partial and damaged checkpoints; return the newest sound one."""
+        checkpoint.tidy(self.config.output_dir)
+        folder, damages = checkpoint.newest_sound(self.config.output_dir)
+        for line in damages:
+            self.screen.say(line)
+        return folder
 
     # -- the run ----------------------------------------------------------------------------
 
     def run(self) -> dict[str, float]:
-        """Train from where ``restore`` left off to the last step, or until ``stop`` is set.
-
-        Returns:
-            The last evaluation's metrics.
-        """
+        """Train to the last step or until ``stop`` is set; return the last evaluation's metrics."""
         progress = self.progress
         log = MetricsLog(self)
         self.screen.begin()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipedraft.cli import check_ranges
 from pipedraft.data_recipes.batch import document_lengths
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.files import Values
@@ -143,12 +144,9 @@ class DivergenceConfig(StartConfig):
         Raises:
             ValueError: a setting is out of range.
         """
-        if not 0 <= self.loss_eta < float("inf"):
-            raise ValueError(f"model.loss_eta: {self.loss_eta} is not in [0, inf); 3 is usual")
-        if self.loss_top_k < 1:
-            raise ValueError(f"model.loss_top_k: {self.loss_top_k} is below 1; give at least 1")
-        if not 0 <= self.loss_ce <= 1:
-            raise ValueError(f"model.loss_ce: {self.loss_ce} is not in [0, 1]; 0.1 is usual")
+        check_ranges(
+            self, {"loss_eta": "[0, inf)", "loss_top_k": "[1, inf)", "loss_ce": "[0, 1]"}, "model."
+        )
         return LossKind(
             kind=self.loss,
             eta=self.loss_eta,
@@ -159,11 +157,7 @@ class DivergenceConfig(StartConfig):
 
 
 def load_start(place: str, kind: type[Draft]) -> Draft:
-    """Load the trained draft this run starts from, on the CPU.
-
-    Raises:
-        ValueError: not found, or a draft for another method.
-    """
+    """Load the trained draft this run starts from, on the CPU; ValueError: of another method."""
     with torch.device("cpu"):  # also inside a meta-device context
         draft = load_untied(resolve_folder(place))
     # isinstance would accept a DSpark head as a DFlash head
@@ -178,9 +172,8 @@ def load_start(place: str, kind: type[Draft]) -> Draft:
 class DraftObjective(Objective):
     """Base class for objectives that distill a frozen target into a draft.
 
-    The target stays outside the module tree. A subclass names its draft class and implements
-    ``forward`` and ``summarize``. The default loss covers rows before an assistant token; override
-    the rest as needed.
+    A subclass names its draft class and implements ``forward`` and ``summarize``. The default loss
+    covers rows before an assistant token.
     """
 
     draft_class: ClassVar[type[Draft]]
@@ -234,15 +227,11 @@ class DraftObjective(Objective):
         """Load the weights of a trained draft, and return it."""
         start = load_start(place, self.draft_class)
         start.reference.check_fingerprint(dict(self.reference.fingerprint))
+        given = vars(start.config) | vars(start.layer_config)
         differing = [
-            f"{name} {found}, this run {value}"
-            for given, own in (
-                (start.config, self.draft.config),
-                (start.layer_config, self.draft.layer_config),
-            )
-            for name, value in vars(own).items()
-            if (found := getattr(given, name)) != value
-            and not (name in self.addable and found is None)
+            f"{name} {given[name]}, this run {value}"
+            for name, value in (vars(self.draft.config) | vars(self.draft.layer_config)).items()
+            if given[name] != value and not (name in self.addable and given[name] is None)
         ]
         if differing:
             raise ValueError(

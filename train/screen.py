@@ -42,13 +42,10 @@ class Screen:
         self.is_shown = trainer.accelerator.is_main_process
         self._has_head = False
         self._timed_from, self._timed_at = trainer.progress.step, time.monotonic()
-        self._bar: tqdm | None = None
 
     def say(self, text: str) -> None:
-        """Write a line above the bar."""
         if self.is_shown:
-            # A plain print would break the bar apart.
-            tqdm.write(text, file=sys.stderr)
+            print(text, file=sys.stderr, flush=True)
 
     def begin(self) -> None:
         """Print the run's settings, and start its clock."""
@@ -65,20 +62,10 @@ class Screen:
             f"into {config.output_dir}: metrics.jsonl, best/, checkpoints/"
         )
         self._timed_from, self._timed_at = trainer.progress.step, time.monotonic()
-        self._bar = tqdm(
-            total=trainer.num_steps,
-            initial=trainer.progress.step,
-            unit="step",
-            leave=False,
-            mininterval=1.0,
-            disable=None if self.is_shown else True,  # None: only on a terminal
-        )
 
     def step(self) -> None:
         """Count a step; print the estimated time once the first steps are timed."""
         progress = self.trainer.progress
-        if self._bar is not None:
-            self._bar.update(1)
         done = progress.step - self._timed_from
         if done == 1 and not self._has_head:
             self._timed_from, self._timed_at = progress.step, time.monotonic()
@@ -103,12 +90,7 @@ class Screen:
         self.say("".join(f"{name:>{width}}" for name, width in WIDTHS.items()))
 
     def row(self, means: dict[str, float], rate: float) -> None:
-        """Write a table row.
-
-        Args:
-            means: averages since the last row.
-            rate: supervised tokens per second.
-        """
+        """Write a table row; ``rate``: supervised tokens per second since the last row."""
         if not self._has_head:
             self._head()
         accepted = means.get("acceptance", means.get("acceptance_1"))
@@ -122,8 +104,6 @@ class Screen:
             "left": "-" if left is None else tqdm.format_interval(left),
         }
         self.say("".join(f"{cells[name]:>{width}}" for name, width in WIDTHS.items()))
-        if self._bar is not None and "mfu" in means:
-            self._bar.set_postfix_str(f"MFU {means['mfu']:.3f}")
 
     def evaluated(self, metrics: dict[str, float], *, is_best: bool) -> None:
         """Write an evaluation's line."""
@@ -134,8 +114,6 @@ class Screen:
         """Print the reason for the end, the best figures, their folder, and the next commands."""
         trainer, folder = self.trainer, self.trainer.config.output_dir
         progress, stop = trainer.progress, trainer.stop
-        if self._bar is not None:
-            self._bar.close()
         if stop is not None:
             self.say(f"stopped at step {progress.step} of {trainer.num_steps}: {stop.reason}")
         if progress.best_step:

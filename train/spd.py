@@ -44,9 +44,7 @@ class SPDTrainConfig(SPDConfig, DivergenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, {"full_probability": "[0, 1]"}, "model.")
-        if self.fills < 1:
-            raise ValueError(f"model.fills: {self.fills}; give at least 1")
+        check_ranges(self, {"full_probability": "[0, 1]", "fills": "[1, inf)"}, "model.")
 
 
 def sample_occupancy(

@@ -21,11 +21,7 @@ FRAME_BYTES = 2**16
 
 
 def import_grpc() -> ModuleType:
-    """Import ``grpc.aio`` and related modules, which only servers and edge clients need.
-
-    Raises:
-        ValueError: grpc is not installed.
-    """
+    """Import ``grpc.aio``, which only servers and edge clients need, or raise ``ValueError``."""
     # gRPC's log lines would repeat ours at length; set GRPC_VERBOSITY=info for more.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:

@@ -1,12 +1,9 @@
-"""Render model cards: the draft, how to run it, its training data and measured results.
-
-The card's text is in card.md.jinja.
-"""
+"""Model cards, from card.md.jinja: the draft, how to run it, its training data, its results."""
 
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +43,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 """Export layouts per head type."""
 LICENSE_FIELDS = ("license", "license_name", "license_link")
+MANIFEST = ("checkpoints", "prompts", "config", "hardware", "dtype", "command")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,6 @@ class CardSource:
     """Export layout for a serving engine; None: a checkpoint."""
     launch: str | None = None
     """Command that serves the export."""
-    license: Values = field(default_factory=dict)
-    """The target's license, and for `other` its license_name and license_link."""
     measured: "Measured | None" = None
 
     @property
@@ -75,10 +71,10 @@ class CardSource:
         """Return True if others can load the target by name, because it is no local folder."""
         return is_hub_id(self.target)
 
-    def licensed(self, *, asks_hub: bool) -> "CardSource":
-        """Return a copy with the target's license, as found by ``license_of``."""
-        revision = self.description["target"].get("revision")
-        return replace(self, license=license_of(self.target, revision, asks_hub=asks_hub))
+
+def model_card(description: Description) -> str:
+    """Return the card for a checkpoint not yet on the Hub; read only local files."""
+    return render_card(CardSource(description=description))
 
 
 def is_hub_id(name: str) -> bool:
@@ -94,13 +90,20 @@ def card_template() -> Template:
     return environment.from_string(Path(__file__).with_name("card.md.jinja").read_text())
 
 
-def render_card(source: CardSource) -> str:
-    """Return README.md with metadata for the Hub."""
+def render_card(source: CardSource, *, asks_hub: bool = False) -> str:
+    """Return README.md with metadata for the Hub.
+
+    Args:
+        asks_hub: False: look for the target's license only in a folder or the download cache.
+    """
+    revision = source.description["target"].get("revision")
+    license = _clean(license_of(source.target, revision, asks_hub=asks_hub))
     source = _shown(source)
     return card_template().render(
         source=source,
         description=source.description,
-        metadata=_metadata(source),
+        license=license,
+        metadata=_metadata(source, license),
         engine=None if source.layout is None else ENGINES[source.layout],
         engines=ENGINES,
         layouts=LAYOUTS,
@@ -115,53 +118,48 @@ def plain(text: str) -> str:
     return line.replace("](", "] (")  # no Markdown link
 
 
+def _clean(value: Any) -> Any:
+    """Escape all texts in a value."""
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, Mapping):
+        return {plain(str(key)): _clean(entry) for key, entry in value.items()}
+    return [_clean(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
 def _shown(source: CardSource) -> CardSource:
     """Escape text from checkpoints, rows and results; shorten local folders to their names."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, str):
-            return plain(value)
-        if isinstance(value, Mapping):
-            return {plain(str(key)): clean(entry) for key, entry in value.items()}
-        return [clean(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-    description = clean(source.description)
-    name = source.target
+    description, measured = _clean(source.description), source.measured
     if not source.target_is_public:
-        description["target"]["name"] = f".../{plain(Path(name).name)}"  # not a Hub name
-    data = description.get("training", {}).get("data") or {}
-    if isinstance(data.get("sources"), dict):
+        description["target"]["name"] = f".../{plain(Path(source.target).name)}"  # not a Hub name
+    data = description.get("training", {}).get("data", {})
+    if sources := data.get("sources"):
         data["sources"] = {
             key if is_hub_id(key.partition(":")[0]) else f".../{Path(key).name}": counts
-            for key, counts in data["sources"].items()
+            for key, counts in sources.items()
         }
-    measured = source.measured
     if measured is not None:
-        runs = msgspec.convert(clean(msgspec.to_builtins(measured.runs)), list[MeasuredRun])
-        manifest = msgspec.convert(clean(msgspec.to_builtins(measured.manifest)), MeasuredBy)
-        measured = replace(measured, runs=runs, manifest=manifest)
-    license = clean(source.license)
-    return replace(source, description=description, measured=measured, license=license)
+        runs = msgspec.convert(_clean(msgspec.to_builtins(measured.runs)), list[MeasuredRun])
+        measured = replace(measured, runs=runs, manifest=_clean(measured.manifest))
+    return replace(source, description=description, measured=measured)
 
 
-def _metadata(source: CardSource) -> str:
-    measured = source.measured
-    kind = source.description["draft_type"]
-    data = source.description.get("training", {}).get("data", {})
-    tags = ["speculative-decoding", "pipedraft", kind]
+def _metadata(source: CardSource, license: Values) -> str:
+    measured, description = source.measured, source.description
+    tags = ["speculative-decoding", "pipedraft", description["draft_type"]]
     if source.layout is not None:
         tags.append(ENGINES[source.layout].lower())
     metadata = ModelCardData(
         library_name=source.layout or "pipedraft",
         base_model=source.target if source.target_is_public else None,
-        datasets=data.get("hub_datasets") or None,
+        datasets=description.get("training", {}).get("data", {}).get("hub_datasets") or None,
         tags=tags,
         model_name=None if measured is None else source.place.rpartition("/")[2],
         eval_results=None if measured is None else measured.eval_results(),
-        **source.license,
+        **license,
     )
-    order = ["library_name", "base_model", *LICENSE_FIELDS, "datasets"]
-    return metadata.to_yaml(original_order=[*order, "tags"])
+    order = ["library_name", "base_model", *LICENSE_FIELDS, "datasets", "tags"]
+    return metadata.to_yaml(original_order=order)
 
 
 # -- what was measured ----------------------------------------------------------------------
@@ -212,36 +210,13 @@ class _Runs(msgspec.Struct, frozen=True):
     runs: list[MeasuredRun]
 
 
-class _Prompts(msgspec.Struct, frozen=True):
-    count: int
-    sha256: str
-
-
-class _Settings(msgspec.Struct, frozen=True):
-    data_dir: str | None
-
-
-class _Machine(msgspec.Struct, frozen=True):
-    processor: str
-
-
-class MeasuredBy(msgspec.Struct, frozen=True):
-    """Fields from manifest.json for a card, as written by eval/manifest.py."""
-
-    checkpoints: dict[str, str]
-    prompts: dict[str, _Prompts]
-    config: _Settings
-    hardware: _Machine
-    dtype: str
-    command: str
-
-
 @dataclass(frozen=True)
 class Measured:
     """Evaluation entries for one draft, and for autoregressive decoding."""
 
     runs: list[MeasuredRun]
-    manifest: MeasuredBy
+    manifest: Values
+    """Entries of manifest.json named in ``MANIFEST``, as eval/manifest.py writes them."""
     chart: Path | None = None
     """Chart of L' by benchmark, if it shows only this draft."""
 
@@ -261,8 +236,7 @@ class Measured:
         """Read measured figures for a model card from an evaluation's results.
 
         Args:
-            weights_sha256: hash of the draft checkpoint's weights; the evaluation must have used
-                them.
+            weights_sha256: hash of the weights that the evaluation must have used.
 
         Raises:
             ValueError: no results from `pipedraft eval`, or results for other weights.
@@ -271,16 +245,14 @@ class Measured:
         try:
             runs = msgspec.json.decode(path.read_bytes(), type=_Runs).runs
             path = results.with_name("manifest.json")
-            manifest = msgspec.json.decode(path.read_bytes(), type=MeasuredBy)
-            unknown = {run.benchmark for run in runs} - manifest.prompts.keys()
-            if unknown:
-                raise ValueError(f"prompts has no {min(unknown)!r}")
-        except (OSError, ValueError, RecursionError) as error:
+            manifest = msgspec.json.decode(path.read_bytes(), type=Values)
+            manifest = {name: manifest[name] for name in MANIFEST}
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"--results: {path} is not of pipedraft eval ({error!r}); give the results.json "
                 "that eval wrote into --out, with the manifest.json beside it"
             ) from error
-        hashes = manifest.checkpoints
+        hashes = manifest["checkpoints"]
         own = {name for name, digest in hashes.items() if digest == weights_sha256}
         if not own:
             raise ValueError(
@@ -296,38 +268,34 @@ class Measured:
         """Return results as Hub metadata, without the baseline's."""
         found = []
         for run in (run for run in self.runs if run.checkpoint is not None):
-            setting = {
-                key: getattr(run, key)
-                for key in ("schedule", "stages", "temperature", "tree_width", "tree")
-            } | run.filters
+            names = ("schedule", "stages", "temperature", "tree_width", "tree")
+            setting = {name: getattr(run, name) for name in names} | run.filters
             shown = f"{run.schedule}, n = {run.stages}, T = {run.sampling}, W = {run.tree_width}"
             shown += f", {run.tree}" if run.tree else ""
+            prompts = self.manifest["prompts"][run.benchmark]
             # Prompts in a benchmark's form are not the benchmark.
-            folder, prompts = self.manifest.config.data_dir, self.manifest.prompts[run.benchmark]
-            is_named = folder is not None or run.benchmark.startswith("pipedraft-")
-            kind = run.benchmark if is_named else f"pipedraft-{run.benchmark}"
-            length = run.equivalent_acceptance_length
+            is_own = self.manifest["config"]["data_dir"] is None
+            prefix = "pipedraft-" * (is_own and not run.benchmark.startswith("pipedraft-"))
+            kind, length = prefix + run.benchmark, run.equivalent_acceptance_length
             values = {
-                "equivalent_acceptance_length": length.pooled,
-                "mean_acceptance_length": run.mean_acceptance_length,
-                "draft_acceptance_rate": run.draft_acceptance_rate,
+                "equivalent_acceptance_length": (length.pooled, {"ci95": list(length.ci95)}),
+                "mean_acceptance_length": (run.mean_acceptance_length, {}),
+                "draft_acceptance_rate": (run.draft_acceptance_rate, {}),
             }
-            for name, value in values.items():
-                if value is None:
-                    continue
-                extra = {"ci95": list(length.ci95)} if value is length.pooled else {}
-                found.append(
-                    EvalResult(
-                        task_type="text-generation",
-                        dataset_type=kind,
-                        dataset_name=f"{kind}, {prompts.count} prompts",
-                        dataset_args={"prompts_sha256": prompts.sha256},
-                        metric_type=name,
-                        metric_value=value,
-                        metric_name=f"{name} ({shown})",
-                        metric_args={**setting, **extra},
-                    )
+            found += [
+                EvalResult(
+                    task_type="text-generation",
+                    dataset_type=kind,
+                    dataset_name=f"{kind}, {prompts['count']} prompts",
+                    dataset_args={"prompts_sha256": prompts["sha256"]},
+                    metric_type=name,
+                    metric_value=value,
+                    metric_name=f"{name} ({shown})",
+                    metric_args={**setting, **extra},
                 )
+                for name, (value, extra) in values.items()
+                if value is not None
+            ]
         return found
 
 

@@ -11,7 +11,8 @@ from itertools import accumulate
 from operator import mul
 
 from pipedraft.files import Values
-from pipedraft.models.draft import Draft
+from pipedraft.models.dflash import DFlash
+from pipedraft.models.draft import Description, Draft
 from pipedraft.models.exchange.card import MeasuredRun
 
 CHAIN_LENGTH = 3
@@ -51,8 +52,9 @@ def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
     return {sampling: by_length[max(by_length)] for sampling, by_length in chains.items()}
 
 
-def validated_acceptance(metrics: Values) -> list[float]:
+def validated_acceptance(description: Description) -> list[float]:
     """Return the share of held-out rows where draft and target agree, by position."""
+    metrics = description.get("training", {}).get("metrics") or {}
     names = [f"agreement_{position}" for position in range(1, len(metrics) + 1)]
     return [float(metrics[name]) for name in names if name in metrics]
 
@@ -68,6 +70,13 @@ def relative_cost(head: Draft) -> float:
     if "lm_head.weight" not in head.state_dict():
         own += vocabulary
     return own / (int(head.reference.fingerprint["num_layers"]) * block + vocabulary)
+
+
+def draft_tokens(head: Draft, acceptance: Sequence[float]) -> int:
+    """Return the draft tokens per round for a launch command; a block has one length."""
+    if isinstance(head, DFlash):
+        return head.config.num_tokens
+    return best_chain(acceptance, relative_cost(head))
 
 
 def best_chain(acceptance: Sequence[float], cost: float) -> int:
@@ -101,9 +110,6 @@ def simulated(chains: dict[str, list[MeasuredRun]]) -> Values:
                 "SGLANG_SIMULATE_ACC_LEN": f"{length:.4f}",
                 "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
             }
-            found.setdefault(f"temperature {sampling}", {})[name] = {
-                "acceptance_length": round(length, 4),
-                "vllm": vllm,
-                "sglang": sglang,
-            }
+            sizes = {"acceptance_length": round(length, 4), "vllm": vllm, "sglang": sglang}
+            found.setdefault(f"temperature {sampling}", {})[name] = sizes
     return found

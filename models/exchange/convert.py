@@ -16,6 +16,15 @@ from pipedraft.models.dspark import DSpark
 from pipedraft.models.eagle3 import Eagle3
 
 
+def no_place(layout: str, name: str, value: object, why: str = "") -> ValueError:
+    """Return the error for a setting that a layout cannot describe."""
+    fix = "--format speculators" if layout == "sglang" else "another --format"
+    return ValueError(
+        f"--format: {layout!r} has no place for model.{name} {value!r}, with which this head was "
+        f"trained{why}; give {fix}"
+    )
+
+
 def convert(head: Eagle3 | DFlash) -> None:
     """Sort a loaded head's fused layers and, for a whole vocabulary, its draft tokens.
 

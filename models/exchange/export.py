@@ -1,21 +1,12 @@
-"""Export heads in serving engines' layouts.
+"""Export heads in serving engines' layouts; docs/export.md has the launch commands.
 
 ``sglang`` is the authors' layout: `LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`,
-`DFlashDraftModel` or `Qwen3DSparkModel`. vLLM loads the last two as well. An MTP layer is written
-in its target's layout, `mtp.*`. To serve an EAGLE-3 head:
+`DFlashDraftModel` or `Qwen3DSparkModel`. vLLM loads the last two as well. ``speculators`` is vLLM's
+own. An MTP layer is written in its target's layout, `mtp.*`.
 
-    python -m sglang.launch_server --model-path TARGET --dtype bfloat16 \\
-      --speculative-algorithm EAGLE3 --speculative-draft-model-path OUT \\
-      --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4
-
-``speculators`` is vLLM's layout:
-
-    vllm serve TARGET --dtype bfloat16 \\
-      --speculative-config '{"method": "eagle3", "model": "OUT", "num_speculative_tokens": 3}'
-
-Weights stay float32 as trained; ``--dtype`` sets the engine's compute dtype. The token embedding is
-the target's: SGLang takes it from the target, vLLM's layout gets a copy. (vLLM needs no copy, but
-without one the speculators package reads uninitialized memory with transformers 5.23.)
+Weights stay float32 as trained. The token embedding is the target's: SGLang takes it from the
+target, vLLM's layout gets a copy. (vLLM needs no copy, but without one the speculators package
+reads uninitialized memory with transformers 5.23.)
 
 Layer numbers: here and in vLLM index i is the input of the target's layer i. SGLang adds one to the
 numbers it reads, so its numbers are written one lower, and omitted where they equal its default.
@@ -23,6 +14,8 @@ numbers it reads, so its numbers are written one lower, and omitted where they e
 
 import json
 import shlex
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +31,9 @@ from pipedraft.models.draft import (
     WEIGHTS_FILE,
     Description,
     Draft,
+    TargetReference,
     copy_head,
+    load_untied,
     read_description,
 )
 from pipedraft.models.dspark import DSpark, DSparkConfig
@@ -47,14 +42,13 @@ from pipedraft.models.eagle3 import Eagle3
 from pipedraft.models.exchange.card import CARD, LAYOUTS, CardSource, Measured, render_card
 from pipedraft.models.exchange.chain import (
     CHAIN_LENGTH,
-    best_chain,
     chains_of,
-    relative_cost,
+    draft_tokens,
     simulated,
     sum_counts,
     validated_acceptance,
 )
-from pipedraft.models.exchange.convert import convert
+from pipedraft.models.exchange.convert import convert, no_place
 from pipedraft.models.fingerprint import TargetFiles, read_target
 from pipedraft.models.mtp import MTP, MTP_PREFIX
 
@@ -62,21 +56,27 @@ Layout = Literal["sglang", "speculators"]
 Config = dict[str, object]
 """An export's config.json."""
 
-HEADS: dict[str, type[Draft]] = {
-    "eagle": Eagle,
-    "eagle3": Eagle3,
-    "mtp": MTP,
-    "dflash": DFlash,
-    "dspark": DSpark,
-}
-
 ORIGIN_FILE = "pipedraft.json"
+SIMULATORS_FILE = "acceptance.json"
 
 VLLM_ONLY = ("norm_before_residual", "query_key_norm", "sliding_window")
 """EAGLE-3 settings that SGLang 0.5.23 does not read from the files."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 """Norms around the projection; both engines read them."""
-SIMULATORS_FILE = "acceptance.json"
+
+
+class HeadTarget:
+    """A head's target, under the name by which an engine loads it; read when first needed."""
+
+    def __init__(self, reference: TargetReference, name: str | None = None) -> None:
+        self.name, self._reference = name or reference.name, reference
+        self._revision = None if name else reference.revision
+
+    @cached_property
+    def files(self) -> TargetFiles:
+        found = read_target(self.name, self._revision)
+        self._reference.check_fingerprint(found.fingerprint)
+        return found
 
 
 def export(
@@ -103,39 +103,33 @@ def export(
         ValueError: another kind of draft, a head the layout cannot describe, another target, or a
             folder in use.
     """
-    head, description = load_head(folder, layout)
+    kinds = [kind for kind, layouts in LAYOUTS.items() if layout in layouts]
+    head, description = load_head(folder, layout, kinds)
     if getattr(head.config, "candidate_rank", None) is not None:
         raise ValueError(
             "--format: no engine reads model.candidate_rank; export the head that it came from"
         )
-    if layout == "sglang" and target is not None:  # the other layout reads the target below
-        head.reference.check_fingerprint(read_target(target, None).fingerprint)
-    name, revision = (target, None) if target else (head.reference.name, head.reference.revision)
-    if head.shares_head:  # engines load an LM head with every draft
-        found = read_target(name, revision)
-        head.reference.check_fingerprint(found.fingerprint)
-        copy_head(head, found.head_VH)
-    if isinstance(head, Eagle3 | DFlash):
-        convert(head)
+    engines = HeadTarget(head.reference, target)
+    if target is not None or head.shares_head:
+        prepare(head, engines.files)
+    else:
+        prepare(head)
     digest = file_sha256(folder / WEIGHTS_FILE)
-    acceptance = validated_acceptance(description.get("training", {}).get("metrics") or {})
-    simulators = None
+    acceptance, simulators = validated_acceptance(description), None
     if results is not None:
         chains = chains_of(Measured.read(results, digest).runs)
         acceptance = sum_counts(chains[min(chains)])  # the greedy chains, if there are any
         simulators = to_json(simulated(chains))
-    num_tokens = best_chain(acceptance, relative_cost(head))
-    if isinstance(head, DFlash):  # a block has one length
-        num_tokens = head.config.num_tokens
+    num_tokens = draft_tokens(head, acceptance)
     # After the conversion: the configuration lists the layers in the order of fc's columns.
-    config, weights = _parts(head, layout, name, revision, num_tokens)
+    config, weights = _parts(head, layout, engines, num_tokens)
 
     if target is not None:
         description["target"] |= {"name": target, "revision": None}
     origin = Origin(
         layout=layout, weights_sha256=digest, description=description, num_tokens=num_tokens
     )
-    card = render_card(origin.card_source().licensed(asks_hub=False))
+    card = render_card(origin.card_source())
 
     def fill(temporary: Path) -> None:
         (temporary / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
@@ -149,52 +143,53 @@ def export(
     return write_folder(out, fill, inputs=[folder])
 
 
-def load_head(folder: Path, layout: str) -> tuple[Eagle | Eagle3 | MTP | DFlash, Description]:
+def load_head(folder: Path, layout: str, kinds: Sequence[str]) -> tuple[Draft, Description]:
     """Load a checkpoint, if the layout supports its head type.
 
     Raises:
-        ValueError: the layout does not support the head's type.
+        ValueError: the head's type is not in ``kinds``.
     """
     description = read_description(folder)
     kind = description["draft_type"]
-    if layout not in LAYOUTS.get(kind, ()):
-        *known, last = (name for name, layouts in LAYOUTS.items() if layout in layouts)
+    if kind not in kinds:
+        *known, last = kinds
         raise ValueError(
             f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout {layout} is for "
             f"{', '.join(known)} and {last} heads, give a checkpoint of one"
         )
-    head = HEADS[kind].load(folder, description)
-    assert isinstance(head, Eagle | Eagle3 | MTP | DFlash)
-    return head, description
+    return load_untied(folder), description
+
+
+def prepare(head: Draft, target: TargetFiles | None = None) -> None:
+    """Convert a loaded head to the form that engines assume, with an LM head of its own."""
+    if head.shares_head:  # engines load an LM head with every draft
+        assert target is not None
+        copy_head(head, target.head_VH)
+    if isinstance(head, Eagle3 | DFlash):
+        convert(head)
 
 
 def _parts(
-    head: Eagle | Eagle3 | MTP | DFlash,
-    layout: Layout,
-    name: str,
-    revision: str | None,
-    num_tokens: int,
+    head: Draft, layout: Layout, target: HeadTarget, num_tokens: int
 ) -> tuple[Config, dict[str, Tensor]]:
     """Return config.json and weights, including target parts repeated in the layout."""
     if isinstance(head, MTP):
-        return mtp_parts(head, read_target(name, revision))
+        return mtp_parts(head, target.files)
     if isinstance(head, Eagle):
         return eagle_config(head), eagle_weights(head)
-    if layout == "sglang" and isinstance(head, Eagle3):
-        return sglang_config(head), sglang_weights(head)
-    if layout == "sglang" and isinstance(head, DFlash) and not isinstance(head, DSpark):
-        return dflash_config(head), head.state_dict()
-    found = read_target(name, revision)
-    head.reference.check_fingerprint(found.fingerprint)
-    architectures = found.config.get("architectures", [])
     if isinstance(head, Eagle3):
-        weights = speculators_weights(head, found.embedding_VH)
-        return speculators_config(head, name, architectures, num_tokens), weights
-    if layout == "speculators" or not isinstance(head, DSpark):
-        config = block_speculators_config(head, name, architectures)
-        return config, block_speculators_weights(head, found.head_VH)
-    own = {"embed_tokens.weight": found.embedding_VH, "lm_head.weight": found.head_VH}
-    return dspark_config(head), head.state_dict() | {key: x.clone() for key, x in own.items()}
+        if layout == "sglang":
+            return sglang_config(head), sglang_weights(head)
+        weights = speculators_weights(head, target.files.embedding_VH)
+        return speculators_config(head, target, num_tokens), weights
+    assert isinstance(head, DFlash)
+    if layout == "speculators":
+        weights = block_speculators_weights(head, target.files.head_VH)
+        return block_speculators_config(head, target), weights
+    if not isinstance(head, DSpark):
+        return dflash_config(head), head.state_dict()
+    ends = (("embed_tokens", target.files.embedding_VH), ("lm_head", target.files.head_VH))
+    return dspark_config(head), head.state_dict() | {f"{k}.weight": x.clone() for k, x in ends}
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,9 +241,9 @@ def launch_line(
     """
     place, target = shlex.quote(str(out)), shlex.quote(target)
     is_block = kind in (DFlash.draft_type, DSpark.draft_type)
-    if layout == "speculators" and is_block:  # its files contain all other settings, the target too
-        return f"vllm serve {place} --dtype bfloat16"
     if layout == "speculators":
+        if is_block:  # its files contain all other settings, the target too
+            return f"vllm serve {place} --dtype bfloat16"
         options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": num_tokens}
         settings = shlex.quote(json.dumps(options))
         return f"vllm serve {target} --dtype bfloat16 --speculative-config {settings}"
@@ -259,12 +254,10 @@ def launch_line(
     )
     if is_block and not is_shifted:  # its configuration sets the length
         return line
-    if is_block:  # SGLang takes a block for one draft token longer than it is
-        return f"{line} --speculative-num-draft-tokens {num_tokens + 1}"
-    return (
-        f"{line} --speculative-num-steps {num_tokens} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {num_tokens + 1}"
-    )
+    if not is_block:
+        line += f" --speculative-num-steps {num_tokens} --speculative-eagle-topk 1"
+    # A chain's pass also has the target's own token; a shifted block is one longer than it says.
+    return f"{line} --speculative-num-draft-tokens {num_tokens + 1}"
 
 
 # U draft vocabulary, V target vocabulary, H hidden
@@ -275,17 +268,10 @@ def launch_line(
 def sglang_config(head: Eagle3) -> Config:
     """Return config.json in the authors' layout."""
     layers, last = head.config.feature_layers, head.config.num_target_layers
-    used = [name for name in VLLM_ONLY if getattr(head.config, name)]
-    if used:
-        raise ValueError(
-            f"--format: 'sglang' has no place for model.{used[0]}, which this head was trained "
-            "with; give --format speculators"
-        )
-    if not all(0 < layer < last for layer in layers):
-        raise ValueError(
-            f"--format: 'sglang' fuses layers in 1..{last - 1}, this head was trained with "
-            f"model.feature_layers {list(layers)}; give --format speculators"
-        )
+    for name in VLLM_ONLY:
+        if value := getattr(head.config, name):
+            raise no_place("sglang", name, value)
+    _check_layers(head, lowest=1)
     norms = {name: True for name in NORMS if getattr(head.config, name)}
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -311,7 +297,7 @@ def sglang_weights(head: Eagle3) -> dict[str, Tensor]:
     return weights | vocabulary_maps(head)
 
 
-def _speculators(kind: str, num_tokens: int, target: str, architectures: list[str]) -> Config:
+def _speculators(kind: str, num_tokens: int, target: HeadTarget) -> Config:
     """Return the common config.json entries of vLLM's layout (speculators package, version 0.9)."""
     proposal = {
         "proposal_type": "greedy",
@@ -326,30 +312,27 @@ def _speculators(kind: str, num_tokens: int, target: str, architectures: list[st
             "algorithm": kind,
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target, "architectures": architectures},
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": target.files.config.get("architectures", []),
+            },
         },
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
 
 
-def speculators_config(
-    head: Eagle3, target: str, architectures: list[str], num_tokens: int
-) -> Config:
+def speculators_config(head: Eagle3, target: HeadTarget, num_tokens: int) -> Config:
     """Return config.json in vLLM's EAGLE-3 layout."""
-    window = {}
+    layer = _layer_config(head)
     if head.config.sliding_window is not None:
-        window = {
-            "layer_types": ["sliding_attention"],
-            "sliding_window": head.config.sliding_window,
-            "use_sliding_window": True,
-        }
-    return _speculators("eagle3", num_tokens, target, architectures) | {
+        layer["layer_types"] = ["sliding_attention"]
+        layer |= {"sliding_window": head.config.sliding_window, "use_sliding_window": True}
+    # vLLM sizes fc by this number, not by the list below.
+    layer["num_aux_hidden_states"] = len(head.config.feature_layers)
+    return _speculators("eagle3", num_tokens, target) | {
         "architectures": ["Eagle3DraftModel"],
-        # vLLM sizes fc by this number, not by the list below.
-        "transformer_layer_config": _layer_config(head)
-        | window
-        | {"num_aux_hidden_states": len(head.config.feature_layers)},
+        "transformer_layer_config": layer,
         "draft_vocab_size": len(head.draft_ids),
         "eagle_aux_hidden_state_layer_ids": list(head.config.feature_layers),
         # vLLM's default is true.
@@ -421,7 +404,6 @@ def mtp_parts(head: MTP, found: TargetFiles) -> tuple[Config, dict[str, Tensor]]
             "--format: 'sglang' has no place for an MTP layer that is not the target's own; "
             "give a checkpoint that began with pipedraft models import --from TARGET"
         )
-    head.reference.check_fingerprint(found.fingerprint)
     layers: Config = {"mtp_num_hidden_layers": 1}
     text = found.config.get("text_config")  # for vision-language models
     config = found.config | (layers if text is None else {"text_config": text | layers})
@@ -444,11 +426,8 @@ def dflash_config(head: DFlash) -> Config:
 def dspark_config(head: DSpark) -> Config:
     """Return config.json in the authors' DSpark layout, DeepSpec's."""
     config = head.config
-    if not config.markov_rank:
-        raise ValueError(
-            "--format: 'sglang' has no place for model.markov_rank 0, which this head was trained "
-            "with: SGLang refuses a DSpark without a table; give --format speculators"
-        )
+    if not config.markov_rank:  # SGLang refuses a DSpark without a table
+        raise no_place("sglang", "markov_rank", 0)
     read = {"confidence_head_with_markov": config.confidence == "pair"}
     return {
         "architectures": ["Qwen3DSparkModel"],
@@ -469,27 +448,26 @@ def _block_config(head: DFlash, lowest: int) -> Config:
 
     A layer number means this layer's output, -1 the embedding.
     """
-    layers, last = head.config.feature_layers, head.config.num_target_layers
-    if not all(lowest <= layer < last for layer in layers):
-        raise ValueError(
-            f"--format: 'sglang' fuses layers in {lowest}..{last - 1}, this head was trained with "
-            f"model.feature_layers {list(layers)}; give --format speculators"
-        )
-    if head.config.draft_vocab_size is not None:
-        raise ValueError(
-            "--format: 'sglang' has no place for model.draft_vocab_size "
-            f"{head.config.draft_vocab_size}; give --format speculators"
-        )
+    _check_layers(head, lowest)
+    if (size := head.config.draft_vocab_size) is not None:
+        raise no_place("sglang", "draft_vocab_size", size)
     return {
         **_layer_config(head),
         "layer_types": ["full_attention"] * head.config.num_layers,
-        "num_target_layers": last,
+        "num_target_layers": head.config.num_target_layers,
         "block_size": head.config.block_size,
         "torch_dtype": "float32",
     }
 
 
-def block_speculators_config(head: DFlash, target: str, architectures: list[str]) -> Config:
+def _check_layers(head: Eagle3 | DFlash, lowest: int) -> None:
+    """Refuse fused layers that SGLang cannot number."""
+    layers, most = list(head.config.feature_layers), head.config.num_target_layers - 1
+    if not all(lowest <= layer <= most for layer in layers):
+        raise no_place("sglang", "feature_layers", layers, f", only for layers in {lowest}..{most}")
+
+
+def block_speculators_config(head: DFlash, target: HeadTarget) -> Config:
     """Return config.json in vLLM's layout for DFlash and DSpark."""
     config, own = head.config, {}
     if isinstance(config, DSparkConfig):
@@ -500,7 +478,7 @@ def block_speculators_config(head: DFlash, target: str, architectures: list[str]
             "confidence_head_with_markov": config.confidence == "pair",
         }
     kinds = {"layer_types": ["full_attention"] * config.num_layers}
-    return _speculators(head.draft_type, config.num_tokens, target, architectures) | {
+    return _speculators(head.draft_type, config.num_tokens, target) | {
         "architectures": ["DSparkDraftModel" if own else "DFlashDraftModel"],
         "transformer_layer_config": _layer_config(head) | kinds,
         "draft_vocab_size": len(head.draft_ids),

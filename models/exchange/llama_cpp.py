@@ -20,14 +20,12 @@ from torch import Tensor
 
 from pipedraft.files import write_folder
 from pipedraft.models.dflash import DFlash
-from pipedraft.models.draft import copy_head, read_description
 from pipedraft.models.eagle3 import Eagle3
-from pipedraft.models.exchange.chain import best_chain, relative_cost, validated_acceptance
-from pipedraft.models.exchange.convert import convert
-from pipedraft.models.fingerprint import read_target
+from pipedraft.models.exchange.chain import draft_tokens, validated_acceptance
+from pipedraft.models.exchange.convert import no_place
+from pipedraft.models.exchange.export import HeadTarget, load_head, prepare
 
 FILE = "draft.gguf"
-KINDS: dict[str, type[Eagle3 | DFlash]] = {"eagle3": Eagle3, "dflash": DFlash}
 UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window", "candidate_rank")
 """EAGLE-3 settings ignored by llama.cpp."""
 NUM_EAGLE_LAYERS = 3
@@ -73,14 +71,14 @@ def export_gguf(folder: Path, out: Path, *, target: str | None) -> tuple[list[Pa
             f"--target: {target!r} is no GGUF file; --format gguf copies the tokenizer of the "
             "target's, give the file that llama-server -m loads"
         )
-    head, acceptance = load_head(folder)
-    convert(head)
+    head, description = load_head(folder, "gguf", [Eagle3.draft_type, DFlash.draft_type])
+    assert isinstance(head, Eagle3 | DFlash)
+    own_target = HeadTarget(head.reference)
+    prepare(head, own_target.files if head.shares_head else None)
     check_head(head)
     tokenizer = read_tokenizer(Path(target), head)
-    tensors = tensors_of(head)
-    num_tokens = best_chain(acceptance, relative_cost(head))
-    if isinstance(head, DFlash):
-        num_tokens = head.config.num_tokens
+    tensors = tensors_of(head, own_target)
+    num_tokens = draft_tokens(head, validated_acceptance(description))
 
     def fill(temporary: Path) -> None:
         write_file(temporary / FILE, head, tensors, tokenizer)
@@ -91,24 +89,6 @@ def export_gguf(folder: Path, out: Path, *, target: str | None) -> tuple[list[Pa
         f"--spec-type draft-{head.draft_type} --spec-draft-n-max {num_tokens}"
     )
     return files, line
-
-
-def load_head(folder: Path) -> tuple[Eagle3 | DFlash, list[float]]:
-    """Load a checkpoint with its LM head; also return its validated acceptance."""
-    description = read_description(folder)
-    kind = description["draft_type"]
-    if kind not in KINDS:
-        raise ValueError(
-            f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout gguf is for "
-            f"{' and '.join(KINDS)} heads, give a checkpoint of one"
-        )
-    head = KINDS[kind].load(folder, description)
-    assert isinstance(head, Eagle3 | DFlash)
-    if head.shares_head:
-        found = read_target(head.reference.name, head.reference.revision)
-        head.reference.check_fingerprint(found.fingerprint)
-        copy_head(head, found.head_VH)
-    return head, validated_acceptance(description.get("training", {}).get("metrics") or {})
 
 
 def check_head(head: Eagle3 | DFlash) -> None:
@@ -122,13 +102,10 @@ def check_head(head: Eagle3 | DFlash) -> None:
     if rope["rope_type"] != "default":  # the writer below stores a base, no scaling
         found["rope_type"] = rope["rope_type"]
     for name, value in found.items():
-        raise ValueError(
-            f"--format: 'gguf' has no place for model.{name} {value!r}, which this head was "
-            "trained with; give --format sglang or speculators, or train a head without"
-        )
+        raise no_place("gguf", name, value)
 
 
-def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
+def tensors_of(head: Eagle3 | DFlash, target: HeadTarget) -> dict[str, Tensor]:
     """Return tensors by GGUF name.
 
     EAGLE-3's query and key rows are permuted, because llama.cpp rotates neighboring rows there. In
@@ -154,9 +131,7 @@ def tensors_of(head: Eagle3 | DFlash) -> dict[str, Tensor]:
     if len(head.draft_ids) < head.target_vocab_size:
         tensors["d2t"] = head.draft_ids
         if isinstance(head, DFlash):  # an EAGLE-3 head has its own LM head
-            found = read_target(head.reference.name, head.reference.revision)
-            head.reference.check_fingerprint(found.fingerprint)
-            tensors["output.weight"] = found.head_VH[head.draft_ids]
+            tensors["output.weight"] = target.files.head_VH[head.draft_ids]
     return tensors
 
 

@@ -44,7 +44,7 @@ class FeatureOptions(Options):
     """serve: port to listen on"""
     out: Path | None = None
     """folder to write or resume; serve: folder for files in transit (default: a temporary one)"""
-    dtype: Literal["fp32", "bf16", "fp16", "int8"] = "bf16"
+    dtype: Literal["fp32", "bf16", "int8"] = "bf16"
     """storage dtype"""
     also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)
     """configuration of another head to read the same states; repeatable"""
@@ -59,12 +59,7 @@ class FeatureOptions(Options):
 
 
 def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
-    """Return the heads for one dump, the first one from the command line.
-
-    Raises:
-        ValueError: the heads have different targets or none, or the first one shards the target or
-            reads features itself.
-    """
+    """Return the heads for one dump, the first one from the command line."""
     from pipedraft.train.__main__ import methods
     from pipedraft.train.config import parse_run
     from pipedraft.train.features.dump import Head

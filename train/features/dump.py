@@ -32,7 +32,6 @@ from pipedraft.train.config import RunConfig
 from pipedraft.train.features.reader import decoder_config, needed_layers, weightless_draft
 from pipedraft.train.features.shards import (
     INDEX,
-    DumpSettings,
     Index,
     bytes_per_token,
     difference,
@@ -46,7 +45,6 @@ from pipedraft.train.features.vllm import VllmStates, serve, states_request
 from pipedraft.train.launch import (
     load_frozen_target,
     make_accelerator,
-    needs_others,
     on_main_process,
     resolve_dtype,
     uses_autocast,
@@ -83,7 +81,7 @@ def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, t
 
 
 def cut_in_shards(
-    run: RunConfig, data: TokenizedData, settings: DumpSettings, token_bytes: int
+    run: RunConfig, data: TokenizedData, settings: Values, token_bytes: int
 ) -> tuple[list[list[list[int]]], list[int]]:
     """Return each shard's batches and its token count; a batch is a list of row numbers.
 
@@ -92,7 +90,7 @@ def cut_in_shards(
     hidden states that it would compute itself.
     """
     lengths = row_lengths(data.train) + row_lengths(data.valid)
-    num_train, group = len(data.train), settings.batch_group
+    num_train, group = len(data.train), settings["batch_group"]
     batches = length_bucketed_batches(
         lengths[:num_train], run.batch_tokens, seed=run.seed, epoch=0, group=group
     )
@@ -102,7 +100,7 @@ def cut_in_shards(
     shards: list[list[list[int]]] = [[]]
     tokens = [0]
     for rows in batches:
-        if tokens[-1] * token_bytes >= settings.shard_mb * 1e6:
+        if tokens[-1] * token_bytes >= settings["shard_mb"] * 1e6:
             shards.append([])
             tokens.append(0)
         shards[-1].append(rows)
@@ -112,7 +110,7 @@ def cut_in_shards(
 
 def size_table(layers: dict[str, tuple[int, ...]], hidden_size: int) -> str:
     """Return a Markdown table of bytes per token in each dtype and per 2,048 tokens in bf16."""
-    lines = ["| head | layers | fp32 | bf16, fp16 | int8 | 2,048 tokens in bf16 |"]
+    lines = ["| head | layers | fp32 | bf16 | int8 | 2,048 tokens in bf16 |"]
     lines.append("|---|---|---|---|---|---|")
     for name, chosen in layers.items():
         sizes = [bytes_per_token(len(chosen), hidden_size, d) for d in ("fp32", "bf16", "int8")]
@@ -135,18 +133,14 @@ def size_text(num_bytes: float) -> str:
 class States:
     """Runs the frozen target on rows of tokens."""
 
-    def __init__(self, target: PreTrainedModel, pad_id: int, accelerator: Accelerator) -> None:
-        self.target, self.pad_id, self.accelerator = target, pad_id, accelerator
-        self.config = target.get_decoder().config
-        self.num_layers: int = self.config.num_hidden_layers
+    def __init__(self, target: PreTrainedModel, accelerator: Accelerator) -> None:
+        self.target, self.accelerator = target, accelerator
 
     @torch.no_grad()
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
         """Return hidden states {layer: [M, H]}, row after row."""
-        # The mask is there for collate alone: hidden states do not depend on it.
-        batch = collate(
-            [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], self.pad_id
-        )
+        # Mask and padding are there for collate alone: hidden states do not depend on them.
+        batch = collate([{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], 0)
         ids_BT, device = batch["input_ids"], self.accelerator.device
         is_token_BT = torch.arange(ids_BT.shape[1]) < batch["lengths"][:, None]
         with self.accelerator.autocast():
@@ -216,8 +210,8 @@ class Dump:
 
     def _check(self, found_index: Index, path: Path) -> None:
         other = difference(found_index.identity, self.index.identity)
-        for name, value in msgspec.structs.asdict(self.index.settings).items():
-            found = getattr(found_index.settings, name)
+        for name, value in self.index.settings.items():
+            found = found_index.settings.get(name)
             if other is None and found != value:
                 other = f"the same with other settings ({name}: {found} != {value})"
         if other is not None:
@@ -254,12 +248,12 @@ class Dump:
         settings, batches = self.index.settings, self.shards[number]
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for rows in batches:
-            hidden = states.of(self._ids(rows), settings.layers)
+            hidden = states.of(self._ids(rows), settings["layers"])
             for layer, hidden_MH in hidden.items():
-                for name, tensor in encode(hidden_MH, settings.dtype, layer).items():
+                for name, tensor in encode(hidden_MH, settings["dtype"], layer).items():
                     # Off the device at once: a whole shard may not fit into its memory.
                     parts[name].append(tensor.cpu())
-            bar.update(len(hidden[settings.layers[-1]]))
+            bar.update(len(hidden[settings["layers"][-1]]))
         tensors = {name: torch.cat(pieces) for name, pieces in parts.items()}
         tensors["rows"] = torch.tensor([row for rows in batches for row in rows])
         # By a rename: a killed dump leaves no partial shard under this name.
@@ -276,7 +270,6 @@ class Dump:
 # -- the commands ---------------------------------------------------------------------------
 
 
-@needs_others()
 def dump_features(
     own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
 ) -> None:
@@ -288,7 +281,7 @@ def dump_features(
     with accelerator.local_main_process_first():
         tokenizer = load_tokenizer_of(run)
         data = load_fitting(run.data, tokenizer, decoder_config(run))
-    settings = DumpSettings(
+    settings: Values = dict(
         layers=list(layers),
         dtype=own.dtype,
         precision=accelerator.mixed_precision,
@@ -321,18 +314,13 @@ def dump_features(
         target = load_frozen_target(run, accelerator)
         for head in heads:
             registry()[head.run.method][1].check(head.model, target)
-        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        return States(target, pad_id, accelerator)
+        return States(target, accelerator)
 
     dump.run(load)
 
 
 def vllm_request(run: RunConfig, layers: tuple[int, ...], accelerator: Accelerator) -> Values:
-    """Return vLLM's settings for a run's target.
-
-    Raises:
-        ValueError: a setting needs the target in this process.
-    """
+    """Return vLLM's settings for a run's target."""
     if run.target_quantization:
         raise ValueError(
             f"target_quantization: {run.target_quantization} with vLLM, which loads the target as "

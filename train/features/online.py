@@ -8,19 +8,20 @@ a lock on PATH.lock until the file is complete. So trainers and servers share a 
 # M tokens in all rows, K layers, H hidden
 
 import fcntl
-import json
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import torch
-from msgspec import Struct, ValidationError, convert
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+
+from pipedraft.files import Values
 
 PATIENCE_S = 60.0
 """Seconds for which a trainer retries an unreachable or failing server."""
@@ -28,7 +29,6 @@ ANSWER_S = 120.0
 """Timeout for one row, its file included."""
 CONCURRENCY = 64
 """Requests at a time: vLLM batches them."""
-MAX_REPLY_BYTES = 1 << 20
 
 
 class FeaturesLost(ValueError):
@@ -39,42 +39,13 @@ class _Unavailable(Exception):
     """Temporary fault, or a fault that another server may not have."""
 
 
-class ServedModel(Struct):
-    id: str
-
-
-class ServedModels(Struct):
-    data: list[ServedModel]
-
-
-class StatesPath(Struct):
-    hidden_states_path: str
-
-
-class ServedChoice(Struct):
-    token_ids: list[int]
-
-
-class ServedCompletion(Struct):
-    kv_transfer_params: StatesPath
-    choices: list[ServedChoice]
-
-
 def addresses_of(features: str) -> list[str]:
-    """Return the servers' addresses, up to /v1; none for a folder.
-
-    Raises:
-        ValueError: an invalid entry among addresses.
-    """
+    """Return the servers' addresses, up to /v1; none for a folder."""
     parts = [part.strip().rstrip("/").removesuffix("/v1") for part in features.split(",")]
     if not parts[0].startswith(("http://", "https://")):
         return []
     for part in parts:
-        try:
-            is_address = part.startswith("http") and bool(httpx2.URL(part).host)
-        except httpx2.InvalidURL:
-            is_address = False
-        if not is_address:
+        if not part.startswith(("http://", "https://")):
             raise ValueError(f"features: {part!r} is no address; give http://HOST:PORT,http://...")
     return parts
 
@@ -97,10 +68,7 @@ class ServedStates:
         self.addresses.rotate(-first)
         self._models: dict[str, str] = {}
         limits = httpx2.Limits(max_connections=CONCURRENCY)
-        # Uncompressed: a small chunk could otherwise unpack far past MAX_REPLY_BYTES.
-        self._client = httpx2.Client(
-            timeout=ANSWER_S, limits=limits, headers={"Accept-Encoding": "identity"}
-        )
+        self._client = httpx2.Client(timeout=ANSWER_S, limits=limits)
         self._pool = ThreadPoolExecutor(CONCURRENCY)
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -117,11 +85,7 @@ class ServedStates:
         return {f"layer.{layer}": states_MKH[:, k] for k, layer in enumerate(self.layers)}
 
     def ask(self, ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, int]]:
-        """Return each row's states [tokens, K, H] and the server's next token.
-
-        Raises:
-            FeaturesLost: the server refuses a row, or is gone.
-        """
+        """Return each row's states [tokens, K, H] and the server's next token."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -137,46 +101,38 @@ class ServedStates:
 
     def _row(self, ids: Sequence[int]) -> tuple[Tensor, int]:
         address = self.addresses[0]
-        if address not in self._models:
-            listing = self._send("GET", f"{address}/v1/models")
-            try:
-                self._models[address] = convert(listing, ServedModels).data[0].id
-            except (ValidationError, LookupError) as error:
-                raise FeaturesLost(f"features: {address}/v1/models lists no model") from error
-        question = {
-            "model": self._models[address],
-            "prompt": list(ids),
-            # The minimum for a completion.
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "return_token_ids": True,
-        }
-        reply = self._send("POST", f"{address}/v1/completions", question)
         try:
-            done = convert(reply, ServedCompletion)
-            path, token = done.kv_transfer_params.hidden_states_path, done.choices[0].token_ids[0]
-        except (ValidationError, LookupError) as error:
+            if address not in self._models:
+                listing = self._send("GET", f"{address}/v1/models")
+                self._models[address] = listing["data"][0]["id"]
+            question = {
+                "model": self._models[address],
+                "prompt": list(ids),
+                # The minimum for a completion.
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "return_token_ids": True,
+            }
+            reply = self._send("POST", f"{address}/v1/completions", question)
+            path = Path(reply["kv_transfer_params"]["hidden_states_path"])
+            token = reply["choices"][0]["token_ids"][0]
+        except (LookupError, TypeError) as error:
             raise FeaturesLost(
                 f"features: {address} answers without hidden states; start it with "
                 "pipedraft train features serve"
             ) from error
-        return self._read(Path(path), ids), token
+        return self._read(path, ids), token
 
-    def _send(self, method: str, url: str, question: dict[str, object] | None = None) -> object:
-        with self._client.stream(method, url, json=question) as response:
-            body = bytearray()
-            for chunk in response.iter_bytes():
-                body += chunk
-                if len(body) > MAX_REPLY_BYTES:
-                    raise FeaturesLost(f"features: {url} answers with more than a megabyte")
-        said = " ".join(body[:300].decode("utf-8", "replace").split())
+    def _send(self, method: str, url: str, question: Values | None = None) -> Any:
+        response = self._client.request(method, url, json=question)
+        said = " ".join(response.text[:300].split())
         # These faults may pass, or spare another server; every other refusal is final.
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise _Unavailable(f"HTTP {response.status_code}: {said}")
         if response.status_code != 200:
             raise FeaturesLost(f"features: {url} refuses: HTTP {response.status_code}: {said}")
         try:
-            return json.loads(body)
+            return response.json()
         except ValueError as error:
             raise FeaturesLost(f"features: {url} is no server of this kind: {said}") from error
 
@@ -195,9 +151,6 @@ class ServedStates:
                         if time.monotonic() > until_s:
                             raise _Unavailable(f"{path}: not complete in time") from error
                         time.sleep(0.002)
-            # Twice the size in float32 at most: a wrong file must not fill the memory.
-            if path.stat().st_size > 2 * 4 * (len(ids) + 1) * len(self.layers) * self.hidden_size:
-                raise FeaturesLost(f"features: {path} is larger than this row's states")
             found = load_file(path)
             states, tokens = found["hidden_states"], found["token_ids"].tolist()
         except (OSError, SafetensorError, KeyError) as error:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -153,14 +152,14 @@ class ShardFolder:
             ValueError: an incomplete dump, one for another target or other data, or without these
                 layers.
         """
-        self.folder, self.index = folder, read_index(folder)
+        self.index = read_index(folder)
         other = difference(self.index.identity, identity)
         if other is not None:
             raise ValueError(
                 f"features: {folder} is of {other}; give the target and data of the dump, or make "
                 "one of yours with pipedraft train features"
             )
-        stored = self.index.settings.layers
+        stored = self.index.settings["layers"]
         missing = sorted(set(layers) - set(stored))
         if missing:
             raise ValueError(
@@ -170,18 +169,14 @@ class ShardFolder:
         self.layers, self.lengths = sorted(layers), lengths
         self.shard_of_row = np.zeros(len(lengths), dtype=np.int32)
         self.start_of_row = np.zeros(len(lengths), dtype=np.int64)
-        self._open: dict[int, safe_open] = {}
-        for number in range(len(self.index.shard_tokens)):
-            # Opened at the start, so that a missing shard does not end the run hours later.
-            rows = open_shard(folder / shard_name(number)).get_tensor("rows").numpy()
+        # Opened at the start, so that a missing shard does not end the run hours later.
+        numbers = range(len(self.index.shard_tokens))
+        self._shards = [open_shard(folder / shard_name(number)) for number in numbers]
+        for number, shard in enumerate(self._shards):
+            rows = shard.get_tensor("rows").numpy()
             sizes = np.asarray(lengths)[rows]
             self.shard_of_row[rows] = number
             self.start_of_row[rows] = np.cumsum(sizes) - sizes
-
-    def _shard(self, number: int) -> safe_open:
-        if number not in self._open:
-            self._open[number] = open_shard(self.folder / shard_name(number))
-        return self._open[number]
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Return hidden states as in shards, row by row: ``layer.I`` [M, H], ``layer.I.scale`` [M].
@@ -190,13 +185,13 @@ class ShardFolder:
             rows: indices in the data set, training rows first.
             ids: token ids for these rows; not used, only a server needs them.
         """
-        suffixes = ("", ".scale") if self.index.settings.dtype == "int8" else ("",)
+        suffixes = ("", ".scale") if self.index.settings["dtype"] == "int8" else ("",)
         parts: dict[str, list[Tensor]] = {
             f"layer.{layer}{suffix}": [] for layer in self.layers for suffix in suffixes
         }
         for row in rows:
             number, start = int(self.shard_of_row[row]), int(self.start_of_row[row])
-            shard, end = self._shard(number), start + self.lengths[row]
+            shard, end = self._shards[number], start + self.lengths[row]
             for name, pieces in parts.items():
                 pieces.append(shard.get_slice(name)[start:end])
         return {name: torch.cat(pieces) for name, pieces in parts.items()}
@@ -210,11 +205,7 @@ def weightless_draft(
     config: "DataclassInstance",
     target_config: PreTrainedConfig,
 ) -> Draft:
-    """Return a configuration's draft without weights, to learn its shape and the layers it reads.
-
-    Args:
-        target_config: for the target's decoder.
-    """
+    """Return a configuration's draft without weights, to learn the layers it reads."""
     sizes: dict[str, int | str] = {
         "hidden_size": target_config.hidden_size,
         "vocab_size": target_config.vocab_size,
@@ -252,20 +243,13 @@ def load_embedding_and_head(
     Raises:
         ValueError: nothing to load, or an option that needs whole layers.
     """
-    other = "shard_target: true" if run.features is None else "features"
-    for name, value in (
-        ("target_quantization", run.target_quantization),
-        ("shard_target", run.features is not None and run.shard_target),
-    ):
-        if value:
-            raise ValueError(
-                f"{name}: {value} with {other}, for which no layer of the target is loaded whole; "
-                "leave out one of the two"
-            )
+    name = "target_quantization" if run.target_quantization else "shard_target"
+    if run.target_quantization or (run.features is not None and run.shard_target):
+        raise ValueError(
+            f"{name}: {getattr(run, name)} with features or shard_target, for which no layer of "
+            "the target is loaded whole; leave out one of the two"
+        )
     assert run.target is not None
-    if run.features is not None:
-        # For its checks: a bad address must not be found after a long load.
-        addresses_of(run.features)
     draft = weightless_draft(objective_class, config, decoder_config(run))
     return load_target_part(
         run.target,
@@ -285,11 +269,7 @@ TIE = 0.5
 
 @torch.no_grad()
 def check_served(source: ServedStates, target: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Refuse servers if their next token differs from the LM head's on their states.
-
-    Raises:
-        ValueError: another target, or other layers.
-    """
+    """Raise ValueError if a server's next token is not the LM head's on its states."""
     ((states, token),) = source.ask([ids])
     decoder = target.get_decoder()
     norm = decoder.norm
@@ -312,12 +292,7 @@ def open_features(
     data: TokenizedData,
     accelerator: Accelerator,
 ) -> Features:
-    """Open a run's dump or servers.
-
-    Raises:
-        ValueError: a dump for another target or other data, or without a needed layer; a server
-            with another target or other layers.
-    """
+    """Open a run's dump or servers; ValueError: it does not fit the run."""
     assert run.features is not None
     config = objective.target.get_decoder().config
     layers = needed_layers(objective.draft, config.num_hidden_layers)

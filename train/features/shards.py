@@ -15,7 +15,6 @@ The embeddings (layer 0) are not stored: they follow from the token ids.
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -27,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.data_recipes.table import Rows
+from pipedraft.files import Values
 from pipedraft.models.fingerprint import template_hash
 from pipedraft.models.target_part import weights_identity
 from pipedraft.train.config import RunConfig
@@ -37,7 +37,6 @@ FORMAT = 3
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
-    "fp16": torch.float16,
     "int8": torch.int8,
 }
 
@@ -49,9 +48,6 @@ def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
     """Return a shard's tensors by name.
 
     int8: x = round(127 x / max|x|) max|x| / 127, with the maximum at each position.
-
-    Raises:
-        ValueError: a state is too large for float16.
     """
     name = f"layer.{layer}"
     if dtype == "int8":
@@ -59,11 +55,6 @@ def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
         # A state of zeros has scale 0 and must not become NaN.
         divisor_M1 = scale_M.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         return {name: (hidden_MH / divisor_M1).round().to(torch.int8), f"{name}.scale": scale_M}
-    # Casting would turn larger values into infinity without a word.
-    if dtype == "fp16" and (largest := float(hidden_MH.abs().max())) > torch.finfo(torch.half).max:
-        raise ValueError(
-            f"dtype: fp16 ends at 65504, a state after layer {layer} has {largest:.3g}; give bf16"
-        )
     return {name: hidden_MH.to(DTYPES[dtype])}
 
 
@@ -94,8 +85,13 @@ def data_identity(split: str, dataset: Rows) -> dict[str, int | str]:
     return {**tokens, f"{split}_ids": digest.hexdigest()}
 
 
-def target_identity(run: RunConfig, target_config: PreTrainedConfig) -> dict[str, int | str]:
-    """Return the weights and shape that identify a run's target.
+def identity_of(
+    run: RunConfig,
+    target_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: TokenizedData,
+) -> dict[str, int | str]:
+    """Return a run's identity for hidden states; a dump must have the same to be used for it.
 
     Args:
         target_config: for the decoder.
@@ -106,18 +102,6 @@ def target_identity(run: RunConfig, target_config: PreTrainedConfig) -> dict[str
         "target_weights": weights_identity(run.target, run.target_revision),
         "num_layers": target_config.num_hidden_layers,
         "hidden_size": target_config.hidden_size,
-    }
-
-
-def identity_of(
-    run: RunConfig,
-    target_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    data: TokenizedData,
-) -> dict[str, int | str]:
-    """Return a run's identity for hidden states; a dump must have the same to be used for it."""
-    return {
-        **target_identity(run, target_config),
         "tokenizer": template_hash(tokenizer),
         **data_identity("train", data.train),
         **data_identity("valid", data.valid),
@@ -144,25 +128,12 @@ def _short(value: object) -> object:
 # -- what a dump says about itself --------------------------------------------------------------
 
 
-class DumpSettings(Struct):
-    """Settings used to compute hidden states, store them and cut them into shards."""
-
-    layers: list[int]
-    dtype: Literal["fp32", "bf16", "fp16", "int8"]
-    precision: str
-    target_dtype: str
-    target_quantization: str | None
-    batch_tokens: int
-    batch_group: int
-    seed: int
-    shard_mb: float
-
-
 class Index(Struct):
     """index.json: identity of a folder's shards, and the tokens in each when complete."""
 
     identity: dict[str, int | str]
-    settings: DumpSettings
+    settings: Values
+    """Settings used to compute hidden states, store them and cut them into shards."""
     bytes_per_token: int
     shard_tokens: list[int]
 
@@ -172,11 +143,7 @@ def shard_name(number: int) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Read a dump's index; shards may be missing.
-
-    Raises:
-        ValueError: there is no dump.
-    """
+    """Read a dump's index; shards may be missing."""
     path = folder / INDEX
     if not path.is_file():
         what = f"{folder} has no {INDEX}" if folder.is_dir() else f"no folder {folder}"
@@ -185,8 +152,8 @@ def read_index(folder: Path) -> Index:
         return msgspec.json.decode(path.read_bytes(), type=Index)
     except ValueError as error:
         raise ValueError(
-            f"features: {path} is damaged ({type(error).__name__}: {error}); copy it again, or "
-            "remove it and run pipedraft train features again"
+            f"features: {path} is damaged ({error}); copy it again, or remove it and run "
+            "pipedraft train features again"
         ) from error
 
 

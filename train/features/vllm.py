@@ -76,13 +76,6 @@ class VllmStates:
     """Private vLLM server: runs the frozen target on token rows."""
 
     def __init__(self, python: Path, request: Values, hidden_size: int) -> None:
-        """
-        Args:
-            request: see ``states_request``.
-
-        Raises:
-            Failure: vLLM ended before it answered.
-        """
         self._place = tempfile.TemporaryDirectory()
         folder = Path(self._place.name)
         with socket.socket() as free:
