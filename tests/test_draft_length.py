@@ -1,6 +1,5 @@
 """Draft-length policies: costs against enumeration, estimators, known distributions, rates."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -62,17 +61,6 @@ def brute_force(
     return int(np.argmax(rates)) + 1
 
 
-def random_survival(random: np.random.Generator) -> np.ndarray:
-    return np.cumprod(random.uniform(0.2, 1.0, MAX_LENGTH))
-
-
-def play(acceptance_K: np.ndarray, length: int, random: np.random.Generator) -> tuple[int, bool]:
-    """Play one round: accepted tokens, and True if accepted to its end."""
-    is_right = random.random(length) < acceptance_K[:length]
-    accepted = int(np.cumprod(is_right).sum())
-    return accepted, accepted == length
-
-
 def test_a_waiting_round_costs_eq_10_and_its_rejection() -> None:
     cost = RoundCost.stop_and_wait(SHAPE, LINK, MAX_LENGTH)
     number_K = POSITION_K
@@ -117,7 +105,7 @@ def test_the_best_length_is_that_of_the_enumerated_outcomes() -> None:
     random = np.random.default_rng(0)
     chosen = {True: set(), False: set()}
     for _ in range(200):
-        survival_K = random_survival(random)
+        survival_K = np.cumprod(random.uniform(0.2, 1.0, MAX_LENGTH))
         draft_s, away_s = random.uniform(0.002, 0.1), random.uniform(0.02, 0.4)
         shape = RoundShape(
             draft_s=draft_s,
@@ -144,36 +132,6 @@ def test_the_best_length_is_that_of_the_enumerated_outcomes() -> None:
             assert cost.best_length(survival_K) == best
             chosen[bonus].add(best)
     assert len(chosen[True]) == MAX_LENGTH and len(chosen[False]) >= 4
-
-
-class NaiveRate:
-    """Known-bad: mean accepted over mean drafted, as if nothing were censored."""
-
-    def __init__(self) -> None:
-        self.ratios: list[float] = []
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.ratios.append(num_accepted / num_drafted)
-
-    @property
-    def acceptance(self) -> float:
-        return float(np.mean(self.ratios))
-
-
-def test_one_rate_is_recovered_from_censored_rounds() -> None:
-    random = np.random.default_rng(2)
-    for rate in (0.3, 0.75, 0.95):
-        estimate, naive = Geometric(MAX_LENGTH, memory=1e6), NaiveRate()
-        for _ in range(4000):
-            length = int(random.integers(1, MAX_LENGTH + 1))
-            accepted, _ = play(np.full(MAX_LENGTH, rate), length, random)
-            estimate.observe(length, accepted)
-            naive.observe(length, accepted)
-        tolerance = 5 * math.sqrt(rate * (1 - rate) / estimate.tested)
-        assert estimate.acceptance == pytest.approx(rate, abs=tolerance)
-        assert naive.acceptance < rate - 2 * tolerance
-        expected = estimate.acceptance ** np.arange(1, 4)
-        assert estimate.survival()[:3] == pytest.approx(expected)
 
 
 ROUNDS = [(4, 4), (4, 1), (3, 0), (2, 2), (1, 0), (4, 3), (4, 4), (1, 1), (3, 2)]

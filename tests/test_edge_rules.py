@@ -239,13 +239,6 @@ def test_every_rule_is_greedy_at_temperature_zero(name):
     assert rule.correct(DraftToken(2), 4, [payload]) == 1
 
 
-def test_bias_is_the_sum_outside_the_top_k():
-    p_V = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
-    q_V = torch.tensor([0.6, 0.1, 0.0, 0.3], dtype=torch.float64)
-    assert top_k_bias(p_V, q_V, 2) == pytest.approx(0.15)
-    assert top_k_bias(p_V, q_V, 4) == 0
-
-
 def test_payloads_that_cannot_be_are_refused():
     edge = rule_of("tail_escape")
     draft_token = DraftToken(0, torch.tensor([1.0, 0.0], dtype=torch.float64))

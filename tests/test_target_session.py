@@ -133,15 +133,6 @@ def test_a_message_that_is_too_large_is_not_looked_at():
             codec.decode(PREFIX.pack(MAGIC, header_bytes, tensor_bytes) + bytes(64))
 
 
-def test_a_side_does_not_read_its_own_messages():
-    for own, message, codec in (
-        (REPLIES, ANSWERED[1], REQUESTS),
-        (REQUESTS, ASKED[2], REPLIES),
-    ):
-        with pytest.raises(ValueError, match="not one of this protocol"):
-            codec.decode(own.to_bytes(message))
-
-
 # -- order ----------------------------------------------------------------------------------
 
 

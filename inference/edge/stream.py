@@ -140,7 +140,7 @@ class Connection:
         self._channel.close()
 
     def call(self, requests: Iterator[bytes]) -> wire.Untyped:
-        """Start a session's stream; iterate over the returned call to get the replies."""
+        """Start a session's stream; the returned call iterates over the replies."""
         return self._session(requests, metadata=self._metadata)
 
     def describe(self) -> tuple[messages.Description, float]:

@@ -82,15 +82,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Serve as a command line says; if ``words`` is None, read this process's command line."""
     options = ServeOptions.read(sys.argv[1:] if words is None else words)
     keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
-    try:
-        from pipedraft.inference.serving import listen
-    except ImportError as error:
-        # A broken import of our own is a bug, not a missing package.
-        if (error.name or "").startswith("pipedraft"):
-            raise
-        raise ValueError(
-            f"{error.name}: not installed, and the server needs it; pip install 'pipedraft[serve]'"
-        ) from error
+    from pipedraft.inference.serving import listen
+
     with backend_of(options) as cluster:
         if cluster is not None and not cluster.is_controller:
             cluster.watch.on_signal = lambda: None  # the ranks exit after the controller
