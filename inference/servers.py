@@ -4,6 +4,7 @@ import hmac
 import ipaddress
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,15 @@ class ListenOptions(Options):
             raise ValueError(f"--port: {self.port} is no port; give 0 to 65535")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
+
+    def warn_if_open(self, tokens: Sequence[str], option: str) -> None:
+        """Warn if other machines can connect: without TLS they read tokens, without tokens all."""
+        if not is_loopback(self.host) and (self.tls_cert is None or not tokens):
+            print(
+                f"warning: --host {self.host} is reached from other machines; give --tls-cert, "
+                f"--tls-key and {option}",
+                file=sys.stderr,
+            )
 
 
 def address_of(host: str, port: int) -> str:

@@ -102,7 +102,7 @@ def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_to
 
     def watched(wire, message):
         if isinstance(message, StageResult) and message.verdicts is not None:
-            verdicts.append((message.verdicts, len(CODEC.encode(message).join())))
+            verdicts.append((message.verdicts, len(CODEC.encode(message).data)))
         send(wire, message)
 
     monkeypatch.setattr(Wire, "send", watched)
