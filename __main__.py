@@ -61,7 +61,6 @@ SUBCOMMANDS = {
     ("data", "regenerate"): "data_recipes/regenerate",
 }
 """Two-word commands with their own module; all other commands parse their second word."""
-DOTTED = {folder.replace("/", "."): " ".join(names) for names, folder in SUBCOMMANDS.items()}
 
 
 def usage() -> str:
@@ -87,19 +86,17 @@ def main() -> None:
         print(f"pipedraft {__version__}")
         return
     if arguments and (name, arguments[0]) in SUBCOMMANDS:
+        folder = SUBCOMMANDS[name, arguments[0]]
         name = f"{name} {arguments.pop(0)}"
-    name = DOTTED.get(name, name)
-    # A folder name works too: `pipedraft data_recipes` is `python -m` with this folder.
-    folders = {folder: folder for folder, _, _ in COMMANDS.values()}
-    folders |= {" ".join(names): folder for names, folder in SUBCOMMANDS.items()}
-    folders |= {command: folder for command, (folder, _, _) in COMMANDS.items()}
-    if name not in folders:
-        nearest = difflib.get_close_matches(name, folders, n=1)
+    elif name in COMMANDS:
+        folder, _, _ = COMMANDS[name]
+    else:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         fix = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
         print(f"error: command: {name!r} is unknown; {fix}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"pipedraft {name}", *arguments]
-    module = folders[name].replace("/", ".")
+    module = folder.replace("/", ".")
     runpy.run_module(f"pipedraft.{module}", run_name="__main__", alter_sys=True)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import io
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -19,7 +19,6 @@ from typing import TypeAlias
 import yaml
 from accelerate.state import AcceleratorState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from pipedraft.chats import encode_chat
 from pipedraft.cli import UsageError, flag_name
@@ -50,10 +49,10 @@ from pipedraft.models.rounded import dtype_of
 from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 from pipedraft.pretrained import (
     place_draft,
-    quieten,
     read_config,
     resolve_device,
     resolve_dtype,
+    silent,
 )
 from pipedraft.train.__main__ import EXAMPLE, methods, run_training
 from pipedraft.train.config import parse_run
@@ -65,19 +64,6 @@ LOOKUPS = ("ngram", "suffix")
 
 
 # -- decoding ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Load without transformers' progress bars and warnings, then restore its logging."""
-    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    quieten()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shows_bars:
-            logging.enable_progress_bar()
 
 
 @dataclass(eq=False, repr=False)
@@ -216,7 +202,7 @@ def load(
     Raises:
         ValueError: a missing model, an unsupported family, or a draft for another target.
     """
-    with _silent():
+    with silent():
         if isinstance(target, PreTrainedModel):
             for option, value in (("device", device), ("dtype", dtype)):
                 if value != "auto":
@@ -289,7 +275,6 @@ class TrainedHead:
     folder: Path
     """The best checkpoint."""
     metrics: dict[str, float]
-    """Metrics from the last evaluation."""
 
     def push_to_hub(
         self,
@@ -367,7 +352,7 @@ def train(
         config = Path(place, "config.yaml")
         config.write_text(yaml.safe_dump(plain))
         run, model, resolved = parse_run(["--config", str(config)], methods(), EXAMPLE)
-    with _silent():
+    with silent():
         trainer = run_training(run, model, resolved)
     if trainer.accelerator.num_processes == 1:  # the next run may have another precision
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -476,13 +461,12 @@ def evaluate(
     chosen = EvalOptions.read(words)
     if chosen.backend != "local":
         raise ValueError(f"backend: {chosen.backend!r} starts processes; use pipedraft eval")
-    with _silent(), ExitStack() as held, redirect_stdout(io.StringIO()):
+    with silent(), ExitStack() as held, redirect_stdout(io.StringIO()):
         evaluate_drafts(chosen, words, None, held)
     return EvaluationReport(folder=Path(out), entries=Evaluated.read(Path(out)).entries)
 
 
 def _option_words(name: str, value: object) -> list[str]:
-    """Return an option in command-line form."""
     if value is None or value is False:
         return []
     if value is True:

@@ -27,7 +27,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
@@ -397,7 +397,6 @@ class Options:
         }
 
     def to_dict(self) -> Values:
-        """Return the values in a form for files."""
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(self).items()
@@ -597,18 +596,11 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
         lines = [" or ".join(x[2:] for x in lines if x.startswith("- ")) + ".", lines[-1]]
     text = " ".join(lines).strip().removeprefix("argument ")
     if found := re.search(r"class_path '([\w.]+)': Option '(\w+)' is not accepted", text):
-        return f"{key}{_unknown_key(*found.groups())}"
+        known = [part.name for part in fields(resolve_name(found[1]))]
+        return f"{key}{found[2]!r} is unknown; {nearest(found[2], known, 0.5)} (see --help)"
     for name in ("<class '", "'>", "typing."):
         text = text.replace(name, "")
     return f"{key}{text} (see --help)"
-
-
-def _unknown_key(kind: str, key: str) -> str:
-    """Suggest the dataclass field most like an unknown key in a list's object."""
-    names = [part.name for part in fields(resolve_name(kind))]
-    near = difflib.get_close_matches(key, names, 1, 0.5)
-    fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
-    return f"{key!r} is unknown; {fix} (see --help)"
 
 
 def _shown(name: str, parser: ArgumentParser) -> str:
@@ -639,7 +631,11 @@ def subcommand(word: str, known: Sequence[str]) -> str:
         UsageError: an unknown word; suggests the nearest.
     """
     if word not in known:
-        near = difflib.get_close_matches(word, known, n=1)
-        fix = f"did you mean {near[0]!r}?" if near else f"give {' or '.join(map(repr, known))}"
-        raise UsageError(f"command: {word!r} is unknown; {fix} (see --help)")
+        raise UsageError(f"command: {word!r} is unknown; {nearest(word, known)} (see --help)")
     return word
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the fix for an unknown word: the most similar known one, or all of them."""
+    near = difflib.get_close_matches(word, known, 1, cutoff)
+    return f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(known)}"

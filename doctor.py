@@ -10,16 +10,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.cli import (
-    Options,
-    leave_at_interrupts,
-    option,
-    run_command,
-)
+from pipedraft.cli import Options, leave_at_interrupts, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -34,14 +28,12 @@ from pipedraft.files import file_sha256
 EXAMPLE = """example:
   pipedraft doctor
   pipedraft doctor --json
-  pipedraft doctor --assets /copies/pipedraft/assets
 
 Each line has ok, warning or FAILURE, the check, the finding, and what to do about it."""
 
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "huggingface-hub", "safetensors")
 """Libraries listed even if they are fine."""
-RECURRENT_KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
-"""Package with kernels for Qwen3.5's recurrent layers -> its module, imported by transformers."""
+TARGET = Path(__file__).parent / "assets" / "target"
 EXTRA = re.compile(r'extra == "(.*)"')
 HUB_TIMEOUT_S = 5
 
@@ -69,8 +61,6 @@ class DoctorOptions(Options):
 
     json: bool = False
     """print the findings as one JSON list"""
-    assets: Path | None = option(None, metavar="DIR")
-    """folder with the embedded target; default: the one in this checkout"""
 
 
 def check_versions() -> Iterator[Finding]:
@@ -98,7 +88,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_gpu() -> Iterator[Finding]:
-    """Run the attention used to train SPD and EAGLE-3, and look for recurrent-layer kernels."""
+    """Run the attention used to train SPD and EAGLE-3."""
     import torch
 
     from pipedraft.models.banded_attention import ttt_attention
@@ -122,18 +112,13 @@ def check_gpu() -> Iterator[Finding]:
     else:
         emulated = "" if is_native else "; bfloat16 is emulated, so float32 and float16 are taken"
         yield Finding("ok", "GPU training", f"attention of drafts runs in {dtype}{emulated}")
-    missing = [name for name, module in RECURRENT_KERNELS.items() if find_spec(module) is None]
-    if missing:
-        detail = f"without {' and '.join(missing)} they run as Python loops over chunks, in float32"
-        fix = "before a Qwen3.5 target pip install 'pipedraft[linear-attention]' causal-conv1d"
-        yield Finding("warning", "recurrent layers", detail, fix)
 
 
 def check_target(folder: Path) -> Iterator[Finding]:
     """Compare the embedded target's files with the shipped ones, and decode with it."""
     name, sums = "embedded target", folder / "SHA256SUMS"
     if not folder.is_dir():
-        fix = "give --assets of a checkout, or use any other target"
+        fix = "run in a checkout, or use any other target"
         yield Finding("warning", name, f"none in {folder}", fix)
         return
     lines = sums.read_text().splitlines() if sums.is_file() else [f"- {sums.name}"]
@@ -185,8 +170,7 @@ def check_hub() -> Iterator[Finding]:
 
 def main() -> None:
     options = DoctorOptions.read(sys.argv[1:])
-    target = (options.assets or Path(__file__).parent / "assets") / "target"
-    checks = (check_versions(), check_gpu(), check_target(target), check_hub())
+    checks = (check_versions(), check_gpu(), check_target(TARGET), check_hub())
     found = []
     for finding in (finding for check in checks for finding in check):
         found.append(finding)

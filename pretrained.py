@@ -4,7 +4,6 @@ Code from a model's folder never runs, pickled weights are never opened, and no 
 random initial value.
 """
 
-import difflib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,12 +35,11 @@ from transformers.utils import cached_file, logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipedraft.cli import Failure, causes
-from pipedraft.files import Values, file_sha256, packaged, write_folder
+from pipedraft.files import Values, file_sha256, packaged, read_json, write_folder
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
-MAX_INDEX_BYTES = 2**26
 CHECKED_BYTES = 2**32
 """Weights up to this size are checked for NaN and infinity: less than a second."""
 
@@ -50,10 +48,7 @@ Network = TypeVar("Network", bound=torch.nn.Module)
 
 
 class _Index(msgspec.Struct):
-    """Index of a sharded model."""
-
     weight_map: dict[str, str]
-    """Tensor name -> its file."""
 
 
 def load_model(
@@ -88,7 +83,7 @@ def load_model(
             "merge it with peft's merge_and_unload and save the merged model"
         )
     weight_files(name_or_path, revision, field=field)  # check that they are safetensors
-    with explained(field, name_or_path), _quiet():
+    with explained(field, name_or_path), silent():
         loaded = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             revision=revision,
@@ -270,34 +265,15 @@ def check_exists(name_or_path: str, *, field: str = "target") -> None:
     if Path(text).exists():
         return
     names_path = text.startswith(("/", ".", "~")) or text.count("/") != 1
-    hint = did_you_mean(text)
     if names_path:
         raise _Refused(
-            f"{field}: no folder {text!r}{hint}; give an existing folder or a Hub name "
-            "(owner/model)"
+            f"{field}: no folder {text!r}; give an existing folder or a Hub name (owner/model)"
         )
     if is_offline_and_unknown(text):
         raise _Refused(
-            f"{field}: no folder {text!r} here{hint}; as a Hub name: HF_HUB_OFFLINE is set and it "
+            f"{field}: no folder {text!r} here; as a Hub name: HF_HUB_OFFLINE is set and it "
             "is not in the cache; unset it, or give a folder"
         )
-
-
-def did_you_mean(text: str) -> str:
-    """Suggest the nearest existing path, as the end of a message."""
-    place = Path(text).parts[0] if text.startswith("/") else "."
-    parts = Path(text).parts[1:] if text.startswith("/") else Path(text).parts
-    for part in parts:
-        here = Path(place)
-        try:
-            names = sorted(entry.name for entry in here.iterdir())
-        except OSError:
-            return ""
-        near = [part] if part in names else difflib.get_close_matches(part, names, 1, 0.75)
-        if not near:
-            return ""
-        place = str(here / near[0])
-    return f", did you mean {place}?"
 
 
 def is_offline_and_unknown(name: str) -> bool:
@@ -355,14 +331,12 @@ def weight_files(
         with open_weights(name_or_path, revision, WEIGHTS, field=field) as file:
             return dict.fromkeys(file.keys(), WEIGHTS)
     try:
-        if Path(index).stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"more than {MAX_INDEX_BYTES} bytes")
-        files = msgspec.json.decode(Path(index).read_bytes(), type=_Index).weight_map
+        files = read_json(Path(index), INDEX, _Index).weight_map
         wrong = [x for x in files.values() if Path(x).name != x or not x.endswith(".safetensors")]
         if wrong:
-            raise ValueError(f"it names {wrong[0]!r}")
-    except ValueError as error:  # msgspec's, too
-        raise ValueError(_no_weights(field, name_or_path, f"{INDEX}: {error}")) from error
+            raise ValueError(f"{INDEX}: it names {wrong[0]!r}")
+    except ValueError as error:
+        raise ValueError(_no_weights(field, name_or_path, str(error))) from error
     return files
 
 
@@ -428,14 +402,16 @@ def _is_of_use(record: LogRecord) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Load without transformers' tensor table; this package reports the same in one line."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+def silent() -> Iterator[None]:
+    """Load without transformers' progress bars and warnings, then restore its logging."""
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    quieten()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()
 
 
 def first_line(error: Exception) -> str:
@@ -445,18 +421,12 @@ def first_line(error: Exception) -> str:
 
 # -- targets in GGUF files: converted once, then read as a safetensors folder ------------------
 
-GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose GGUF tensors transformers can map, and whose layers can be cut into stages."""
-
 
 def local_name(name_or_path: str, *, field: str = "target") -> str:
-    """Return a model's local path or name.
-
-    FILE.gguf is converted into a folder on first use. Packaged models are found outside a checkout,
-    too.
+    """Return a model's local path or name; FILE.gguf is converted into a folder on first use.
 
     Raises:
-        ValueError: the file is missing, broken or from another model family.
+        ValueError: the file is missing or broken.
     """
     file = Path(name_or_path)
     if file.suffix != ".gguf" or file.is_dir():
@@ -475,7 +445,7 @@ def convert_gguf(file: Path, out: Path, *, field: str = "target") -> list[Path]:
     config.json stores the file's hash as ``gguf_sha256`` to identify the target in results.
 
     Raises:
-        ValueError: the file is broken, or from a model family without support for stages.
+        ValueError: the file is broken, or transformers cannot read its model family.
         UsageError: ``out`` is in use.
     """
     return write_folder(out, partial(_fill_from_gguf, file=file, field=field))
@@ -495,12 +465,6 @@ def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
             "it again, convert the model with its authors' script, or pip install gguf"
         ) from error
     model, found = cast(tuple[PreTrainedModel, Values], loaded)
-    kind = model.config.model_type
-    if kind not in GGUF_FAMILIES:
-        raise ValueError(
-            f"{field}: {str(file)!r} holds a model of type {kind!r}; supported as GGUF: "
-            f"{', '.join(GGUF_FAMILIES)}"
-        )
     check_tensors({"missing": set(found["missing_keys"])}, field, str(file))
     # The weights are plain numbers now; with this entry transformers would refuse to save them.
     del model.config.quantization_config
@@ -642,25 +606,24 @@ def _hub_error(field: str, error: Exception) -> Exception | None:
     return None
 
 
+FIXES = {
+    401: "set HF_TOKEN or run hf auth login: no valid token",
+    403: "give a repository of yours, or a token that may write: this one has no right to it",
+    404: "check the name and the revision, and HF_TOKEN if it is private",
+}
+"""Status of the Hub's answer -> what the user can do about it."""
+
+
 def _refusal(field: str, error: HfHubHTTPError) -> Exception:
     """Return ValueError for a problem the user can fix, Failure for server trouble."""
     status, host = error.response.status_code, error.response.url.host
     said = " ".join((error.server_message or error.response.reason_phrase).split())
-    answer = f"{host} answered {status} ({said})"
-    if status == 401 and "X-Error-Code" not in error.response.headers:
-        return ValueError(f"{field}: {answer}: no valid token; set HF_TOKEN or run hf auth login")
-    if status == 403:
-        return ValueError(
-            f"{field}: {answer}: the token has no right to this; give a repository of yours, or a "
-            "token that may write"
-        )
-    if status in (401, 404):
-        return ValueError(
-            f"{field}: {answer}; check the name and the revision, and HF_TOKEN if it is private"
-        )
+    answer = f"{field}: {host} answered {status} ({said})"
+    if status == 401 and "X-Error-Code" in error.response.headers:
+        status = 404  # the Hub does not tell a private repository from a missing one
     if 400 <= status < 500 and status not in (408, 409, 412, 429):
-        return ValueError(f"{field}: {answer}; fix what it says")
-    return Failure(f"{field}: {answer}; {AGAIN}")
+        return ValueError(f"{answer}; {FIXES.get(status, 'fix what it says')}")
+    return Failure(f"{answer}; {AGAIN}")
 
 
 def _line(error: BaseException) -> str:

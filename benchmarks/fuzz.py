@@ -272,16 +272,19 @@ class Areas:
 
     def wire(self, rng: random.Random) -> None:
         """Send mutated messages to one session while another one streams its sequence."""
-        hostile, said = TargetSession(self.shared), None
+        hostile: TargetSession | None = None
+        said = None
         for message in self._messages(rng):
             data = REQUESTS.to_bytes(message)
             data = mutate_bytes(data, rng) if rng.random() < 0.6 else data
             try:
                 request = REQUESTS.decode(data)
-                if not isinstance(request, Open) or len(request.prompt_ids) < 100:
+                if hostile is not None:
                     hostile.receive(request, 0.0)
+                elif isinstance(request, Open) and len(request.prompt_ids) < 100:
+                    hostile = TargetSession(self.shared, request)
                 for _ in range(3):
-                    if hostile.is_closed or not hostile.start(0.0):
+                    if hostile is None or hostile.is_closed or not hostile.start(0.0):
                         break
                     hostile.run()
                     hostile.finish(0.0)
@@ -298,9 +301,9 @@ class Areas:
     def _check_honest(self) -> None:
         """Stream one more token in the honest session; it must be its own."""
         if self.honest is None or self.honest.is_closed or not self.honest.start(0.0):
-            self.honest, self.num_honest = TargetSession(self.shared), 3
             settings = Settings(max_new_tokens=120)
-            self.honest.receive(Open(prompt_ids=[1, 2, 3], settings=settings, streams=True), 0.0)
+            opening = Open(prompt_ids=[1, 2, 3], settings=settings, streams=True)
+            self.honest, self.num_honest = TargetSession(self.shared, opening), 3
             self.honest.start(0.0)
         self.honest.run()
         for reply in self.honest.finish(0.0):

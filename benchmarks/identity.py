@@ -57,7 +57,6 @@ SEGMENTED: list[dict[str, Any]] = [
 EXPANDED: list[dict[str, Any]] = [
     *SEGMENTED,
     {"tree": WIDE, "expansion_depth": 2},
-    {"tree": WIDE, "expansion": False},
     {"tree": SMALL, "expansion_tokens": 5, "refill_depth": 1},
 ]
 CONTINUED: list[dict[str, Any]] = [

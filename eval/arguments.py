@@ -96,16 +96,11 @@ def read_share(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOptions):
-    """Decode benchmarks with drafts and compare them with autoregressive decoding."""
+class DraftOptions(Options):
+    """draft and target"""
 
-    PROG: ClassVar[str] = "pipedraft eval"
-    EXAMPLE: ClassVar[str] = EXAMPLE
-    SETTINGS_ARE_LISTS: ClassVar[bool] = True
     ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
-    checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
-    """a draft's checkpoint folder or Hub repository; repeatable"""
     draft_model: str | None = option(None, metavar="DIR")
     """use this language model (folder or Hub name, with the target's tokenizer) as the draft; the
     default schedule is then pipeinfer; needs --target"""
@@ -113,6 +108,18 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
     """draft by n-gram or suffix lookup instead of a neural network; needs --target"""
     target: str | None = None
     """target's folder or Hub name; default: the target that the draft was trained for"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, ScheduleOptions):
+    """Decode benchmarks with drafts and compare them with autoregressive decoding."""
+
+    PROG: ClassVar[str] = "pipedraft eval"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+    SETTINGS_ARE_LISTS: ClassVar[bool] = True
+
+    checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
+    """a draft's checkpoint folder or Hub repository; repeatable"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm,
     natural_questions (nq), wmt14_de_en, rag, or paths to .jsonl files whose rows have prompt, turns
@@ -194,21 +201,14 @@ class EvalOptions(TemplateOptions, BackendOptions, FilterOptions, ScheduleOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeOptions(PlaceOptions, FilterOptions):
+class EdgeOptions(DraftOptions, PlaceOptions, FilterOptions):
     """Decode benchmarks across virtual links with several methods."""
 
     PROG: ClassVar[str] = "pipedraft eval edge"
     EXAMPLE: ClassVar[str] = EDGE_EXAMPLE
-    ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
     checkpoint: str | None = option(None, metavar="DIR")
     """FlexSpec draft's folder or Hub name"""
-    draft_model: str | None = option(None, metavar="DIR")
-    """use this language model (with the target's tokenizer) as the draft; needs --target"""
-    draft: Literal["ngram", "suffix"] | None = None
-    """draft by n-gram or suffix lookup instead of a network, as in eval; needs --target"""
-    target: str | None = None
-    """target's folder or Hub name; default: the target that the draft was trained for"""
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of benchmarks, as in eval"""
     data_dir: str | None = option(None, metavar="D")
@@ -286,7 +286,19 @@ class TableOptions(PlaceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnginesOptions(Options):
+class FewPromptsOptions(Options):
+    """prompts"""
+
+    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
+    """comma list of benchmarks, as in eval"""
+    data_dir: str | None = option(None, metavar="D")
+    """see eval --help"""
+    limit: int = option(2, metavar="P", least=1)
+    """first P prompts per benchmark"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginesOptions(FewPromptsOptions):
     """Decode with every exported head in vLLM and here, and find planted faults."""
 
     PROG: ClassVar[str] = "pipedraft eval engines"
@@ -296,12 +308,6 @@ class EnginesOptions(Options):
     """python executable in the environment with vLLM"""
     only: tuple[str, ...] = option((), metavar="NAMES")
     """comma list: run cases with any listed word in their name; default: all"""
-    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
-    """comma list of benchmarks, as in eval"""
-    data_dir: str | None = option(None, metavar="D")
-    """see eval --help"""
-    limit: int = option(2, metavar="P", least=1)
-    """first P prompts per benchmark"""
     depth: int = option(3, metavar="K", least=1)
     """draft tokens per chain, for heads without a fixed number"""
     max_new_tokens: int = option(64, metavar="M", least=2)
@@ -311,7 +317,7 @@ class EnginesOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityOptions(PlaceOptions):
+class ParityOptions(FewPromptsOptions, PlaceOptions):
     """Find the first place where a draft's training, decoding and exported files disagree."""
 
     PROG: ClassVar[str] = "pipedraft eval parity"
@@ -328,12 +334,6 @@ class ParityOptions(PlaceOptions):
     exported: tuple[str, ...] = option((), metavar="DIR", repeated=True)
     """folder with exported files, or with a head in an exported layout; repeatable; default: export
     every layout that the draft supports"""
-    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
-    """comma list of benchmarks, as in eval"""
-    data_dir: str | None = option(None, metavar="D")
-    """see eval --help"""
-    limit: int = option(2, metavar="P", least=1)
-    """first P prompts per benchmark"""
     depth: int = option(7, metavar="K", least=1)
     """draft tokens per chain, for drafts without a fixed number"""
     max_new_tokens: int = option(48, metavar="M", least=2)

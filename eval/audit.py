@@ -33,6 +33,7 @@ from jinja2 import Environment, StrictUndefined
 
 from pipedraft.data_recipes.answers import AnswerSampling, RowFailed, TargetLost
 from pipedraft.data_recipes.server import ChatServer, ChatServerOptions, TryAgain, read_choice
+from pipedraft.eval.arguments import FewPromptsOptions
 from pipedraft.eval.audit_tests import FEATURES, OF_THE_END, POWER, PairedTest, compare
 from pipedraft.eval.tasks import Prompt, load_tasks
 from pipedraft.files import Values, to_json, write_atomically
@@ -55,7 +56,7 @@ NUM_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions(ChatServerOptions):
+class AuditOptions(FewPromptsOptions, ChatServerOptions):
     """Compare a server with speculative decoding to the same model without it."""
 
     PROG: ClassVar[str] = "pipedraft audit"
@@ -68,10 +69,6 @@ class AuditOptions(ChatServerOptions):
     """the same model served without speculation"""
     target: str | None = option(None, metavar="DIR")
     """decode this model here instead of --baseline, autoregressively, in float32"""
-    benchmarks: tuple[str, ...] = option(("mt_bench", "gsm8k", "humaneval"), metavar="NAMES")
-    """comma list of benchmarks, as in eval"""
-    data_dir: str | None = option(None, metavar="D")
-    """see eval --help"""
     limit: int = option(4, metavar="P", least=1)
     """first P prompts per benchmark"""
     samples: int = option(32, metavar="N", least=2)
@@ -225,7 +222,7 @@ def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
         return
     command = [sys.executable, "-m", "pipedraft", "serve", "--target", options.target]
     command += ["--schedule", "autoregressive", "--stages", "1", "--port", "0"]
-    command += ["--dtype", "float32", "--model-name", "baseline"]
+    command += ["--dtype", "float32", "--served-model-name", "baseline"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             found = None

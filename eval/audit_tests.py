@@ -38,7 +38,6 @@ class PairedTest:
     detectable_share: float | None
     """Smallest share of wrong answers found with probability ``POWER``; None: none is found."""
     num_answers: int
-    """Answers per server."""
 
 
 def counts_of(answers: Sequence[Features]) -> np.ndarray:

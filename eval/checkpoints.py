@@ -94,7 +94,6 @@ class CheckpointSearch:
 
     folders: list[Path]
     given: dict[str, Path]
-    """Checkpoints by draft name."""
 
     @classmethod
     def of(cls, places: Iterable[str], drafts: Mapping[str, str] | None = None) -> Self:
@@ -103,30 +102,28 @@ class CheckpointSearch:
         Args:
             places: folders to search, and YAML files with lines ``role: checkpoint``.
             drafts: name -> folder, from the specification.
-
-        Raises:
-            UsageError: an unknown role in a file, a place that is neither file nor folder, or no
-                checkpoint in a folder named by the specification.
         """
-        found = {name: _folder_of(Path(place)) for name, place in (drafts or {}).items()}
-        missing = [f"{(drafts or {})[name]} ({name})" for name, path in found.items() if not path]
-        if missing:
-            raise UsageError(
-                f"drafts: no {CONFIG_FILE} in {', '.join(missing)}; train them, or take "
-                "them out of the specification"
-            )
-        search = cls([], {name: path for name, path in found.items() if path})
-        for place in map(Path, places):
-            if place.is_dir():
-                search.folders.append(place)
-            elif place.is_file():
-                search.given.update(_read_places(place))
+        given: dict[str, Path] = {}
+        for name, place in (drafts or {}).items():
+            folder = _folder_of(Path(place))
+            if folder is None:
+                raise UsageError(
+                    f"drafts: no {CONFIG_FILE} in {place} ({name}); train it, or take it out of "
+                    "the specification"
+                )
+            given[name] = folder
+        folders = []
+        for path in map(Path, places):
+            if path.is_dir():
+                folders.append(path)
+            elif path.is_file():
+                given |= _read_places(path)
             else:
                 raise UsageError(
-                    f"--checkpoints: there is no folder or file {str(place)!r}; give the folder "
+                    f"--checkpoints: there is no folder or file {str(path)!r}; give the folder "
                     "that holds the runs, or a YAML file of role: folder"
                 )
-        return search
+        return cls(folders, given)
 
     def find(self, name: str) -> Path | None:
         """Return the checkpoint given for a name, or the first folder with this name and a
@@ -145,7 +142,6 @@ class Drafts:
     ) -> None:
         self.search, self.target, self.tokenizer = search, target, tokenizer
         self.folders: dict[str, Path] = {}
-        """Name -> folder with this draft."""
         self.networks: dict[str, DraftNetwork] = {}
         self.missing: dict[str, str] = {}
         """Reason for each missing draft, and the command to train it."""
@@ -155,22 +151,21 @@ class Drafts:
         if name in self.networks or name in self.missing:
             return self.networks.get(name)
         folder, reason = self.search.find(name), "no checkpoint"
+        network: DraftNetwork
         if folder is not None:
             try:
-                self.networks[name] = self._load(folder)
-                self.folders[name] = folder
-                return self.networks[name]
+                if _is_model(folder):
+                    network = load_draft_model(str(folder), self.target, self.tokenizer)
+                else:
+                    network = load_head(folder, self.target)
+                self.networks[name], self.folders[name] = network, folder
+                return network
             except ValueError as error:  # for another target, or damaged
                 if name in self.search.given:
                     raise
                 reason = f"{folder}: {error}"
         self.missing[name] = f"{reason}; train it: {read_roles()[name].train}"
         return None
-
-    def _load(self, folder: Path) -> DraftNetwork:
-        if _is_model(folder):
-            return load_draft_model(str(folder), self.target, self.tokenizer)
-        return load_head(folder, self.target)
 
     def is_model(self, name: str) -> bool:
         """Return True if the draft found is a language model, not a head."""

@@ -14,20 +14,19 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from pipedraft.cli import Options, UsageError, option
-from pipedraft.eval.groups import group_name
 from pipedraft.eval.intervals import PairedComparison, compare_paired
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
+    MAX_BYTES,
     LatencyRecord,
     Manifest,
     PromptRecord,
     Results,
     RunRecord,
     parse,
-    read_bytes,
 )
 from pipedraft.eval.tables import Table, align_columns, bounds, fact
-from pipedraft.files import make_place, to_json, write_atomically
+from pipedraft.files import make_place, read_bounded, to_json, write_atomically
 
 EXAMPLE = """\
 example:
@@ -97,8 +96,8 @@ def by_group(entries: Iterable[RunRecord]) -> list[Quantity]:
     """Return tokens per round for every group in any entry."""
     names = dict.fromkeys(found.group for entry in entries for found in entry.acceptance_by_group)
     return [
-        Quantity(f"tokens per round, {x}", f"tau, {group_name(x)}", partial(_group_counts, x))
-        for x in names
+        Quantity(f"tokens per round, {name}", f"tau, {name}", partial(_group_counts, name))
+        for name in names
     ]
 
 
@@ -116,18 +115,19 @@ class Evaluated:
 
     @classmethod
     def read(cls, folder: Path, name: str = "") -> "Evaluated":
-        """Read the files; bad ones raise UsageError with the file, the field and its value.
+        """Read the files; bad ones raise UsageError with the file and the field.
 
         Args:
             name: in tables and on the page; default: the folder's path.
         """
-        about = folder / "manifest.json"
-        manifest = parse(read_bytes(about), dict, about) if about.is_file() else {}
-        return cls.of(read_bytes(folder / "results.json"), manifest, folder, name)
+        path, manifest = folder / "manifest.json", {}
+        if path.is_file():
+            manifest = parse(read_bounded(path, "RUN", MAX_BYTES), dict, path)
+        content = read_bounded(folder / "results.json", "RUN", MAX_BYTES)
+        return cls.of(content, manifest, folder, name)
 
     @classmethod
     def of(cls, content: bytes, manifest: Manifest, folder: Path, name: str = "") -> "Evaluated":
-        """Parse the content of a results.json."""
         results = parse(content, Results, folder / "results.json")
         return cls(
             name=name or str(folder),
@@ -183,17 +183,11 @@ def compare_entries(
 
 def counterparts(entry: RunRecord, candidates: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the baseline's entries most like ``entry``: entries with its name if there are any."""
-    place = ("benchmark", "sampling")
     is_plain = entry.schedule == AUTOREGRESSIVE
-    candidates = [
-        other
-        for other in candidates
-        if _setting(other, place) == _setting(entry, place)
-        and (other.schedule == AUTOREGRESSIVE) == is_plain
-    ]
+    candidates = [other for other in candidates if (other.schedule == AUTOREGRESSIVE) == is_plain]
     for fields in LIKENESS:
-        wanted = _setting(entry, fields)
-        alike = [c for c in candidates if _setting(c, fields) == wanted]
+        wanted = _setting(entry, ("benchmark", "sampling", *fields))
+        alike = [c for c in candidates if _setting(c, ("benchmark", "sampling", *fields)) == wanted]
         if alike:
             return alike
     return []
@@ -209,14 +203,10 @@ def compare_runs(
         for line in compare_entries(other, entry, quantities)
     ]
     if not lines:
-        places = [
-            f"{run.name!r} ({', '.join(f'{name} at T = {label}' for name, label in found)})"
-            for run in (compared, baseline)
-            for found in [dict.fromkeys((e.benchmark, e.sampling) for e in run.entries)]
-        ]
         raise UsageError(
-            f"RUN: {' and '.join(places)} share no prompt with a token after the first; evaluate "
-            "both with the same --benchmarks and --temperature, and --max-new-tokens above 1"
+            f"RUN: {compared.name!r} and {baseline.name!r} share no prompt with a token after the "
+            "first; evaluate both with the same --benchmarks and --temperature, and "
+            "--max-new-tokens above 1"
         )
     return lines
 

@@ -51,14 +51,11 @@ def make_runs(options: EdgeOptions) -> list[LinkRun]:
     ]
 
 
-def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
-    """Decode with every method, and write the report.
+def run(options: EdgeOptions, argv: Sequence[str]) -> None:
+    """Decode with every method, write the report and print it.
 
     Args:
         argv: the words after ``edge``.
-
-    Returns:
-        Text for the terminal.
     """
     quieten()
     for method in options.methods:
@@ -106,4 +103,4 @@ def decode_links(options: EdgeOptions, argv: Sequence[str]) -> str:
     )
     shown = write_edge_report(options.out, latency, manifest, runs[0].simulation.times)
     written = f"{shlex.quote(str(options.out))}/results.json, report.md and manifest.json"
-    return f"{shown}\nwritten: {written}"
+    print(f"{shown}\nwritten: {written}")

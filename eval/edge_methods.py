@@ -5,7 +5,7 @@ decoded = decode(METHODS["picospec"], simulation, prompt_ids, prompt_index=0)
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -84,21 +84,14 @@ def read_times(text: str) -> Times:
         ) from error
 
 
-class Radio(TypedDict):
-    uj_per_bit: tuple[float, float]
-    """Energy per bit sent up, and received."""
-    idle_w: float
-    tail_s: float
-
-
 EDGE_W = 15.0
 """Power of the edge processor while it drafts; assumption: a Jetson AGX Orin's smallest mode."""
-RADIOS: dict[str, Radio] = {
+RADIOS: dict[str, Values] = {
     "cellular": {"uj_per_bit": (0.43839, 0.05197), "idle_w": 1.060, "tail_s": 11.576},
     "wifi": {"uj_per_bit": (0.28317, 0.13701), "idle_w": 0.119, "tail_s": 0.238},
 }
-"""Energy measured on phones from 2012 (Huang et al., MobiSys 2012: LTE and WiFi). Between messages
-the radio stays in its tail state, so idle power here is the tail's."""
+"""Energy per bit sent up and received, measured on phones from 2012 (Huang et al., MobiSys 2012:
+LTE and WiFi). Between messages the radio stays in its tail state, so idle power is the tail's."""
 
 
 def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
@@ -145,7 +138,6 @@ class EdgeMethod:
     lookup: LookupKind | None = None
     """Lookup drafting, which takes no time, instead of the simulation's draft."""
     has_own_rule: bool = False
-    """True if the method works with its own acceptance rule only."""
     asks_with: Literal["id", "state"] | None = None
     """Upload per token: the previous token's id, or its hidden state after the target's first
     layers, which the edge computes. None: nothing is uploaded, and the cloud streams the tokens."""
@@ -230,9 +222,7 @@ class Simulation(TokenFilters):
     window: int | None = None
     """Batches that picospec may have in flight; None: each method's own."""
     serial: bool = False
-    """Make picospec wait for each verification result."""
     slow: bool = False
-    """Turn off picospec's early passes."""
     rule: RuleName | None = None
     """Acceptance rule for methods that do not require their own; None: each method's own."""
     policy: str = "geometric"
@@ -253,7 +243,6 @@ class Simulation(TokenFilters):
 
     @property
     def sampling(self) -> str:
-        """Label for temperature and filters."""
         return sampling_label(self.temperature, self.active)
 
     def config(self, method: EdgeMethod) -> DecodeConfig:
@@ -288,7 +277,6 @@ class Simulation(TokenFilters):
         )
 
     def draft_of(self, method: EdgeMethod) -> DraftNetwork | None:
-        """Return a method's draft."""
         if method.lookup is None:
             return self.draft
         return Lookup(method.lookup, self.target.staged().vocab_size)
@@ -312,7 +300,6 @@ class EdgeOutput:
     messages: int
     wire_bytes: int
     joules: dict[str, float]
-    """Edge energy, by cause."""
 
     @property
     def total_joules(self) -> float:

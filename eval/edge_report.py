@@ -110,11 +110,7 @@ class LinkRun:
 def measure(
     runs: Sequence[LinkRun], reference: PreTrainedModel | None, *, seed: int
 ) -> list[LatencyRecord]:
-    """Return one row for results.json per run.
-
-    Args:
-        reference: target to compare greedy outputs with; None: do not compare.
-    """
+    """Return one row for results.json per run; without a reference, outputs are not compared."""
     plain = {run.place: run for run in runs if run.method == "cloud"}
     checks: dict[int, GreedyReference] = {}
     rows = []
@@ -181,12 +177,8 @@ def _latency_record(
 
 
 def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> LosslessRecord:
-    """Compare outputs with the target's own, for methods promising equality.
-
-    Greedy outputs are compared with transformers. Outputs sampled by one of ``SAME_TEXT_RULES`` are
-    compared with cloud-only decoding under the same random numbers. Other rules preserve the
-    distribution, not the output.
-    """
+    """Compare outputs with the target's own: greedy ones with transformers, those sampled by one of
+    ``SAME_TEXT_RULES`` with cloud-only decoding under the same random numbers."""
     if METHODS[run.method].caveat:
         return UNCHECKED
     if not run.simulation.temperature:
@@ -203,11 +195,10 @@ def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> L
 
 LEGEND = """\
 ms/token (TPOT): time from the first token to the last over the tokens after the first, pooled over
-the prompts, with 95 % intervals of a bootstrap over prompts; smaller is better. p50, p99: over
-prompts. ms/round: the same time over rounds of verification. TTFT: ms from the request to the first
-token, the median; a pass over the prompt takes as long as one over a token.
-speed-up: over the cloud alone, streamed, on the same network. alpha: accepted over tested tokens.
-up, down: payload bytes per token, the prompt included; wire: with headers and what was sent again.
+the prompts, with 95 % bootstrap intervals over prompts. p50, p99: over prompts. ms/round: the same
+time over rounds. TTFT: median ms from the request to the first token; a pass over the prompt takes
+as long as one over a token. speed-up: over the cloud alone, streamed, on the same network. up,
+down: payload bytes per token, the prompt included; wire: with headers and what was sent again.
 J/token: of the edge, its idle time included. same: outputs equal to transformers' greedy ones, or
 at T > 0 to the cloud's with the same random numbers; - where a rule keeps only the distribution."""
 DETAILS: dict[str, Callable[[LatencyRecord], str]] = {
@@ -248,8 +239,7 @@ def latency_table(rows: Sequence[LatencyRecord]) -> Table:
 
 
 def notes(rows: Sequence[LatencyRecord]) -> list[str]:
-    """Return lines about faulty rows, and about places where drafting on the edge is not worth
-    it."""
+    """Return lines about faulty rows, and where drafting on the edge is not worth it."""
     found, slower = [], dict[str, list[str]]()
     for row in rows:
         place = f"{row.network}, T = {row.sampling}"

@@ -79,7 +79,6 @@ class EngineRun(msgspec.Struct):
 
 class EngineAnswer(msgspec.Struct):
     engine: str
-    """Engine name and version."""
     dtype: str
     runs: list[EngineRun]
     num_drafts: int
@@ -147,35 +146,6 @@ def engine_depth(draft: Draft, depth: int) -> int:
     A block head always drafts its whole block, because the block's rows see each other.
     """
     return draft.config.num_tokens if isinstance(draft, DFlash) else trained_depth(draft, depth)
-
-
-def engine_request(
-    prompts: Sequence[tuple[list[int], Prompt]],
-    *,
-    target: str,
-    files: str,
-    kind: str,
-    depth: int,
-    max_new_tokens: int,
-    dtype: str,
-) -> Values:
-    """Build the request for the engine's process.
-
-    Args:
-        prompts: token ids, and the messages behind them.
-        files: the head's folder in the engine's layout.
-        kind: head type.
-    """
-    # Room for a round of draft tokens and the next one: vLLM drafts token 0 where it does not fit.
-    longest = max(len(ids) for ids, _ in prompts) + max_new_tokens + 2 * depth + 1
-    return {
-        "target": target,
-        "dtype": dtype,
-        "max_model_len": longest,
-        "max_new_tokens": max_new_tokens,
-        "speculative_config": {"method": kind, "model": files, "num_speculative_tokens": depth},
-        "prompts": [{"prompt_ids": ids, "messages": prompt.messages()} for ids, prompt in prompts],
-    }
 
 
 # -- faults ---------------------------------------------------------------------------------
@@ -306,7 +276,6 @@ class EngineComparison:
     texts: list[tuple[Text, list[tuple[int, int, int]]]] = field(default_factory=list)
     """Each output, and its compared draft tokens: root, draft position, token."""
     num_equal: int = 0
-    """Outputs equal to the ones decoded here."""
     ours: list[int] = field(default_factory=list)
     """Accepted draft tokens here, by position; ``num_rounds`` counts the rounds."""
     num_rounds: int = 0
@@ -423,3 +392,38 @@ class EngineComparison:
             f"tau {tau[1]:.3f} in {self.answer.num_drafts} rounds there, {tau[0]:.3f} in "
             f"{self.num_rounds} here",
         ]
+
+
+def decode_in_engine(
+    python: Path,
+    prompts: Sequence[tuple[list[int], Prompt]],
+    draft: Draft,
+    target: PreTrainedModel,
+    *,
+    name: str,
+    files: str,
+    depth: int,
+    max_new_tokens: int,
+    dtype: str,
+) -> EngineComparison:
+    """Decode prompts in the engine, and return the comparison to fill with ours.
+
+    Args:
+        prompts: token ids, and the messages behind them.
+        name: the target's folder or Hub name.
+        files: the head's folder in the engine's layout.
+        depth: draft tokens per round.
+    """
+    # Room for a round of draft tokens and the next one: vLLM drafts token 0 where it does not fit.
+    longest = max(len(ids) for ids, _ in prompts) + max_new_tokens + 2 * depth + 1
+    method = {"method": draft.draft_type, "model": files, "num_speculative_tokens": depth}
+    request = {
+        "target": name,
+        "dtype": dtype,
+        "max_model_len": longest,
+        "max_new_tokens": max_new_tokens,
+        "speculative_config": method,
+        "prompts": [{"prompt_ids": ids, "messages": prompt.messages()} for ids, prompt in prompts],
+    }
+    answer = ask_engine(python, request)
+    return EngineComparison(draft=draft, target=target, depth=depth, answer=answer)

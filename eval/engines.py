@@ -7,7 +7,7 @@ prompts in vLLM and here. A sound case must agree with ours; each planted fault 
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,12 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipedraft.cli import Failure, make_folder
 from pipedraft.eval.arguments import EnginesOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
-from pipedraft.eval.engine_parity import (
-    EngineComparison,
-    ask_engine,
-    engine_depth,
-    engine_request,
-)
+from pipedraft.eval.engine_parity import EngineComparison, decode_in_engine, engine_depth
 from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tables import Table, align_columns
 from pipedraft.eval.tasks import encode_turn, load_tasks
@@ -55,11 +50,9 @@ class EngineCase:
     settings: Callable[[Settings], Settings] | None = None
     """Returns changed entries of the exported config.json."""
     weights: Callable[[Tensors], Tensors] | None = None
-    """Returns changed tensors."""
     cause: str | None = None
     """Fault to identify; None: the case must agree."""
     dtype: str = "float32"
-    """Engine dtype."""
     has_other_template: bool = False
     """Give the engine's copy of the target another chat template."""
 
@@ -118,7 +111,6 @@ def _target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _with_other_template(target: str, folder: Path) -> str:
-    """Copy the target, by links, with another chat template."""
     folder.mkdir()
     tokenizer = load_tokenizer(target)
     tokenizer.chat_template = f"{tokenizer.chat_template} "
@@ -130,7 +122,6 @@ def _with_other_template(target: str, folder: Path) -> str:
 
 
 def _export(case: EngineCase, checkpoint: Path, files: Path) -> None:
-    """Export the head, and change its files as the case says."""
     export(checkpoint, case.layout, files, target=case.target)  # type: ignore[arg-type]
     if case.settings is not None:
         config = json.loads((files / CONFIG_FILE).read_text())
@@ -147,7 +138,7 @@ def run_case(case: EngineCase, options: EnginesOptions, place: Path) -> EngineCo
         Failure: the engine does not run the head.
     """
     target, tokenizer = _target(case.target)
-    ((folder, description),) = read_drafts([case.checkpoint], case.target, None)[2].items()
+    (folder,) = read_drafts([case.checkpoint], case.target, None)[2]
     draft = load_head(folder, target)
     depth = engine_depth(draft, options.depth)
     _export(case, folder, place / "files")
@@ -157,17 +148,17 @@ def run_case(case: EngineCase, options: EnginesOptions, place: Path) -> EngineCo
     name = case.target
     if case.has_other_template:
         name = _with_other_template(case.target, place / "target")
-    request = engine_request(
+    compared = decode_in_engine(
+        options.engine_python,
         encoded,
-        target=str(Path(name).resolve()),
+        draft,
+        target,
+        name=str(Path(name).resolve()),
         files=str(place / "files"),
-        kind=description["draft_type"],
         depth=depth,
         max_new_tokens=options.max_new_tokens,
         dtype=case.dtype,
     )
-    answer = ask_engine(options.engine_python, request)
-    compared = EngineComparison(draft=draft, target=target, depth=depth, answer=answer)
     decoding = Decoding(
         target, tokenizer, draft, depth=depth, max_new_tokens=options.max_new_tokens
     )
@@ -201,7 +192,7 @@ HEADER = ["head", "layout", "outputs equal", "here by position", "there"]
 HEADER += ["tau here", "tau there", "found"]
 
 
-def run_engines(options: EnginesOptions) -> None:
+def run(options: EnginesOptions, argv: Sequence[str]) -> None:
     """Run the whole subcommand; status 1 if a case is not as expected."""
     quieten()
     make_folder("--out", options.out)

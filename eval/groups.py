@@ -6,7 +6,6 @@ groups; ``metrics`` counts by the target's entropy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,6 @@ from msgspec import UNSET
 
 from pipedraft.data_recipes.groups import (
     ANSWER,
-    CONTEXT_EDGES,
     THINKING,
     context_of,
     language_of,
@@ -32,8 +30,6 @@ GroupCounts = dict[str, list[int]]
 """DIMENSION/GROUP -> tests, accepted tests, rounds, tokens in these rounds."""
 TAIL_TOKENS = 8
 """Tokens at the prompt's end to search for an opened thinking block."""
-ENDS = {str(low): f"{low} to {high - 1}" for low, high in pairwise(CONTEXT_EDGES)}
-ENDS[str(CONTEXT_EDGES[-1])] = f"{CONTEXT_EDGES[-1]} up"
 
 
 def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
@@ -105,9 +101,3 @@ def acceptance_by_group(rows: Sequence[PromptRecord]) -> list[GroupRecord]:
             )
         )
     return found
-
-
-def group_name(name: str) -> str:
-    """Return a group's display name for tables."""
-    dimension, _, group = name.partition("/")
-    return f"{dimension} {ENDS.get(group, group) if dimension == 'context' else group}"

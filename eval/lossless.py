@@ -117,8 +117,7 @@ def pool_checks(checks: Sequence[LosslessRecord]) -> LosslessRecord:
 def check_equal(turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]") -> LosslessRecord:
     """Compare outputs with plain decoding's, drawn with the same noise.
 
-    Do not use it in half precision without --bitwise: rounding may change a draw, and nothing would
-    distinguish this from a fault.
+    In half precision without --bitwise rounding may change a draw, which would look like a fault.
     """
     expected = {(turn.conversation, turn.turn): turn.result.token_ids for turn in plain}
     outputs = {(turn.conversation, turn.turn): turn.result.token_ids for turn in turns}
@@ -132,10 +131,7 @@ class GreedyReference:
     def __init__(
         self, target: PreTrainedModel, max_new_tokens: int, traces: TraceFile | None = None
     ) -> None:
-        """
-        Args:
-            traces: outputs in there are not generated again, and generated ones are added.
-        """
+        """Outputs in ``traces`` are not generated again, and generated ones are added."""
         self.target, self.max_new_tokens = target, max_new_tokens
         self.traces = traces or TraceFile()
         self.is_exact = target.dtype == torch.float32
@@ -158,10 +154,7 @@ class GreedyReference:
         return GreedyOutput(tokens, margins_NW[:, 0].tolist(), float(change))
 
     def check(self, results: Sequence[DecodeResult]) -> LosslessRecord:
-        """Compare every result with its prompt's greedy continuation.
-
-        A result cut at the target's context length is compared as far as it goes.
-        """
+        """Compare every result with its prompt's greedy continuation, as far as it goes."""
         outputs = [self.output(result.prompt_ids) for result in results]
         wrong = [
             (result, output.tokens, place)
@@ -239,10 +232,7 @@ def entropies(logits_NV: Tensor) -> list[float]:
 def output_entropies(
     target: PreTrainedModel, result: DecodeResult, traces: TraceFile
 ) -> list[float]:
-    """Return the target's entropy at each entry in ``token_ids``.
-
-    Equal outputs have equal entropies, whichever method decoded them: each is computed once.
-    """
+    """Return the target's entropy at each token, computed once for equal outputs."""
     output = json.dumps([result.prompt_ids, result.token_ids]).encode()
 
     def compute() -> list[float]:

@@ -247,24 +247,19 @@ def decode_seconds(result: DecodeResult) -> float:
     return times_s[-1] - times_s[0] if times_s else 0.0
 
 
-def unequal_turns(repeats: Sequence[Mapping[Turn, DecodeResult]]) -> int:
-    """Count turns with tokens or steps that differ between repeats."""
+def repeats_record(
+    rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
+) -> RepeatsRecord:
+    """Return the repeats' record, given the turns by name, M times."""
     outcomes = [
         {key: (result.token_ids, result.num_steps) for key, result in turns.items()}
         for turns in repeats
     ]
     keys = dict.fromkeys(key for turns in repeats for key in turns)
-    return sum(any(own.get(key) != outcomes[0].get(key) for own in outcomes) for key in keys)
-
-
-def repeats_record(
-    rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
-) -> RepeatsRecord:
-    """Return the repeats' record, given the turns by name, M times."""
     tokens = sum(row.tokens for row in rows)
     seconds_M = np.array([row.decode_s_repeats for row in rows], dtype=np.float64).sum(0).tolist()
     return RepeatsRecord(
         repeats=len(repeats),
-        unequal_turns=unequal_turns(repeats),
+        unequal_turns=sum(any(own.get(k) != outcomes[0].get(k) for own in outcomes) for k in keys),
         tokens_per_s=[ratio(tokens, seconds) for seconds in seconds_M],
     )

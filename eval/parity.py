@@ -29,9 +29,8 @@ from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.engine_parity import (
     METHODS,
     EngineComparison,
-    ask_engine,
+    decode_in_engine,
     engine_depth,
-    engine_request,
 )
 from pipedraft.eval.parity_rows import (
     ROUNDING,
@@ -144,9 +143,8 @@ class Parity:
         self.counts = [Counter() for _ in range(self.depth)]
         self.target = self.decoding.target
         self.rounding = ROUNDING[self.target.dtype]
-        self.checks["prompts"] = Check(name="prompts", unit="prompts")
-        if self.renderer is None:
-            self.checks["prompts"].remark = "not compared: there is no chat template"
+        remark = "" if self.renderer else "not compared: there is no chat template"
+        self.checks["prompts"] = Check(name="prompts", unit="prompts", remark=remark)
         self.checks["decoding"] = Check(name="decoding")
         self.heads = {name: x for name, x in self.files.items() if isinstance(x, Draft)}
         for name, reason in self.files.items():
@@ -309,7 +307,6 @@ def own_checkpoint(options: ParityOptions) -> Iterator[str]:
 def in_engine(
     options: ParityOptions, parity: Parity, kind: str, folder: str, prompts: Sequence[Prompt]
 ) -> EngineComparison:
-    """Decode the prompts in the engine, with the files to test."""
     if kind not in METHODS:
         known = ", ".join(METHODS)
         raise UsageError(
@@ -328,20 +325,20 @@ def in_engine(
             files = f"{place}/exported"
             layout = METHODS[kind]
             export(resolve_folder(folder), layout, Path(files), target=name)  # type: ignore[arg-type]
-        request = engine_request(
+        return decode_in_engine(
+            options.engine_python,
             encoded,
-            target=name,
+            parity.draft,
+            target,
+            name=name,
             files=str(Path(files).resolve()),
-            kind=kind,
             depth=depth,
             max_new_tokens=options.max_new_tokens,
             dtype=str(target.dtype).removeprefix("torch."),
         )
-        answer = ask_engine(options.engine_python, request)
-    return EngineComparison(draft=parity.draft, target=target, depth=depth, answer=answer)
 
 
-def compare_all(options: ParityOptions) -> None:
+def run(options: ParityOptions, argv: Sequence[str]) -> None:
     """Run the whole subcommand; bad input raises ValueError, a difference exits with status 1."""
     quieten()
     with own_checkpoint(options) as folder:

@@ -34,7 +34,6 @@ class Parting:
     what: str
     detail: str
     prompt: str | None = None
-    """Prompt with the disagreement; None: every prompt."""
     root: int | None = None
     """The round's root: the index of the text token before its draft tokens."""
     draft_position: int | None = None
@@ -54,10 +53,8 @@ class Check:
     rows: int = 0
     ties: int = 0
     largest_difference: float = 0.0
-    """Largest difference between logits."""
     first: Parting | None = None
     remark: str = ""
-    """Remark instead of a comparison."""
 
     def __str__(self) -> str:
         if self.first or self.remark:
@@ -89,7 +86,6 @@ class Text:
         self.taps = capture_hidden(target, self.ids_T[None], layers | {last})
         head, norm = target.get_output_embeddings(), target.get_decoder().norm
         self.teacher_T = head(norm(self.taps[last][0])).argmax(-1)  # type: ignore[misc]
-        """The target's most likely token after each text token."""
 
     def states(self, draft: Draft, depth: int) -> list[Tensor]:
         """Return LM head inputs in training for draft tokens 1 .. depth: [T, ...] each, by root.
@@ -148,7 +144,6 @@ class Read:
 
     layer: int
     first: int
-    """Position of the first row."""
     rows_aH: Tensor
 
 

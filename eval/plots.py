@@ -40,13 +40,13 @@ def _by_temperature(
 ) -> dict[str, Series]:
     """Return one panel per temperature, with every series that has values."""
     drafted = tables.drafted_runs(runs)
-    samplings = [r.sampling for r in sorted(drafted, key=lambda run: run.temperature)]
-    samplings = list(dict.fromkeys(samplings))
+    by_temperature = sorted(drafted, key=lambda run: run.temperature)
+    samplings = dict.fromkeys(run.sampling for run in by_temperature)
     panels = {}
     for sampling in samplings:
-        alike = [run for run in drafted if run.sampling == sampling]
-        series = {label: values(entries) for label, entries in drafted_series(alike).items()}
-        if series := {label: found for label, found in series.items() if found}:
+        labeled = drafted_series([run for run in drafted if run.sampling == sampling])
+        series = {label: found for label, own in labeled.items() if (found := values(own))}
+        if series:
             panels[f"T = {sampling}" * (len(samplings) > 1)] = series
     return panels
 

@@ -150,12 +150,6 @@ def table_record(name: str, table: Spec, outcomes: Sequence[RowOutcome]) -> dict
 # -- the command -----------------------------------------------------------------------------------
 
 
-def list_tables() -> str:
-    tables = {name: read_spec(name) for name in table_names()}
-    width = max(map(len, tables), default=0)
-    return "\n".join(f"{name.ljust(width)}  {table.title}" for name, table in tables.items())
-
-
 def read_options(options: TableOptions) -> Spec:
     """Return the checked specification, with the options applied."""
     names = ("target", "limit", "data_dir", "max_new_tokens", "seed", "dtype")
@@ -165,14 +159,15 @@ def read_options(options: TableOptions) -> Spec:
     return spec
 
 
-def make_table(options: TableOptions, argv: Sequence[str]) -> None:
+def run(options: TableOptions, argv: Sequence[str]) -> None:
     """Run a table, write its files and print it.
 
     Args:
         argv: the words after ``table``.
     """
     if options.list:
-        print(list_tables())
+        for name in table_names():
+            print(f"{name:<24}{read_spec(name).title}")
         return
     if not options.name:
         raise UsageError("NAME: missing; see --list")

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from pipedraft.cli import UsageError
-from pipedraft.files import Values, read_bounded
+from pipedraft.files import Values
 from pipedraft.inference.rules.filters import sampling_label
 
 MAX_BYTES = 2**29
@@ -350,15 +350,3 @@ def parse(content: bytes, kind: type[T], path: Path) -> T:
         raise UsageError(f"{where} is not JSON ({error}); run the evaluation again") from error
     except RecursionError as error:
         raise UsageError(f"{where} is nested too deeply; run the evaluation again") from error
-
-
-def read_bytes(path: Path) -> bytes:
-    """Read a file of an evaluation, with a bounded size.
-
-    Raises:
-        UsageError: there is no such file, or it is too large.
-    """
-    try:
-        return read_bounded(path, "RUN", MAX_BYTES)
-    except UsageError as error:
-        raise UsageError(f"{error}: the --out folder of python -m pipedraft.eval") from error

@@ -29,11 +29,8 @@ example:
 
 The page needs no network and no other file. It shows results.json and manifest.json from each
 folder: L' with intervals, charts, differences from the first folder on the same prompts, and the
-settings behind the numbers. `pipedraft eval` already writes such a page for its own folder.
-
-A results.json may also, or only, have latencies for edge-cloud decoding:
-  {"latency": [{"method": "picospec", "network": "4g", "temperature": 0, "ms_per_token": 31.5,
-                "ci95": [30.1, 33.0]}]}          ci95: null where there is no interval
+settings behind the numbers. `pipedraft eval` already writes such a page for its own folder. Folders
+of `eval edge` show latencies.
 """
 CHARTS = "charts"
 """Folder for the pictures."""

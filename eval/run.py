@@ -14,7 +14,7 @@ from msgspec import UNSET
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.eval.groups import GroupCounts, acceptance_by_group, count_groups, sum_groups
+from pipedraft.eval.groups import acceptance_by_group, count_groups, sum_groups
 from pipedraft.eval.lossless import (
     GreedyReference,
     check_equal,
@@ -74,7 +74,6 @@ class EvalMethod:
     config: DecodeConfig
     draft: DraftNetwork | None
     checkpoint: str | None = None
-    """The draft's location."""
 
 
 def draft_hash(draft: DraftNetwork) -> str:
@@ -83,11 +82,7 @@ def draft_hash(draft: DraftNetwork) -> str:
 
 
 def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
-    """Return draft and target for a trace file's header, as ``traces.Recording`` reads them.
-
-    Args:
-        draft: None for autoregressive decoding.
-    """
+    """Return draft and target for a trace file's header, as ``traces.Recording`` reads them."""
     return {
         "draft_type": None if draft is None else draft.draft_type,
         "relative_cost": 0.0 if draft is None else draft.relative_cost(target),
@@ -225,11 +220,8 @@ class Evaluation:
     """Without a reference, compare greedy outputs with autoregressive decoding here, as sampled
     ones are."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
-    """Builds the pipeline; see ``Engine``."""
     scores: bool = False
-    """Score answers with a known correct result."""
     answers: Path | None = None
-    """Folder for every method's answers."""
     repeats: int = 1
     """Decoding repeats; 2 or more separate the machine's noise from the prompts'."""
     sequences: int = 1
@@ -320,7 +312,10 @@ class Evaluation:
             repeats, reports = zip(*(once[name] for once in passes), strict=True)
             records = self._with_entropies(repeats[0], method)
             if method.config.schedule.name != AUTOREGRESSIVE:
-                records = [replace(r, groups=self._groups(r)) for r in records]
+                records = [
+                    replace(r, groups=count_groups(r.result, r.answer, r.question, self.tokenizer))
+                    for r in records
+                ]
             if self.scores:
                 records = score_turns(records)
             if self.answers is not None:
@@ -383,10 +378,6 @@ class Evaluation:
             replace(record, entropies=output_entropies(self.reference, record.result, traces))
             for record in records
         ]
-
-    def _groups(self, record: DecodedTurn) -> GroupCounts:
-        question = record.prompt.turns[record.turn]
-        return count_groups(record.result, record.answer, question, self.tokenizer)
 
     def _open_traces(self, method: EvalMethod, engine: Engine, repeat: int) -> TraceFile:
         again = {"repeat": repeat} if repeat else {}

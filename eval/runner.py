@@ -82,14 +82,6 @@ PIPELINE_QUANTITIES: dict[str, Callable[[RunRecord], Value]] = {
 }
 
 
-def check_pipeline(spec: Spec) -> None:
-    for row in _runnable(spec):
-        config = decode_config(spec.settings(row))
-        if (config.schedule.grows is None) != (row.draft is None):
-            name = config.schedule.name
-            raise ValueError(f"schedule {name!r} of row {row.name!r}: draft {row.draft}")
-
-
 def _prepare_pipeline(
     spec: Spec, context: TableContext
 ) -> tuple[list[RowOutcome], dict[int, EvalMethod], Evaluation]:
@@ -165,10 +157,6 @@ def run_pipeline(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], R
     return outcomes, Results(runs=runs)
 
 
-def _runnable(spec: Spec) -> list[Row]:
-    return [row for row in spec.rows if row.run is not None]
-
-
 def _found(row: Row, context: TableContext) -> RowOutcome:
     """Return the outcome for a row to run; its remark says why it cannot."""
     if row.run is None:
@@ -207,13 +195,6 @@ def _simulation(settings: Values, **shared: Any) -> tuple[str, str, Simulation]:
     return method, network, Simulation.on(network, times, **fields, **shared)
 
 
-def check_edge(spec: Spec) -> None:
-    for row in _runnable(spec):
-        method, _, _ = _simulation(spec.settings(row), target=None, draft=None, tokenizer=None)
-        if (METHODS[method].drafts_in is None) != (row.draft is None):
-            raise ValueError(f"method {method!r} of row {row.name!r}: draft {row.draft}")
-
-
 def run_edge(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], Results | None]:
     outcomes = [_found(row, context) for row in spec.rows]
     target, runs, tried = SharedTarget(context.target), [], []
@@ -243,15 +224,24 @@ class Kind:
     """A way to run a specification's rows."""
 
     quantities: frozenset[str]
-    check: Callable[[Spec], None]
-    """Raises ValueError if no method can run a row."""
+    needs_draft: Callable[[Values], bool]
+    """Returns True if a row with these settings has a draft; raises ValueError for bad settings."""
     run: Callable[[Spec, TableContext], tuple[list[RowOutcome], Results | None]]
     """Returns an outcome per row, and the entries behind them; None: no row could run."""
 
 
+def _pipeline_drafts(settings: Values) -> bool:
+    return decode_config(settings).schedule.grows is not None
+
+
+def _edge_drafts(settings: Values) -> bool:
+    method, _, _ = _simulation(settings, target=None, draft=None, tokenizer=None)
+    return METHODS[method].drafts_in is not None
+
+
 KINDS = {
-    "pipeline": Kind(frozenset(PIPELINE_QUANTITIES), check_pipeline, run_pipeline),
-    "edge": Kind(frozenset(EDGE_QUANTITIES), check_edge, run_edge),
+    "pipeline": Kind(frozenset(PIPELINE_QUANTITIES), _pipeline_drafts, run_pipeline),
+    "edge": Kind(frozenset(EDGE_QUANTITIES), _edge_drafts, run_edge),
 }
 
 
@@ -264,8 +254,14 @@ def check(name: str, spec: Spec) -> None:
                 f"{name}: measure {text!r} is none of a {spec.kind} table; give one of "
                 f"{', '.join(sorted(kind.quantities))}"
             )
-    try:
-        kind.check(spec)
-    except (TypeError, KeyError, ValueError) as error:
-        text = f"run: {error} is missing; set it" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{name}: {text}") from error
+    for row in spec.rows:
+        if row.run is None:
+            continue
+        try:
+            needs_draft = kind.needs_draft(spec.settings(row))
+        except (TypeError, KeyError, ValueError) as error:
+            text = f"run: {error} is missing; set it" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{name}: {text}") from error
+        if needs_draft != (row.draft is not None):
+            what = "needs a draft" if needs_draft else "uses no draft"
+            raise ValueError(f"{name}: row {row.name!r} {what}, and has draft {row.draft}")

@@ -5,7 +5,6 @@ specification is YAML (configs/papers, configs/eval) or made from command-line f
 checking it needs no model: its settings must exist, and every published number must have a source.
 """
 
-import difflib
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -16,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 import pipedraft
-from pipedraft.cli import UsageError
+from pipedraft.cli import UsageError, nearest
 from pipedraft.eval.tasks import task_name
 from pipedraft.files import Values, read_yaml
 from pipedraft.inference.arguments import Dtype
@@ -132,7 +131,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ValueError(f"{where}: there are two at {key[1]}; rename one")
             if row.draft is not None and row.draft not in known:
                 raise ValueError(
-                    f"{where}: draft {row.draft!r} is in no role; {_near(row.draft, known)}"
+                    f"{where}: draft {row.draft!r} is in no role; {nearest(row.draft, known)}"
                 )
         tasks = sorted({task_name(benchmark) for benchmark in self.benchmarks})
         for text in self.measures:
@@ -149,7 +148,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if measure.benchmark not in tasks:
                 raise ValueError(
                     f"{name}: measure {text!r}: no benchmark here is {measure.benchmark!r}; "
-                    f"{_near(task_name(measure.benchmark), tasks)}"
+                    f"{nearest(task_name(measure.benchmark), tasks)}"
                 )
 
 
@@ -168,18 +167,13 @@ def decode_config(
     return DecodeConfig.of(**values, **shared)
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}"
-
-
 def _read(path: Path, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(read_yaml(path, where), kind)
     except msgspec.ValidationError as error:
         unknown = re.search(r"unknown field `(.*?)`", str(error))
         fields = {field for part in (Spec, Row, Role) for field in part.__struct_fields__}
-        fix = _near(unknown[1], sorted(fields)) if unknown else "fix it"
+        fix = nearest(unknown[1], sorted(fields - {unknown[1]})) if unknown else "fix it"
         raise UsageError(f"{where}: {error}; {fix}") from error
 
 
@@ -211,7 +205,7 @@ def read_spec(name: str) -> Spec:
         if not names:
             raise UsageError(f"NAME: no tables in {FOLDER}; run from a checkout of the repository")
         if name not in names:
-            raise UsageError(f"NAME: {name!r} is no table; {_near(name, names)}")
+            raise UsageError(f"NAME: {name!r} is no table; {nearest(name, names)}")
         path = FOLDER / f"{name}.yaml"
     elif not path.is_file():
         raise UsageError(f"NAME: there is no file {name!r}; give a YAML file, or a name of --list")

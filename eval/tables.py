@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from pipedraft.eval.groups import group_name
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
     AcceptanceLength,
@@ -62,11 +61,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Mapping[str, Callable[[Entry], str]], entries: Iterable[Entry]) -> "Table":
-        """Build one line per entry.
-
-        Args:
-            columns: name -> function from an entry to its cell.
-        """
+        """Build one line per entry; ``columns``: name -> function from an entry to its cell."""
         rows = [[cell(entry) for cell in columns.values()] for entry in entries]
         return cls(list(columns), rows)
 
@@ -125,7 +120,6 @@ def _score(run: RunRecord) -> str:
     return "-" if score is UNSET else estimate(score.mean, score.ci95, 2)
 
 
-RUN_COLUMN: dict[str, Cell] = {"run": lambda run: run.folder}
 SETTING_COLUMNS: dict[str, Cell] = {
     "method": lambda run: run.method,
     "n": lambda run: str(run.stages),
@@ -149,33 +143,28 @@ COLUMNS: dict[str, Cell] = {
     "speed-up": lambda run: number(run.wallclock.speedup if run.wallclock else None, 2),
     "lossless": lossless_share,
 }
-SCORE_COLUMN: dict[str, Cell] = {"score": _score}
-MEAN_COLUMN: dict[str, Cell] = {"L' benchmark mean": lambda run: number(run.benchmark_mean)}
 TEXT_COLUMNS = {"benchmark", "method", "category", "of", "run", "network", "process"}
 TEXT_COLUMNS |= {"group", "domain", "target", "scope", "panel", "series", "place"}
 """Text columns; the others contain numbers."""
 
 
 def _named(runs: Sequence[RunRecord], columns: dict[str, Cell]) -> dict[str, Cell]:
-    return (RUN_COLUMN if any(run.folder for run in runs) else {}) | columns
+    has_folders = any(run.folder for run in runs)
+    return {"run": lambda run: run.folder, **columns} if has_folders else columns
 
 
 def with_scores(columns: dict[str, Cell], runs: Sequence[RunRecord]) -> dict[str, Cell]:
-    return columns | (SCORE_COLUMN if any(run.score is not UNSET for run in runs) else {})
+    return columns | {"score": _score} if any(run.score is not UNSET for run in runs) else columns
 
 
 def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
-    """Return the results table: one row per run.
-
-    Args:
-        with_benchmark: for entries from several benchmarks.
-    """
-    columns = with_scores(COLUMNS, runs)
+    """Return the results table: one row per run."""
+    columns = _named(runs, with_scores(COLUMNS, runs))
     if any(run.benchmark == OVERALL for run in runs):
-        columns |= MEAN_COLUMN
+        columns = columns | {"L' benchmark mean": lambda run: number(run.benchmark_mean)}
     if with_benchmark:
         columns = {"benchmark": lambda run: run.benchmark, **columns}
-    return Table.of(_named(runs, columns), runs)
+    return Table.of(columns, runs)
 
 
 def entropy_range(entropy_bin: EntropyRecord) -> str:
@@ -214,7 +203,6 @@ def _part_table(
 
 
 def row_cost_table(runs: Sequence[RunRecord]) -> Table:
-    """Return S by the cost per row."""
     priced = [run for run in runs if run.theoretical_speedup_by_row]
     costs = sorted({cost for run in priced for cost in run.theoretical_speedup_by_row}, key=float)
     return _part_table(
@@ -248,7 +236,6 @@ def category_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def entropy_table(runs: Sequence[RunRecord]) -> Table:
-    """Return acceptance by the target's entropy in nats."""
     return _part_table(
         runs,
         ["nats", "tests", "alpha"],
@@ -260,12 +247,11 @@ def entropy_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def group_table(runs: Sequence[RunRecord]) -> Table:
-    """Return acceptance by text group."""
     return _part_table(
         runs,
         ["group", "prompts", "tests", "alpha", "tau"],
         lambda run: [
-            [group_name(part.group), str(part.prompts), str(part.tests), _rate(part)]
+            [part.group, str(part.prompts), str(part.tests), _rate(part)]
             + [number(part.mean_acceptance_length)]
             for part in run.acceptance_by_group
         ],
@@ -273,7 +259,6 @@ def group_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def repeats_table(runs: Sequence[RunRecord]) -> Table:
-    """Return tokens per second for every repeat."""
     return _part_table(
         runs,
         ["repeats", "tokens/s of each", "turns that differ"],
@@ -287,7 +272,6 @@ def repeats_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def process_table(runs: Sequence[RunRecord]) -> Table:
-    """Return the seconds each process spent on each kind of work."""
     kinds = list(dict.fromkeys(k for run in runs for p in run.processes for k in p.seconds))
     return _part_table(
         runs,

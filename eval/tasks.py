@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pipedraft
 from pipedraft.chats import ChatRefused, render_chat
+from pipedraft.cli import nearest
 from pipedraft.data_recipes.config import Source
 from pipedraft.data_recipes.sources import read_source
 from pipedraft.eval.scores import find_number
@@ -43,8 +43,6 @@ MT_BENCH_CATEGORIES = frozenset(
 TRANSLATION, SUMMARIZATION, QUESTIONS = "translation", "summarization", "qa"
 MATH, RETRIEVAL = "math_reasoning", "rag"
 SPEC_BENCH_CATEGORIES = (TRANSLATION, SUMMARIZATION, QUESTIONS, MATH, RETRIEVAL)
-Row = Values
-"""A JSON object from a file or the Hub."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class Prompt:
         return [*system, *({"role": role, "content": text} for role, text in turns)]
 
 
-def text_of(row: Row, field: str, where: str) -> str:
+def text_of(row: Values, field: str, where: str) -> str:
     value = row.get(field)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: {field} is {value!r}; it must be a text that is not empty")
@@ -105,7 +103,7 @@ def _single(
     )
 
 
-def _questions(row: Row, where: str) -> Prompt:
+def _questions(row: Values, where: str) -> Prompt:
     """Parse FastChat's format, which MT-Bench, Spec-Bench, FlowSpec and DeepSpec share."""
     reference = row.get("reference")
     if isinstance(reference, list) and reference and isinstance(reference[0], list):
@@ -119,14 +117,14 @@ def _questions(row: Row, where: str) -> Prompt:
     )
 
 
-def _calculation(row: Row, where: str) -> Prompt:
+def _calculation(row: Values, where: str) -> Prompt:
     """Parse FastChat's format with GSM8K's solution as the reference."""
     prompt = _questions(row, where)
     solution = prompt.reference[0] if isinstance(prompt.reference, list) else prompt.reference
     return replace(prompt, expected=_expected_number(solution or "", "reference", where))
 
 
-def _spec_bench(row: Row, where: str) -> Prompt:
+def _spec_bench(row: Values, where: str) -> Prompt:
     category = text_of(row, "category", where)
     if category in MT_BENCH_CATEGORIES:
         return replace(_questions(row, where), category="mt_bench")
@@ -149,21 +147,21 @@ def _expected_number(solution: str, field: str, where: str) -> Decimal:
     return expected
 
 
-def _gsm8k(row: Row, where: str) -> Prompt:
+def _gsm8k(row: Values, where: str) -> Prompt:
     solution = text_of(row, "answer", where)
     expected = _expected_number(solution, "answer", where)
     reference = solution.rpartition("#### ")[2]
     return _single(text_of(row, "question", where), where, reference=reference, expected=expected)
 
 
-def _humaneval(row: Row, where: str) -> Prompt:
+def _humaneval(row: Values, where: str) -> Prompt:
     code = text_of(row, "prompt", where).strip("\n")
     prompt = _single(f"{HUMANEVAL_INSTRUCTION}\n```python\n{code}\n```", where)
     reference = text_of(row, "canonical_solution", where)
     return replace(prompt, id=text_of(row, "task_id", where), reference=reference)
 
 
-def _alpaca(row: Row, where: str) -> Prompt:
+def _alpaca(row: Values, where: str) -> Prompt:
     """Join the instruction and its input, if any; the training template is not used."""
     turn = text_of(row, "instruction", where)
     if row.get("input"):
@@ -187,7 +185,7 @@ def _messages(value: object, where: str) -> tuple[list[str], str | None]:
     return turns_of(turns, "user messages", where), system
 
 
-def _own_prompt(row: Row, where: str) -> Prompt:
+def _own_prompt(row: Values, where: str) -> Prompt:
     """Parse a row in a user's file: ``prompt`` (a string), ``turns`` (strings) or ``messages``."""
     system = None
     if "turns" in row:
@@ -217,8 +215,7 @@ def _own_prompt(row: Row, where: str) -> Prompt:
 class Benchmark:
     files: tuple[str, ...]
     """Paths below the data folder; the first that exists is read."""
-    parse: Callable[[Row, str], Prompt] = _questions
-    """Parses one row in its own format."""
+    parse: Callable[[Values, str], Prompt] = _questions
     category: str | None = None
     """Category for all its prompts; None: each row names its own."""
     hub: Source | None = None
@@ -232,7 +229,7 @@ def _deepspec(name: str, category: str) -> Benchmark:
 
 
 def _flowspec(
-    name: str, category: str | None, parse: Callable[[Row, str], Prompt] = _questions
+    name: str, category: str | None, parse: Callable[[Values, str], Prompt] = _questions
 ) -> Benchmark:
     """Define one of the six sets in FlowSpec's table 1, as its repository has them."""
     files = (f"flowspec/{name}.jsonl", f"flowspec/{name}/question.jsonl")
@@ -282,7 +279,7 @@ ALIASES = {"nq": "natural_questions"}
 FILE_ENDINGS = (".jsonl", ".jsonl.gz")
 
 
-def _read_rows(source: Source, option: str) -> Iterator[tuple[str, Row]]:
+def _read_rows(source: Source, option: str) -> Iterator[tuple[str, Values]]:
     """Yield ("path:line", row) from a JSON file or a Hub data set, as recipes read them."""
     try:
         for row in read_source(source):
@@ -296,7 +293,7 @@ def _read_rows(source: Source, option: str) -> Iterator[tuple[str, Row]]:
         raise ValueError(f"{option}: {message.partition(': ')[2]}") from error
 
 
-def _parse_row(text: str, where: str) -> Row:
+def _parse_row(text: str, where: str) -> Values:
     try:
         row = json.loads(text)
         json.dumps(row, ensure_ascii=False).encode()  # refuse an unpaired surrogate
@@ -369,11 +366,9 @@ def load_task(
         if data_dir is None or Path(data_dir).resolve() == ASSETS.resolve():
             task = PACKAGED.get(task, task)
     else:
-        near = get_close_matches(name, BENCHMARKS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? Known" if near else "known"
         raise ValueError(
-            f"--benchmarks: unknown benchmark {name!r}; {hint}: {', '.join(BENCHMARKS)}, "
-            "or the path of a .jsonl file"
+            f"--benchmarks: unknown benchmark {name!r}; {nearest(name, BENCHMARKS)}; or give "
+            "the path of a .jsonl file"
         )
     prompts = []
     for where, row in islice(rows, limit):

@@ -34,6 +34,10 @@ class DecodedTurn:
     groups: dict[str, list[int]] | None = None
     """Counts by text group; None: autoregressive decoding."""
 
+    @property
+    def question(self) -> str:
+        return self.prompt.turns[self.turn]
+
 
 def prompt_seed(prompt: Prompt, turn: int) -> int:
     """Return a turn's ``prompt_index``: 31 bits, derived only from the prompt's name.
@@ -113,8 +117,9 @@ def evaluate(
         if isinstance(engine, BatchEngine):
             _decode_together(engine, conversations)
         else:
-            for conversation in conversations:
-                _decode_alone(engine, conversation)
+            for one in conversations:
+                while (prompt_ids := one.next_prompt()) is not None:
+                    one.add(engine.decode(prompt_ids, prompt_index=one.prompt_index))
     return [record for conversation in conversations for record in conversation.records]
 
 
@@ -153,7 +158,6 @@ class _Conversation:
         return prompt_seed(self.prompt, len(self.records))
 
     def add(self, result: DecodeResult) -> None:
-        """Add the next turn, just decoded."""
         key = turn_key(self.prompt, len(self.records), result.prompt_ids)
         self._append(DecodeResult(**self.traces.find(key, lambda: asdict(result))))
 
@@ -170,11 +174,6 @@ class _Conversation:
             )
         )
         self.bar.update()
-
-
-def _decode_alone(engine: PromptDecoder, conversation: _Conversation) -> None:
-    while (prompt_ids := conversation.next_prompt()) is not None:
-        conversation.add(engine.decode(prompt_ids, prompt_index=conversation.prompt_index))
 
 
 def _decode_together(batch: BatchEngine, conversations: Iterable[_Conversation]) -> None:

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.cli import (
-    UsageError,
-    leave_at_interrupts,
-    option,
-    run_command,
-    subcommand,
-)
+from pipedraft.cli import leave_at_interrupts, option, run_command, subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -30,7 +24,6 @@ from pipedraft.inference.result import DecodeResult, shown
 from pipedraft.inference.text_stream import PrintedText
 
 if TYPE_CHECKING:
-    from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.ranks.cluster import Cluster
     from pipedraft.inference.timeline import TimelineReport
 
@@ -53,14 +46,8 @@ The target on a server, the draft here:
   pipedraft inference --server 127.0.0.1:50051 --status
 
 Without a draft, --server needs --tokenizer: a folder or Hub id with the target's tokenizer.
-`inference edge` is another name for `inference` with --server.
 """
 MAX_PROMPT_BYTES = 2**24
-SUBCOMMANDS = {
-    "edge": "pipedraft.inference.__main__",
-    "serve": "pipedraft.inference.edge.serve",
-}
-"""Modules that parse the rest of the command line, by its first word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +76,11 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     def read_prompt(self) -> str:
         text = self.prompt or ""
         if text == "-":
-            content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-            if len(content) > MAX_PROMPT_BYTES:
-                raise ValueError(f"--prompt: more than {MAX_PROMPT_BYTES} bytes; shorten it")
-            text = content.decode(errors="surrogateescape")
+            # A longer prompt fits no target, so its beginning is refused like the whole.
+            text = sys.stdin.buffer.read(MAX_PROMPT_BYTES).decode()
         if not text.strip():
             raise ValueError(f"--prompt: {text[:40]!r} is empty; give at least one word")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"--prompt: {text[:40]!r} is not UTF-8 text; convert it") from error
+        text.encode()  # the command line may hold bytes that are no UTF-8: an error in one line
         return text
 
     def decode_settings(self) -> Values:
@@ -112,13 +94,13 @@ build_parser = DecodeOptions.parser
 
 def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
     text = options.read_prompt()
-    if options.trace is not None and cluster is None:
-        raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
+    traces = options.trace is not None
     if options.trace is not None:
+        if cluster is None:
+            raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
         make_place("--trace", options.trace, b'{"traceEvents": ')
     from pipedraft.inference.command import encode, load_engine
 
-    traces = options.trace is not None
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)
     stream = PrintedText(engine.tokenizer)
     result = engine.decode(encode(engine.tokenizer, text, options.raw), on_token=stream)
@@ -128,15 +110,15 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
         if cluster is None:
             after = ", which runs the stages one after the other" * (result.num_stages > 1)
             where = f"one process{after}"
-        print_figures(engine.config, result, where)
+        print_figures(engine.config.schedule.name, result, where)
     if cluster is not None:
         report_processes(engine.pipeline.reports(), options)
 
 
-def print_figures(config: "DecodeConfig", result: DecodeResult, where: str) -> None:
+def print_figures(name: str, result: DecodeResult, where: str) -> None:
     elapsed = result.token_times_s[-1] - result.prefill_s
     print(
-        f"[{config.schedule.name}, n = {result.num_stages}] {result.num_tokens} tokens after the "
+        f"[{name}, n = {result.num_stages}] {result.num_tokens} tokens after the "
         f"first in {result.num_steps} steps: equivalent acceptance length "
         f"{shown(result.equivalent_acceptance_length)}, acceptance rate "
         f"{shown(result.draft_acceptance_rate)}; {result.num_tokens / max(elapsed, 1e-9):.0f} "
@@ -162,15 +144,13 @@ def report_processes(reports: "list[TimelineReport]", options: DecodeOptions) ->
 def main(words: Sequence[str] | None = None) -> None:
     """Decode a command line's prompt; if ``words`` is None, read this process's command line."""
     words = sys.argv[1:] if words is None else words
-    first = words[0] if words and not words[0].startswith("-") else ""
-    if first and subcommand(first, list(SUBCOMMANDS)) == "serve":
+    if words and not words[0].startswith("-"):
+        subcommand(words[0], ["serve"])
         from pipedraft.inference.edge import serve
 
         serve.run(words[1:])
         return
-    options = DecodeOptions.read(words[bool(first) :])
-    if first and options.server is None:
-        raise UsageError("--server: missing; give HOST:PORT of `pipedraft inference serve`")
+    options = DecodeOptions.read(words)
     if options.server is not None:
         from pipedraft.inference.command import decode_remotely
 

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_t
 from jsonargparse import ArgumentParser
 
 from pipedraft.chats import read_template_variables
-from pipedraft.cli import (
-    Group,
-    Options,
-    UsageError,
-    checked,
-    flag_name,
-    help_of,
-    listed,
-    option,
-)
+from pipedraft.cli import Group, Options, UsageError, checked, flag_name, help_of, listed, option
 from pipedraft.files import Values
 from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
 from pipedraft.inference.cut import read_boundary
@@ -33,7 +24,6 @@ from pipedraft.inference.shapes import Budget, TreeShape
 if TYPE_CHECKING:
     from pipedraft.inference.ranks.cluster import Cluster
 
-FILTER_NAMES = [f.name for f in fields(TokenFilters)]
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
 FloatDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Literal[FloatDtype, "int8"]
@@ -42,35 +32,23 @@ MAX_SECONDS = 1_000_000
 
 def read_temperature(text: str) -> float:
     try:
-        value = float(text)
-        check_temperature(value)
+        check_temperature(value := float(text))
     except ValueError as error:
-        raise ValueError(
-            f"{text!r} is not a temperature; give 0 (greedy), or 0.0001 to 1000000"
-        ) from error
+        fix = "give 0 (greedy), or 0.0001 to 1000000"
+        raise ValueError(f"{text!r} is not a temperature; {fix}") from error
     return value
 
 
-def tree_label(text: str) -> str:
-    """Check a tree given as text, and return its label."""
-    return TreeShape.parse(text).label
-
-
 def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        # 0 is out of range: both faults share one message.
-        value = 0.0
+    value = float(text)
     if not 0 < value <= MAX_SECONDS:
         raise ValueError(f"{text!r} is no time; give seconds above 0, at most {MAX_SECONDS}")
     return value
 
 
-def read_budget(value: object) -> Budget:
-    if value != "auto" and not str(value).isdecimal():
-        raise ValueError(f"{value!r} is no number of draft tokens; give 1 or more, or auto")
-    return "auto" if value == "auto" else int(str(value))
+def read_budget(value: object) -> int | str:
+    """Parse a number; ``make_schedule`` refuses words other than auto."""
+    return int(text) if (text := str(value)).isdecimal() else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +73,8 @@ class FilterOptions(Options):
 
     @property
     def filters(self) -> dict[str, float]:
-        """Filters that have an effect, by name.
-
-        Raises:
-            ValueError: a value out of range.
-        """
-        return TokenFilters(**{name: getattr(self, name) for name in FILTER_NAMES}).active
+        """Filters that have an effect, by name."""
+        return TokenFilters(**{f.name: getattr(self, f.name) for f in fields(TokenFilters)}).active
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,31 +119,25 @@ def _add_setting(
     # If one schedule accepts auto, the option does, too; the other schedules refuse it.
     kinds = {get_type_hints(SCHEDULES[owner])[name]: SCHEDULES[owner] for owner in owners}
     hint, kind = (Budget, kinds[Budget]) if Budget in kinds else list(kinds.items())[-1]
-    default = getattr(kind, name)
-    text = ""
+    default, text = getattr(kind, name), ""
     if shows_help:
+        about = help_of(kind, name).partition(". ")[0].rstrip(".")
+        if hint is bool and default:
+            about = f"do not {about[0].lower()}{about[1:]}"
         defaults = {getattr(SCHEDULES[owner], name) for owner in owners}
         shown = default.label if isinstance(default, TreeShape) else default
-        text = f"{', '.join(owners)}: {help_of(kind, name).partition('. ')[0].rstrip('.')}"
         if len(defaults) == 1 and shown is not None and hint is not bool:
-            text += f" (default: {shown})"
-        if hint is bool and default:
-            start, _, off = text.partition(": ")
-            off = (
-                off.removeprefix("False: ")
-                if "False: " in off
-                else f"do not {off[0].lower()}{off[1:]}"
-            )
-            text = f"{start}: {off}"
+            about += f" (default: {shown})"
         # argparse formats its help texts with %.
-        text = text.replace("%", "%%").replace("None: ", "default: ")
+        text = f"{', '.join(owners)}: {about}".replace("%", "%%").replace("None: ", "default: ")
     if hint is bool:
         flag = f"--no-{flag_name(name)[2:]}" if default else flag_name(name)
         # Not store_true: its default False would look like a given value.
         group.add_argument(flag, dest=name, action="store_const", const=not default, help=text)
         return
     types = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
-    parse = checked(tree_label) if types[0] is TreeShape else types[0]
+    # A tree stays text, checked and with all its numbers.
+    parse = checked(lambda text: TreeShape.parse(text).label) if TreeShape in types else types[0]
     metavar = {int: "N", float: "P", str: "NAME"}.get(types[0], "TREE")
     if hint == Budget:
         parse, metavar = checked(read_budget), "N|auto"
@@ -235,14 +203,13 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
     Without a launcher, --processes starts the ranks, and this process only waits for them.
 
     Raises:
-        ValueError: the local backend under a launcher with several processes.
-        UsageError: --processes without --backend process, or another number than the launcher's.
+        UsageError: the options do not fit the launcher.
     """
     if options.backend == "local":
         if is_launched() and int(os.environ["WORLD_SIZE"]) > 1:
             if os.environ["RANK"] != "0":
                 sys.exit(2)  # rank 0 says it
-            raise ValueError(
+            raise UsageError(
                 "--backend: 'local' runs in one process; add --backend process under torchrun"
             )
         if options.processes is not None:

@@ -1,7 +1,5 @@
 """``--tree auto``: time rounds, and draft the chain or tree with the most tokens per second."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, deque
 

@@ -189,16 +189,15 @@ class _Sequence:
 class BatchEngine:
     """Decodes many prompts at once; each output equals ``Engine``'s output for this prompt alone.
 
-    Every sequence has its own schedule, settings, seed, token tree and caches, as if it were alone.
-    A sequence pauses at each step; once all sequences wait, every stage runs one step for all of
-    them. A sequence also pauses at each draft call, so draft forwards from several sequences run as
-    one if their rows can be joined. Exactly one thread runs at any time. Two runs that submit the
-    same requests at the same steps thus have equal outputs, steps and virtual times.
+    Every sequence has its own schedule, settings, seed, token tree and caches. It pauses at each
+    step; once all sequences wait, every stage runs one step for all of them. It also pauses at each
+    draft call, so draft forwards from several sequences run as one if their rows can be joined.
+    Exactly one thread runs at any time. Two runs that submit the same requests at the same steps
+    thus have equal outputs, steps and virtual times.
 
     You may call ``submit`` and ``cancel`` from any thread. ``on_token``, the observer and a
-    future's callbacks run on the batch's threads and delay every sequence: they must not block
-    (notify an event loop with ``loop.call_soon_threadsafe``). An error in one of them, or in a
-    sequence's rows, draft or schedule, ends only that sequence.
+    future's callbacks run on the batch's threads and delay every sequence: they must not block. An
+    error in one of them, or in a sequence's rows, draft or schedule, ends only that sequence.
     """
 
     def __init__(
@@ -209,23 +208,16 @@ class BatchEngine:
         draft: DraftNetwork | None = None,
         *,
         limits: BatchLimits | None = None,
-        drafts_together: bool = True,
         counts_alone: bool = False,
         connect: Callable[[StagedTarget], Pipeline] = LocalPipeline,
     ) -> None:
         """
         Args:
             target: causal LM from ``load_target``.
-            config: for requests without a configuration of their own; its stages and cost model
-                apply to all requests.
-            drafts_together: run draft forwards from several sequences as one if their rows can be
-                joined; otherwise one after the other.
-            counts_alone: draft and measure time per sequence as if it had the pipeline to itself
+            config: for requests without one; its stages and cost model apply to all.
+            counts_alone: draft and measure time per sequence as if it were alone in the pipeline
                 (for evaluations). Totals over all sequences are then meaningless.
             connect: as in ``Engine``; a ``Cluster``'s ranks can be shared, too.
-
-        Raises:
-            ValueError: as in ``Engine``.
         """
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
         self.limits, self._counts_alone = limits or BatchLimits(), counts_alone
@@ -238,7 +230,7 @@ class BatchEngine:
             config.cost,
             self.config.boundaries,
             engine.draft_cost,
-            drafts_together=drafts_together and draft is not None and _joins_rows(draft),
+            drafts_together=draft is not None and _joins_rows(draft),
         )
         self._root, self.timeline = engine.pipeline, engine.pipeline.timeline
         self._meter, self._shapes = DraftMeter(), ShapeMeter()
@@ -276,7 +268,7 @@ class BatchEngine:
         Args:
             config: as in ``Engine``; the stages must match this pipeline.
             prompt_index, on_token, observer: as in ``Engine.decode``.
-            source: draft source for this sequence instead of the draft.
+            source: as in ``Engine``, for this sequence alone.
 
         Raises:
             ValueError: the prompt is too long, or the settings do not match the draft or the
@@ -293,10 +285,8 @@ class BatchEngine:
         # All sequences run on the same stages, so these two cannot differ per request.
         config = replace(config, boundaries=self.config.boundaries, cost=self.config.cost)
         check_prompt(prompt_ids, self._max_positions)
-        kv_bytes = (
-            cache_rows(len(prompt_ids), config.max_new_tokens, self._max_positions)
-            * self._row_bytes
-        )
+        num_rows = cache_rows(len(prompt_ids), config.max_new_tokens, self._max_positions)
+        kv_bytes = num_rows * self._row_bytes
         if self.limits.kv_bytes is not None and kv_bytes > self.limits.kv_bytes:
             raise ValueError(
                 f"prompt: {len(prompt_ids)} tokens and {config.max_new_tokens} new ones need "
@@ -342,14 +332,8 @@ class BatchEngine:
                 return SharedRanks(self._root, staged, sharing)
             return SharedStages(staged, self.timeline, sharing)
 
-        engine = Engine(
-            self.target,
-            self.tokenizer,
-            handle.config,
-            self.draft,
-            source=handle.source,
-            connect=connect,
-        )
+        given, source = (self.target, self.tokenizer, handle.config, self.draft), handle.source
+        engine = Engine(*given, source=source, connect=connect)
         if engine.meter is not None:  # one for all: they share the time
             engine.meter = self._meter
         engine.shapes = self._shapes
@@ -379,13 +363,7 @@ class BatchEngine:
             self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End every sequence and reject new ones.
-
-        Do not call it inside ``running``, which calls it at the end of its block.
-
-        Args:
-            error: raised in the sequences.
-        """
+        """End every sequence with this error, and reject new ones; ``running`` calls it itself."""
         self._close_queue()
         for sequence in self._live:
             sequence.end(error or CancelledError())
@@ -416,7 +394,7 @@ class BatchEngine:
         self.clock.begin_step(pipelines)
         # Drafting by waiting sequences overlaps with this step, as much as fits into it.
         for sequence in self._live:
-            # What does not fit stays: the sequence sits out further steps for it.
+            # The sequence sits out further steps for what does not fit.
             fit = min(sequence.pipeline.num_waiting_forwards, self.clock.forwards_beside)
             self.clock.drafted(fit, beside=True)
             sequence.pipeline.num_waiting_forwards -= fit
@@ -470,8 +448,7 @@ class BatchEngine:
     def _taking_part(self) -> list[_Sequence]:
         """Choose the next step's sequences: least recently served first, decoding before prefill.
 
-        A sequence left out pauses with all of its rows, so its own steps stay the same as alone. A
-        sequence that drafted while its rows waited sits out as many steps as its drafting takes.
+        A sequence left out pauses with all of its rows, so its own steps stay the same as alone.
         """
         step = self.clock.num_steps
         totals = [0] * self.clock.num_stages
@@ -492,10 +469,9 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Return True if a sequence may join this step.
+        """Return True if a sequence may join this step; a new one joins the smallest phase.
 
-        A new sequence gets the phase (step number modulo n) with the fewest sequences. With
-        ``counts_alone`` all share one phase, so one pass over a stage's weights serves them all.
+        With ``counts_alone`` all share one phase, so one pass over a stage's weights serves all.
         """
         n = self.clock.num_stages
         if sequence.phase is None and not sequence.pipeline.is_prefilling:

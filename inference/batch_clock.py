@@ -110,12 +110,7 @@ class BatchClock:
             (self._beside if beside else self._after).append(num_forwards)
 
     def emitted(self, pipeline: SharedPipeline, times: list[float], *, is_first: bool) -> None:
-        """Count a sequence's token; set its time when the open step ends.
-
-        Args:
-            times: the sequence's emission times; the end of the step is appended.
-            is_first: True for the prefill's token, which does not count as a pipeline token.
-        """
+        """Count a sequence's token; when the open step ends, append its end to ``times``."""
         # The prefill gives this token without a pipeline step, so no rate may contain it.
         self.num_tokens += not is_first
         self._tokens += not is_first and pipeline in self._before[0]
@@ -124,9 +119,8 @@ class BatchClock:
     def tested(self, said: float, right: bool) -> None:
         """Adjust sharpness so that predicted and measured acceptance agree on average.
 
-        log s <- log s + LEARNING (right - said), with s from 1 to SHARPEST. ``said`` is the
-        predicted probability; ``right`` is 1 if a draft token was accepted, else 0. Drafts differ
-        in how much they understate their best tokens.
+        log s <- log s + LEARNING (right - said), with s from 1 to SHARPEST, and ``said`` the
+        predicted probability. Drafts differ in how much they understate their best tokens.
         """
         # A step in log s keeps s positive and makes raising and lowering it symmetric.
         change = math.exp(LEARNING * (right - said))
@@ -161,11 +155,10 @@ class BatchClock:
         self._beside, self._after, self._unpriced, self._is_open = [], [], [], False
 
     def _passes(self, forwards: Sequence[int]) -> float:
-        """Return the time for these draft forwards, in single forwards.
+        """Return the time for these draft forwards [sequence], in single forwards.
 
-        ``forwards`` has one number per sequence. With ``drafts_together`` the sequences' first
-        forwards run as one pass, then their second ones, and so on. Each further sequence makes a
-        pass longer by one row.
+        With ``drafts_together`` the sequences' first forwards run as one pass, then their second
+        ones, and so on. Each further sequence makes a pass longer by one row.
         """
         total, longest = sum(forwards), max(forwards, default=0)
         if not self.drafts_together:
@@ -193,10 +186,7 @@ class BatchClock:
         return (num_drafting * tokens + num_plain / n) / time
 
     def _choose(self) -> None:
-        """Choose the sequences that draft: the number with the most tokens per time.
-
-        Sequences with the fewest tokens start first; sequences with the most tokens stop first.
-        """
+        """Choose the sequences that draft: the number with the most tokens per time."""
         drafting = [pipeline for pipeline in self.live if pipeline in self.drafting]
         best = max(range(len(self.live) + 1), key=self.rate)
         # Hysteresis: near a tie the choice would flip at every step.
@@ -220,11 +210,10 @@ class BatchClock:
         return RowCosts(tokens=rate, time=1.0, row=factor * row, sharpness=self.sharpness)
 
     def hidden_forwards(self, alone: int) -> int:
-        """Return how many draft forwards a sequence gets per step.
+        """Return a sequence's draft forwards per step; ``alone``: without other sequences.
 
-        ``alone`` is the number that fits if no other sequence drafts. All sequences share the
-        draft's device. If their forwards run together, the number stays the same, because rows of
-        further sequences lengthen the forwards and the steps alike.
+        If forwards run together, the number stays the same, because rows of further sequences
+        lengthen the forwards and the steps alike.
         """
         return alone if self.drafts_together else max(1, alone // max(1, len(self.live)))
 

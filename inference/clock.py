@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipedraft.cli import check_ranges
 from pipedraft.inference.shapes import LONGEST, RowCosts
 
 if TYPE_CHECKING:
     from pipedraft.inference.rules.sampled import Verdict
     from pipedraft.inference.tree import TokenTree
 
-MAX_COST = 1e6
-"""Largest accepted cost, in target passes."""
+MAX_COST = "[0, 1e6]"
+"""Accepted costs, in target passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +38,13 @@ class StageCost:
     the previous segment's keys and values, and the model counts no time to send them."""
 
     def __post_init__(self) -> None:
-        if not 1 / MAX_COST <= self.speed <= MAX_COST or not 1 <= self.replicas <= MAX_COST:
-            raise ValueError(
-                f"cost.stages: speed {self.speed}, replicas {self.replicas}; give a positive speed "
-                "and at least 1"
-            )
-        check_durations(self, "cost.stages")
+        check_durations(self, "cost.stages.")
+        check_ranges(self, {"speed": "[1e-6, 1e6]", "replicas": "[1, 1e6]"}, "cost.stages.")
 
 
 def check_durations(cost: CostModel | StageCost, where: str) -> None:
-    """Refuse numbers outside [0, ``MAX_COST``]."""
-    for part in fields(cost):
-        value = getattr(cost, part.name)
-        if isinstance(value, int | float) and not 0 <= value <= MAX_COST:
-            raise ValueError(
-                f"{where}.{part.name}: {value} is not a duration; give 0 to {MAX_COST:g}"
-            )
+    numbers = (n for n, value in vars(cost).items() if isinstance(value, int | float))
+    check_ranges(cost, dict.fromkeys(numbers, MAX_COST), where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,21 +89,20 @@ class CostModel:
     """GB for the draft, on the first stage if it shares this device."""
 
     def __post_init__(self) -> None:
-        check_durations(self, "cost")
+        check_durations(self, "cost.")
         if self.layer_times and not (min(self.layer_times) >= 0 < sum(self.layer_times)):
             raise ValueError(f"cost.layer_times: {[*self.layer_times]}; give positive times")
 
     def share(self, stage: int, start: int, end: int, num_layers: int) -> float:
         """Return the time for one row in layers [``start``, ``end``), relative to a full pass."""
-        if not self.layer_times:
-            share = (end - start) / num_layers
-        elif len(self.layer_times) == num_layers:
-            share = sum(self.layer_times[start:end]) / sum(self.layer_times)
-        else:
+        if len(self.layer_times) not in (0, num_layers):
             raise ValueError(
                 f"cost.layer_times: {len(self.layer_times)} of a target of {num_layers} layers; "
                 "give one for each layer, or none"
             )
+        share = (end - start) / num_layers
+        if self.layer_times:
+            share = sum(self.layer_times[start:end]) / sum(self.layer_times)
         device = self.stages[stage] if self.stages else None
         return share if device is None else share / (device.speed * device.replicas)
 
@@ -199,11 +190,8 @@ class VirtualClock:
 
         One more row in every segment makes every step longer by the row price. A draft token is
         charged ``LONGEST`` times this price, because the longest segment in flight sets the step
-        time. An accepted draft token saves the average time per token so far, initially the
-        autoregressive time.
-
-        Args:
-            num_tokens: tokens emitted so far.
+        time. An accepted draft token saves the average time for the ``num_tokens`` so far,
+        initially the autoregressive time.
         """
         return RowCosts(
             tokens=num_tokens + 1,
@@ -215,11 +203,7 @@ class VirtualClock:
         )
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Return costs for a tree verified as a whole, in equal segments.
-
-        Args:
-            num_forwards: draft forwards while the stages wait.
-        """
+        """Return costs for a tree verified in equal segments, drafted while the stages wait."""
         # Fill the pipeline once, then one step per further segment.
         num_steps = self.num_stages + num_segments - 1
         return RowCosts(
@@ -243,11 +227,10 @@ class VirtualClock:
             self.log.append([1, *event])
 
     def duration(self, rows: Sequence[int], *, draft_forwards: float, overlap: bool) -> float:
-        """Return the modeled time for one pipeline step.
+        """Return the modeled time for one step; ``overlap``: the draft runs during it, not after.
 
         Args:
             rows: rows processed per stage (0: idle).
-            overlap: True if the draft runs during the step, False if after it.
         """
         stages = self.busy(rows)
         draft = draft_forwards * self.draft_forward

@@ -14,11 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from pipedraft.chats import encode_chat, set_template_variables, warn_of_variables
 from pipedraft.cli import UsageError, one_line
 from pipedraft.files import Values, read_optional
-from pipedraft.inference.arguments import (
-    EngineOptions,
-    PlaceOptions,
-    RemoteOptions,
-)
+from pipedraft.inference.arguments import EngineOptions, PlaceOptions, RemoteOptions
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.cut import AUTO, cut_layers
@@ -38,15 +34,11 @@ from pipedraft.models.draft import read_description, resolve_folder
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
-from pipedraft.models.target import (
-    choose_decoding_threads,
-    load_target,
-    load_tokenizer,
-    read_config,
-)
+from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
 from pipedraft.pretrained import (
     place_draft,
     quieten,
+    read_config,
     resolve_device,
     resolve_dtype,
     unapplied_settings,
@@ -64,11 +56,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int
 
 
 def place_of(options: PlaceOptions, cluster: Cluster | None = None) -> torch.device:
-    """Return the device for the draft and for this process's part of the target.
-
-    Raises:
-        ValueError: this machine lacks the device, or several processes would share it.
-    """
+    """Return the device for the draft and for this process's part of the target."""
     if cluster is None:
         return resolve_device(options.device)
     if options.device not in ("auto", "cpu"):
@@ -89,27 +77,21 @@ class EngineChoice:
 
 
 def describe(options: EngineOptions) -> EngineChoice:
-    """Choose target, schedule and stages from the options and the checkpoint's description.
-
-    Raises:
-        ValueError: no draft or target is given, or a schedule needs a missing draft.
-    """
+    """Choose target, schedule and stages from the options and the checkpoint's description."""
     stages, cut = options.stages, options.boundaries
     if options.checkpoint is None:
+        kind = "language_model" if options.draft_model else options.draft
         if options.target is None:
             if options.draft_model is None:
                 raise ValueError("--checkpoint: missing; give a trained draft, or --target for AR")
             raise ValueError(f"--target: missing; --draft-model {options.draft_model} names none")
-        if options.draft_model is not None or options.draft is not None:
-            kind = options.draft or "language_model"
-            schedule = options.schedule or default_schedule(kind)
-            return EngineChoice(options.target, None, schedule, stages, cut)
-        if options.schedule not in (None, "autoregressive"):
+        if kind is None and options.schedule not in (None, "autoregressive"):
             raise ValueError(
                 f"--schedule: {options.schedule!r} needs a draft; give --checkpoint DIR, "
                 "--draft-model DIR, --draft ngram, or --schedule autoregressive"
             )
-        return EngineChoice(options.target, None, "autoregressive", stages, cut)
+        schedule = options.schedule or (default_schedule(kind) if kind else "autoregressive")
+        return EngineChoice(options.target, None, schedule, stages, cut)
     description = read_description(resolve_folder(options.checkpoint))
     reference, architecture = description["target"], description["architecture"]
     return EngineChoice(
@@ -125,11 +107,7 @@ def describe(options: EngineOptions) -> EngineChoice:
 def resolve_cut(
     boundaries: Sequence[int], cost: CostModel, target: str, revision: str | None, num_stages: int
 ) -> tuple[int, ...]:
-    """Return the given boundaries; for auto, compute them with the cost model.
-
-    Raises:
-        UsageError: auto is mixed with layer numbers, or the cost model allows no cut.
-    """
+    """Return the given boundaries; for auto, compute them with the cost model."""
     if AUTO not in boundaries:
         return tuple(boundaries)
     if len(boundaries) > 1:
@@ -151,9 +129,6 @@ def load_engine(
     Args:
         settings: for the engine's ``DecodeConfig``.
         traces: let the ranks record their time spans.
-
-    Raises:
-        ValueError: options do not fit each other, the draft or the target.
     """
     quieten()
     choice = describe(options)
@@ -163,12 +138,7 @@ def load_engine(
     cost = settings.get("cost", CostModel())
     cut = resolve_cut(choice.boundaries, cost, choice.target, choice.revision, num_stages)
     # Before loading anything, so bad values are refused at once.
-    config = DecodeConfig.of(
-        choice.schedule,
-        num_stages=num_stages,
-        boundaries=cut,
-        **settings,
-    )
+    config = DecodeConfig.of(choice.schedule, num_stages=num_stages, boundaries=cut, **settings)
     tokenizer = load_tokenizer(choice.target, revision=choice.revision)
     set_template_variables(tokenizer, options.chat_template_kwargs)
     if options.checkpoint is not None:
@@ -205,7 +175,6 @@ def load_engine(
 
 
 def read_access(options: RemoteOptions) -> Access:
-
     tokens, uses_tls = read_tokens(options.token_file), options.tls or options.tls_ca is not None
     if len(tokens) > 1:
         raise ValueError(f"--token-file: {len(tokens)} lines; an edge has one token, give its line")
@@ -228,7 +197,6 @@ def read_access(options: RemoteOptions) -> Access:
 
 
 def print_status(access: Access) -> None:
-
     with Connection(access) as connection:
         about, round_trip_s = connection.describe()
     status = msgspec.to_builtins(about) | {"round_trip_s": round_trip_s}
@@ -236,12 +204,7 @@ def print_status(access: Access) -> None:
 
 
 def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedTokenizerBase]:
-    """Load the draft (None without one) and the tokenizer for a target on a server.
-
-    Raises:
-        ValueError: no option names a tokenizer, or the draft needs the target's hidden states.
-    """
-
+    """Load the draft (None without one) and the tokenizer for a target on a server."""
     if options.draft_model is not None:
         name, device = model_folder(options.draft_model), resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, device, name)
@@ -267,11 +230,8 @@ def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedToke
     # The recorded revision belongs to the target's own repository.
     revision = reference.revision if options.tokenizer is None else None
     tokenizer = load_tokenizer(options.tokenizer or reference.name, revision=revision)
-    own = reference.fingerprint
-    return (
-        LocalDraft(network=draft, target=str(own["hash"]), anchor=str(own["anchor"])),
-        tokenizer,
-    )
+    own = {name: str(reference.fingerprint[name]) for name in ("hash", "anchor")}
+    return LocalDraft(network=draft, target=own["hash"], anchor=own["anchor"]), tokenizer
 
 
 def decode_remotely(options: DecodeOptions) -> None:
@@ -280,7 +240,6 @@ def decode_remotely(options: DecodeOptions) -> None:
     if options.status:
         print_status(access)
         return
-
     text, settings = options.read_prompt(), options.decode_settings()
     has_draft = options.checkpoint is not None or options.draft_model is not None
     name = options.schedule or ("flexspec" if has_draft else "autoregressive")

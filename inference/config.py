@@ -18,9 +18,10 @@ import msgspec
 from pipedraft.cli import UsageError, check_ranges
 from pipedraft.files import Values, read_text
 from pipedraft.inference.clock import CostModel, StageCost
+from pipedraft.inference.rules import RuleName
 from pipedraft.inference.rules.filters import TokenFilters, sampling_label
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.schedules.base import Schedule, check_at_least
+from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPDSchedule
 from pipedraft.inference.shapes import Budget, TreeShape
 
@@ -31,18 +32,6 @@ SEEDS = f"[{-(2**63)}, {2**63})"
 """Range for seeds: int64, as in OpenAI's clients."""
 MAX_SETTING = "[-1024, 1024]"
 """Range for a schedule's numbers: no draft uses more rows, and larger ones would never finish."""
-RuleName = Literal[
-    "match",
-    "gumbel",
-    "rejection",
-    "tail_escape",
-    "topk",
-    "argmax",
-    "block",
-    "recursive",
-    "traversal",
-]
-"""Acceptance rules, implemented in ``rules/``."""
 RULE_NAMES: list[RuleName] = list(get_args(RuleName))
 SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Rules for draft tokens sampled from the draft's distribution."""
@@ -91,7 +80,6 @@ class DecodeConfig(TokenFilters):
         check_temperature(self.temperature)
         super().__post_init__()
         self.check_at(self.temperature)
-        check_at_least(self, 1, "num_stages", "max_new_tokens", "payload_tokens", "tail_samples")
         most = dict.fromkeys(("num_stages", "payload_tokens", "tail_samples"), "[1, 4096]")
         check_ranges(self, most | {"max_new_tokens": "[1, 1e9]", "seed": SEEDS})
         numbers = (part.name for part in fields(self.schedule) if part.name != "tree")
@@ -114,7 +102,6 @@ class DecodeConfig(TokenFilters):
                 "width 1, or a chain as the tree's kind); use 'match', which is exact for every "
                 "tree"
             )
-
         if self.never_slower and self.schedule.needs_link:
             raise ValueError(
                 f"never_slower: True with schedule {self.schedule.name!r}, whose client compares "
@@ -159,11 +146,7 @@ class DecodeConfig(TokenFilters):
 
     @classmethod
     def of(cls, schedule: str | Schedule = SPDSchedule.name, **settings: Any) -> DecodeConfig:
-        """Build a configuration from flat settings: the schedule's own and the shared ones.
-
-        Raises:
-            ValueError: unknown schedule, a setting it does not have, a value out of range.
-        """
+        """Build a configuration from flat settings: the schedule's own and the shared ones."""
         shared = {f.name for f in fields(cls)}
         own = {name: value for name, value in settings.items() if name not in shared}
         common = {name: value for name, value in settings.items() if name in shared}
@@ -182,11 +165,7 @@ class DecodeConfig(TokenFilters):
 
     @classmethod
     def from_dict(cls, values: Values) -> DecodeConfig:
-        """Build a configuration from plain YAML or JSON values.
-
-        Raises:
-            ValueError: an unknown or missing field, or a value with a wrong type or out of range.
-        """
+        """Build a configuration from plain YAML or JSON values."""
         check_names(values, [f.name for f in fields(cls)], "decode")
         rest = dict(values)
         settings = rest.pop("schedule", {"name": SPDSchedule.name})
@@ -202,11 +181,7 @@ class DecodeConfig(TokenFilters):
 
 
 def check_temperature(value: float) -> None:
-    """Refuse temperatures other than 0 and [``MIN_TEMPERATURE``, ``MAX_TEMPERATURE``].
-
-    Raises:
-        ValueError: logits divided by this temperature may overflow or lose all differences.
-    """
+    """Refuse a temperature if logits divided by it may overflow or lose all differences."""
     if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
         raise ValueError(
             f"temperature: {value} is out of range; give 0 (greedy) or {MIN_TEMPERATURE:g} to "
@@ -215,11 +190,7 @@ def check_temperature(value: float) -> None:
 
 
 def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
-    """Refuse an empty or too long prompt.
-
-    Raises:
-        ValueError: the prompt is empty or does not fit the target's positions.
-    """
+    """Refuse a prompt that is empty or does not fit the target's positions."""
     if not prompt_ids:
         raise ValueError("prompt: empty; give at least one token of text")
     if len(prompt_ids) >= max_positions:
@@ -230,33 +201,22 @@ def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
 
 
 def make_schedule(name: str, settings: Values) -> Schedule:
-    """Make a schedule by name; ``tree`` may be text for ``TreeShape.parse``.
-
-    Raises:
-        ValueError: unknown name, a setting the schedule does not have, a value out of range.
-    """
+    """Make a schedule by name; ``tree`` may be text for ``TreeShape.parse``."""
     check_names([name], list(SCHEDULES), "schedule")
     kind, owners = SCHEDULES[name], setting_owners()
+    check_names(settings, [*owners, *(part.name for part in fields(DecodeConfig))], "settings")
     for setting in settings:
         if name not in owners.get(setting, []):
-            if setting not in owners:
-                known = [*owners, *(part.name for part in fields(DecodeConfig))]
-                near = difflib.get_close_matches(setting, known, 1)
-                fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-                raise ValueError(f"{setting}: no schedule has such a setting; {fix}")
             raise ValueError(
                 f"{setting}: schedule {name!r} has no such setting (it belongs to "
                 f"{', '.join(owners[setting])}); leave it out or choose another schedule"
             )
     values = dict(settings)
     for setting, hint in get_type_hints(kind).items():
-        value = values.get(setting)
-        if hint == Budget and isinstance(value, str) and value != "auto":
-            raise ValueError(
-                f"{setting}: {value!r} is no number of draft tokens; give 1 or more, or auto"
-            )
-        if hint is int and isinstance(value, str):
-            raise ValueError(f"{setting}: {value!r} with schedule {name!r}; give a number")
+        value, takes_auto = values.get(setting), hint == Budget
+        if isinstance(value, str) and (hint is int or (takes_auto and value != "auto")):
+            fix = "give a number" + " or auto" * takes_auto
+            raise ValueError(f"{setting}: {value!r} with schedule {name!r}; {fix}")
     if isinstance(values.get("tree"), str):
         values["tree"] = TreeShape.parse(values["tree"])
     return convert(values, kind, name)
@@ -272,11 +232,7 @@ def setting_owners() -> dict[str, list[str]]:
 
 
 def check_names(values: Iterable[str], known: list[str], where: str) -> None:
-    """Refuse unknown fields.
-
-    Raises:
-        ValueError: a name is unknown; the message suggests the nearest known one.
-    """
+    """Refuse unknown names, and suggest the nearest known one."""
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, 1)
@@ -285,11 +241,7 @@ def check_names(values: Iterable[str], known: list[str], where: str) -> None:
 
 
 def convert(values: object, kind: type[Value], where: str) -> Value:
-    """Convert plain values to a dataclass or another type, with strict types.
-
-    Raises:
-        ValueError: a value does not fit; the message is one line and begins with the field's name.
-    """
+    """Convert plain values to a type; a ValueError is one line and begins with the field's name."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -363,11 +315,7 @@ ROW_COSTS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1)
 
 
 def read_cost(text: str) -> CostModel:
-    """Read a preset by name, or a file in ``--calibrate``'s format; missing fields are 0.
-
-    Raises:
-        UsageError: neither a preset nor a file, or a value with a wrong type or out of range.
-    """
+    """Read a preset by name, or a file in ``--calibrate``'s format; missing fields are 0."""
     if text in COST_PRESETS:
         return COST_PRESETS[text]
     presets = ", ".join(COST_PRESETS)

@@ -1,7 +1,5 @@
 """Decoding loop for ``generate(custom_generate=...)`` in transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -46,10 +44,13 @@ class Stopper(Observer):
 
 
 class CustomGenerate:
-    """Decoding loop with a draft; pass it to ``generate(custom_generate=...)``."""
+    """Decoding loop with a draft; pass it to ``generate(custom_generate=...)``.
+
+    Args:
+        make_engine: builds an engine for a target and ``DecodeConfig`` settings.
+    """
 
     def __init__(self, make_engine: Callable[[PreTrainedModel, Values], Engine]) -> None:
-        """``make_engine``: builds an engine for a target and ``DecodeConfig`` settings."""
         self._make_engine = make_engine
         self.results: list[DecodeResult] = []
         """Counts for the last call, one entry per sequence."""
@@ -111,27 +112,19 @@ def _refuse(
     config: GenerationConfig, processors: Sequence[LogitsProcessor], model_kwargs: Values
 ) -> None:
     """Reject unsupported settings that would change the output."""
-    for name in ("num_beams", "num_return_sequences"):
-        if (getattr(config, name, None) or 1) != 1:
-            raise ValueError(f"{name}: {getattr(config, name)}; this decoding loop needs 1")
-    for name in EXTRA_OUTPUTS:
-        if getattr(config, name, None):
-            raise ValueError(f"{name}: True is not supported by this decoding loop; leave it out")
-    for processor in processors:
-        name = type(processor).__name__
-        if name not in WARPERS:
-            raise ValueError(
-                f"logits_processor: {name} changes logits in a way that this decoding loop does "
-                "not support; leave out the setting that adds it"
-            )
+    one = {name: getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")}
+    found: list[tuple[str, object]] = [(name, n) for name, n in one.items() if n != 1]
+    found += [(name, True) for name in EXTRA_OUTPUTS if getattr(config, name, None)]
+    names = [type(processor).__name__ for processor in processors]
+    found += [("logits_processor", name) for name in names if name not in WARPERS]
     if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds: embeddings are not supported; give input_ids")
+        found.append(("inputs_embeds", "a tensor"))
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
-        raise ValueError(
-            f"past_key_values: a cache of {cache.get_seq_length()} tokens; leave it out, the "
-            "prompt is computed here"
-        )
+        found.append(("past_key_values", f"a cache of {cache.get_seq_length()} tokens"))
+    if found:
+        name, value = found[0]
+        raise ValueError(f"{name}: {value} is not supported by this decoding loop; leave it out")
 
 
 def _joined(input_ids: Tensor, new_ids: list[list[int]], config: GenerationConfig) -> Tensor:

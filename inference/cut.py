@@ -1,7 +1,5 @@
 """Cut a target into stages for unequal devices, optimally by their memory and speed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache
@@ -69,12 +67,11 @@ def _best(
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the smallest combined stage time, and its cut.
+    """Return the smallest combined stage time within the limit per stage, and its cut.
 
     Args:
         time: time for a stage with layers [start, end).
         join: combines the time so far with a further stage's: max or sum.
-        limit: maximum time per stage.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for stage in range(num_stages):

@@ -1,12 +1,12 @@
 """Decode one prompt without and with a draft, side by side, and measure both runs."""
 
-import re
 import shutil
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from statistics import median
+from textwrap import TextWrapper
 from typing import ClassVar
 
 from pipedraft.cli import leave_at_interrupts, option, run_command
@@ -95,21 +95,13 @@ Cell = tuple[str, int]
 
 def wrapped(pieces: list[str], width: int) -> list[list[Cell]]:
     """Break a text into lines with at most ``width`` characters, if possible at spaces."""
-    cells = [(c, token) for token, piece in enumerate(pieces) for c in piece]
-    lines, is_broken = list[list[Cell]]([[]]), False
-    for match in re.finditer(r"\n|[^\S\n]|\S+", "".join(pieces)):
-        word = cells[match.start() : match.end()]
-        if word[0][0] == "\n":
-            lines, is_broken = [*lines, []], False
-            continue
-        while len(lines[-1]) + len(word) > width:
-            if lines[-1]:
-                lines, is_broken = [*lines, []], True
-            else:  # a word longer than a line
-                lines[-1], word = word[:width], word[width:]
-        # A space at a soft break is dropped; after a real newline it is indentation.
-        if not (is_broken and not lines[-1] and word[0][0] == " "):
-            lines[-1] += word
+    wrapper = TextWrapper(width, expand_tabs=False, replace_whitespace=False, drop_whitespace=False)
+    cells = ((c, token) for token, piece in enumerate(pieces) for c in piece)
+    lines: list[list[Cell]] = []
+    for text in "".join(pieces).split("\n"):
+        # Nothing is dropped, so the wrapped characters are the text's own.
+        lines += [list(islice(cells, len(line))) for line in wrapper.wrap(text) or [""]]
+        next(cells, None)  # the newline
     return lines
 
 
@@ -186,8 +178,8 @@ def run(options: DemoOptions) -> None:
             answer.times_s = result.token_times_s
             if not result.num_tokens:
                 raise ValueError(
-                    f"--prompt: {options.prompt!r} is answered with one token, which leaves no "
-                    "rate to compare; give another prompt"
+                    f"--prompt: {options.prompt!r} is answered with one token, too few for a rate; "
+                    "give another prompt"
                 )
             if turn:
                 answer.rates.append(result.tokens_per_second)
@@ -207,12 +199,12 @@ def verdict(answers: list[DemoRun], *, num_rounds: int, num_stages: int) -> str:
     # Of neighboring runs: a drift of the machine cancels.
     ratios = [b / a for a, b in zip(plain.rates, drafted.rates, strict=True)]
     ratio, count = median(ratios), len(drafted.pieces)
+    same = "the same text" if plain.text == drafted.text else "not the same text: rounding"
     lines = [
         f"{sum(drafted.accepted)} of {count} tokens were accepted draft tokens: {num_rounds} "
         f"verification rounds instead of {count - 1} steps",
         f"with the draft {ratio:.2f} times as fast ({len(ratios)} runs of each in turn: "
-        f"{min(ratios):.2f} to {max(ratios):.2f}), "
-        + ("the same text" if plain.text == drafted.text else "not the same text: rounding"),
+        f"{min(ratios):.2f} to {max(ratios):.2f}), {same}",
     ]
     if ratio < 1:
         lines.append("here the draft costs more time than it saves")

@@ -25,10 +25,9 @@ HATCH = (
 
 
 class Diagram:
-    """Collects shapes; ``svg`` returns the file. The origin is the upper left corner."""
+    """Collects shapes and grows with them; the origin is the upper left corner."""
 
     def __init__(self, title: str, *, width: float = 0.0) -> None:
-        """``width``: minimum width; the picture grows with its shapes."""
         self.title = title
         self.parts: list[str] = []
         self.width, self.height = width, 0.0
@@ -64,12 +63,6 @@ class Diagram:
         self.parts.append(f'<text class="{kind}" {place}>{escape(words)}</text>')
         if anchor == "start":
             self._reach(x + 0.56 * size * len(words), y + size)
-
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> None:
-        self.path(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", kind, 1.3)
-        back = 5 if y2 > y1 else -5
-        head = f"M{x2 - 4:.1f} {y2 - back:.1f}L{x2:.1f} {y2:.1f}L{x2 + 2:.1f} {y2 - 1.4 * back:.1f}"
-        self.path(head, kind, 1.3)
 
     def cell(self, x: float, y: float, width: float, height: float, counts: dict[str, int]) -> None:
         """Draw a striped box with one stripe per row kind."""

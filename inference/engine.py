@@ -1,7 +1,5 @@
 """Engine: decodes with one target, draft and schedule, exactly as the target alone would."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +20,6 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult, Observer
 from pipedraft.inference.rules.sampled import DraftToken, KeyedRandom, Verdict, make_verifier
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.spd import SPDSchedule
 from pipedraft.inference.shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
 from pipedraft.inference.sources import default_schedule, make_source
@@ -53,8 +50,7 @@ class Engine:
         Args:
             target: causal LM from ``load_target``, or a ``RemoteTarget`` for a target on another
                 machine.
-            draft: from ``load_draft`` or ``load_draft_model``; None only for the autoregressive
-                schedule.
+            draft: from ``load_draft`` or ``load_draft_model``; None for autoregressive decoding.
             source: draft source to use instead of a neural network, for example a simulated draft.
             connect: builds the pipeline: ``LocalPipeline``, or a method of a ``Cluster``.
 
@@ -80,11 +76,10 @@ class Engine:
 
     def _stage(self, target: PreTrainedModel | RemoteTarget) -> StagedTarget | RemoteTarget:
         """Split the target into stages; a draft that reads stage outputs sets the boundaries."""
-        config, trained = self.config, None
         if isinstance(target, RemoteTarget):
             return target
-        if self.draft is not None:
-            trained = self.draft.num_stages
+        config = self.config
+        trained = None if self.draft is None else self.draft.num_stages
         if self.draft is None or trained is None:
             return StagedTarget(target, config.boundaries or config.num_stages)
         if trained != config.num_stages:
@@ -101,38 +96,32 @@ class Engine:
         return staged
 
     def _check_growth(self) -> None:
-        """Reject a schedule that needs a growth verb which the draft does not support."""
-        schedule, source = self.config.schedule, self.make_source()
-        self._check_link(schedule, source)
-        grows = schedule.grows
-        if source is not None and grows is not None and grows not in source.grows:
-            known = [
-                name
-                for name, other in SCHEDULES.items()
-                if other.grows in source.grows and other.needs_link == self.pipeline.is_link
-            ]
-            own = None if self.draft is None else default_schedule(self.draft.draft_type)
-            # A stable sort: the draft's own schedule is named first.
-            known.sort(key=lambda name: name != own)
-            raise ValueError(
-                f"schedule: {schedule.name!r} grows {grows}, which this draft cannot; "
-                f"choose {' or '.join(known)}"
-            )
-
-    def _check_link(self, schedule: Schedule, source: DraftSource | None) -> None:
-        fits = [name for name, other in SCHEDULES.items() if other.needs_link] + ["autoregressive"]
-        if schedule.needs_link and not self.pipeline.is_link:
+        """Reject a schedule that does not fit the pipeline, or a draft that cannot grow its way."""
+        schedule, source, is_link = self.config.schedule, self.make_source(), self.pipeline.is_link
+        fitting = [name for name, other in SCHEDULES.items() if other.needs_link == is_link]
+        if schedule.needs_link and not is_link:
             raise ValueError(
                 f"schedule: {schedule.name!r} decodes across a link; give --server HOST:PORT, use "
                 "eval edge, or choose another schedule"
             )
-        if self.pipeline.is_link and schedule.name not in fits:
+        if is_link and schedule.name not in (*fitting, "autoregressive"):
             raise ValueError(
                 f"schedule: {schedule.name!r} does not decode across a link; choose one of "
-                f"{', '.join(fits)}"
+                f"{', '.join(fitting)}, autoregressive"
             )
-        if self.pipeline.is_link and source is not None:
+        if source is None:
+            return
+        if is_link:
             check_draft(source)
+        if schedule.grows is not None and schedule.grows not in source.grows:
+            known = [name for name in fitting if SCHEDULES[name].grows in source.grows]
+            own = None if self.draft is None else default_schedule(self.draft.draft_type)
+            # A stable sort: the draft's own schedule is named first.
+            known.sort(key=lambda name: name != own)
+            raise ValueError(
+                f"schedule: {schedule.name!r} grows {schedule.grows}, which this draft cannot; "
+                f"choose {' or '.join(known)}"
+            )
 
     def make_source(self) -> DraftSource | None:
         if self._source is not None:
@@ -201,18 +190,18 @@ class Session:
         self.pipeline = engine.pipeline
         self.pipeline.open(config, prompt_index)
         self.started = self.pipeline.now()
-        self.random = KeyedRandom(config.seed, prompt_index)
-        rule = (config.rule, config.temperature, self.random)
         self.verifier = make_verifier(
-            *rule,
+            config.rule,
+            config.temperature,
+            KeyedRandom(config.seed, prompt_index),
             filters=config.filters,
             payload_tokens=config.payload_tokens,
             tail_samples=config.tail_samples,
         )
         self.sampling = DraftSampling(self.verifier)
         self.source = engine.make_source()
-        settings = (config.cost, engine.target.boundaries, engine.draft_cost)
-        self.clock = self.pipeline.make_clock(*settings)
+        boundaries, draft_cost = engine.target.boundaries, engine.draft_cost
+        self.clock = self.pipeline.make_clock(config.cost, boundaries, draft_cost)
         self.result = DecodeResult(
             prompt_ids=list(prompt_ids),
             token_ids=[],
@@ -226,7 +215,9 @@ class Session:
         """Draft tokens and draft forwards in finished rounds."""
         self.pending_forwards = 0
         taps = self.source.taps if self.source else ()
-        self._demand(len(prompt_ids))
+        masked = self.ends if self.demands.min_tokens else ()
+        mask = EndMask(token_ids=masked, end=len(prompt_ids) + self.demands.min_tokens)
+        self.pipeline.demand(mask, keeps_logits=self.demands.wants_logits)
         if observer is not None:
             observer.start()
         token, features = self.pipeline.prefill(torch.tensor(prompt_ids), taps, self.verifier)
@@ -266,11 +257,7 @@ class Session:
         return self.source
 
     def inject(self, num_segments: int = 1, max_rows: int | None = None) -> None:
-        """Queue the rows not sent yet; one segment enters per step.
-
-        Args:
-            num_segments, max_rows: as in ``segment_sizes``.
-        """
+        """Queue the rows not sent yet, in segments as from ``segment_sizes``; one enters a step."""
         tree, start = self.tree, self.tree.num_injected
         for size in segment_sizes(len(tree) - start, num_segments, max_rows, has_root=not start):
             self.pipeline.inject(tree.segment(start, start + size))
@@ -295,7 +282,7 @@ class Session:
         """Draft a fresh tree from the committed tokens and merge it below the root.
 
         Args:
-            costs: cost model for choosing the tree size.
+            costs: for choosing the tree size.
             by_score: send the best draft tokens first instead of level by level.
         """
         if not self.drafts_pay("auto" if shape.is_auto else 1):
@@ -324,7 +311,6 @@ class Session:
         """Extend the in-flight tree at its most probable leaves.
 
         Args:
-            num_forwards: maximum draft forwards.
             num_tokens: rows continued by one forward, and draft tokens added by it.
             max_rows: maximum draft tokens added by all forwards.
         """
@@ -342,11 +328,11 @@ class Session:
         return bool(self.part) and (budget != "auto" or self.clock.drafts_pay())
 
     def _part_of(self, number: int) -> int:
-        return number if self.part == 1 else max(1, round(number * self.part))
+        return max(1, round(number * self.part))
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """Count draft tokens, draft forwards and time of the ``with`` block."""
+        """Count the block's draft tokens, forwards and time."""
         source = self.drafter
         num_rows, num_forwards = len(self.tree), source.num_forwards
         started_s = self.pipeline.now()
@@ -365,11 +351,7 @@ class Session:
         return self._round_sampling(costs)
 
     def draft_alone(self, *, at_least: int = 0) -> None:
-        """Charge the drafting time since the last step to the clock; every stage waits meanwhile.
-
-        Args:
-            at_least: minimum forwards to charge, even if their draft tokens are useless.
-        """
+        """Charge the draft forwards since the last step, at least some; every stage waits."""
         self.clock.serial_draft(max(self.pending_forwards, at_least))
         self.pending_forwards = 0
 
@@ -380,8 +362,7 @@ class Session:
             returned = self.step()
             if returned is not None:
                 parts.append(returned)
-        # The common case of one segment needs no copy.
-        if len(parts) == 1:
+        if len(parts) == 1:  # the common case needs no copy
             return parts[0]
         verdicts = torch.cat([part.verdicts for part in parts])
         kept = [part.logits for part in parts if part.logits is not None]
@@ -407,10 +388,7 @@ class Session:
         return returned
 
     def _ahead(self) -> Ahead | None:
-        """Return the waiting draft token if there is exactly one.
-
-        Of several draft tokens, most would soon be pruned.
-        """
+        """Return the waiting draft token if there is only one: of several, most are pruned soon."""
         first, count = self.tree.num_injected, len(self.tree)
         if count - first != 1:
             return None
@@ -424,11 +402,7 @@ class Session:
         return walk, self.tree.keep_for(walk.path, walk.next_token)
 
     def resolve(self, returned: Returned) -> bool:
-        """Verify a returned segment, then emit, commit and prune.
-
-        Returns:
-            True if the next token is a tree row, so the round continues.
-        """
+        """Verify, emit, commit and prune; return True if the round goes on in the tree."""
         walk, keep = self._verify(returned)
         self.clock.verified(self.tree, walk)
         if self.observer is not None:
@@ -458,7 +432,6 @@ class Session:
         if meter is not None:
             meter.count(len(emitted), self.pipeline.now())
         if not hit or self.done:
-            self._time_round()
             self._end_round(accepted)
             self.part = 1.0 if meter is None else meter.choose()
         if self.source is not None and not self.done:
@@ -489,30 +462,20 @@ class Session:
     @property
     def end_is_drafted(self) -> bool:
         """Return True if the sequence ends within its draft tokens, provided all are accepted."""
-        tree, target = self.tree, self.engine.target
-        length = tree.position(len(tree) - 1) + 1
+        tree, length = self.tree, self.tree.position(len(self.tree) - 1) + 1
         longest = len(self.result.prompt_ids) + self.config.max_new_tokens
-        ends = set(self.ends)
-        return length >= min(longest, target.max_positions) or any(
-            token in ends for token in tree.tokens[1:]
-        )
+        is_longest = length >= min(longest, self.engine.target.max_positions)
+        return is_longest or not {*self.ends}.isdisjoint(tree.tokens[1:])
 
     def send_batch(self, *, is_early: bool = False) -> None:
-        """Send the draft tokens that are new to the target, and the root if it is new, too.
-
-        Args:
-            is_early: more draft tokens in this batch follow.
-        """
+        """Send the rows that are new to the target; ``is_early``: more in this batch follow."""
         tree, first = self.tree, self.tree.num_injected
         # Row 0 is the root: no draft token, so it has no q.
         rows = range(max(first, 1), len(tree))
         drawn = [DraftToken(tree.tokens[row], tree.draft_probabilities[row]) for row in rows]
-        self.link.send(
-            tree.tokens[first:1],
-            [token.token for token in drawn],
-            [token.q for token in drawn] if self.verifier.needs_q else [],
-            is_early=is_early,
-        )
+        q = [token.q for token in drawn] if self.verifier.needs_q else []
+        tokens = [token.token for token in drawn]
+        self.link.send(tree.tokens[first:1], tokens, q, is_early=is_early)
         tree.num_injected = len(tree)
 
     def stream(self) -> None:
@@ -526,16 +489,14 @@ class Session:
 
     # -- bookkeeping ------------------------------------------------------------------------
 
-    def _time_round(self) -> None:
+    def _end_round(self, accepted: bool | None) -> None:
+        """Record a round; ``accepted``: its last test's result, None without a test."""
         began, self._round_began = self._round_began, self.pipeline.now()
         # A part of the draft is another shape, and the last round is cut at the output's end.
         if self._shape is not None and self.part == 1 and not self.done:
             time = self._round_began - began
             self.engine.shapes.count(self._shape, self.round_length, time)
         self._shape = None
-
-    def _end_round(self, accepted: bool | None) -> None:
-        """Record a round; ``accepted``: result of its last draft-token test; None: not tested."""
         result, num_forwards = self.result, self.source.num_forwards if self.source else 0
         result.round_lengths.append(self.round_length)
         result.round_ends += "u" if accepted is None else "a" if accepted else "r"
@@ -557,13 +518,6 @@ class Session:
         """Token ids ending the sequence; a remote target sends its own with the first token."""
         return self.demands.ends(self.engine.target.eos_token_ids)
 
-    def _demand(self, num_prompt: int) -> None:
-        """Apply the observer's demands."""
-        demands = self.demands
-        token_ids = self.ends if demands.min_tokens else ()
-        mask = EndMask(token_ids=token_ids, end=num_prompt + demands.min_tokens)
-        self.pipeline.demand(mask, keeps_logits=demands.wants_logits)
-
     def _emit(
         self, token: int, accepted: bool | None = None, logits_V: Tensor | None = None
     ) -> None:
@@ -576,7 +530,8 @@ class Session:
         )
         if self.on_token is not None:
             self.on_token(token)
-        if self.observer is not None and logits_V is not None:
-            self.observer.logits(token, logits_V)
-        if self.observer is not None and self.observer.token(token, bool(accepted)):
-            self.result.stop_reason = self.result.stop_reason or "stopped"
+        if self.observer is not None:
+            if logits_V is not None:
+                self.observer.logits(token, logits_V)
+            if self.observer.token(token, bool(accepted)):
+                self.result.stop_reason = self.result.stop_reason or "stopped"

@@ -1,7 +1,5 @@
 """Answer to one prompt in Python: text, origin of each token, figures and picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -52,8 +50,6 @@ class GeneratedToken:
 class Picture(str):
     """SVG text that notebooks show as a picture."""
 
-    __slots__ = ()
-
     def _repr_svg_(self) -> str:
         return str(self)
 
@@ -95,11 +91,10 @@ def tokens_of(result: DecodeResult, pieces: list[str]) -> list[GeneratedToken]:
     draft tokens. ``DecodeResult.round_ends`` gives the kind for the last one.
     """
     places = [(0, 0, "u")]
-    for index, (length, end) in enumerate(
-        zip(result.round_lengths, result.round_ends, strict=True), start=1
-    ):
-        places += [(index, position, "a") for position in range(1, length)]
-        places += [(index, length, end)] if length else []
+    rounds = zip(result.round_lengths, result.round_ends, strict=True)
+    for index, (length, end) in enumerate(rounds, start=1):
+        ends = ["a"] * (length - 1) + [end] * (length > 0)
+        places += [(index, position, end) for position, end in enumerate(ends, start=1)]
     return [
         GeneratedToken(
             id=token, text=piece, drafted=end != "u", accepted=end == "a", round=at, position=place
@@ -110,15 +105,17 @@ def tokens_of(result: DecodeResult, pieces: list[str]) -> list[GeneratedToken]:
 
 def colored(tokens: Sequence[GeneratedToken], note: str) -> str:
     """Return HTML of a text with its accepted draft tokens colored, a legend and a note."""
+
+    def span(kind: str, text: str, about: str) -> str:
+        style = f"background:{COLORS[kind]};border-radius:3px"
+        return f'<span style="{style}" title="{escape(about)}">{escape(text)}</span>'
+
     spans = []
     for token in tokens:
         about = f"round {token.round}, position {token.position}: {MEANINGS[token.kind]}"
-        style = f"background:{COLORS[token.kind]};border-radius:3px"
-        spans.append(f'<span style="{style}" title="{escape(about)}">{escape(token.text)}</span>')
+        spans.append(span(token.kind, token.text, about))
     legend = " &nbsp; ".join(
-        f'<span style="background:{COLORS[kind]};border-radius:3px">{escape(words)}</span>'
-        for kind, words in MEANINGS.items()
-        if kind != "plain"
+        span(kind, words, "") for kind, words in MEANINGS.items() if kind != "plain"
     )
     return (
         f'<div><div style="white-space:pre-wrap">{"".join(spans)}</div>'
@@ -190,13 +187,7 @@ class Generation:
         return colored(self.tokens, f"{self.schedule}: {self.figures}")
 
     def timeline(self, num_steps: int = SHOWN_STEPS) -> Picture:
-        """Draw the tokens at each stage and step, as in docs/methods.
-
-        Decodes the prompt once more and follows every row through the pipeline.
-
-        Args:
-            num_steps: pipeline steps to draw, from the first.
-        """
+        """Decode once more, and draw the tokens at each stage in the first steps (docs/methods)."""
         prompt_ids, text = self.result.prompt_ids, [*self.result.prompt_ids, *self.ids]
         engine = self.make_engine(lambda staged: RecordingPipeline(staged, text, len(prompt_ids)))
         pipeline, places = engine.pipeline, iter(range(len(text)))

@@ -1,7 +1,5 @@
 """Never slower: measure the draft's speed-up while decoding, and shrink or pause a slow draft."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Collection
@@ -22,9 +20,8 @@ BUDGET = 0.0075
 class DraftMeter:
     """Timer for rounds: chooses the part of the draft with the most tokens per second.
 
-    Trials compare the part in use with the others. After a trial that lost time, the part's next
-    trial waits for loss / BUDGET. There are two other parts to try, so all trials together cost
-    about 1.5 %.
+    After a trial of another part that lost time, the part's next trial waits for loss / BUDGET.
+    There are two other parts to try, so all trials together cost about 1.5 %.
     """
 
     def __init__(self) -> None:

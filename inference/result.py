@@ -27,8 +27,7 @@ def stop_reason(
 
     Args:
         num_new: tokens after the prompt, including this one.
-        length: prompt and output tokens.
-        limit: maximum sequence length for the target.
+        length, limit: prompt and output tokens, and their maximum for the target.
     """
     if token in eos_token_ids:
         return "eos"
@@ -55,14 +54,7 @@ class Observer:
         """Receive the target's logits for the next token, if requested in ``demands``."""
 
     def token(self, token: int, is_drafted: bool) -> bool:
-        """Receive a verified token.
-
-        Args:
-            is_drafted: True for an accepted draft token, False for the target's own token.
-
-        Returns:
-            True to end the sequence with this token.
-        """
+        """Receive a verified token, drafted or the target's own; True ends the sequence."""
         return False
 
     def verified(self, tree: "TokenTree", walk: "Verdict") -> None:
@@ -124,11 +116,7 @@ class DecodeResult:
         max_new_tokens: int,
         limit: int,
     ) -> None:
-        """Append a verified token; set ``stop_reason`` if decoding ends with this token.
-
-        Args:
-            limit: maximum sequence length for the target.
-        """
+        """Append a verified token; set ``stop_reason`` if decoding ends with this token."""
         self.token_ids.append(token)
         self.token_times_s.append(time_s)
         num_new = len(self.token_ids)
@@ -142,11 +130,7 @@ class DecodeResult:
         )
 
     def count_test(self, place: int, is_accepted: bool) -> None:
-        """Count one draft-token test.
-
-        Args:
-            place: index within the round; all smaller indices have been counted before.
-        """
+        """Count one draft-token test; ``place`` is its index within the round, counted in order."""
         if place == len(self.position_tests):
             self.position_tests.append(0)
             self.position_accepts.append(0)
@@ -169,16 +153,12 @@ class DecodeResult:
     @property
     def equivalent_acceptance_length(self) -> float:
         """L' = n N / K; NaN without steps."""
-        return (
-            self.num_stages * self.num_tokens / self.num_steps if self.num_steps else float("nan")
-        )
+        return _ratio(self.num_stages * self.num_tokens, self.num_steps)
 
     @property
     def mean_acceptance_length(self) -> float:
         """tau: tokens emitted per round."""
-        if not self.round_lengths:
-            return float("nan")
-        return sum(self.round_lengths) / len(self.round_lengths)
+        return _ratio(sum(self.round_lengths), len(self.round_lengths))
 
     @property
     def tokens_per_second(self) -> float:
@@ -189,11 +169,13 @@ class DecodeResult:
     @property
     def draft_acceptance_rate(self) -> float:
         """alpha: accepted draft tokens per tested draft token."""
-        return self.num_accepted / self.num_tested if self.num_tested else float("nan")
+        return _ratio(self.num_accepted, self.num_tested)
 
     @property
     def theoretical_speedup(self) -> float:
         """S: modeled autoregressive time for the same tokens, divided by modeled time."""
-        if not self.virtual_time:
-            return float("nan")
-        return self.virtual_time_autoregressive / self.virtual_time
+        return _ratio(self.virtual_time_autoregressive, self.virtual_time)
+
+
+def _ratio(count: float, total: float) -> float:
+    return count / total if total else math.nan

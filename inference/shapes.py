@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
+from pipedraft.cli import check_ranges
 from pipedraft.files import Values
 
 Budget: TypeAlias = int | Literal["auto"]
@@ -67,8 +68,8 @@ EAGLE1_PATHS: tuple[tuple[int, ...], ...] = (
 """Child ranks from the root: EAGLE-1's published tree with 25 draft tokens for 7B chat models."""
 
 
-MAX_SIZE = 1024
-"""Maximum levels, beams or draft tokens per tree."""
+MAX_SIZE = "[1, 1024]"
+"""Range for levels, beams and draft tokens per tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +91,8 @@ class TreeShape:
     """Child ranks from the root to every draft token in a static tree, including all parents."""
 
     def __post_init__(self) -> None:
-        for name in ("depth", "top_k", "num_tokens"):
-            value = getattr(self, name)
-            if value != "auto" and value < 1:
-                raise ValueError(f"tree.{name}: {value} is below 1; give at least 1")
-            if value != "auto" and value > MAX_SIZE:
-                raise ValueError(f"tree.{name}: {value}; give at most {MAX_SIZE}")
+        sizes = ["depth", "top_k", *["num_tokens"] * (self.num_tokens != "auto")]
+        check_ranges(self, dict.fromkeys(sizes, MAX_SIZE), "tree.")
         orphans = [p for p in self.paths if len(p) > 1 and p[:-1] not in self.paths]
         if orphans:
             raise ValueError(
@@ -134,27 +131,19 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> "TreeShape":
-        """Read ``auto``, ``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS]``.
-
-        TOKENS may be auto.
-
-        Raises:
-            ValueError: another format.
-        """
+        """Read ``auto``, ``chain:M``, ``static``, or ``dynamic[:DEPTH:TOP_K:TOKENS|auto]``."""
         kind, *sizes = text.split(":")
         dynamic = ["depth", "top_k", "num_tokens"]
-        names = {"chain": ["depth"], "static": [], "dynamic": dynamic, "auto": []}
-        expected = names.get(kind)
-        right_count = expected is not None and len(sizes) in {len(expected), 0}
+        names = {"chain": dynamic[:1], "static": [], "dynamic": dynamic, "auto": []}
         is_auto = kind == "dynamic" and sizes[2:] == ["auto"]
         numbers = sizes[:2] if is_auto else sizes
-        if not right_count or not all(size.isdecimal() for size in numbers):
+        is_counted = kind in names and len(sizes) in (0, len(names[kind]))
+        if not is_counted or not all(size.isdecimal() for size in numbers):
             raise ValueError(
                 f"tree: {text!r} is no tree; give auto, chain:7, static, or dynamic:7:10:59 "
                 "(levels, beams, draft tokens or auto)"
             )
-        assert expected is not None
-        fields: Values = dict(zip(expected, map(int, numbers), strict=False))
+        fields: Values = dict(zip(names[kind], map(int, numbers), strict=False))
         if is_auto:
             fields["num_tokens"] = "auto"
         return cls(kind=kind, **fields)  # type: ignore[arg-type]  # a key of names
@@ -166,8 +155,7 @@ def segment_sizes(
     """Return rows per tree segment: nearly equal, the longer ones last, none empty.
 
     Args:
-        max_rows: maximum draft tokens per segment; more segments are used if needed. None: no
-            limit.
+        max_rows: maximum draft tokens per segment; more segments are used if needed.
         has_root: the first row is no draft token, so its segment may have one row more.
     """
     if max_rows is not None:

@@ -1,6 +1,6 @@
 """Picture of a decoded sequence: tokens per stage and step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -46,11 +46,7 @@ class RecordingPipeline(LocalPipeline):
     """Follows every row from stage to stage while the pipeline computes."""
 
     def __init__(self, target: StagedTarget, text: Sequence[int], prompt_length: int) -> None:
-        """
-        Args:
-            text: prompt and output; a row past the output's end counts as rejected.
-            prompt_length: tokens in the prompt.
-        """
+        """``text``: prompt and output; a row past its end counts as rejected."""
         super().__init__(target)
         self.text, self.prompt_length = text, prompt_length
         self.steps: list[PictureStep] = []
@@ -95,15 +91,10 @@ class RecordingPipeline(LocalPipeline):
         return super().keep(keep)
 
 
-def events(result: DecodeResult) -> list[tuple[int, bool | None]]:
-    """Return draft forwards in order, each with its time.
-
-    True: during a step. False: after a step. None: while every stage waited.
-    """
-    found: list[tuple[int, bool | None]] = []
+def events(result: DecodeResult) -> Iterator[tuple[int, bool | None]]:
+    """Yield draft forwards and True during a step, False after it, None while the stages waited."""
     for times, forwards, *rest in result.step_log:
-        found += [(forwards, bool(rest[0]) if rest else None)] * times
-    return found
+        yield from [(forwards, bool(rest[0]) if rest else None)] * times
 
 
 def places_text(places: list[int]) -> str:
@@ -118,11 +109,7 @@ def draw(
     draft_pass: float,
     num_shown: int = SHOWN_STEPS,
 ) -> str:
-    """Return an SVG with the first steps of a decoded sequence.
-
-    Args:
-        draft_pass: time per draft forward, in target passes over one token.
-    """
+    """Return an SVG with the first steps; ``draft_pass``: a draft forward's time in passes."""
     num_stages = result.num_stages
     picture = Diagram(title)
     lanes = ["draft", *(f"stage {i + 1}" for i in range(num_stages)), "text"]
@@ -177,15 +164,12 @@ def draw_step(
         counts = {kind: kinds.count(kind) for kind in ("certain", "right", "wrong")}
         picture.cell(x, top, width, CELL, counts)
         good = [row.place for row in rows if row.is_right]
-        num_wrong = counts["wrong"]
-        middle = x + width / 2
-        if good and num_wrong:
-            picture.text(middle, top + 9, places_text(good), size=11)
-            picture.text(middle, top + 22, f"+{num_wrong}", "bad", size=10)
-        elif good:
-            picture.text(middle, top + CELL / 2, places_text(good), size=11)
-        else:
-            picture.text(middle, top + CELL / 2, f"+{num_wrong}", "bad", size=11)
+        num_wrong, middle = counts["wrong"], x + width / 2
+        if good:
+            picture.text(middle, top + (9 if num_wrong else CELL / 2), places_text(good), size=11)
+        if num_wrong:
+            y, size = (22, 10) if good else (CELL / 2, 11)
+            picture.text(middle, top + y, f"+{num_wrong}", "bad", size=size)
     if step.certain:
         picture.text(x + width / 2, tops[-1] + 9, places_text(step.certain), size=11)
     if step.restarts:

@@ -18,8 +18,8 @@ MAX_HELD = 64
 class TextStream:
     """Turns tokens into text as they arrive, up to the last complete character.
 
-    Decoding all tokens each time would cost more as the output grows. So only a window with the
-    last tokens is decoded. The new text is the part after the window's previous text.
+    Only a window with the last tokens is decoded, at constant cost. The new text is the part after
+    the window's previous text.
     """
 
     def __init__(

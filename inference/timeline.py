@@ -42,20 +42,19 @@ class _Launched:
 
 
 class _Open(threading.local):
-    """Open spans per thread, outermost first."""
+    """Per open span of this thread, outermost first: finished spans inside it."""
 
     def __init__(self) -> None:
         self.launched: list[list[_Launched]] = [[]]
         self.inside_s = [0.0]
-        """Per open span: seconds in finished spans inside it."""
 
 
 class Timeline:
     """Spans in one process, on the machine's monotonic clock.
 
     A span's seconds exclude spans inside it. Sums are always recorded, the spans themselves only
-    with ``traces``. On a GPU the seconds are device time between events. The host only launches
-    work: a host clock would count the work's whole time in the next wait for a result.
+    with ``traces``. On a GPU the seconds are device time between events, because a host clock would
+    count all of the work in the next wait for a result.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Timeline:
         self.seconds: dict[str, float] = defaultdict(float)
         self.counts: dict[str, int] = defaultdict(int)
         self.rows: dict[str, int] = defaultdict(int)
-        self.longest: dict[str, float] = defaultdict(float)
         self.events: list[tuple[str, float, float, int]] = []
         self._pending: list[_Launched] = []
 
@@ -135,11 +133,9 @@ class Timeline:
         self._pending = []
 
     def _add(self, kind: str, start: float, end: float, inside: float, num_rows: int) -> None:
-        seconds = end - start - inside
-        self.seconds[kind] += seconds
+        self.seconds[kind] += end - start - inside
         self.counts[kind] += 1
         self.rows[kind] += num_rows
-        self.longest[kind] = max(self.longest[kind], seconds)
         if self.traces and len(self.events) < MAX_EVENTS:
             self.events.append((kind, start, end, num_rows))
 
@@ -150,7 +146,6 @@ class Timeline:
             "seconds": dict(self.seconds),
             "counts": dict(self.counts),
             "rows": dict(self.rows),
-            "longest_s": dict(self.longest),
             # Linux reports KiB.
             "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "events": self.events,

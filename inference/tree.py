@@ -95,10 +95,7 @@ class TokenTree:
         return torch.from_numpy(found)
 
     def _ancestor_matrix(self) -> np.ndarray:
-        """Return the matrix of ancestors, including the row itself, for every row.
-
-        It is filled on demand: a large tree that only a draft reads never needs it.
-        """
+        """Return the ancestors of all rows, filled on demand: a draft's large tree needs none."""
         count = len(self)
         if count > len(self._ancestors):
             # Doubling: growing by one row at a time would copy the matrix every time.
@@ -122,10 +119,7 @@ class TokenTree:
         )
 
     def keep_for(self, path: list[int], next_token: int) -> KeepRows:
-        """Return KeepRows to commit ``path`` (root first) and retain the subtree at ``next_token``.
-
-        If the tree has no such child, nothing is retained (a rejection).
-        """
+        """Return KeepRows to commit ``path`` and retain the subtree at ``next_token``, if any."""
         child = self.child(path[-1], next_token)
         retained: list[int] = []
         if child is not None:  # its descendants and itself

@@ -58,7 +58,6 @@ class DFlashConfig:
     """L, the target's layer count; filled in from the target."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
         check_ranges(self, {"num_layers": "[1, inf)", "block_size": "[2, 256]"}, "model.")
         check_layers(self.feature_layers, self.num_target_layers)
 

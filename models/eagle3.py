@@ -71,7 +71,6 @@ class Eagle3Config:
     """Scaling for the head's rotary positions in transformers' form; None: the target's."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("model.norm_before_fc: True with model.fc_norm; give one of them")
         sizes = ("sliding_window", "candidate_rank", "num_candidates")

@@ -119,7 +119,10 @@ class LanguageModelDraft(nn.Module):
 
     def relative_cost(self, target: StagedTarget) -> float:
         """Return a forward's cost in target passes over one token, by layer parameters."""
-        own, others = (_num_layer_parameters(model) for model in (self.model, target.model))
+        own, others = (
+            sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
+            for model in (self.model, target.model)
+        )
         return own / others
 
 
@@ -142,10 +145,6 @@ class _LayerCaches:
         cache = self.caches[layer_idx]
         cache.append_rows(keys_1JRD[0].transpose(0, 1), values_1JRD[0].transpose(0, 1))
         return cache.keys[None], cache.values[None]
-
-
-def _num_layer_parameters(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
 
 
 def model_folder(name_or_path: str) -> str:

@@ -87,11 +87,6 @@ class LayerConfig:
         rope = layer.rope_parameters | {"partial_rotary_factor": partial}
         return replace(layer, rope_parameters=rope)
 
-    @property
-    def rotary_size(self) -> int:
-        """Number of rotated entries per head, the first ones."""
-        return int(self.head_size * self.rope_parameters.get("partial_rotary_factor", 1.0))
-
 
 def check_layers(layers: Sequence[int], last: int) -> None:
     """Refuse fused layers outside a target with ``last`` layers (0: not known yet)."""
@@ -115,17 +110,15 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
+        rope = dict(config.rope_parameters)
+        rotated = rope.pop("partial_rotary_factor", 1.0)  # only these first entries of a head
         source = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=config.hidden_size,
                 num_attention_heads=config.num_heads,
-                head_dim=config.rotary_size,
+                head_dim=int(config.head_size * rotated),
                 max_position_embeddings=config.max_positions,
-                rope_parameters={
-                    key: value
-                    for key, value in config.rope_parameters.items()
-                    if key != "partial_rotary_factor"  # in the size already
-                },
+                rope_parameters=rope,
             )
         )
         # YaRN scales cos and sin, and so the scores by the square of this factor.

@@ -36,7 +36,6 @@ class PPSDConfig(StagedDraftConfig):
     L)."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         # With one stage there is nothing to draft while a token travels.
         check_ranges(self, {"num_stages": "[2, inf)", "num_layers": "[1, inf)"}, "model.")
 

@@ -64,9 +64,6 @@ class SPDConfig(StagedDraftConfig):
     several. They enter together with the same depth. Decode with the same number."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "anchors", tuple(self.anchors))
-        object.__setattr__(self, "depth_layers", tuple(map(tuple, self.depth_layers)))
         check_ranges(self, {"num_stages": "[1, inf)", "num_layers": "[1, inf)"}, "model.")
         # They are drafted beside the target's layers; with output states the stages wait for each.
         most = 1 if self.lead else self.num_target_layers or "inf"  # 0 layers: not known yet
@@ -248,7 +245,8 @@ class SPD(StagedDraft):
         keys, values, block_of_depth = self._static_key_values(taps, examples, rotation)
 
         def advance(index: int, layer: DecoderLayer, stream_BTH: Tensor) -> Tensor:
-            query_BNTD, key_BJTD, value_BJTD = self._project(layer, stream_BTH, rotation)
+            heads = layer.self_attn.project(layer.input_layernorm(stream_BTH), *rotation)
+            query_BNTD, key_BJTD, value_BJTD = (x.transpose(1, 2) for x in heads)
             # Each earlier position is seen at the depth it has in a filled pipeline.
             attended_BNTD = structural_attention(
                 query_BNTD,
@@ -335,21 +333,6 @@ class SPD(StagedDraft):
             heads += [key_BTJD.transpose(1, 2), value_BTJD.transpose(1, 2)]
         return heads
 
-    @staticmethod
-    def _project(
-        layer: DecoderLayer,
-        stream_STH: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        num_queries: int | None = None,
-        axis: int = 0,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (for the first rows along ``axis``), keys and values; heads come first."""
-        normed = layer.input_layernorm(stream_STH)
-        keys, values = layer.self_attn.key_value(normed, *rotation)
-        asked = normed if num_queries is None else normed.narrow(axis, 0, num_queries)
-        query = layer.self_attn.query(asked, *(x[: asked.shape[1]] for x in rotation))
-        return query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-
     def _forward_all(self, taps: Mapping[int, Tensor], examples: Fill) -> Tensor:
         """Run a forward with every depth as a stream.
 
@@ -376,7 +359,12 @@ class SPD(StagedDraft):
         def advance(layer: DecoderLayer, is_last: bool, stream_STH: Tensor) -> Tensor:
             # Only depth 0 is needed from the last layer.
             num_queries = counts[0] if is_last else stream_STH.shape[axis]
-            query_SNTD, keys, values = self._project(layer, stream_STH, rotation, num_queries, axis)
+            normed_STH = layer.input_layernorm(stream_STH)
+            asked_STH = normed_STH.narrow(axis, 0, num_queries)
+            turn = [x[: asked_STH.shape[1]] for x in rotation]
+            query_SNTD = layer.self_attn.query(asked_STH, *turn).transpose(1, 2)
+            key_value = layer.self_attn.key_value(normed_STH, *rotation)
+            keys, values = (x.transpose(1, 2) for x in key_value)
             attended_SNTD = structural_attention(
                 query_SNTD,
                 keys.split(counts, 2 * axis),
@@ -385,8 +373,8 @@ class SPD(StagedDraft):
                 depth=0 if is_last else depths,
                 lengths=examples.lengths,
             )
-            asked_STH = stream_STH.narrow(axis, 0, num_queries)
-            return layer.finish(asked_STH, attended_SNTD.transpose(1, 2))
+            stream_STH = stream_STH.narrow(axis, 0, num_queries)
+            return layer.finish(stream_STH, attended_SNTD.transpose(1, 2))
 
         for index, layer in enumerate(self.decoder_layers):
             stream_STH = self.compute(advance, layer, index == len(self.layers) - 1, stream_STH)

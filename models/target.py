@@ -219,14 +219,12 @@ class Stage:
             assert entering is not None, NO_INPUT
             call = (entering, segment.positions, segment.visible, taps)
             hidden_lH, collected = self.graphs.forward(*call)
-            self.cache.advance(committed=False)
-            return segment.after(hidden_lH, collected)
-        visible_lS = segment.visible.to(self.device)
-        parents = segment.parents if self.cache.recurrent_layers else None  # else the mask does
-        positions_C = self.cache.begin(segment.positions.to(self.device), parents)
-        hidden_lH, collected = self._run(
-            self._enter(entering), positions_C, visible_lS, taps, is_wanted
-        )
+        else:
+            visible_lS = segment.visible.to(self.device)
+            parents = segment.parents if self.cache.recurrent_layers else None  # else the mask does
+            positions_C = self.cache.begin(segment.positions.to(self.device), parents)
+            rows_lH = self._enter(entering)
+            hidden_lH, collected = self._run(rows_lH, positions_C, visible_lS, taps, is_wanted)
         self.cache.advance(committed=False)
         return segment.after(hidden_lH, collected)
 
@@ -256,6 +254,15 @@ class Stage:
         rows = hidden_or_ids.to(self.device)
         return rows if self.embedding is None else self.embedding(rows)
 
+    def masks(
+        self, visible_lS: Tensor, positions_C: Tensor, dtype: torch.dtype
+    ) -> dict[str, Tensor | None]:
+        """Return attention masks by layer kind; see ``additive_mask``."""
+        build = partial(additive_mask, visible_lS, positions_C, dtype=dtype, groups=self.groups)
+        windows = {"full_attention": None, "sliding_attention": self.window}
+        masks = {kind: build(window=windows[kind]) for kind in windows.keys() & {*self.kinds}}
+        return {"linear_attention": None} | masks
+
     def _run(
         self,
         hidden_lH: Tensor,
@@ -264,14 +271,7 @@ class Stage:
         taps: Collection[int],
         is_wanted: Callable[[], bool] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        build = partial(
-            additive_mask, visible_lS, positions_C, dtype=hidden_lH.dtype, groups=self.groups
-        )
-        masks = {
-            "full_attention": build(window=None) if "full_attention" in self.kinds else None,
-            "sliding_attention": build(window=self.window) if self.window is not None else None,
-            "linear_attention": None,
-        }
+        masks = self.masks(visible_lS, positions_C, hidden_lH.dtype)
         hidden_1lH = hidden_lH[None]
         places = self.places(hidden_1lH, positions_C[-len(hidden_lH) :], self.kinds)
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
@@ -513,16 +513,9 @@ def capture_hidden(
         {index: hidden_BTH}, detached, in the model's dtype.
 
     Raises:
-        ValueError: an index outside [0, L], or packing for a target with recurrent layers.
+        ValueError: packing for a target with recurrent layers.
     """
     decoder = model.get_decoder()
-    num_layers = decoder.config.num_hidden_layers
-    outside = sorted(index for index in layers if not 0 <= index <= num_layers)
-    if outside:
-        raise ValueError(
-            f"layers: index {outside[0]} is outside this target; choose 0 (embeddings) to "
-            f"{num_layers} (last layer)"
-        )
     if lengths is not None:
         check_packable(decoder.config)
     captured: dict[int, Tensor] = {}

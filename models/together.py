@@ -9,7 +9,7 @@ Attention runs per sequence, over its own cache; with rounded weights (``rounded
 # N query heads, J key heads, D head size
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from pipedraft.models.bitwise import RowByRow, pad, row_by_row, rows_of_a_pass
 from pipedraft.models.families import has_latents
 from pipedraft.models.layers import grouped_attention
-from pipedraft.models.stage_cache import Segment, additive_mask
+from pipedraft.models.stage_cache import Segment
 from pipedraft.models.stage_calls import attending_by, masked
 
 if TYPE_CHECKING:
@@ -125,16 +125,8 @@ class _Masked:
         self._attend = grouped_attention if stage.groups > 1 else masked
         self._known: tuple[Tensor, Tensor] | None = None
         self._kind = ""
-        self._masks = {
-            kind: additive_mask(
-                segment.visible.to(stage.device),
-                positions_C,
-                stage.window if kind == "sliding_attention" else None,
-                dtype,
-                groups=stage.groups,
-            )
-            for kind in set(stage.kinds)
-        }
+        visible_lS = segment.visible.to(stage.device)
+        self._masks: dict[str, Any] = stage.masks(visible_lS, positions_C, dtype)
 
     def enter(self, kind: str) -> None:
         self._kind = kind

@@ -20,7 +20,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.random import KeyedRandom, probabilities
 from pipedraft.inference.rules.sampled import MatchVerifier, Verdict
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import DraftSampling, DraftSource, add_best
+from pipedraft.inference.sources.base import DraftSampling, DraftSource, add_children, best_children
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
 from pipedraft.models.target import capture_hidden
@@ -46,9 +46,7 @@ WAYS = [
     {"schedule": "flowspec_continued", **dict(expansion_depth=4, step_tokens=3)},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "level_order": True},
-    {"schedule": "flowspec", "tree": SMALL, **dict(expansion=False)},
     {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "max_segment_rows": 1},
-    {"schedule": "flowspec", "tree": SMALL, **PUBLISHED, "max_expansion_rows": 1},
     {"schedule": "eagle", "tree": SMALL, "max_segment_rows": 3},
 ]
 
@@ -166,7 +164,9 @@ class SimulatedSource(StatelessSource):
         leaves = [row for row in range(len(tree)) if not tree.children(row)]
         leaves = sorted(leaves, key=lambda row: -tree.scores[row])[: expansion.width]
         logits_QU = self.leaf_logits(tree, leaves, {})
-        return add_best(tree, leaves, logits_QU, self.draft_ids, 2 * len(leaves), sampling)
+        width = 2 * len(leaves)
+        best_2QW = best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)
+        return add_children(tree, leaves, best_2QW, width, sampling)
 
     def deepen_tree(self, tree, levels, num_tokens):
         self.num_forwards += 1

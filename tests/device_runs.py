@@ -131,20 +131,6 @@ def decode_on_gpu(
     } | {f"sync: {what} {where}": count / steps for (what, where), count in log.syncs.items()}
 
 
-def kernels_of_a_layer() -> float:
-    """Count the kernels that one more layer adds to a stage's CUDA graph."""
-    config = DecodeConfig.of("autoregressive", num_stages=1, max_new_tokens=4)
-    kernels = []
-    for layers in (1, 2):
-        target = tiny_llama(layers=layers)
-        with pretended_cuda() as log:
-            target.to(CUDA)
-            Engine(target, PlainTokenizer(), config).decode(PROMPT)
-            num_graphs = log.replayed["scaled_dot_product_attention"] / layers
-            kernels.append(log.replayed.total() / num_graphs)
-    return kernels[1] - kernels[0]
-
-
 def bookkeeping_s(num_text: int, rounds: int = 60) -> float:
     """Least processor time for a row to join a draft's cache and be dropped again."""
     cache, heads = RowCache(1), torch.zeros(1, 2, 8)

@@ -21,9 +21,6 @@ class EmulatedLink:
         self._address = host, port
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task] = set()
-        self.is_down = False
-        """Refuse connections."""
-        self.num_connections = 0
 
     async def __aenter__(self) -> "EmulatedLink":
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -44,10 +41,6 @@ class EmulatedLink:
         self._writers.clear()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.is_down:
-            writer.transport.abort()
-            return
-        self.num_connections += 1
         try:
             far_reader, far_writer = await asyncio.open_connection(*self._address)
         except OSError:  # nobody listens there

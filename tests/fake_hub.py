@@ -1,8 +1,7 @@
 """A Hub on 127.0.0.1: the requests of huggingface_hub, answered from memory, with faults.
 
 Files up to ``LFS_FROM`` bytes are stored as git blobs, larger ones by Git LFS with one PUT each.
-Downloads of large files are redirected, as on the real Hub. Uploads by the Xet protocol are
-accepted, but their chunks are not assembled: ``promised`` names their files.
+Downloads of large files are redirected, as on the real Hub.
 """
 
 import base64
@@ -13,7 +12,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,7 +98,6 @@ class FakeHub:
         self.tokens = tokens
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
-        self.promised: dict[str, bytes] = {}
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
         self.released = threading.Event()
@@ -378,18 +375,6 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(404, "no such object")
         self.send_json({})
 
-    def xet_token(self, body: bytes, name: str, revision: str) -> None:
-        self.hub.writable(name, self.user)
-        expiry = int(time.time()) + 600
-        self.send_json({"casUrl": f"{self.hub.url}/xet", "accessToken": "x", "exp": expiry})
-
-    def xet_xorb(self, body: bytes) -> None:
-        self.send_json({"was_inserted": True})
-
-    def xet_shard(self, body: bytes) -> None:
-        self.hub.objects |= self.hub.promised
-        self.send_json({"result": 1})
-
     def make_commit(self, body: bytes, name: str, revision: str) -> None:
         repository = self.hub.writable(name, self.user)
         lines = [json.loads(line) for line in body.splitlines()]
@@ -435,9 +420,6 @@ ROUTES = [
     ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch),
     ("PUT", r"/lfs/(?P<oid>\w+)", Handler.lfs_put),
     ("POST", r"/lfs-verify/(?P<oid>\w+)", Handler.lfs_verify),
-    ("GET", rf"/api/models/{REPO}/xet-write-token/(?P<revision>.+)", Handler.xet_token),
-    ("POST", r"/xet/v1/xorbs/.*", Handler.xet_xorb),
-    ("POST", r"/xet/v1/shards", Handler.xet_shard),
     ("POST", rf"/api/models/{REPO}/commit/(?P<revision>.+)", Handler.make_commit),
     ("GET HEAD", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", Handler.resolve),
     ("GET HEAD", r"/cdn/(?P<oid>\w+)", Handler.cdn),

@@ -139,7 +139,7 @@ def wait_until(is_so: Callable[[], object]) -> None:
 @contextmanager
 def serving(engine: Engine, *, keys: tuple[str, ...] = (), **options: Any) -> Iterator[Place]:
     limits = HttpLimits(**{"grace_s": 5.0, "request_s": WAIT_S, **options})
-    service = Service(SequenceDecoder(engine, limits), name="tiny", limits=limits, keys=keys)
+    service = Service(SequenceDecoder(engine, limits), names=["tiny"], limits=limits, keys=keys)
     server = http_server(service)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(

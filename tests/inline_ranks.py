@@ -25,7 +25,7 @@ class Wire(Local):
     def send(self, message: AnyMessage) -> None:
         frame = CODEC.encode(message, self.ends[0])
         apart = iter(frame.apart)
-        super().send(CODEC.decode(frame.join(), lambda *_: next(apart).to(self.ends[1])))
+        super().send(CODEC.decode(frame.data, lambda *_: next(apart).to(self.ends[1])))
 
 
 class LateWire(Wire):

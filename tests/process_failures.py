@@ -1,8 +1,4 @@
-"""Rank program for tests/test_process_failures.py: decode a long output, and fail in one rank.
-
-As a program, it is one rank in a launch of three, and the last is killed: tests/process_failures.py
-FOLDER
-"""
+"""Rank program for tests/test_process_failures.py: decode a long output, and fail in one rank."""
 
 import ctypes
 import os
@@ -15,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -194,8 +189,3 @@ def socket_inodes(process_id: int) -> Iterator[tuple[int, str]]:
                 kind, _, inode = os.readlink(entry).partition(":")
                 if kind == "socket":
                     yield int(entry.name), inode.strip("[]")
-
-
-if __name__ == "__main__":
-    killed = partial(receive_signal, number=signal.SIGKILL)
-    run_rank(Plan(folder=Path(sys.argv[1]), failing_rank=2, failure=killed))

@@ -14,7 +14,7 @@ from decode_runs import PlainTokenizer
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import SessionLimits, wire
 from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
-from pipedraft.inference.edge.server import Security, Server
+from pipedraft.inference.edge.server import Server
 from pipedraft.inference.edge.session_messages import (
     MAX_BYTES,
     REQUESTS,
@@ -43,7 +43,7 @@ def make_server(target: Any, *, tokens: tuple[str, ...] = (), **limits: Any) -> 
         name="tiny",
         tokenizer=TOKENIZER,
         limits=SessionLimits(**{"grace_s": 0.2, **limits}),
-        security=Security(tokens=tokens),
+        tokens=tokens,
     )
 
 

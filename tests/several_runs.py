@@ -21,6 +21,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks import watch, worker
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.rules.sampled import KeyedRandom
+from pipedraft.models import target as target_module
 from pipedraft.models import together
 
 PLAIN = {"schedule": "autoregressive"}
@@ -131,8 +132,8 @@ def see_everything(monkeypatch):
     def mutant(visible, *others, **options):
         return right(torch.ones_like(visible), *others, **options)
 
-    right = together.additive_mask
-    monkeypatch.setattr(together, "additive_mask", mutant)
+    right = target_module.additive_mask
+    monkeypatch.setattr(target_module, "additive_mask", mutant)
 
 
 def share_seed(monkeypatch):

@@ -1,4 +1,4 @@
-"""Faulty connection and server: they break sessions and reorder requests, on their own clock."""
+"""Faulty connection and server: they delay messages and break sessions, on their own clock."""
 
 import random
 from types import SimpleNamespace
@@ -19,8 +19,7 @@ from pipedraft.inference.engine import Engine
 class Storm:
     """Stand-in for a ``Connection``, a server and the clock.
 
-    Requests are held and delivered in any order, or twice. Replies come in order, as in gRPC, until
-    the stream breaks.
+    Messages are late and come in order, as in gRPC, until the stream breaks.
     """
 
     access = Access(server="127.0.0.1:1", answer_s=5.0, connect_s=0.5, give_up_s=1e9)
@@ -40,6 +39,7 @@ class Storm:
         with pytest.MonkeyPatch.context() as patch:
             for module in (stream, remote):
                 patch.setattr(module, "time", clock)
+            patch.setattr(remote, "SessionStream", Line)
             patch.setattr(stream, "random", self.rng)
             engine = Engine(
                 self.pipeline.target,
@@ -53,10 +53,6 @@ class Storm:
     def describe(self):
         about = dict.fromkeys(Description.__struct_fields__, 0)
         return Description(**about | {"forward_s": TIMES.verify_s, "row_s": 0.001}), 0.06
-
-    def call(self) -> "Line":
-        self.lines.append(Line(self))
-        return self.lines[-1]
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -81,7 +77,7 @@ class Storm:
                 held.core.start(self.now_s)
 
     def answer(self, held, replies) -> None:
-        held.stream.down += map(REPLIES.to_bytes, replies)
+        held.line.down += map(REPLIES.to_bytes, replies)
 
 
 class StormPipeline(RemotePipeline):
@@ -99,35 +95,39 @@ class StormPipeline(RemotePipeline):
 
 
 class Line:
-    """One gRPC stream."""
+    """Stand-in for a ``SessionStream``."""
 
     def __init__(self, storm: Storm) -> None:
         self.storm, self.is_up, self.session = storm, True, None
         self.up, self.down = [], []
+        storm.lines.append(self)
 
-    def write(self, data: bytes) -> None:
-        if not self.up and self.session is None:
-            self.storm.table.open(REQUESTS.decode(data), self.storm.now_s, self)
-        self.up.append(data)
+    def send(self, request) -> None:
+        if self.session is None:
+            self.session = self.storm.table.open(request, self.storm.now_s)
+            self.session.line = self
+        else:
+            self.up.append(REQUESTS.to_bytes(request))
 
     def deliver(self) -> None:
-        if not self.up or not self.is_up:
-            return
-        index = self.storm.rng.randrange(len(self.up))
-        request = REQUESTS.decode(self.up[index])
-        if self.storm.rng.random() < 0.8:  # else it comes again
-            del self.up[index]
-        core = self.session.core
-        self.storm.answer(self.session, core.receive(request, self.storm.now_s))
+        if self.up and self.is_up:
+            request = REQUESTS.decode(self.up.pop(0))
+            replies = self.session.core.receive(request, self.storm.now_s)
+            self.storm.answer(self.session, replies)
 
-    def take(self, timeout_s: float):
+    def take(self, *, waits: bool):
         """Return the next reply; an ended call still delivers earlier replies."""
-        until_s = self.storm.now_s + timeout_s
+        until_s = self.storm.now_s + (self.storm.access.answer_s if waits else 0.0)
         while not self.down and self.is_up and self.storm.now_s < until_s:
             self.storm.turn()
         if self.down:
-            return self.down.pop(0), self.storm.now_s
-        return None if self.is_up else (stream.Break("UNAVAILABLE", "storm"), self.storm.now_s)
+            return REPLIES.decode(self.down.pop(0)), self.storm.now_s
+        if waits or not self.is_up:
+            raise stream.SessionLost("storm")
+        return None
+
+    def close(self, closing) -> None:
+        self.hang_up()
 
     def hang_up(self) -> None:
         self.is_up = False

@@ -124,7 +124,7 @@ def test_one_process_has_no_links():
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, 1e7])
 def test_a_cost_that_is_no_duration_is_refused(value):
-    with pytest.raises(ValueError, match=rf"cost.link_row: {value} is not a duration"):
+    with pytest.raises(ValueError, match=rf"cost.link_row: {value}; give at least 0"):
         CostModel(link_row=value)
 
 

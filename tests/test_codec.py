@@ -165,7 +165,7 @@ def test_every_message_of_the_stages_survives(message: AnyMessage, sequence, is_
     """Messages survive with separate tensors too; a buffer longer than the frame is cut first."""
     message.sequence = sequence
     frame = CODEC.encode(message, torch.device("cpu") if is_apart else None)
-    data = frame.join()
+    data = frame.data
     assert CODEC.frame_bytes(data) == len(data)
     waiting = [tensor.clone() for tensor in frame.apart]
 
@@ -181,28 +181,11 @@ def test_every_message_of_the_stages_survives(message: AnyMessage, sequence, is_
     assert same_message(back, message) and not waiting and (is_apart or not frame.apart)
 
 
-def stream_of(data: bytes):
-    """Return ``fill`` over a byte stream, and the list of requested sizes."""
-    asked = []
-
-    def fill(view: memoryview) -> None:
-        start = sum(asked)
-        if start + len(view) > len(data):
-            raise ConnectionError("the other side closed the link")
-        view[:] = data[start : start + len(view)]
-        asked.append(len(view))
-
-    return fill, asked
-
-
 @settings(max_examples=150, deadline=None)
 @given(found=st.dictionaries(st.text(max_size=5), tensors(), max_size=8), number=st.floats(0, 9))
-def test_tensors_of_every_dtype_survive_a_stream(found, number):
+def test_tensors_of_every_dtype_survive(found, number):
     parcel = Parcel(tensors=found, number=number)
-    data = PARCELS.encode(parcel).join() + PARCELS.encode(Empty()).join()
-    fill, asked = stream_of(data)
-    assert same_message(PARCELS.read(fill), parcel)
-    assert isinstance(PARCELS.read(fill), Empty) and sum(asked) == len(data)
+    assert same_message(PARCELS.decode(PARCELS.to_bytes(parcel)), parcel)
 
 
 @contextmanager
@@ -258,7 +241,7 @@ def test_thousands_of_damaged_frames_are_refused_or_harmless():
     draw = random.Random(0)
     segment = Segment(torch.arange(3), torch.ones(3, 11, dtype=torch.bool), hidden=torch.rand(3, 8))
     whole = [
-        bytes(CODEC.encode(message).join())
+        bytes(CODEC.encode(message).data)
         for message in (
             Step.of([KeepRows((0, 2, 5), 2), KeepRows((), 0)], segment),
             StageResult(taps={4: torch.rand(2, 3)}, verdicts=torch.tensor([4, 7])),
@@ -281,9 +264,8 @@ def test_thousands_of_damaged_frames_are_refused_or_harmless():
         for index in range(4000):
             data = mutants(whole[index % len(whole)], draw)
             try:
-                message = CODEC.decode(data) if index % 2 else CODEC.read(stream_of(data)[0])
-                assert is_sound(message)
-            except (ValueError, ConnectionError) as error:
+                assert is_sound(CODEC.decode(data))
+            except ValueError as error:
                 assert "\n" not in str(error) and len(str(error)) < 400
                 num_refused += 1
     assert num_refused > 2000
@@ -306,13 +288,13 @@ def named(*places: object) -> bytes:
 MAP_OF_4_BILLION = b"\x93\xa6parcel" + b"\xdf\xff\xff\xff\xff"
 LIES = {
     "no magic": (b"GET / HTTP/1.1\r\n\r\n", "frame: starts with 0x20544547"),
-    "short": (b"\x31FD", "frame: 3 bytes, where 16 are claimed|closed"),
+    "short": (b"\x31FD", "frame: 3 bytes, where 16 are claimed"),
     "long header": (PREFIX.pack(MAGIC, 10_001, 0), "claims 10001 bytes of header"),
     "long tensors": (PREFIX.pack(MAGIC, 8, 1 << 60), "claims 8 bytes of header and 1152921504606"),
-    "cut header": (frame_of(header_of())[:-9], "are claimed|closed"),
+    "cut header": (frame_of(header_of())[:-9], "are claimed"),
     "cut tensors": (
         frame_of(header_of(("uint8", [90_000], False)), 90_000, bytes(9)),
-        "are claimed|closed",
+        "are claimed",
     ),
     "shape beyond its bytes": (
         frame_of(header_of(("float32", [1 << 30], False)), 8, bytes(8)),
@@ -325,14 +307,11 @@ LIES = {
     "apart where nothing comes": (frame_of(header_of(("uint8", [0], True))), "1 of its tensors"),
     "negative size": (frame_of(header_of(("uint8", [-1], False))), "`int` >= 0"),
     "size of 1 << 31": (frame_of(header_of(("uint8", [1 << 31, 0], False))), "`int` <= 2147483647"),
-    "non-finite size": (frame_of(header_of(("uint8", [math.inf], False))), "Expected `int`"),
     "NaN size": (frame_of(header_of(("uint8", [math.nan], False))), "Expected `int`"),
     "four axes": (frame_of(header_of(("uint8", [1] * 4, False))), "length <= 3"),
     "unknown dtype": (frame_of(header_of(("complex64", [1], False))), "Invalid enum value"),
     "pickled dtype": (frame_of(header_of((b"\x80\x04.", [1], False))), "Expected `str`"),
-    "number of a dtype": (frame_of(header_of((3, [1], False))), "Expected `str`"),
     "field too many": (frame_of(header_of(("uint8", [1], False, 1))), "at most length 3|length 4"),
-    "5,000 tensors": (frame_of(header_of(*[("bool", [0], False)] * 1000))[:9999], "."),
     "unknown message": (frame_of(header_of(message=b"\x91\xa3foo")), "Invalid value 'foo'"),
     "no message": (frame_of(header_of(message=b"\x01")), "Expected `array`, got `int`"),
     "field of a message too many": (
@@ -343,7 +322,6 @@ LIES = {
         frame_of(header_of(message=msgspec.msgpack.encode(("parcel", {}, 9.5)))),
         "`float` <= 9.0",
     ),
-    "NaN": (frame_of(header_of(message=msgspec.msgpack.encode(("parcel", {}, math.nan)))), "float"),
     "infinity": (
         frame_of(header_of(message=msgspec.msgpack.encode(("parcel", {}, math.inf)))),
         "`float` <= 9.0",
@@ -373,34 +351,15 @@ LIES = {
     ),
     "bytes that are no text": (frame_of(header_of(message=b"\x91\xa2\xff\xfe")), "not one of"),
     "two messages": (frame_of(header_of() + header_of()), "trailing"),
-    "two dtypes": (frame_of(header_of(("int8", [1], False)), 0), "claims 0 bytes"),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_frame_that_lies_is_refused_in_one_line_without_memory(lie):
     data, reason = LIES[lie]
-    for receive in (lambda: PARCELS.decode(data), lambda: PARCELS.read(stream_of(data)[0])):
-        with (
-            at_most(SMALL_BYTES),
-            pytest.raises((ValueError, ConnectionError), match=reason) as caught,
-        ):
-            receive()
-        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-
-
-def test_a_stream_takes_memory_as_bytes_come():
-    """The guarded fault: 16 bytes that claim as much memory as is allowed."""
-    codec = Codec(Parcel | Empty, max_header_bytes=1 << 30, max_tensor_bytes=1 << 40)
-    whole = Codec(Parcel | Empty, max_header_bytes=10_000, max_tensor_bytes=1 << 30)
-    parcel = Parcel(tensors={"a": torch.zeros(1 << 22)})
-    data = bytes(whole.encode(parcel).join())
-    for stream in (PREFIX.pack(MAGIC, 1 << 30, 1 << 39), data[:300], data[:200_000]):
-        with at_most(8 * max(len(stream), 1 << 16)), pytest.raises(ConnectionError):
-            codec.read(stream_of(stream)[0])
-    assert same_message(codec.read(stream_of(data)[0]), parcel)
-    with pytest.raises(ValueError, match="this side takes 1073741824 and 1000"):
-        codec.read(stream_of(data)[0], max_tensor_bytes=1000)
+    with at_most(SMALL_BYTES), pytest.raises(ValueError, match=reason) as caught:
+        PARCELS.decode(data)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_a_tensor_apart_is_not_fetched_beyond_the_limit():

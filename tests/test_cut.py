@@ -110,7 +110,7 @@ def test_a_cluster_is_read_from_a_file_and_refused_in_one_line(tmp_path):
         DecodeConfig(cost=cost, num_stages=4)
     for content, expected in (
         ({"stages": [{"sped": 1}]}, "did you mean 'speed'"),
-        ({"stages": [{"speed": 0}]}, "give a positive speed"),
+        ({"stages": [{"speed": 0}]}, "cost.stages.speed: 0"),
         ({"stages": [{"memory_gb": -1}]}, "cost.stages.memory_gb: -1"),
         ({"layer_times": [0, 0]}, "cost.layer_times"),
     ):

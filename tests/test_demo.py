@@ -82,9 +82,8 @@ def test_lines_break_at_spaces_and_keep_indentation():
     assert ["".join(c for c, _ in line) for line in lines] == [
         "abc def ",
         "ghi",
-        "  ",
-        "abcdefgh",
-        "ijkl",
+        "  abcdef",
+        "ghijkl",
     ]
     assert painted(lines[1], DemoRun("x", accepted=[False, True]), 2, 5) == "\x1b[32mghi\x1b[0m  "
 

@@ -190,8 +190,7 @@ BUDGETS = [
     ("dflash", "pipeinfer", {"num_stages": 2}),
     ("dflash", "ssd", {"num_stages": 2}),
     ("dflash", "flowspec_continued", {"num_stages": 2}),
-    ("language_model", "pipeinfer", {"num_stages": 2, "branches": 2}),
-    ("eagle3", "pipeinfer", {"num_stages": 2, "branches": 2, "split": 0.0, "draft_tokens": 6}),
+    ("eagle3", "pipeinfer", {"num_stages": 2, "draft_tokens": 6}),
     ("eagle3", "ssd", {"num_stages": 2}),
     ("flexspec", "ssd", {"num_stages": 2}),
 ]

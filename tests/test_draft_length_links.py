@@ -1,7 +1,6 @@
 """The geometric policy on virtual links, against the oracle in benchmarks/draft_length.py."""
 
 import importlib.util
-import json
 import sys
 from functools import cache
 from types import ModuleType
@@ -108,14 +107,3 @@ def test_the_default_keeps_95_percent_of_the_oracle_where_batches_are_away(
     assert min(found) > 0.95, found
     assert StopAndWait.policy == "fixed:4" and FlexSpecSchedule.policy == "geometric"
     assert ratio(benchmark, "eq11", "t1_rejection", "5g", way=name) < 0.95
-
-
-def test_recorded_texts_are_the_recording_in_another_order(benchmark: ModuleType) -> None:
-    held = json.loads(benchmark.RECORDING.read_text())
-    assert set(held) == set(benchmark.RECORDED)
-    for name, rows in held.items():
-        joined = "".join(rows)
-        text = benchmark.make_text(name, len(joined), 0)
-        share = np.mean(np.array(text.num_right) > 0)
-        assert share == pytest.approx(joined.count("1") / len(joined), abs=0.01)
-        assert (np.diff(text.survival_TK[0]) < 0).all()

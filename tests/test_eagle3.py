@@ -81,10 +81,6 @@ def test_attention_and_all_gradients_equal_the_dense_reference(step, shape):
     assert_attention_is_dense(attention_inputs(step, **shape), tolerance=1e-10)
 
 
-def test_attention_over_several_tiles_of_the_fused_kernel_equals_the_dense_reference():
-    assert_attention_is_dense(attention_inputs(2, B=1, N=2, J=1, T=600), tolerance=1e-9)
-
-
 @pytest.mark.parametrize("step", [0, 1, 4])
 @pytest.mark.parametrize("window", [1, 3, 70])
 @pytest.mark.parametrize("lengths", [None, [90, 1, 59]])

@@ -91,20 +91,6 @@ def test_sampled_text_has_the_targets_distribution(rule, plan):
     )
 
 
-def test_the_first_three_tokens_have_the_product_distribution():
-    p_VV, num_texts = probabilities(tables()[0], 1.0).numpy(), 600
-    distribution = np.einsum("a,ab,bc->abc", p_VV[1], p_VV, p_VV)
-    counts = np.zeros_like(distribution)
-    for seed in range(num_texts):
-        counts[tuple(sample("tail_escape", "picospec", seed, 3, payload_tokens=2))] += 1
-    draws = (
-        np.random.default_rng(1).multinomial(num_texts, distribution.ravel(), size=200) / num_texts
-    )
-    noise = 0.5 * np.abs(draws - distribution.ravel()).sum(1)
-    distance = 0.5 * np.abs(counts / num_texts - distribution).sum()
-    assert distance < noise.mean() + 4 * noise.std()
-
-
 def test_top_k_misses_the_distribution_by_what_is_predicted():
     """Without bonus every token but the first is tested, so each context has its own bias."""
     counts_abc = counted_triples("topk", "picospec", payload_tokens=2)
@@ -243,12 +229,6 @@ def test_noise_is_uniform_and_shorter_vectors_are_its_beginning():
     assert random.uniforms(6, "noise", 1)[0] != values[0] != random.uniforms(5, "tail", 1)[0]
 
 
-def test_full_logits_give_both_sides_the_same_probabilities():
-    logits_V = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 5
-    payload = rule_of("rejection").payload(logits_V, 0)
-    assert torch.equal(probabilities(payload.values, 0.7), probabilities(logits_V, 0.7))
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_is_greedy_at_temperature_zero(name):
     rule = rule_of(name, 0.0)
@@ -257,13 +237,6 @@ def test_every_rule_is_greedy_at_temperature_zero(name):
     payload = rule.test(logits_V, 4, 2, 1.0)
     assert payload == Token(id=1)
     assert rule.correct(DraftToken(2), 4, [payload]) == 1
-
-
-def test_bias_is_the_sum_outside_the_top_k():
-    p_V = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
-    q_V = torch.tensor([0.6, 0.1, 0.0, 0.3], dtype=torch.float64)
-    assert top_k_bias(p_V, q_V, 2) == pytest.approx(0.15)
-    assert top_k_bias(p_V, q_V, 4) == 0
 
 
 def test_payloads_that_cannot_be_are_refused():

@@ -141,6 +141,7 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 
 
 def test_wall_clock_leaves_the_prefill_out() -> None:
+    assert summarize([make_result([4], 8)]).wallclock is None
     fast = make_result([4], 8, times=[0.5, 0.6, 0.6, 0.8, 0.9])
     slow = make_result([2], 8, times=[0.7, 1.0, 1.3])
     wallclock = summarize([fast, slow]).wallclock
@@ -170,7 +171,3 @@ def test_record_has_the_agreed_keys_and_measures_speedup_on_the_baseline() -> No
     }  # fmt: skip
     assert record["wallclock"]["speedup"] == pytest.approx(2)
     assert record["lossless"] == {"checked": 1, "mismatches": 0}
-
-
-def test_record_without_times_has_no_wall_clock() -> None:
-    assert summarize([make_result([4], 8)]).wallclock is None

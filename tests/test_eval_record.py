@@ -8,7 +8,7 @@ import pytest
 from eval_runs import make_runs, read_back
 
 from pipedraft.cli import UsageError
-from pipedraft.eval import record
+from pipedraft.eval import compare
 from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.record import Results, RunRecord, parse
 from pipedraft.files import to_json
@@ -87,7 +87,7 @@ def test_what_is_no_results_file_is_refused(tmp_path, content, words) -> None:
 
 def test_a_file_is_of_bounded_size(tmp_path, monkeypatch) -> None:
     (tmp_path / "results.json").write_text("{}")
-    monkeypatch.setattr(record, "MAX_BYTES", 1)
+    monkeypatch.setattr(compare, "MAX_BYTES", 1)
     with pytest.raises(UsageError, match="more than"):
         Evaluated.read(tmp_path)
 

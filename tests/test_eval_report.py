@@ -30,15 +30,9 @@ def test_results_keep_benchmarks_and_their_pool_apart(written) -> None:
     assert len(results["runs"]) == 12 and len(results["overall"]) == 4
     names = {run["benchmark"] for run in results["runs"]}
     assert names == {"mt_bench", "gsm8k", "humaneval"}
-
-
-def test_values_that_do_not_exist_are_null(written) -> None:
-    text = (written / "results.json").read_text()
-    assert "NaN" not in text
-    baseline = json.loads(text)["runs"][0]
+    baseline = results["runs"][0]  # values that do not exist are null
     assert baseline["method"] == AUTOREGRESSIVE
-    assert baseline["draft_acceptance_rate"] is None
-    assert baseline["wallclock"]["speedup"] is None
+    assert baseline["draft_acceptance_rate"] is baseline["wallclock"]["speedup"] is None
 
 
 def test_report_has_a_table_per_benchmark_with_the_baseline(written) -> None:
@@ -66,25 +60,13 @@ def test_a_chart_is_a_picture_with_ink_a_drawing_and_its_numbers(written, name: 
     assert np.unique(picture.reshape(-1, picture.shape[-1]), axis=0).shape[0] > 50
 
 
-def test_the_report_is_called_by_draft_target_and_day(tmp_path) -> None:
-    write_report(tmp_path, make_runs(), MANIFEST | {"created": "2026-01-02T03:04:05+00:00"})
-    for name in ("report.md", "report.html"):
-        assert "spd on tiny, 2026-01-02" in (tmp_path / name).read_text()
-
-
-def test_baseline_alone_still_makes_a_report(tmp_path) -> None:
-    runs = [run for run in make_runs(("gsm8k",)) if run.method == AUTOREGRESSIVE]
-    write_report(tmp_path, runs, MANIFEST)
-    assert json.loads((tmp_path / "results.json").read_text())["overall"] == []
-    assert "Acceptance by position" not in (tmp_path / "report.md").read_text()
-
-
 def test_mismatches_and_left_out_turns_are_said_in_the_report(tmp_path) -> None:
     runs = make_runs(("gsm8k",), stages=(4,))
     lossless = LosslessRecord(checked=16, mismatches=3)
     runs[1] = replace(runs[1], lossless=lossless, skipped_turns=2)
-    write_report(tmp_path, runs, MANIFEST)
+    write_report(tmp_path, runs, MANIFEST | {"created": "2026-01-02T03:04:05+00:00"})
     report = (tmp_path / "report.md").read_text()
+    assert report.startswith("# spd on tiny, 2026-01-02\n")
     assert "**Not lossless** (gsm8k, spd, T=0): 13/16 turns agree" in report
     assert "2 turns left out" in report
 

@@ -194,8 +194,5 @@ def test_categories_and_positions_pool_the_prompts_that_belong_to_them() -> None
     assert first == wilson_over_prompts(np.array([2, 3, 1]), np.array([4, 3, 4]))
     assert second == wilson_over_prompts(np.array([2, 3]), np.array([2, 3]))
     assert all(map(math.isnan, third))
-
-
-def test_categories_of_several_benchmarks_keep_apart() -> None:
     rows = [make_row("math", [1], [1], "one"), make_row("math", [1], [0], "two")]
     assert list(acceptance_by_category(rows, num_stages=4)) == ["one/math", "two/math"]

@@ -57,10 +57,6 @@ def test_a_damaged_gzip_file_is_an_error_that_names_it(tmp_path, fault) -> None:
         load_task(str(path))
 
 
-def test_limit_takes_the_first_rows() -> None:
-    assert load_task("gsm8k", limit=3) == load_task("gsm8k")[:3]
-
-
 def test_humaneval_prompt_holds_the_function_in_a_code_block(tmp_path) -> None:
     row = {
         "task_id": "X/0",

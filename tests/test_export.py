@@ -18,7 +18,7 @@ from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.exchange.chain import best_chain
-from pipedraft.models.exchange.export import export, launch_line, vocabulary_maps
+from pipedraft.models.exchange.export import Origin, export
 from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.fingerprint import read_target
 from pipedraft.models.layers import LayerConfig
@@ -115,16 +115,6 @@ def test_the_layout_of_the_authors(tmp_path, make_target):
     read_by_transformers = AutoConfig.from_pretrained(tmp_path / "out")
     assert read_by_transformers.num_key_value_heads == 2
     assert read_by_transformers.draft_vocab_size == 20
-
-
-def test_the_vocabulary_maps_lead_back_to_the_tokens(tmp_path):
-    folder = make_checkpoint(tmp_path, draft_vocab_size=20)
-    head = load_draft(str(folder), tiny_target(folder))
-    maps = vocabulary_maps(head)
-    assert maps["d2t"].dtype == torch.int64 and maps["t2d"].dtype == torch.bool
-    assert torch.equal(maps["d2t"] + torch.arange(20), head.draft_ids)
-    assert torch.equal(maps["t2d"].nonzero()[:, 0], head.draft_ids)
-    assert int(maps["d2t"].max()) > 0
 
 
 @pytest.mark.parametrize("layout", ["sglang", "speculators"])
@@ -303,7 +293,9 @@ def test_the_best_chain_weighs_tokens_against_draft_passes():
 
 @pytest.mark.parametrize("layout", ["sglang", "speculators"])
 def test_names_with_spaces_are_quoted_in_the_launch_line(layout):
-    words = shlex.split(launch_line(layout, "my target", "it's out"))
+    description = {"draft_type": "eagle3", "target": {"name": "my target"}}
+    origin = Origin(layout=layout, weights_sha256="", description=description)
+    words = shlex.split(origin.launch_line("it's out"))
     assert "my target" in words and "it's out" in " ".join(words)
 
 

@@ -113,5 +113,5 @@ def test_a_draft_of_other_template_variables_is_told(capsys):
 def test_a_request_may_set_template_variables():
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     for given in ({"enable_thinking": False}, {}):
-        asked = parse(json.dumps(body | {"chat_template_kwargs": given}).encode(), ChatRequest)
+        asked = parse(json.dumps(body | {"chat_template_kwargs": given}).encode(), ChatRequest)[0]
         assert asked.chat_template_kwargs == given

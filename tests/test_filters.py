@@ -185,7 +185,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_filters_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=f"^{name}: .* is out of range; give "):
+    with pytest.raises(ValueError, match=f"^{name}: .*; give "):
         DecodeConfig(temperature=1.0, **{name: value})
     plain = msgspec.to_builtins(Settings(temperature=1.0))
     fields = Settings.__struct_fields__

@@ -18,7 +18,7 @@ from pipedraft.data_recipes.groups import (
 )
 from pipedraft.data_recipes.recipe import load_data
 from pipedraft.eval import groups as eval_groups
-from pipedraft.eval.groups import acceptance_by_group, count_groups, group_name, token_segments
+from pipedraft.eval.groups import acceptance_by_group, count_groups, token_segments
 from pipedraft.eval.record import PromptRecord
 from pipedraft.inference.result import DecodeResult
 
@@ -151,4 +151,3 @@ def test_tests_and_rounds_are_counted_by_group() -> None:
     row = PromptRecord(benchmark="b", id="1", tokens=8, steps=8, groups=counts)
     code = next(x for x in acceptance_by_group([row, row]) if x.group == "segment/code")
     assert (code.tests, code.accepts, code.mean_acceptance_length) == (12, 10, 2.5)
-    assert group_name("context/512") == "context 512 to 1023"

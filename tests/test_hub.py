@@ -2,11 +2,8 @@
 
 import hashlib
 import json
-import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import pytest
 import torch
 from command_runs import call
 from fake_hub import LFS_FROM, Fault
-from hub_runs import NAMES, STRANGER, TOKEN, Place, make_place, one_line, point_at, push, signed_in
+from hub_runs import NAMES, STRANGER, Place, make_place, one_line, point_at, push, signed_in
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
@@ -126,15 +123,6 @@ def test_a_repository_of_results_and_notes_takes_a_draft(place, hub, monkeypatch
 # -- uploads that break off -----------------------------------------------------------------
 
 
-def test_a_connection_that_drops_once_is_tried_again(place, hub, monkeypatch):
-    hub.faults = [Fault("PUT", "/lfs/", "drop"), Fault("POST", "/preupload/", 503, times=2)]
-    assert push(place, monkeypatch) == 0
-    puts = hub.sent("PUT")
-    size = (place.draft / "model.safetensors").stat().st_size
-    assert [put.num_bytes for put in puts] == [size // 2, size]
-    assert set(hub.repositories["user/name"].files()) == NAMES
-
-
 def test_after_a_broken_upload_the_same_command_sends_only_what_is_missing(
     place, hub, monkeypatch, capfd
 ):
@@ -151,15 +139,6 @@ def test_after_a_broken_upload_the_same_command_sends_only_what_is_missing(
     assert push(place, monkeypatch) == 0
     assert [put.num_bytes for put in hub.sent("PUT")] == [len(weights)]
     assert set(hub.repositories["user/name"].files()) == NAMES
-
-
-def test_a_commit_that_is_lost_costs_no_second_upload(place, hub, monkeypatch, capfd):
-    hub.faults = [Fault("POST", "/commit/", "drop")]
-    assert push(place, monkeypatch) == 1
-    one_line(capfd, "'user/name'", "goes on where")
-    assert len(hub.sent("PUT")) == 1
-    assert push(place, monkeypatch) == 0
-    assert len(hub.sent("PUT")) == 1 and set(hub.repositories["user/name"].files()) == NAMES
 
 
 # -- failures -------------------------------------------------------------------------------
@@ -248,11 +227,10 @@ def dry_run(folder: Path, out: Path, monkeypatch) -> int:
     return call("models", [*words, "--out", str(out)], monkeypatch)
 
 
-@pytest.mark.parametrize("where", [".", "..", "below", "below/it", "link", "../../around/../run"])
+@pytest.mark.parametrize("where", ["..", "below/it", "link"])
 def test_a_dry_run_onto_its_own_checkpoint_changes_no_byte(
     where, draft, tmp_path, monkeypatch, capfd
 ):
-    (tmp_path / "around").mkdir()
     out = draft / where
     if where == "link":
         out = tmp_path / "link"
@@ -367,48 +345,3 @@ def test_a_download_that_breaks_off_goes_on_and_bad_names_are_refused(place, hub
     hub.faults = [Fault("GET", "/cdn/", "drop")]
     load_draft("user/name", target)
     assert len(hub.sent("GET", "/cdn/")) == 2
-
-
-THREE_COMMANDS = """
-import json, runpy, sys
-for module, words in json.loads(sys.argv[1]):
-    sys.argv = [module, *words]
-    try:
-        runpy.run_module("pipedraft." + module, run_name="__main__")
-    except SystemExit as stop:
-        print("status", stop.code, flush=True)
-"""
-
-
-def test_a_process_of_its_own_goes_by_hf_endpoint_and_xet_sends_chunks_once(
-    place, hub, tmp_path, monkeypatch, capfd
-):
-    """The large file goes by hf_xet, as for users; the first commit is lost."""
-    weights = (place.draft / "model.safetensors").read_bytes()
-    hub.promised = {hashlib.sha256(weights).hexdigest(): weights}
-    hub.faults = [Fault("POST", "/commit/", 400)]
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_TOKEN": TOKEN,
-    }
-    where = ["push", "--checkpoint", str(place.draft), "--repo", "user/name"]
-    decode = ["--prompt", "hi", "--max-new-tokens", "5", "--quiet", "--checkpoint"]
-    words = [("models", where), ("models", where), ("inference", [*decode, "user/name"])]
-    command = [sys.executable, "-c", THREE_COMMANDS, json.dumps(words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    refused, address, text = done.stdout.split("\n", 2)
-    assert refused == "status 2" and address.startswith(f"{hub.url}/user/name/commit/")
-    assert done.stderr.startswith("error: --repo: 'user/name': 127.0.0.1 answered 400")
-    assert done.stderr.count("\n") == 1
-    paths = [request.path for request in hub.requests]
-    again = [i for i, path in enumerate(paths) if path == "/api/repos/create"][1]
-    chunks = [i for i, path in enumerate(paths) if path.startswith("/xet/v1/xorbs/")]
-    assert chunks and max(chunks) < again and not hub.sent("PUT")
-    assert len(hub.sent("POST", "/commit/")) == 2
-    capfd.readouterr()
-    assert call("inference", [*decode, str(place.draft)], monkeypatch) == 0
-    assert capfd.readouterr().out == text

@@ -1,20 +1,11 @@
 """Draft tokens by lookup: tokens after a repeated context; outputs equal the target's."""
 
-from collections import Counter
-
 import pytest
 import torch
 from conftest import tiny_llama
 from decode_runs import PROMPTS, WAYS, engine_for, greedy_reference
 
-from pipedraft.inference.sources.lookup import (
-    ORDER,
-    LookupSource,
-    NGrams,
-    SuffixAutomaton,
-    estimate,
-    make_lookup,
-)
+from pipedraft.inference.sources.lookup import ORDER, Followers, LookupSource, make_lookup
 
 MORE = [
     {"schedule": "spd"},
@@ -27,19 +18,20 @@ MORE = [
 KINDS = ["ngram", "suffix"]
 
 
-def counted(text, path, longest):
-    """Count by brute force: text tokens after each suffix (of text + path), shortest first."""
-    whole, found = [*text, *path], []
+def counted(text, path, kind, vocab):
+    """Estimate by brute force, from the tokens after each suffix of text + path."""
+    whole, p, before = [*text, *path], torch.full((vocab,), 1 / vocab), None
     for size in range(len(whole) + 1):
-        if longest is not None and size > longest:
-            break
         context = whole[len(whole) - size :]
-        places = range(len(text) - size)
-        counts = Counter(text[i + size] for i in places if text[i : i + size] == context)
-        if not counts:
+        places = [i for i in range(size, len(text) + 1) if text[i - size : i] == context]
+        found = [text[i] for i in places if i < len(text)]
+        if not found or (kind == "ngram" and size > ORDER):
             break
-        found.append(counts)
-    return found
+        if kind == "ngram" or places != before:  # longer suffixes at the same places add nothing
+            counts = torch.tensor([found.count(token) for token in range(vocab)])
+            p = (counts / (len(found) + 1)) + p / (len(found) + 1)
+        before = places
+    return p
 
 
 def texts(count):
@@ -49,35 +41,29 @@ def texts(count):
         yield torch.randint(alphabet, (1 + index % 23,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("kind", [NGrams, SuffixAutomaton])
-def test_followers_are_those_of_a_brute_force_count(kind):
-    """The automaton merges contexts with equal end positions: it skips some, but invents none."""
+def followers_of(kind, text, vocab):
+    found = Followers(kind, vocab)
+    for token in text:
+        found.extend(token)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_estimate_is_that_of_a_brute_force_count(kind):
     for text in texts(120):
-        model = kind()
-        for token in text:
-            model.extend(token)
         for path in ([], [0], [1, 0], [5]):
-            found = [dict(counts) for counts in model.contexts(path)]
-            expected = [dict(x) for x in counted(text, path, ORDER if kind is NGrams else None)]
-            if kind is NGrams:
-                assert found == expected, (text, path)
-                continue
-            merged = [x for i, x in enumerate(expected) if x not in expected[i + 1 :]]
-            assert found[-1:] == expected[-1:], (text, path)
-            assert all(x in expected for x in found), (text, path)
-            assert all(x in found for x in merged), (text, path)
+            found = followers_of(kind, text, 6).estimate(path)
+            assert found.equal(counted(text, path, kind, 6)), (text, path)
 
 
-@pytest.mark.parametrize("kind", [NGrams, SuffixAutomaton])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_estimate_is_a_distribution_that_knows_the_longest_context(kind):
-    model = kind()
-    for token in [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]:
-        model.extend(token)
-    p = estimate(model, [], 16)
+    model = followers_of(kind, [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 16)
+    p = model.estimate([])
     assert float(p.sum()) == pytest.approx(1, abs=1e-6) and bool((p > 0).all())
     assert int(p.argmax()) == 4  # after 1 2 3; after 2 3 alone 5 is as frequent
-    assert int(estimate(model, [4], 16).argmax()) == 9
-    assert float(estimate(kind(), [7], 16).max()) == pytest.approx(1 / 16)
+    assert int(model.estimate([4]).argmax()) == 9
+    assert float(Followers(kind, 16).estimate([7]).max()) == pytest.approx(1 / 16)
 
 
 class Checked(LookupSource):

@@ -30,7 +30,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
 from pipedraft.data_recipes.batch import collate
 from pipedraft.models.draft import load_draft
-from pipedraft.models.exchange.export import export, launch_line, mtp_parts
+from pipedraft.models.exchange.export import Origin, export, mtp_parts
 from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.fingerprint import read_target
 from pipedraft.models.mtp import MTP
@@ -181,7 +181,7 @@ def test_a_layer_goes_back_as_it_came(place, tmp_path):
     assert config == own | {"mtp_num_hidden_layers": 1}
     import_head(str(tmp_path / "back"), str(place.path), tmp_path / "again")
     assert_same_head(place.folder / "mtp", tmp_path / "again")
-    line = launch_line("sglang", "T", "OUT", "mtp")
+    line = Origin.read(tmp_path / "back").launch_line("OUT")
     assert "--speculative-algorithm NEXTN --speculative-draft-model-path OUT" in line
 
 

@@ -134,6 +134,19 @@ def module_by_formula(target, state, config):
     return project(target.get_decoder().norm(stream[-1]), "lm_head")
 
 
+def decoded(module, taps):
+    """Return logits after the newest token, with N - 1 tokens in flight."""
+    caches, first = module.new_caches(), LENGTH - N
+    module.extend(caches, {x: y[:first] for x, y in taps.items()}, 0)
+    return module.propose(
+        caches,
+        {x: y[first:] for x, y in taps.items()},
+        depths=list(range(N))[::-1],
+        positions=torch.arange(first, LENGTH),
+        visible_RR=torch.ones(N, N, dtype=torch.bool).tril(),
+    )[0]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("version", [10, 11])
 def test_a_speculation_module_of_the_authors_computes_what_its_file_says(
@@ -148,15 +161,7 @@ def test_a_speculation_module_of_the_authors_computes_what_its_file_says(
     import_head(str(source), str(target.folder), tmp_path / "out")
     module = load_draft(str(tmp_path / "out"), target)
     taps = {x: y[0] for x, y in capture_hidden(target, IDS[None], module.taps).items()}
-    caches, first = module.new_caches(), LENGTH - N
-    module.extend(caches, {x: y[:first] for x, y in taps.items()}, 0)
-    ours = module.propose(
-        caches,
-        {x: y[first:] for x, y in taps.items()},
-        depths=list(range(N))[::-1],
-        positions=torch.arange(first, LENGTH),
-        visible_RR=torch.ones(N, N, dtype=torch.bool).tril(),
-    )[0]
+    ours = decoded(module, taps)
     theirs = module_by_formula(target, state, config)
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
     assert torch.equal(module.draft_ids, DRAFT_IDS)
@@ -173,17 +178,8 @@ def test_training_and_decoding_agree_on_an_imported_module(tmp_path, target, ver
     module = load_draft(str(tmp_path / "out"), target)
     taps = capture_hidden(target, IDS[None], module.taps)
     trained = module.logits(module(taps, [N]))[0, -1]
-    rows = {x: y[0] for x, y in taps.items()}
-    caches, first = module.new_caches(), LENGTH - N
-    module.extend(caches, {x: y[:first] for x, y in rows.items()}, 0)
-    decoded = module.propose(
-        caches,
-        {x: y[first:] for x, y in rows.items()},
-        depths=list(range(N))[::-1],
-        positions=torch.arange(first, LENGTH),
-        visible_RR=torch.ones(N, N, dtype=torch.bool).tril(),
-    )[0]
-    assert (trained - decoded).abs().max() < 1e-4 * trained.abs().max()
+    found = decoded(module, {x: y[0] for x, y in taps.items()})
+    assert (trained - found).abs().max() < 1e-4 * trained.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,11 @@ from decode_runs import (
     STATIC,
     RemembersText,
     SimulatedSource,
-    assert_sampled_like_the_target,
     attentive_llama,
     decode_exactly,
     engine_for,
     greedy_reference,
     paths_of,
-    sampling_target,
     simulate,
     simulated_texts,
 )
@@ -358,13 +356,6 @@ def test_what_a_draft_token_cost_is_paid_once():
     assert result.num_draft_forwards == result.num_drafted == 3 * result.num_steps
 
 
-def test_sampled_text_has_the_targets_distribution():
-    target = sampling_target()
-    small = tiny_llama(layers=1, hidden=16, vocab=target.config.vocab_size, heads=2, kv_heads=1)
-    draft, schedule = LanguageModelDraft(small, target), PipeInfer(draft_tokens=2, branches=2)
-    assert_sampled_like_the_target(target, draft, schedule=schedule)
-
-
 def test_a_recurrent_language_model_drafts_branches():
     target = tiny("qwen3_5")
     draft = LanguageModelDraft(target, target)
@@ -373,13 +364,6 @@ def test_a_recurrent_language_model_drafts_branches():
         for batch in (PipeInfer(), PipeInfer(branches=3, draft_tokens=4), PipeInfer(restart=True)):
             options = {"schedule": batch, "num_stages": 2, "max_new_tokens": 12}
             decode_exactly(engine_for(model, draft=draft, **options), PROMPTS[2])
-
-
-def test_the_cost_of_a_language_model_is_its_layers_share():
-    target = tiny_llama(layers=4, vocab=16)
-    draft = LanguageModelDraft(tiny_llama(layers=1, vocab=16), target)
-    engine = engine_for(target, draft=draft, schedule="pipeinfer", num_stages=2)
-    assert engine.draft_cost == 1 / 4
 
 
 # -- what is refused ------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from pipedraft.inference import command
 from pipedraft.inference.__main__ import print_figures
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import stream
-from pipedraft.inference.edge.channel import Link, LinkEstimate, LinkState
-from pipedraft.inference.edge.draft_length import Estimates
+from pipedraft.inference.edge.channel import Link
 from pipedraft.inference.edge.remote import TRIAL_TOKENS, RemotePipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.fingerprint import vocabulary_hash
@@ -160,7 +159,7 @@ async def test_a_broken_connection_costs_a_prefill_and_changes_nothing(schedule)
     assert outcome.result.token_ids == seen == greedy_reference(target, [1, 2], NEW_TOKENS)
     assert outcome.num_reopened >= 1 and server.table.num_opened >= 1 + outcome.num_reopened
     assert warnings and "the session broke" in warnings[0] and "a prefill of" in warnings[0]
-    assert len(warnings) == outcome.num_reopened and link.num_connections >= 2
+    assert len(warnings) == outcome.num_reopened
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -296,33 +295,15 @@ class Clock(RemotePipeline):
     time_s = 0.0
 
     @classmethod
-    def opened(cls, draft_s):
+    def opened(cls):
         """Open with 0.1 s passes."""
         pipeline = cls(SimpleNamespace())
         pipeline.open(DecodeConfig.of("flexspec", num_stages=1), 0)
-        link = LinkState(up_bytes_per_s=1e9, down_bytes_per_s=1e9, round_trip_s=0.01)
-        pipeline.estimates = Estimates(
-            draft_s=draft_s, verify_s=0.1, verify_row_s=0.0, link=LinkEstimate(link)
-        )
+        pipeline.estimates = SimpleNamespace(verify_s=0.1)
         return pipeline
 
     def now(self):
         return self.time_s
-
-
-@pytest.mark.parametrize("draft_s, num_drafted", [(0.21, 20), (1.1, 4), (0.1, 0)])
-def test_a_slow_draft_is_given_up_while_it_drafts(draft_s, num_drafted):
-    """Passes take 0.1 s: four seconds of drafting cost more than 32 tokens are worth."""
-    pipeline = Clock.opened(draft_s)
-    pipeline.begin_batch(64, 3)
-    given_up_after = []
-    for count in range(1, 33):
-        pipeline.time_s += draft_s
-        pipeline.drafted(1, pipeline.time_s - draft_s)
-        if pipeline.fallback:
-            given_up_after.append(count)
-    assert sum(given_up_after[:1]) == num_drafted
-    assert not given_up_after or "the target alone about 100.0" in pipeline.fallback
 
 
 @pytest.mark.parametrize(
@@ -332,15 +313,16 @@ def test_a_slow_draft_is_given_up_while_it_drafts(draft_s, num_drafted):
         (32 * [0.12], 0),
         (8 * [0.09] + [5.0] + 8 * [0.09], 0),  # another client's prompt
         (16 * [0.0, 0.15], 0),  # every second draft token is right
+        (16 * [0.0, 0.3], 18),  # too slow even so
     ],
 )
 def test_a_draft_that_is_wrong_is_given_up_early(waits_s, num_tokens):
-    pipeline, given_up_after = Clock.opened(0.01), []
+    pipeline, given_up_after = Clock.opened(), []
     pipeline._times_s = [0.0]
     for count, wait_s in enumerate(waits_s, 1):
         pipeline.time_s += wait_s
         pipeline._times_s += [pipeline.time_s]
-        pipeline._compare(num_pending=0)
+        pipeline._compare()
         if pipeline.fallback:
             given_up_after.append(count)
     assert sum(given_up_after[:1]) == num_tokens
@@ -368,7 +350,7 @@ def test_figures_of_nothing_are_dashes(capsys):
         num_reopened=0,
     )
     command.print_figures("autoregressive", result, pipeline)
-    print_figures(DecodeConfig(), result, "one process")
+    print_figures("spd", result, "one process")
     remote, local = capsys.readouterr().err.splitlines()
     assert "L' -, tokens per round tau -, acceptance -;" in remote
     assert "acceptance length -, acceptance rate -;" in local

@@ -105,28 +105,22 @@ def test_attention_that_mixed_the_texts_would_be_noticed():
 def test_one_pass_serves_sessions_with_rows_and_prompts(monkeypatch):
     """Rows share a pass, prompts do not, and both come to the right session."""
     target = SharedTarget(TARGETS["llama"]())
-    sessions = [TargetSession(target) for _ in PROMPTS]
-    alone = [TargetSession(target) for _ in PROMPTS]
+    settings = Settings(pre_verifies=True, has_bonus=False)
     passes = []
     monkeypatch.setattr(
         "pipedraft.inference.edge.target_session.forward_together",
         lambda stages, segments: passes.append(len(stages)) or forward_together(stages, segments),
     )
-    settings = Settings(pre_verifies=True, has_bonus=False)
+    sessions, alone = [], []
     for turn in range(2):
-        due = []
-        for index, prompt in enumerate(PROMPTS):
+        # The last one opens while the others send rows.
+        for prompt in PROMPTS[:3] if turn == 0 else PROMPTS[3:]:
+            for made in (sessions, alone):
+                made.append(TargetSession(target, Open(prompt_ids=prompt, settings=settings)))
+        for index in range(3 if turn == 1 else 0):
             for session in (sessions[index], alone[index]):
-                if turn == 0:
-                    request = Open(prompt_ids=prompt, settings=settings)
-                else:
-                    text = session._tokens
-                    request = drafted(text, ROWS[index], Preverify, next_s=100.0)
-                if turn == 1 or index != 3:  # the last one opens while the others send rows
-                    session.receive(request, 0.0)
-        if turn == 1:
-            for session in (sessions[3], alone[3]):
-                session.receive(Open(prompt_ids=PROMPTS[3], settings=settings), 0.0)
+                request = drafted(session._tokens, ROWS[index], Preverify, next_s=100.0)
+                session.receive(request, 0.0)
         due = [session for session in sessions if session.start(0.0)]
         run_together(due)
         for session in alone:

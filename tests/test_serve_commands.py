@@ -68,13 +68,9 @@ def serve(parent: ForkServer, place: Place, *arguments: str) -> tuple[Process, s
 
 
 def edge(capsys, *arguments: str) -> tuple[str, str]:
-    main(["edge", *arguments])
+    main(arguments)
     captured = capsys.readouterr()
     return captured.out, captured.err
-
-
-def edge_run(arguments) -> None:
-    main(["edge", *arguments])
 
 
 def status_of(capsys, server: str) -> dict:
@@ -119,7 +115,7 @@ def test_a_flexspec_draft_gives_the_targets_text_and_its_figures(plain_server, p
 def test_a_client_that_is_killed_leaves_nothing_behind(parent, place, capsys):
     process, address = serve(parent, place)
     draft = ["--draft-model", str(place.target), "--schedule", "flexspec", "--policy", "fixed:1"]
-    words = ["edge", "--server", address, "--raw", "--prompt", "Hi", *draft, "--keep-drafting"]
+    words = ["--server", address, "--raw", "--prompt", "Hi", *draft, "--keep-drafting"]
     client = Process.start(parent, place.folder, *words, "--max-new-tokens", "500")
     deadline_s = time.monotonic() + LIMIT_S
     while not status_of(capsys, address)["sessions"]:
@@ -200,11 +196,10 @@ EDGE = ["--server", "x:1", "--prompt", "a"]
         (serve_command.run, [*SERVE, "--tls-cert", "c"], "give both or neither"),
         (serve_command.run, [*SERVE, "--idle-s", "0"], "--idle-s: 0.0; give at least 0.001"),
         (serve_command.run, ["--target", "/nowhere"], "no folder '/nowhere'"),
-        (edge_run, ["--server", "x:1"], "--prompt or --status: missing"),
-        (edge_run, ["--prompt", "a"], "--server: missing; give HOST:PORT"),
+        (main, ["--server", "x:1"], "--prompt or --status: missing"),
         (main, ["--prompt", "a", "--keep-drafting"], "--keep-drafting: it needs --server"),
         *(
-            (edge_run, [*EDGE, *words], f"{words[0]}: the target is")
+            (main, [*EDGE, *words], f"{words[0]}: the target is")
             for words in (
                 ["--stages", "4"],
                 ["--draft", "ngram"],
@@ -215,13 +210,13 @@ EDGE = ["--server", "x:1", "--prompt", "a"]
                 ["--cost", "h100"],
             )
         ),
-        (edge_run, ["--server", "nowhere", "--prompt", "a"], "give host:port"),
-        (edge_run, ["--server", "x:1", "--prompt", " "], "--prompt: ' ' is empty"),
-        (edge_run, EDGE, "--tokenizer: missing"),
-        (edge_run, [*EDGE, "--schedule", "picospec"], "--schedule: picospec drafts"),
-        (edge_run, [*EDGE, "--answer-s", "-1"], "'-1' is no time"),
+        (main, ["--server", "nowhere", "--prompt", "a"], "give host:port"),
+        (main, ["--server", "x:1", "--prompt", " "], "--prompt: ' ' is empty"),
+        (main, EDGE, "--tokenizer: missing"),
+        (main, [*EDGE, "--schedule", "picospec"], "--schedule: picospec drafts"),
+        (main, [*EDGE, "--answer-s", "-1"], "'-1' is no time"),
         (
-            edge_run,
+            main,
             [*EDGE, "--give-up-s", "1e15"],
             "'1e15' is no time; give seconds above 0, at most 1000000",
         ),
@@ -239,4 +234,4 @@ def test_a_draft_that_reads_hidden_states_is_refused(place):
     description = json.loads((place.draft / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**description, "draft_type": "eagle"}))
     with pytest.raises(ValueError, match="a eagle draft reads hidden states"):
-        main(["edge", "--server", "x:1", "--prompt", "a", "--checkpoint", str(folder)])
+        main(["--server", "x:1", "--prompt", "a", "--checkpoint", str(folder)])

@@ -116,12 +116,13 @@ async def test_a_session_whose_logits_are_no_numbers_ends_alone(caplog):
     target, sound = make_target(vocab=64), make_target(vocab=64)
     with torch.no_grad():
         target.get_input_embeddings().weight[POISON] = float("nan")
+    draft = lm_draft(sound, right=True)  # a random one may draft the token, too
     async with raw_serving(target) as (server, connection):
-        other = asyncio.create_task(decode(server.port, [1, 2], draft=lm_draft(sound)))
+        other = asyncio.create_task(decode(server.port, [1, 2], draft=draft))
         raw = Raw(connection)
         await raw.send(opening([1, POISON], temperature=1.0))
         ended = await raw.end()
-        after = await decode(server.port, [1, 2], draft=lm_draft(sound))
+        after = await decode(server.port, [1, 2], draft=draft)
         texts = [(await other).result.token_ids, after.result.token_ids]
         assert not server.table.held
     assert ended[:2] == (
@@ -157,9 +158,10 @@ async def test_an_unforeseen_failure_of_a_stream_ends_it(monkeypatch, caplog):
         raise KeyError("unforeseen")
 
     monkeypatch.setattr(MessageRate, "wait_s", fail)
-    async with raw_serving(make_target()) as (_, connection):
+    async with raw_serving(make_target()) as (server, connection):
+        hold_passes(server, lambda: True)
         raw = Raw(connection)
-        await raw.send(opening([1, 2], streams=False), Close(epoch=0, seq=9))
+        await raw.send(opening([1, 2], streams=False), Close(epoch=0, seq=1))
         ended = await raw.end()
     assert ended[0] == "INTERNAL" and ended[1] == "stream: the server failed; its log says why"
     (line,) = logged(caplog)

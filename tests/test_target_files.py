@@ -1,7 +1,5 @@
 """Target readers other than its stages: captured states, fingerprints, files on disk."""
 
-import json
-
 import pytest
 import torch
 import transformers as hf
@@ -82,21 +80,6 @@ def test_capture_computes_no_logits_and_leaves_no_hook():
     assert sizes == [0]
     assert not captured[2].requires_grad
     assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks
-
-
-def test_packed_texts_are_captured_as_if_apart():
-    model, ids = tiny("mistral_sliding"), random_ids(16)
-    packed = capture_hidden(model, ids[None], [NUM_LAYERS], [9, 7])
-    apart = [capture_hidden(model, part[None], [NUM_LAYERS]) for part in ids.split([9, 7])]
-    expected = torch.cat([part[NUM_LAYERS][0] for part in apart])
-    assert_close(packed[NUM_LAYERS][0], expected)
-    with pytest.raises(ValueError, match="^packing: true, but the recurrent layers"):
-        capture_hidden(tiny("qwen3_5"), ids[None], [1], [9, 7])
-
-
-def test_capture_refuses_a_layer_that_does_not_exist():
-    with pytest.raises(ValueError, match="layers: index 5 is outside"):
-        capture_hidden(tiny("llama"), random_ids(4)[None], layers=[0, 5])
 
 
 # -- fingerprints, loading ------------------------------------------------------------------
@@ -185,12 +168,6 @@ def test_text_part_of_a_multimodal_checkpoint_is_staged(tmp_path, name):
     assert_close(logits_V, reference_V)
     rounded = load_target(str(tmp_path), dtype=torch.bfloat16)
     assert target_fingerprint(rounded) == target_fingerprint(model)
-
-
-def test_load_says_what_a_model_lacks_to_be_cut(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match=r"\(gpt2\) cannot be cut into stages: its decoder has"):
-        load_target(str(tmp_path))
 
 
 def test_attention_kernels_without_tree_masks_are_refused():

@@ -21,6 +21,8 @@ from pipedraft.inference.edge.channel import Channel, Link
 from pipedraft.inference.edge.link import LinkPipeline
 from pipedraft.inference.edge.linked import Estimates, RemoteTarget
 from pipedraft.inference.edge.session_messages import (
+    REQUESTS,
+    Open,
     Preverify,
     Reject,
     Reply,
@@ -79,8 +81,8 @@ class RecordingChannel(Channel):
 class RecordingTarget(TargetSession):
     """Target session with a record for each pass: its start and rows."""
 
-    def __init__(self, target: SharedTarget) -> None:
-        super().__init__(target)
+    def __init__(self, target: SharedTarget, opening: Open) -> None:
+        super().__init__(target, opening)
         self.passes: list[tuple[float, int]] = []
 
     def start(self, now_s: float) -> int:
@@ -104,8 +106,15 @@ class RecordingPipeline(LinkPipeline):
     def _begin(self) -> Estimates:
         estimates = super()._begin()
         self.channel = self.recorded = RecordingChannel(self.link)
-        self._session = self.session = RecordingTarget(self.shared)
         return estimates
+
+    def _receive(self, data: bytes) -> None:
+        if self._session is not None:
+            super()._receive(data)
+            return
+        opening = REQUESTS.decode(data)
+        assert isinstance(opening, Open)
+        self._session = self.session = RecordingTarget(self.shared, opening)
 
     def note(self, tree: TokenTree) -> None:
         """Record the newest draft token."""
@@ -203,7 +212,14 @@ def draw_message(picture: Diagram, message: Message) -> None:
     if is_early:
         picture.path(f"M{x1:.1f} {ends[0]}L{x2:.1f} {ends[1]}", "line", dashed=True)
     else:
-        picture.arrow(x1, ends[0], x2, ends[1], kind)
+        draw_arrow(picture, x1, ends[0], x2, ends[1], kind)
+
+
+def draw_arrow(picture: Diagram, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+    picture.path(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", kind, 1.3)
+    back = 5 if y2 > y1 else -5
+    head = f"M{x2 - 4:.1f} {y2 - back:.1f}L{x2:.1f} {y2:.1f}L{x2 + 2:.1f} {y2 - 1.4 * back:.1f}"
+    picture.path(head, kind, 1.3)
 
 
 def draw_text_lane(picture: Diagram, times_s: list[float]) -> None:

@@ -1,11 +1,8 @@
 """Virtual link between an edge device and the cloud: arrival times and cost of messages.
 
-Bandwidth and delay are piecewise constant, so transmission times are exact integrals. Nothing here
-waits or sends: a runtime on the virtual clock asks ``Channel.transmit`` for arrival times, and a
-policy asks ``Link.state`` or a ``LinkEstimate`` for a round's cost.
+Bandwidth and delay are piecewise constant, so transmission times are exact integrals.
 
-    channel = Channel(PRESETS["wifi"], seed=0)
-    arrival_s = channel.transmit(0.0, 72, "up")
+    arrival_s = Channel(PRESETS["wifi"], seed=0).transmit(0.0, 72, "up")
 
     load_link("wifi")                                   # constants
     load_link("5g:assets/net_traces/wifi_busy.csv")     # 5G's bandwidth, delays from a trace
@@ -113,19 +110,15 @@ class Link:
     """Header bytes per message: IPv4 20, TCP 20, a TLS 1.3 record 22."""
 
     def __post_init__(self) -> None:
-        # Outages may last long, but not forever: ``reach`` divides by a period's sum.
-        bandwidths = {"up": self.up_bytes_per_s, "down": self.down_bytes_per_s}
-        for name, steps in bandwidths.items():
-            if min(steps.values) < 0 or not 0 < max(steps.values) < math.inf:
+        for name in ("up_bytes_per_s", "down_bytes_per_s", "delay_s"):
+            low, high = min(getattr(self, name).values), max(getattr(self, name).values)
+            # Outages may last long, but not forever: ``reach`` divides by a period's sum.
+            is_dead = name != "delay_s" and not high
+            if is_dead or not 0 <= low <= high < math.inf:
                 raise ValueError(
-                    f"link.{name}_bytes_per_s: from {min(steps.values)} to {max(steps.values)}; "
-                    "give finite numbers of 0 or more, not all 0"
+                    f"link.{name}: from {low} to {high}; give finite numbers of 0 or more, and "
+                    "some bandwidth"
                 )
-        if not 0 <= min(self.delay_s.values) <= max(self.delay_s.values) < math.inf:
-            raise ValueError(
-                f"link.delay_s: from {min(self.delay_s.values)} to {max(self.delay_s.values)}; "
-                "give finite numbers of 0 or more"
-            )
         ranges = {"loss": "[0, 1)"}
         ranges |= dict.fromkeys(("retransmit_round_trips", "header_bytes"), "[0, inf)")
         check_ranges(self, ranges, "link.")
@@ -149,9 +142,7 @@ class Link:
     ) -> "Link":
         """Build a constant link in the papers' units: Mbit/s, and milliseconds per round trip.
 
-        Args:
-            down_mbps: None means the same as ``up_mbps``.
-            jitter_ms: per round trip; each direction gets half.
+        ``down_mbps`` is ``up_mbps`` by default. Each direction gets half of ``jitter_ms``.
         """
         down_mbps = up_mbps if down_mbps is None else down_mbps
         return cls(
@@ -195,15 +186,14 @@ class Traffic:
     """Time spent sending bits: T_up and T_down in the papers' energy models, including outages."""
 
 
-class _Lane:
+@dataclass(kw_only=True)
+class _Lane(Traffic):
     """One direction of a channel."""
 
-    def __init__(self, bytes_per_s: Steps, seed: np.random.SeedSequence) -> None:
-        self.bytes_per_s = bytes_per_s
-        self.random = np.random.default_rng(seed)
-        self.traffic = Traffic()
-        self.free_s = 0.0
-        self.last_arrival_s = 0.0
+    bytes_per_s: Steps
+    random: np.random.Generator
+    free_s: float = 0.0
+    last_arrival_s: float = 0.0
 
 
 class Channel:
@@ -217,34 +207,32 @@ class Channel:
         # Separate generators: another message up must not change the losses down.
         up, down = np.random.SeedSequence(seed).spawn(2)
         self._lanes: dict[Direction, _Lane] = {
-            "up": _Lane(link.up_bytes_per_s, up),
-            "down": _Lane(link.down_bytes_per_s, down),
+            "up": _Lane(bytes_per_s=link.up_bytes_per_s, random=np.random.default_rng(up)),
+            "down": _Lane(bytes_per_s=link.down_bytes_per_s, random=np.random.default_rng(down)),
         }
 
     def traffic(self, direction: Direction) -> Traffic:
-        return self._lanes[direction].traffic
+        return self._lanes[direction]
 
     def transmit(self, now_s: float, num_bytes: int, direction: Direction) -> float:
         """Send a message; in each direction, call this in sending order.
 
         A message waits until the one before it has left, and until lost packets have been resent:
-        TCP could not deliver it earlier.
-
-        Args:
-            num_bytes: payload; the link adds its header.
+        TCP could not deliver it earlier. The link adds its header to ``num_bytes``.
 
         Returns:
             Arrival time, never before an earlier message's.
         """
         link, lane = self.link, self._lanes[direction]
-        sizes = packet_sizes(num_bytes + link.header_bytes)
-        lane.traffic.messages += 1
-        lane.traffic.payload_bytes += num_bytes
+        full, rest = divmod(num_bytes + link.header_bytes, PACKET_BYTES)
+        sizes = [PACKET_BYTES] * full + [rest] * (rest > 0)
+        lane.messages += 1
+        lane.payload_bytes += num_bytes
         start_s = max(now_s, lane.free_s)
         while True:
             end_s = lane.bytes_per_s.reach(start_s, sum(sizes))
-            lane.traffic.wire_bytes += sum(sizes)
-            lane.traffic.airtime_s += end_s - start_s
+            lane.wire_bytes += sum(sizes)
+            lane.airtime_s += end_s - start_s
             # The delay begins with the last bit, so read it at that moment.
             delay_s = link.delay_s.at(end_s)
             if link.loss:
@@ -254,7 +242,7 @@ class Channel:
                 sizes = []
             if not sizes:
                 break
-            lane.traffic.lost_packets += len(sizes)
+            lane.lost_packets += len(sizes)
             # Only a timeout reveals the loss. The delay is one way, hence 2.
             start_s = end_s + link.retransmit_round_trips * 2 * delay_s
         if link.jitter_s:
@@ -265,20 +253,13 @@ class Channel:
         return lane.last_arrival_s
 
 
-def packet_sizes(num_bytes: int) -> list[int]:
-    """Cut a message into packets; the last one holds the rest."""
-    full, rest = divmod(num_bytes, PACKET_BYTES)
-    return [PACKET_BYTES] * full + ([rest] if rest else [])
-
-
 class LinkEstimate:
-    """The edge's estimate of its link: reported bandwidth, observed round trips."""
+    """The edge's estimate of its link: reported bandwidth, observed round trips.
 
-    weight = 1 / 8
-    """Weight of a new round trip against earlier ones, as in TCP (RFC 6298)."""
+    It begins with ``state``. A new round trip weighs 1/8, as in TCP (RFC 6298).
+    """
 
     def __init__(self, state: LinkState) -> None:
-        """``state``: estimate before any measurement."""
         self.state = state
 
     def set_bandwidth(self, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
@@ -295,15 +276,14 @@ class LinkEstimate:
     def observe(self, network_s: float, *, up_bytes: int, down_bytes: int) -> None:
         """Record the time for a request and its answer, without the cloud's computing time.
 
-        Args:
-            up_bytes, down_bytes: on the wire, headers included.
+        ``up_bytes`` and ``down_bytes`` are on the wire, headers included.
         """
         state = self.state
         # Sending time depends on the draft length: only the rest is a property of the link.
         sending_s = up_bytes / state.up_bytes_per_s + down_bytes / state.down_bytes_per_s
         # A bandwidth estimate that is too low would make the rest negative.
         seen_s = max(0.0, network_s - sending_s)
-        smoothed_s = state.round_trip_s + self.weight * (seen_s - state.round_trip_s)
+        smoothed_s = state.round_trip_s + (seen_s - state.round_trip_s) / 8
         self.state = replace(state, round_trip_s=smoothed_s)
 
 
@@ -353,41 +333,38 @@ def load_link(text: str) -> Link:
     )
 
 
-TRACE_COLUMNS = ("rtt_ms", "up_mbps", "down_mbps")
+TRACE_COLUMNS = {
+    "rtt_ms": ("delay_s", 0.5e-3),
+    "up_mbps": ("up_bytes_per_s", BYTES_PER_MEGABIT),
+    "down_mbps": ("down_bytes_per_s", BYTES_PER_MEGABIT),
+}
+"""Column -> field of ``Link``, and factor."""
 
 
 def read_trace(path: Path, *, base: Link | None = None) -> Link:
     """Read a CSV file with a header: ``t_ms`` from 0, and ``rtt_ms``, ``up_mbps`` or ``down_mbps``.
 
     A row is valid until the next one, and the last row as long as the row before it. Further
-    columns (signal strength) are ignored. Jitter and loss come from ``base``. If the file has round
-    trips, jitter and loss are 0, because the measured round trips contain both.
-
-    Args:
-        base: provides the values that have no column in the file.
+    columns (signal strength) are ignored. Jitter, loss and missing columns come from ``base``. If
+    the file has round trips, jitter and loss are 0, because the measured round trips contain both.
     """
     rows = _trace_rows(path)
     starts_s = tuple(row["t_ms"] / 1e3 for row in rows)
     period_s = (2 * rows[-1]["t_ms"] - rows[-2]["t_ms"]) / 1e3
-    columns = {
-        name: Steps(starts_s, tuple(row[name] for row in rows), period_s)
-        for name in TRACE_COLUMNS
+    fields: dict[str, Steps | float] = {
+        field: Steps(starts_s, tuple(row[name] * factor for row in rows), period_s)
+        for name, (field, factor) in TRACE_COLUMNS.items()
         if name in rows[0]
     }
-    missing = [name for name in TRACE_COLUMNS if name not in columns]
+    missing = [name for name in TRACE_COLUMNS if name not in rows[0]]
     if base is None and missing:
         raise ValueError(
             f"{path}: has no column {missing[0]}; say which link has the rest, as in 5g:{path}"
         )
-    if base is not None and len(missing) == len(TRACE_COLUMNS):
+    if not fields:
         raise ValueError(f"{path}: has none of the columns {', '.join(TRACE_COLUMNS)}; add one")
-    fields: dict[str, Steps | float] = {}
-    if "rtt_ms" in columns:
-        fields["delay_s"] = _scaled(columns["rtt_ms"], 0.5e-3)
+    if "delay_s" in fields:
         fields |= {"jitter_s": 0.0, "loss": 0.0}
-    for name in ("up", "down"):
-        if f"{name}_mbps" in columns:
-            fields[f"{name}_bytes_per_s"] = _scaled(columns[f"{name}_mbps"], BYTES_PER_MEGABIT)
     try:
         # Without a base the file has columns for every value on which presets differ.
         return replace(base or PRESETS["5g"], **fields)  # type: ignore[arg-type] # by name
@@ -395,16 +372,8 @@ def read_trace(path: Path, *, base: Link | None = None) -> Link:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _scaled(steps: Steps, factor: float) -> Steps:
-    return replace(steps, values=tuple(value * factor for value in steps.values))
-
-
 def _trace_rows(path: Path) -> list[dict[str, float]]:
-    """Read the rows of a trace as numbers.
-
-    Raises:
-        ValueError: the file is invalid; the message names it, and the wrong line if there is one.
-    """
+    """Return a trace's rows as numbers; a ``ValueError`` names the file and the wrong line."""
     rows: list[dict[str, float]] = []
     reader = csv.DictReader(read_text(path, "link").splitlines())
     try:

@@ -1,14 +1,8 @@
 """Draft-length policies for the edge, and the estimates they use.
 
-The runtime asks a policy once per round and reports the result:
-
-    policy = parse_policy("geometric", max_length=8)
-    num_drafted = policy.choose(cost)                 # cost: RoundCost, from the link's estimate
-    policy.observe(num_drafted, num_accepted)
-
-A fully accepted round does not tell how many more tokens would have been accepted: the count is
-censored. ``Geometric`` handles this; the average of accepted over drafted tokens in the published
-rules does not.
+The runtime asks a policy once per round (``choose``) and reports the result (``observe``). A fully
+accepted round does not tell how many more tokens would have been accepted: the count is censored.
+``Geometric`` handles this; the published rules' average of accepted over drafted tokens does not.
 """
 
 # K draft lengths 1..max_length, or positions in a round
@@ -16,14 +10,13 @@ rules does not.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 
 from pipedraft.inference.edge.channel import LinkEstimate, LinkState
 
 MAX_AWAY = 32
-"""Maximum batches in flight: half as many as the out-of-order messages that a target stores."""
+"""Maximum batches in flight: half as many as the messages that a target stores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +168,8 @@ class Estimates:
     ) -> RoundCost:
         """Return a round's cost at each draft length, by current estimates.
 
-        Args:
-            round_bytes: fields of ``RoundShape``.
-            drafts_on, window, early: the schedule's values.
-            needs_q: the acceptance rule's value.
+        ``round_bytes``: fields of ``RoundShape``; ``drafts_on`` to ``early``: the schedule's
+        values; ``needs_q``: the acceptance rule's.
         """
         shape = RoundShape(
             draft_s=self.draft_s,
@@ -209,9 +200,6 @@ class DraftLengthPolicy(ABC):
     decodes alone can stream its tokens, with no round trip for each.
     """
 
-    caveat: ClassVar[str] = ""
-    """Known fault of a published rule, for tables."""
-
     def __init__(self, max_length: int) -> None:
         if max_length < 1:
             raise ValueError(f"draft_length.max_length: {max_length} is below 1; give 1 or more")
@@ -219,11 +207,7 @@ class DraftLengthPolicy(ABC):
 
     @abstractmethod
     def choose(self, cost: RoundCost) -> int:
-        """Return the next round's draft length.
-
-        Args:
-            cost: for the next round, with ``max_length`` lengths.
-        """
+        """Return the next round's draft length; ``cost`` covers ``max_length`` lengths."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:  # noqa: B027 (may stay empty)
         """Record a round's result."""
@@ -245,14 +229,10 @@ class _Published(DraftLengthPolicy):
     is biased: its mean (S(1) + .. + S(K)) / K is the acceptance rate only for K = 1.
     """
 
-    rate = 0.1
-
-    def __init__(self, max_length: int) -> None:
-        super().__init__(max_length)
-        self.acceptance = 0.8
+    acceptance = 0.8
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        self.acceptance += self.rate * (num_accepted / num_drafted - self.acceptance)
+        self.acceptance += 0.1 * (num_accepted / num_drafted - self.acceptance)
 
     def _best_of(self, tokens_K: np.ndarray, cost: RoundCost) -> int:
         # The published rules know no extra cost of a rejection.
@@ -265,8 +245,6 @@ class Eq11(_Published):
     gamma cancels, and K / (T_fixed + K T_marg) rises with K, so K* is always the largest K.
     """
 
-    caveat = "published; always the longest"
-
     def choose(self, cost: RoundCost) -> int:
         return self._best_of(self.acceptance * np.arange(1, cost.max_length + 1), cost)
 
@@ -278,8 +256,6 @@ class Alg2(_Published):
     The biased gamma is too low after long rounds and correct after rounds of one token, so K can
     jump between both ends.
     """
-
-    caveat = "published; always 1 or the longest, from a biased estimate"
 
     def choose(self, cost: RoundCost) -> int:
         return self._best_of(1 + self.acceptance * np.arange(1, cost.max_length + 1), cost)
@@ -338,11 +314,7 @@ POLICIES: dict[str, type[DraftLengthPolicy]] = {
 
 
 def parse_policy(text: str, *, max_length: int = 8) -> DraftLengthPolicy:
-    """Return the named policy: ``fixed:K``, or a key of ``POLICIES``.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """Return the named policy: ``fixed:K``, or a key of ``POLICIES``."""
     name, _, size = text.partition(":")
     if name == "fixed" and size.isdecimal() and int(size) <= max_length:
         return Fixed(int(size))

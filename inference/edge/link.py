@@ -15,18 +15,11 @@ import numpy as np
 
 from pipedraft.cli import check_ranges
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.edge import session_messages as messages
 from pipedraft.inference.edge.channel import Channel, Direction, Link, LinkEstimate, LinkState
 from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget
-from pipedraft.inference.edge.session_messages import (
-    REPLIES,
-    REQUESTS,
-    Open,
-    Preverify,
-    Reply,
-    Request,
-    Verify,
-)
+from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS, Open, Reply, Request
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 
 
@@ -97,11 +90,10 @@ class LinkPipeline(LinkedPipeline):
         """This prompt's channel, with its traffic."""
         self.num_passes = 0
         """Target passes after the prompt's."""
-        self._session = TargetSession(self.shared)
+        self._session: TargetSession | None = None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         # Ties in the heap keep their order; callables cannot be compared.
         self._order = itertools.count()
-        self._is_computing = False
         # Separate generators: another draft token must not change the target's times.
         self._jitter = [np.random.default_rng([seed, side]) for side in range(2)]
         self._drafts_from_s = 0.0
@@ -176,22 +168,18 @@ class LinkPipeline(LinkedPipeline):
     # -- the target's side ------------------------------------------------------------------
 
     def _compute(self) -> None:
-        if self._is_computing:
+        session = self._session
+        if session is None or session.is_running:
             return
-        is_prompt = self._session.wants_prefill
-        num_rows = self._session.start(self._now_s)
+        is_prompt = session.wants_prefill
+        num_rows = session.start(self._now_s)
         if num_rows:
-            self._is_computing = True
             # Compute now, deliver at the virtual end. The session stores requests in between.
-            self._session.run()
+            session.run()
             self.num_passes += not is_prompt
-            alone = self._session.is_streaming and not is_prompt
+            alone = session.is_streaming and not is_prompt
             pass_s = self.times.forward_s(num_rows, alone=alone) * self._deviation(1)
-            self._at(self._now_s + pass_s, self._end_pass)
-
-    def _end_pass(self) -> None:
-        self._is_computing = False
-        self._send_down(self._session.finish(self._now_s))
+            self._at(self._now_s + pass_s, lambda: self._send_down(session.finish(self._now_s)))
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -202,7 +190,7 @@ class LinkPipeline(LinkedPipeline):
         return self.channel.transmit(self._now_s, num_bytes, direction)
 
     def _size(self, request: Request) -> int:
-        ids = request.ids if isinstance(request, Preverify | Verify) else []
+        ids = request.ids if isinstance(request, messages.Preverify | messages.Verify) else []
         return super()._size(request) + self.token_bytes * len(ids)
 
     def _send(self, request: Request) -> None:
@@ -216,10 +204,15 @@ class LinkPipeline(LinkedPipeline):
             prompt_s = self.times.prompt_row_s * len(request.prompt_ids)
             self._drafts_from_s = self._now_s + prompt_s
 
-        def arrive() -> None:
-            self._send_down(self._session.receive(REQUESTS.decode(data), self._now_s))
+        self._at(self._transmit(self._size(request), "up"), partial(self._receive, data))
 
-        self._at(self._transmit(self._size(request), "up"), arrive)
+    def _receive(self, data: bytes) -> None:
+        request = REQUESTS.decode(data)
+        if isinstance(request, Open):
+            self._session = TargetSession(self.shared, request)
+        else:
+            assert self._session is not None
+            self._send_down(self._session.receive(request, self._now_s))
 
     def _send_down(self, replies: list[Reply]) -> None:
         for reply in replies:

@@ -2,7 +2,6 @@
 
 A session (``edge/session_messages.py``) covers one chain: verified tokens, then draft tokens. A
 subclass carries the messages, each reply once and in order, and reads a real or modeled clock.
-``Estimates`` holds waiting times and a rejection's cost.
 """
 
 from __future__ import annotations
@@ -19,26 +18,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from pipedraft.inference.edge import session_messages as messages
 from pipedraft.inference.edge.draft_length import Estimates
-from pipedraft.inference.edge.session_messages import (
-    REPLIES,
-    REQUESTS,
-    Close,
-    Error,
-    More,
-    Open,
-    Opened,
-    Preverify,
-    Reject,
-    Reply,
-    Request,
-    Result,
-    Samples,
-    Settings,
-    Stream,
-    Verify,
-    prefix_hash,
-)
+from pipedraft.inference.edge.session_messages import Reject, Reply, Request, Result, Verify
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.rules.random import Logits, Token, Top
 from pipedraft.inference.rules.sampled import (
@@ -74,11 +56,7 @@ class RemoteTarget:
 
 
 def check_draft(source: DraftSource) -> None:
-    """Reject a draft that cannot run across a link.
-
-    Raises:
-        ValueError: the draft reads the target's hidden states.
-    """
+    """Raise ValueError for a draft that reads the target's hidden states."""
     if source.taps:
         raise ValueError(
             "draft: it reads hidden states of the target, which do not cross the link; give a "
@@ -105,10 +83,9 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkVerdict(Returned):
-    """Verification result for the chain, from a reply."""
+    """Verification result for the chain, from a reply; link schedules use the last four fields."""
 
     num_rows: int = 1
-    """Always 1, the root: link schedules use the fields below."""
     verdicts: Tensor = torch.empty(0)
     num_accepted: int
     """Number of accepted draft tokens below the root."""
@@ -162,7 +139,7 @@ class LinkedPipeline(Pipeline):
     def open(self, config: DecodeConfig, prompt_index: int) -> None:
         schedule = config.schedule
         assert not schedule.needs_link or isinstance(schedule, LinkSchedule)
-        self.settings = Settings(
+        self.settings = messages.Settings(
             rule=config.rule,
             temperature=config.temperature,
             seed=config.seed,
@@ -191,7 +168,7 @@ class LinkedPipeline(Pipeline):
         """Verified tokens known to the target."""
         self._sent: list[int] = []
         """Draft tokens known to the target, after the verified ones."""
-        self._stream_request: Open | Stream | None = None
+        self._stream_request: messages.Open | messages.Stream | None = None
         """Pending request to decode alone, from the current epoch on."""
         self._inbox: deque[tuple[Reply, float]] = deque()
         self._epoch = self._next_seq = 0
@@ -203,12 +180,8 @@ class LinkedPipeline(Pipeline):
         return self._open_session(input_ids.tolist()), {}
 
     def _open_session(self, tokens: list[int]) -> int:
-        """Open a session at the target, which computes the prompt.
-
-        Returns:
-            The target's next token.
-        """
-        opening = Open(
+        """Open a session at the target, which computes the prompt; return its next token."""
+        opening = messages.Open(
             prompt_ids=tokens,
             settings=self.settings,
             anchor="" if self._streams else self.anchor,
@@ -218,7 +191,7 @@ class LinkedPipeline(Pipeline):
         if opening.streams:
             self._stream_request = opening
         self._post(opening)
-        reply = self._next_reply(Opened)
+        reply = self._next_reply(messages.Opened)
         self.target.eos_token_ids = tuple(reply.eos_token_ids)
         self.target.max_positions, self.target.vocab_size = reply.max_positions, reply.vocab_size
         self._tokens.append(reply.token)
@@ -231,7 +204,7 @@ class LinkedPipeline(Pipeline):
         return reply.token
 
     def close(self) -> int | None:
-        self._post(self._next(Close))
+        self._post(self._next(messages.Close))
         return None
 
     # -- sending ----------------------------------------------------------------------------
@@ -255,8 +228,10 @@ class LinkedPipeline(Pipeline):
         batch = self.batch
         assert batch is not None
         # Built first: the prefix hash covers the tokens before these ones.
-        message = self._batch_message(Preverify if is_early else Verify, batch, certain, ids, q)
-        self._know(certain)
+        kind = messages.Preverify if is_early else Verify
+        message = self._batch_message(kind, batch, certain, ids, q)
+        self._tokens += certain
+        self.knows_root = True
         self._sent += ids
         self._post(message)
         if is_early:
@@ -269,12 +244,12 @@ class LinkedPipeline(Pipeline):
 
     def _batch_message(
         self,
-        kind: Callable[..., Preverify | Verify],
+        kind: Callable[..., messages.Preverify | Verify],
         batch: Batch,
         certain: list[int],
         ids: list[int],
         q: list[float],
-    ) -> Preverify | Verify:
+    ) -> messages.Preverify | Verify:
         next_s = (batch.size - batch.num_drafted) * self.estimates.draft_s
         if kind is Verify:
             # Counted from the result: a way down, drafting, a way up.
@@ -284,11 +259,7 @@ class LinkedPipeline(Pipeline):
 
     def _prefix(self, known: list[int], certain: list[int]) -> dict[str, object]:
         assert bool(certain) != self.knows_root, "the root is sent once, if it is not known"
-        return {"base": len(known), "prefix_hash": prefix_hash(known), "certain": certain}
-
-    def _know(self, certain: list[int]) -> None:
-        self._tokens += certain
-        self.knows_root = True
+        return {"base": len(known), "prefix_hash": messages.prefix_hash(known), "certain": certain}
 
     def inject(self, segment: Segment) -> None:
         raise AssertionError("draft tokens cross a link in batches")
@@ -299,17 +270,13 @@ class LinkedPipeline(Pipeline):
         return self._stream_request is not None
 
     def stream(self, certain: list[int]) -> None:
-        """Ask the target to decode alone, from the current epoch on.
-
-        Args:
-            certain: as in ``send``.
-        """
+        """Ask the target to decode alone, from the current epoch on; ``certain``: see ``send``."""
         self._streams, self.batch = True, None
         # Without the draft tokens in flight: the stream replaces them.
-        request = self._next(Stream, **self._prefix(self._tokens, certain))
-        self._know(certain)
-        self._stream_request = request
-        self._post(request)
+        self._stream_request = self._next(messages.Stream, **self._prefix(self._tokens, certain))
+        self._tokens += certain
+        self.knows_root = True
+        self._post(self._stream_request)
 
     def _next(self, kind: Callable[..., Numbered], **fields: object) -> Numbered:
         """Build the session's next request."""
@@ -317,7 +284,7 @@ class LinkedPipeline(Pipeline):
 
     def _size(self, request: Request) -> int:
         """Return a message's size in bytes, without the link's header."""
-        return len(REQUESTS.to_bytes(request))
+        return len(messages.REQUESTS.to_bytes(request))
 
     def _post(self, request: Request) -> None:
         self._next_seq = request.seq + 1
@@ -362,8 +329,6 @@ class LinkedPipeline(Pipeline):
         while not self._inbox:
             self._wait()
         reply, arrived_s = self._inbox.popleft()
-        if isinstance(reply, Error):
-            raise ValueError(f"server: {reply.text}")
         if not isinstance(reply, expected):
             wanted = " or ".join(kind.__name__ for kind in expected)
             raise ValueError(f"server: {type(reply).__name__} where {wanted} is due")
@@ -379,8 +344,8 @@ class LinkedPipeline(Pipeline):
         """Raise ValueError for a token outside the target's vocabulary."""
         # A bad id would fail in an embedding, far from its cause.
         size, found = self.target.vocab_size, -1
-        payload = reply.payload if isinstance(reply, Reject | Samples) else None
-        if isinstance(reply, Opened):
+        payload = reply.payload if isinstance(reply, Reject | messages.Samples) else None
+        if isinstance(reply, messages.Opened):
             size, found = reply.vocab_size, reply.token
         elif isinstance(reply, Result) and reply.token is not None:
             found = reply.token
@@ -405,7 +370,7 @@ class LinkedPipeline(Pipeline):
             # The server measures its own share, so both clocks need not agree.
             arrived_s - batch.sent_s - verdict.held_s,
             up_bytes=batch.num_bytes,
-            down_bytes=len(REPLIES.to_bytes(verdict)) + self.estimates.header_bytes,
+            down_bytes=len(messages.REPLIES.to_bytes(verdict)) + self.estimates.header_bytes,
         )
 
     def _take_result(self, reply: Result) -> LinkVerdict:
@@ -442,11 +407,7 @@ class LinkedPipeline(Pipeline):
         return LinkVerdict(num_accepted=num_accepted, payload=payload, outcomes=outcomes)
 
     def _accept(self, length: int) -> int:
-        """Move draft tokens up to a length to the verified ones; return their number.
-
-        Raises:
-            ValueError: impossible length.
-        """
+        """Move draft tokens up to a length to the verified ones; return their number."""
         count = length - len(self._tokens)
         if not 0 <= count <= len(self._sent):
             raise ValueError(
@@ -460,8 +421,7 @@ class LinkedPipeline(Pipeline):
     def _start_epoch(self, token: int | None) -> None:
         """Start an epoch: batches in flight or being drafted do not continue the new sequence.
 
-        Args:
-            token: new root, if it is the target's own.
+        ``token`` is the new root, if it is the target's own.
         """
         self._epoch += 1
         self._sent.clear()
@@ -494,8 +454,8 @@ class LinkedPipeline(Pipeline):
                 return token
             assert isinstance(verifier, RejectionVerifier), "others need no more"
             # Only if the samples so far settle nothing: each request costs a round trip.
-            self._post(self._next(More, count=verifier.next_samples(len(payloads))))
-            payloads.append(self._next_reply(Samples).payload)
+            self._post(self._next(messages.More, count=verifier.next_samples(len(payloads))))
+            payloads.append(self._next_reply(messages.Samples).payload)
 
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
         """Do nothing: the target has already applied its result."""

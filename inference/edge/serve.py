@@ -2,25 +2,19 @@
 
 import asyncio
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from pipedraft.cli import option
 from pipedraft.files import read_optional
 from pipedraft.inference.arguments import PlaceOptions
 from pipedraft.inference.edge import SessionLimits
-from pipedraft.inference.servers import (
-    ListenOptions,
-    address_of,
-    is_loopback,
-    read_tokens,
-)
+from pipedraft.inference.servers import ListenOptions, address_of, read_tokens
 
 if TYPE_CHECKING:
     from pipedraft.inference.edge.server import Server
-from pipedraft.cli import option
 
 EXAMPLE = """example:
   pipedraft inference serve --target assets/target --port 50051
@@ -61,15 +55,14 @@ build_parser = SessionServerOptions.parser
 def run(argv: Sequence[str]) -> None:
     options = SessionServerOptions.read(argv)
     from pipedraft.inference.edge import wire
-    from pipedraft.inference.edge.server import Security, Server
+    from pipedraft.inference.edge.server import Server
 
     # Refuse a missing library or a bad file before loading the target, the slowest part.
     wire.import_grpc()
-    security = Security(
-        certificate=read_optional(options.tls_cert, "--tls-cert"),
-        key=read_optional(options.tls_key, "--tls-key"),
-        tokens=read_tokens(options.token_file),
-    )
+    key = read_optional(options.tls_key, "--tls-key")
+    certificate = read_optional(options.tls_cert, "--tls-cert")
+    tls = None if key is None or certificate is None else (key, certificate)
+    tokens = read_tokens(options.token_file)
     from pipedraft.models.target import load_target, load_tokenizer
     from pipedraft.pretrained import quieten, resolve_device, resolve_dtype
 
@@ -79,8 +72,9 @@ def run(argv: Sequence[str]) -> None:
     dtype = resolve_dtype(options.dtype, device, options.target)
     model = load_target(options.target, dtype=dtype, device=device)
     server = Server(
-        model, name=options.target, tokenizer=tokenizer, limits=options, security=security
+        model, name=options.target, tokenizer=tokenizer, limits=options, tls=tls, tokens=tokens
     )
+    options.warn_if_open(tokens, "--token-file")
     asyncio.run(serve(server, options.host, options.port))
 
 
@@ -96,14 +90,6 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
     listening = await server.start(host, wanted_port)
     # Flushed, because scripts wait for this line to learn the port.
     print(describe(server, host, listening), flush=True)
-    # A token without TLS can be read on the network; TLS without a token admits everyone.
-    is_open = server.security.certificate is None or not server.security.tokens
-    if is_open and not is_loopback(host):
-        print(
-            f"warning: --host {host} is reached from other machines; give --tls-cert, --tls-key "
-            "and --token-file",
-            file=sys.stderr,
-        )
     try:
         await server.wait(ended)
     finally:
@@ -119,10 +105,9 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
 
 
 def describe(server: "Server", host: str, listening: int) -> str:
-    security, target = server.security, server.target
-    tls = "plain text" if security.certificate is None else "TLS"
-    token = {0: "no token", 1: "with token"}.get(len(security.tokens), "with tokens")
+    tls = "plain text" if server.tls is None else "TLS"
+    token = {0: "no token", 1: "with token"}.get(len(server.tokens), "with tokens")
     return (
         f"serving {server.name} on {address_of(host, listening)} ({tls}, {token}); fingerprint "
-        f"{target.fingerprint[:12]}, last block {target.anchor[:12]}"
+        f"{server.target.fingerprint[:12]}, last block {server.target.anchor[:12]}"
     )

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,22 +18,15 @@ import msgspec
 import torch
 
 from pipedraft.inference.edge import SessionLimits, wire
-from pipedraft.inference.edge.session_messages import (
-    PROTOCOL,
-    REQUESTS,
-    Description,
-    Open,
-    Reply,
-    Request,
-)
-from pipedraft.inference.edge.session_table import (
-    HeldSession,
-    MessageRate,
-    ReplyStream,
+from pipedraft.inference.edge import session_messages as messages
+from pipedraft.inference.edge.session_messages import REQUESTS
+from pipedraft.inference.edge.session_table import HeldSession, MessageRate, SessionTable
+from pipedraft.inference.edge.target_session import (
     SessionRefused,
-    SessionTable,
+    SharedTarget,
+    TargetSession,
+    run_together,
 )
-from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
 from pipedraft.inference.servers import address_of, find_token
 from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
 from pipedraft.models.target import KeepRows, Segment
@@ -47,17 +39,6 @@ log = logging.getLogger(__name__)
 SWEEP_S = 0.25
 
 
-@dataclass(frozen=True, kw_only=True)
-class Security:
-    """Access settings for a server."""
-
-    certificate: bytes | None = None
-    """Certificate chain (PEM); None: connections in plain text."""
-    key: bytes | None = None
-    tokens: tuple[str, ...] = ()
-    """Accepted access tokens: every client must send one of them. (): no token is needed."""
-
-
 class Server:
     """Serves one target until ``stop``; ``start`` returns the port."""
 
@@ -68,15 +49,21 @@ class Server:
         name: str,
         tokenizer: "PreTrainedTokenizerBase",
         limits: SessionLimits,
-        security: Security,
+        tls: tuple[bytes, bytes] | None = None,
+        tokens: Sequence[str] = (),
     ) -> None:
+        """
+        Args:
+            tls: private key and certificate chain (PEM); None: connections in plain text.
+            tokens: every client must send one of them; (): no token is needed.
+        """
         self._grpc = wire.import_grpc()
-        self.target, self.limits, self.security = SharedTarget(model), limits, security
-        self.name = name
+        self.target, self.limits, self.name = SharedTarget(model), limits, name
+        self.tls, self.tokens = tls, tokens
         forward_s, row_s, row_bytes = measure(self.target)
         self.table = SessionTable(self.target, limits, row_bytes)
-        self._about = Description(
-            protocol=PROTOCOL,
+        self._about = messages.Description(
+            protocol=messages.PROTOCOL,
             target=name,
             fingerprint=self.target.fingerprint,
             anchor=self.target.anchor,
@@ -93,20 +80,15 @@ class Server:
             is_serving=True,
         )
         self.num_passes = self.num_session_passes = 0
-        """Number of target passes, and the number of sessions in each pass, summed over all
-        passes."""
+        """Target passes, and the sessions in each pass, summed."""
         self._due = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._tasks: list[asyncio.Task] = []
-        self._streams: set[ReplyStream] = set()
 
     # -- life -------------------------------------------------------------------------------
 
     async def start(self, host: str, port: int) -> int:
-        """Listen for clients.
-
-        Returns:
-            The port; a free one if 0 was requested.
+        """Listen for clients; return the port, a free one for 0.
 
         Raises:
             ValueError: the port is unavailable, or the certificate is unusable.
@@ -116,14 +98,18 @@ class Server:
         # Streams beyond the sessions: Describe, and the refusals.
         options = wire.server_options(message_bytes, 2 * self.limits.max_sequences + 16)
         self._server = grpc.aio.server(options=options)
-        self._server.add_generic_rpc_handlers(self._handlers())
-        address, security = address_of(host, port), self.security
+        methods = {
+            "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
+            "Session": grpc.stream_stream_rpc_method_handler(self._session),
+        }
+        handlers = grpc.method_handlers_generic_handler(wire.SERVICE, methods)
+        self._server.add_generic_rpc_handlers((handlers,))
+        address = address_of(host, port)
         try:
-            if security.certificate is None or security.key is None:
+            if self.tls is None:
                 self.port = self._server.add_insecure_port(address)
             else:
-                pair = security.key, security.certificate
-                credentials = grpc.ssl_server_credentials([pair])
+                credentials = grpc.ssl_server_credentials([self.tls])
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ValueError(
@@ -135,11 +121,7 @@ class Server:
         return self.port
 
     async def wait(self, ended: asyncio.Event) -> None:
-        """Wait until ``ended`` is set.
-
-        Raises:
-            Exception: the error that stopped the forward passes.
-        """
+        """Wait until ``ended`` is set; raise an error that stopped the forward passes."""
         waiting = asyncio.create_task(ended.wait())
         done, _ = await asyncio.wait([waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -150,21 +132,20 @@ class Server:
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> int:
         """Accept no new sessions, let open ones finish, then end them; ``hurry`` ends them at once.
 
-        Returns:
-            Number of sessions cut off.
+        Return the number of sessions cut off.
         """
         self.table.is_draining = True
         until_s = time.monotonic() + grace_s
         # Without forward passes no session can finish: do not wait for one.
-        while self.table.held and not (hurry.is_set() or self._has_failed):
-            if time.monotonic() > until_s:
+        while self.table.held and not hurry.is_set() and time.monotonic() < until_s:
+            if any(task.done() for task in self._tasks):
                 break
             await asyncio.sleep(0.02)
         num_cut = len(self.table.held)
-        for stream in list(self._streams):
+        for session in self.table.held.values():
             # UNAVAILABLE makes an edge try again, here or at a successor.
             text = "server: shut down; open a new session with the output so far"
-            stream.finish(SessionRefused("UNAVAILABLE", text))
+            session.finish(SessionRefused(text, "UNAVAILABLE"))
         await self._server.stop(1.0)
         for task in self._tasks:
             task.cancel()
@@ -172,18 +153,6 @@ class Server:
         # A pass under way cannot be cancelled.
         self._thread.shutdown(wait=True)
         return num_cut
-
-    @property
-    def _has_failed(self) -> bool:
-        return any(task.done() for task in self._tasks)
-
-    def _handlers(self) -> tuple[wire.Untyped, ...]:
-        grpc = self._grpc
-        methods = {
-            "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
-            "Session": grpc.stream_stream_rpc_method_handler(self._session),
-        }
-        return (grpc.method_handlers_generic_handler(wire.SERVICE, methods),)
 
     # -- computing --------------------------------------------------------------------------
 
@@ -216,6 +185,9 @@ class Server:
         """If the ``with`` block raises an exception, end only this session."""
         try:
             yield
+        except SessionRefused as refusal:
+            self.table.drop(session)
+            session.finish(refusal)
         except Exception as error:
             self._end_failed(session, describe_failure(error))
 
@@ -224,7 +196,7 @@ class Server:
         log.error("session ended: %s", what)
         self.table.drop(session)
         text = "session: the server failed to compute it; its log says why"
-        session.stream.finish(SessionRefused("INTERNAL", text))
+        session.finish(SessionRefused(text, "INTERNAL"))
 
     def _next_batch(self) -> list[HeldSession]:
         """Start passes and return their sessions: all sessions with rows, plus one with a prompt.
@@ -246,16 +218,13 @@ class Server:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            for session, why in self.table.expire(time.monotonic()):
-                text = f"{why}; open a new one with the output so far"
-                session.stream.finish(SessionRefused("DEADLINE_EXCEEDED", text))
+            self.table.expire(time.monotonic())
 
-    def _send(self, session: HeldSession, replies: list[Reply]) -> None:
-        stream = session.stream
-        stream.put(replies)
+    def _send(self, session: HeldSession, replies: list[messages.Reply]) -> None:
+        session.put(replies)
         if session.core.is_closed:
             self.table.drop(session)
-            stream.finish(SessionRefused("OK", ""))
+            session.finish(SessionRefused("", "OK"))
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -274,61 +243,59 @@ class Server:
         self, requests: AsyncIterator[bytes], context: wire.Untyped
     ) -> AsyncIterator[bytes]:
         await self._authenticate(context)
-        stream = ReplyStream()
-        self._streams.add(stream)
-        reading = asyncio.create_task(self._read(requests, stream))
         try:
-            async for reply in stream:
+            session = await self._open(requests)
+        except SessionRefused as refusal:
+            await self._refuse(context, refusal)
+        reading = asyncio.create_task(self._read(requests, session))
+        try:
+            async for reply in session.replies():
                 yield reply
         finally:
             # Also if the edge vanished: its memory must be free at once.
             reading.cancel()
-            self._streams.discard(stream)
-            session = stream.session
-            if session is not None:
-                self.table.drop(session)
-        assert stream.end is not None
-        if stream.end.code != "OK":
-            await self._refuse(context, stream.end)
-        elif session is not None:
-            context.set_trailing_metadata(((wire.NUM_PASSES, str(session.num_passes)),))
+            self.table.drop(session)
+        assert session.end is not None
+        if session.end.code != "OK":
+            await self._refuse(context, session.end)
+        context.set_trailing_metadata(((wire.NUM_PASSES, str(session.num_passes)),))
 
-    async def _read(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> None:
-        """Read requests until the stream ends; an error becomes the stream's status."""
-        try:
-            session = await self._enter(requests, stream)
-            pace = MessageRate(self.limits.max_messages_s)
-            async for data in requests:
-                self._receive(session, REQUESTS.decode(data))
-                # Bounds memory: an edge that reads no replies may not send either.
-                await stream.drained()
-                # Delayed, not refused: gRPC's flow control slows the edge down.
-                await asyncio.sleep(pace.wait_s(time.monotonic()))
-        except SessionRefused as refusal:
-            stream.finish(refusal)
-        except ValueError as error:  # not a message
-            stream.finish(SessionRefused("INVALID_ARGUMENT", str(error)))
-        except Exception as error:
-            log.error("stream ended: %s", describe_failure(error))
-            stream.finish(SessionRefused("INTERNAL", "stream: the server failed; its log says why"))
-        else:
-            # The edge has sent everything, as after a Close.
-            stream.finish(SessionRefused("OK", ""))
-
-    async def _enter(self, requests: AsyncIterator[bytes], stream: ReplyStream) -> HeldSession:
+    async def _open(self, requests: AsyncIterator[bytes]) -> HeldSession:
         try:
             # A silent stream would occupy a place among the server's streams.
             async with asyncio.timeout(self.limits.idle_s):
                 opening = REQUESTS.decode(await anext(requests))
         except (TimeoutError, StopAsyncIteration) as error:
-            raise SessionRefused("DEADLINE_EXCEEDED", "session: nothing was opened") from error
-        if not isinstance(opening, Open):
-            raise SessionRefused("INVALID_ARGUMENT", "session: not open; send Open first")
-        session = self.table.open(opening, time.monotonic(), stream)
-        self._receive(session, opening)
+            raise SessionRefused("session: nothing was opened", "DEADLINE_EXCEEDED") from error
+        except ValueError as error:  # not a message
+            raise SessionRefused(str(error)) from error
+        if not isinstance(opening, messages.Open):
+            raise SessionRefused("session: not open; send Open first")
+        session = self.table.open(opening, time.monotonic())
+        self._due.set()
         return session
 
-    def _receive(self, session: HeldSession, request: Request) -> None:
+    async def _read(self, requests: AsyncIterator[bytes], session: HeldSession) -> None:
+        """Read requests until the stream ends; an error becomes the stream's status."""
+        pace = MessageRate(self.limits.max_messages_s)
+        try:
+            async for data in requests:
+                self._receive(session, REQUESTS.decode(data))
+                # Bounds memory: an edge that reads no replies may not send either.
+                await session.drained.wait()
+                # Delayed, not refused: gRPC's flow control slows the edge down.
+                await asyncio.sleep(pace.wait_s(time.monotonic()))
+        except ValueError as error:  # not a message
+            session.finish(SessionRefused(str(error)))
+        except Exception as error:
+            log.error("stream ended: %s", describe_failure(error))
+            text = "stream: the server failed; its log says why"
+            session.finish(SessionRefused(text, "INTERNAL"))
+        else:
+            # The edge has sent everything, as after a Close.
+            session.finish(SessionRefused("", "OK"))
+
+    def _receive(self, session: HeldSession, request: messages.Request) -> None:
         if session.number not in self.table.held:
             return  # expired or closed: its stream is about to end
         session.seen_s = now_s = time.monotonic()
@@ -340,12 +307,12 @@ class Server:
 
     async def _authenticate(self, context: wire.Untyped) -> None:
         """Refuse a caller without a valid token, if the server has tokens."""
-        if not self.security.tokens:
+        if not self.tokens:
             return
         given = str(dict(context.invocation_metadata()).get("authorization", "")).encode()
-        if find_token(given, self.security.tokens) is None:
+        if find_token(given, self.tokens) is None:
             text = "token: missing or wrong; set PIPEDRAFT_TOKEN to the server's"
-            await self._refuse(context, SessionRefused("UNAUTHENTICATED", text))
+            await self._refuse(context, SessionRefused(text, "UNAUTHENTICATED"))
 
     async def _refuse(self, context: wire.Untyped, refusal: SessionRefused) -> NoReturn:
         await context.abort(self._grpc.StatusCode[refusal.code], str(refusal))
@@ -393,11 +360,8 @@ def describe_failure(error: Exception) -> str:
 def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
     """Run the sessions' passes together; after a failure, run the remaining passes one by one.
 
-    Returns:
-        Sessions whose own pass failed, with the reason. All other sessions have their rows.
-
-    Raises:
-        Exception: the target also fails on a row outside the sessions, so no session is at fault.
+    Return the sessions whose own pass failed, with reasons. If the target also fails on a row
+    outside the sessions, none of them is at fault: that error is raised.
     """
     try:
         # One bad row must not end all sessions in its pass.

@@ -1,8 +1,8 @@
 """Messages between edge and cloud, and their encoding.
 
 A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., the cloud's have
-``number`` 0, 1, .... The cloud processes each request once and in ``seq`` order, however late or
-often it arrives. The edge rejects a reply out of order. Each reply names the ``seq`` it answers.
+``number`` 0, 1, .... gRPC keeps their order; each side refuses a gap. Each reply names the ``seq``
+that it answers.
 
 An epoch ends at every token that the cloud or the edge samples itself (a correction, a bonus),
 because tokens drafted before it do not continue the new sequence. Late messages from an ended epoch
@@ -13,10 +13,11 @@ are stale and dropped.
     Verify(draft tokens) ->                  <- Result(accepted) or Reject(payload)
     More(samples) ->                    <- Samples(payload)
     Stream() ->                         <- Result(token), Result(token), ...
-    Close() ->                          <- Error(text), at any time
+    Close() ->
 
 Two ``Codec``s encode the messages, one per direction. A session lives as long as its gRPC stream.
-If the stream breaks, the edge opens a new session from the prompt and the output so far.
+A refusal ends the stream with a status. If the stream breaks, the edge opens a new session from the
+prompt and the output so far.
 """
 
 import hashlib
@@ -41,13 +42,13 @@ from pipedraft.inference.rules.sampled import (
 )
 
 # Raise it with every change to a message: the edge refuses a server with another number.
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_BYTES = 16 * 2**20
 """Maximum bytes per message: logits for four million vocabulary entries."""
 MAX_DRAFT_TOKENS = 256
 MAX_PROMPT = 2**20
 WINDOW = 64
-"""Most messages stored while an earlier one is missing."""
+"""Most messages that a target stores during a forward pass."""
 
 Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -214,13 +215,7 @@ class Samples(_Numbered, tag="samples"):
     payload: Top | Logits
 
 
-class Error(_Numbered, tag="error"):
-    """The session is over."""
-
-    text: Annotated[str, Meta(max_length=1000)]
-
-
-Reply: TypeAlias = Opened | Result | Reject | Samples | Error
+Reply: TypeAlias = Opened | Result | Reject | Samples
 
 # An edge sends no tensors, and a server accepts none.
 REQUESTS: Codec[Request] = Codec(Request, max_header_bytes=MAX_BYTES, max_tensor_bytes=0)

@@ -10,23 +10,16 @@ from dataclasses import dataclass
 
 from pipedraft.inference.edge import SessionLimits
 from pipedraft.inference.edge.session_messages import REPLIES, Open, Reply
-from pipedraft.inference.edge.target_session import MAX_PENDING, SharedTarget, TargetSession
+from pipedraft.inference.edge.target_session import (
+    MAX_PENDING,
+    SessionRefused,
+    SharedTarget,
+    TargetSession,
+)
 from pipedraft.models.stage_cache import MIN_CAPACITY
 
 UNSENT_BYTES = 4 * 2**20
 """Unread reply bytes per edge, beyond which the server stops reading the edge's requests."""
-
-
-class SessionRefused(ValueError):
-    """Raised to end a stream with a status; the message is one line for its client."""
-
-    def __init__(self, code: str, text: str) -> None:
-        """
-        Args:
-            code: name of a ``grpc.StatusCode``; an edge retries after ``UNAVAILABLE``.
-        """
-        super().__init__(text)
-        self.code = code
 
 
 class MessageRate:
@@ -44,17 +37,27 @@ class MessageRate:
         return max(0.0, self._free_s - now_s)
 
 
-class ReplyStream:
-    """Queued replies for one connected edge."""
+@dataclass(eq=False)
+class HeldSession:
+    """Open session, its memory, and the replies queued for its edge."""
 
-    def __init__(self) -> None:
-        self.session: HeldSession | None = None
-        self.end: SessionRefused | None = None
-        """Reason to end the stream; code OK: the sequence is complete."""
+    number: int
+    core: TargetSession
+    reserved_bytes: int
+    opened_s: float
+    seen_s: float
+    """Time of the edge's last message."""
+    num_passes: int = 0
+    """Target passes after the prompt's."""
+    end: SessionRefused | None = None
+    """Reason to end the stream; code OK: the sequence is complete."""
+
+    def __post_init__(self) -> None:
         self._replies: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._num_unread = 0
-        self._drained = asyncio.Event()
-        self._drained.set()
+        self.drained = asyncio.Event()
+        """Cleared while the edge has too many unread replies."""
+        self.drained.set()
 
     def put(self, replies: list[Reply]) -> None:
         for reply in replies:
@@ -63,49 +66,27 @@ class ReplyStream:
             self._replies.put_nowait(data)
             self._num_unread += len(data)
         if self._num_unread > UNSENT_BYTES:
-            self._drained.clear()
+            self.drained.clear()
 
     def finish(self, end: SessionRefused) -> None:
         """End the stream after the queued replies; only the first call has an effect."""
         self.end = self.end or end
         self._replies.put_nowait(None)
 
-    async def drained(self) -> None:
-        """Wait while the edge has too many unread replies."""
-        await self._drained.wait()
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def replies(self) -> AsyncIterator[bytes]:
         while (reply := await self._replies.get()) is not None:
             yield reply
             self._num_unread -= len(reply)
             # Only once empty: else a slow edge would flip it with every reply.
             if not self._num_unread:
-                self._drained.set()
-
-
-@dataclass(eq=False)
-class HeldSession:
-    """Open session and its memory."""
-
-    number: int
-    core: TargetSession
-    stream: ReplyStream
-    reserved_bytes: int
-    opened_s: float
-    seen_s: float
-    """Time of the edge's last message."""
-    num_passes: int = 0
-    """Target passes after the prompt's."""
+                self.drained.set()
 
 
 class SessionTable:
     """Open sessions and their memory budget."""
 
     def __init__(self, target: SharedTarget, limits: SessionLimits, row_bytes: int) -> None:
-        """
-        Args:
-            row_bytes: size of one token's keys and values.
-        """
+        """``row_bytes``: size of one token's keys and values."""
         self.target, self.limits, self.row_bytes = target, limits, row_bytes
         self._max_positions = target.staged().max_positions
         self.held: dict[int, HeldSession] = {}
@@ -122,46 +103,37 @@ class SessionTable:
         """Bytes allocated now; never more than ``reserved_bytes``."""
         return sum(session.core.cache_bytes for session in self.held.values())
 
-    def open(self, opening: Open, now_s: float, stream: ReplyStream) -> HeldSession:
-        """Open a session and reserve its memory.
-
-        Raises:
-            SessionRefused: no room, or the request exceeds the server's limits.
-        """
+    def open(self, opening: Open, now_s: float) -> HeldSession:
+        """Open a session and reserve its memory, or raise ``SessionRefused``."""
         reserved = self._admit(opening)
+        core = TargetSession(self.target, opening)
         self.num_opened += 1
-        core = TargetSession(self.target)
-        session = HeldSession(self.num_opened, core, stream, reserved, opened_s=now_s, seen_s=now_s)
-        self.held[session.number] = stream.session = session
+        session = HeldSession(self.num_opened, core, reserved, opened_s=now_s, seen_s=now_s)
+        self.held[session.number] = session
         return session
 
     def _admit(self, opening: Open) -> int:
-        """Return the bytes to reserve for a session.
-
-        Raises:
-            SessionRefused: see ``open``.
-        """
+        """Return the bytes to reserve for a session."""
         limits, wanted = self.limits, opening.settings.max_new_tokens
         cache_bytes = limits.max_cache_mb * 2**20
         if self.is_draining:
-            raise SessionRefused("UNAVAILABLE", "server: shutting down; try again")
+            raise SessionRefused("server: shutting down; try again", "UNAVAILABLE")
         if len(opening.prompt_ids) > limits.max_prompt_tokens:
             raise SessionRefused(
-                "INVALID_ARGUMENT",
                 f"prompt: {len(opening.prompt_ids)} tokens, this server takes "
                 f"{limits.max_prompt_tokens}; shorten the prompt",
             )
         if wanted > limits.max_new_tokens:
             raise SessionRefused(
-                "INVALID_ARGUMENT",
                 f"max_new_tokens: {wanted}, this server gives {limits.max_new_tokens}; ask for "
                 "fewer",
             )
         # Reserve the full length: a session, once admitted, must not run out of memory.
-        reserved = self.row_bytes * self._max_rows(len(opening.prompt_ids) + wanted)
+        num_tokens = min(len(opening.prompt_ids) + wanted + MAX_PENDING, self._max_positions)
+        # Buffers start at MIN_CAPACITY and double.
+        reserved = self.row_bytes * max(MIN_CAPACITY, 2 * num_tokens)
         if reserved > cache_bytes:
             raise SessionRefused(
-                "INVALID_ARGUMENT",
                 f"session: its keys and values may take {reserved} bytes, this server has "
                 f"{cache_bytes}; ask for a shorter output",
             )
@@ -171,28 +143,25 @@ class SessionTable:
             (self.reserved_bytes + reserved, cache_bytes, "bytes of keys and values are reserved"),
         ):
             if found > limit:
-                raise SessionRefused("UNAVAILABLE", f"server: {limit} {what}; try again")
+                raise SessionRefused(f"server: {limit} {what}; try again", "UNAVAILABLE")
         return reserved
-
-    def _max_rows(self, num_tokens: int) -> int:
-        """Return a session's maximum buffer rows: buffers start at ``MIN_CAPACITY`` and double."""
-        return max(MIN_CAPACITY, 2 * min(num_tokens + MAX_PENDING, self._max_positions))
 
     def drop(self, session: HeldSession) -> None:
         """Remove a session and its memory, unless it is removed already."""
         self.held.pop(session.number, None)
 
-    def expire(self, now_s: float) -> list[tuple[HeldSession, str]]:
-        """Remove expired sessions; return each with the message for its edge."""
-        over = []
+    def expire(self, now_s: float) -> None:
+        """Remove and end expired sessions."""
         for session in list(self.held.values()):
             if session.core.owes:
                 session.seen_s = now_s  # an edge waiting for the server is not silent
             if now_s - session.opened_s > self.limits.request_s:
-                over.append((session, f"session: open for {self.limits.request_s:g} s"))
+                why = f"session: open for {self.limits.request_s:g} s"
             elif now_s - session.seen_s > self.limits.idle_s:
-                over.append((session, f"session: silent for {self.limits.idle_s:g} s"))
-        for session, _ in over:
+                why = f"session: silent for {self.limits.idle_s:g} s"
+            else:
+                continue
             self.drop(session)
             self.num_expired += 1
-        return over
+            text = f"{why}; open a new one with the output so far"
+            session.finish(SessionRefused(text, "DEADLINE_EXCEEDED"))

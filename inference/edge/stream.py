@@ -1,31 +1,23 @@
 """Client side of a session on a gRPC server: one stream per session.
 
-The caller's thread sends requests and takes replies. One further thread per stream queues incoming
-replies with their arrival times, even while the draft computes. A broken stream is not resumed:
-``SessionLost`` asks the caller to open a new session with the output so far.
+A broken stream is not resumed: ``SessionLost`` asks the caller to open a new session with the
+output so far.
 """
 
 import random
 import re
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import msgspec
 
 from pipedraft.cli import Failure
+from pipedraft.inference.edge import session_messages as messages
 from pipedraft.inference.edge import wire
-from pipedraft.inference.edge.session_messages import (
-    MAX_BYTES,
-    PROTOCOL,
-    REPLIES,
-    REQUESTS,
-    Close,
-    Description,
-    Reply,
-    Request,
-)
+from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS
 
 NUMBER = re.compile(r"[0-9]{1,9}")
 # An IPv6 address needs brackets: its colons would hide the one before the port.
@@ -67,11 +59,7 @@ class Access:
             raise ValueError(f"--server: {self.server!r}; give host:port, as 127.0.0.1:50051")
 
     def lost(self, end: "Break") -> SessionLost:
-        """Return the exception for an ended call.
-
-        Raises:
-            ValueError: the server refuses permanently.
-        """
+        """Return the exception for an ended call; raise ValueError for a permanent refusal."""
         if end.code in RECOVERABLE:
             return SessionLost(end.text)
         raise ValueError(f"server: {self.server}: {end.text} ({end.code.lower()})")
@@ -115,11 +103,7 @@ class Patience:
         self._since_s, self._wait_s = time.monotonic(), FIRST_WAIT_S
 
     def wait(self, lost: SessionLost) -> None:
-        """Wait before the next attempt.
-
-        Raises:
-            Failure: there was no reply for too long.
-        """
+        """Wait before the next attempt; raise ``Failure`` if there was no reply for too long."""
         access = self.access
         left_s = self._since_s + access.give_up_s - time.monotonic()
         if left_s < 0:
@@ -133,14 +117,16 @@ class Patience:
 
 
 class Connection:
-    """Channel to a server; use it in a ``with`` statement."""
+    """Channel to a server, for a ``with`` statement."""
 
     def __init__(self, access: Access) -> None:
         self.grpc, self.access = wire.import_grpc(), access
         self.bytes, self.patience = Bytes(), Patience(access)
+        bearer = ("authorization", f"Bearer {access.token}")
+        self._metadata = (bearer,) if access.token else ()
 
     def __enter__(self) -> "Connection":
-        access, options = self.access, wire.channel_options(MAX_BYTES)
+        access, options = self.access, wire.channel_options(messages.MAX_BYTES)
         if access.uses_tls:
             credentials = self.grpc.ssl_channel_credentials(access.root_certificates)
             self._channel = self.grpc.secure_channel(access.server, credentials, options)
@@ -153,19 +139,11 @@ class Connection:
     def __exit__(self, *error: object) -> None:
         self._channel.close()
 
-    @property
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        token = self.access.token
-        return (("authorization", f"Bearer {token}"),) if token else ()
+    def call(self, requests: Iterator[bytes]) -> wire.Untyped:
+        """Start a session's stream; the returned call iterates over the replies."""
+        return self._session(requests, metadata=self._metadata)
 
-    def call(self) -> "SessionCall":
-        """Start a session's stream."""
-        requests: SimpleQueue[bytes | None] = SimpleQueue()
-        # gRPC's own thread waits in this iterator; None ends it.
-        answers = self._session(iter(requests.get, None), metadata=self._metadata)
-        return SessionCall(answers, requests, self.bytes, self.grpc.RpcError)
-
-    def describe(self) -> tuple[Description, float]:
+    def describe(self) -> tuple[messages.Description, float]:
         """Ask for the server's description, and measure the round trip once connected."""
         options = {"metadata": self._metadata, "timeout": self.access.connect_s}
         while True:
@@ -179,126 +157,102 @@ class Connection:
                 self.patience.wait(self.access.lost(Break.of(error)))
 
 
-def read_description(data: bytes) -> Description:
-    """Read a server's description of itself.
-
-    Raises:
-        ValueError: the description is not from a server of this version.
-    """
+def read_description(data: bytes) -> messages.Description:
+    """Read a server's description; raise ValueError unless the server has this version."""
     try:
-        about = msgspec.msgpack.decode(data, type=Description)
+        about = msgspec.msgpack.decode(data, type=messages.Description)
     except msgspec.MsgspecError as error:
         raise ValueError(
             f"server: it does not describe itself ({error}); install the same version on both sides"
         ) from error
-    if about.protocol != PROTOCOL:
+    if about.protocol != messages.PROTOCOL:
         raise ValueError(
-            f"server: it speaks protocol {about.protocol}, this side {PROTOCOL}; install the same "
-            "version on both sides"
+            f"server: it speaks protocol {about.protocol}, this side {messages.PROTOCOL}; install "
+            "the same version on both sides"
         )
     return about
 
 
-class SessionCall:
-    """One gRPC stream; its replies, and finally its end, are queued in ``arrived``."""
+class SessionStream:
+    """One session's stream.
 
-    def __init__(
-        self,
-        answers: wire.Untyped,
-        requests: "SimpleQueue[bytes | None]",
-        count: Bytes,
-        error: type[Exception],
-    ) -> None:
-        self._answers, self._requests, self._count, self._error = answers, requests, count, error
-        self.arrived: SimpleQueue[tuple[bytes | Break, float]] = SimpleQueue()
+    A thread queues replies as they arrive, and finally the stream's end, even while the draft
+    computes.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._next_number = connection, 0
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self._arrived: SimpleQueue[tuple[bytes | Break, float]] = SimpleQueue()
+        # gRPC's own thread waits in this iterator; None ends it.
+        self._call = connection.call(iter(self._requests.get, None))
         # A daemon: a stream that never ends must not keep the process alive.
         threading.Thread(target=self._read, name="replies", daemon=True).start()
 
     def _read(self) -> None:
         try:
-            for data in self._answers:
-                self.arrived.put((data, time.monotonic()))
-            end = Break.of(self._answers)
-        except self._error as error:
+            for data in self._call:
+                self._arrived.put((data, time.monotonic()))
+            end = Break.of(self._call)
+        except self._connection.grpc.RpcError as error:
             end = Break.of(error)
-        self.arrived.put((end, time.monotonic()))
+        self._arrived.put((end, time.monotonic()))
 
-    def write(self, data: bytes) -> None:
-        self._count.up += len(data)
-        self._count.messages_up += 1
+    def send(self, request: messages.Request) -> None:
+        data = REQUESTS.to_bytes(request)
+        self._connection.bytes.up += len(data)
+        self._connection.bytes.messages_up += 1
         self._requests.put(data)
 
-    def take(self, timeout_s: float) -> tuple[bytes | Break, float] | None:
-        """Return the next reply, or the call's end, with its arrival time; None on a timeout."""
+    def _get(self, timeout_s: float) -> tuple[bytes | Break, float] | None:
+        """Return the next reply, or the stream's end, with its arrival time; None on a timeout."""
         try:
-            data, arrived_s = self.arrived.get(timeout_s > 0, max(timeout_s, 0))
+            return self._arrived.get(timeout_s > 0, max(timeout_s, 0))
         except Empty:
             return None
-        if isinstance(data, bytes):
-            self._count.down += len(data)
-            self._count.messages_down += 1
-        return data, arrived_s
 
-    def hang_up(self) -> None:
-        """End the stream without a message; do nothing if it is over."""
-        self._answers.cancel()
-        self._requests.put(None)
-
-
-class SessionStream:
-    """Messages of one session."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._access, self._patience = connection.access, connection.patience
-        self._call = connection.call()
-        self._next_number = 0
-
-    def send(self, request: Request) -> None:
-        self._call.write(REQUESTS.to_bytes(request))
-
-    def take(self, *, waits: bool) -> tuple[Reply, float] | None:
+    def take(self, *, waits: bool) -> tuple[messages.Reply, float] | None:
         """Return the next reply and its arrival time.
 
-        Args:
-            waits: True: wait for a due answer. False: return None if nothing has arrived.
+        If ``waits`` is false and nothing has arrived, return None.
 
         Raises:
             SessionLost: the stream broke, or the answer did not come.
             ValueError: the server refuses permanently, or sent no valid reply.
         """
-        found = self._call.take(self._access.answer_s if waits else 0.0)
+        connection = self._connection
+        found = self._get(connection.access.answer_s if waits else 0.0)
         if found is None:
             if waits:
                 raise SessionLost("it does not answer")
             return None
         data, arrived_s = found
         if isinstance(data, Break):
-            raise self._access.lost(data)
+            raise connection.access.lost(data)
+        connection.bytes.down += len(data)
+        connection.bytes.messages_down += 1
         reply = REPLIES.decode(data)
         # gRPC keeps the order, so a gap is the server's fault.
         if reply.number != self._next_number:
             raise ValueError(f"server: reply {reply.number} where {self._next_number} is due")
         self._next_number += 1
         # Any valid reply shows that the server works: the time limit starts again.
-        self._patience.progressed()
+        connection.patience.progressed()
         return reply, arrived_s
 
-    def close(self, closing: Close) -> int | None:
-        """End the session; the server's last message reports its passes.
-
-        Returns:
-            Target passes after the prompt's; None: unknown.
-        """
+    def close(self, closing: messages.Close) -> int | None:
+        """End the session; return the target passes after the prompt's, or None if unknown."""
         self.send(closing)
-        until_s = time.monotonic() + CLOSING_S
-        end: Break | None = None
+        until_s, num_passes = time.monotonic() + CLOSING_S, None
         # Replies still in flight are useless now: only the end counts.
-        while end is None and (found := self._call.take(until_s - time.monotonic())) is not None:
+        while (found := self._get(until_s - time.monotonic())) is not None:
             if isinstance(found[0], Break):
-                end = found[0]
+                num_passes = found[0].num_passes
+                break
         self.hang_up()
-        return None if end is None else end.num_passes
+        return num_passes
 
     def hang_up(self) -> None:
-        """End without a message."""
-        self._call.hang_up()
+        """End the stream without a message; do nothing if it is over."""
+        self._call.cancel()
+        self._requests.put(None)

@@ -1,6 +1,6 @@
 """Target side of a session: the sequence, its cache, and verification of draft tokens.
 
-    session = TargetSession(SharedTarget(model))
+    session = TargetSession(SharedTarget(model), opening)
     replies = session.receive(request, now_s)
     while session.start(now_s):              # rows due for a forward pass
         session.run()                        # the only heavy call; may use another thread
@@ -21,26 +21,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from pipedraft.inference.edge.session_messages import (
-    WINDOW,
-    Close,
-    Error,
-    More,
-    Open,
-    Opened,
-    Preverify,
-    Reject,
-    Reply,
-    Request,
-    Result,
-    Samples,
-    Stream,
-    Verify,
-    prefix_hash,
-)
+from pipedraft.inference.edge import session_messages as messages
+from pipedraft.inference.edge.session_messages import Open, Reply, Request, Result, Verify
 from pipedraft.inference.result import stop_reason
 from pipedraft.inference.rules.random import Token
-from pipedraft.inference.rules.sampled import Top, Verifier
+from pipedraft.inference.rules.sampled import Top
 from pipedraft.models.flexspec import anchor_hash
 from pipedraft.models.target import KeepRows, Segment, StagedTarget, target_fingerprint
 from pipedraft.models.together import can_run_together, forward_together
@@ -75,8 +60,13 @@ class SharedTarget:
         return anchor_hash(self.model)
 
 
-class RequestRefused(ValueError):
-    """Request that cannot be served; the message is one line for its sender."""
+class SessionRefused(ValueError):
+    """Raised to end a session; the message is one line for its edge."""
+
+    def __init__(self, text: str, code: str = "INVALID_ARGUMENT") -> None:
+        """``code``: name of a ``grpc.StatusCode``; an edge retries after ``UNAVAILABLE``."""
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -89,18 +79,28 @@ class _Batch:
 
 
 class TargetSession:
-    """One sequence. Its methods never wait; ``now_s`` is the caller's clock."""
+    """One sequence. Its methods never wait; ``now_s`` is the caller's clock.
 
-    def __init__(self, target: SharedTarget) -> None:
+    A ``SessionRefused`` from any of them ends the session.
+    """
+
+    def __init__(self, target: SharedTarget, opening: Open) -> None:
         self.target = target
         self.is_closed = False
         self._staged = target.staged()
         (self._stage,) = self._staged.stages
-        self._opening: Open | None = None
-        self._rule: Verifier
+        size, limit = self._staged.vocab_size, self._staged.max_positions
+        if max(opening.prompt_ids) >= size:
+            raise SessionRefused(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
+        if len(opening.prompt_ids) >= limit:
+            raise SessionRefused(
+                f"prompt_ids: {len(opening.prompt_ids)} tokens leave no room in the target's "
+                f"{limit} positions; shorten the prompt"
+            )
+        self._opening, self._settings = opening, opening.settings
+        self._rule = opening.settings.verifier
         self._tokens: list[int] = []
         """Verified tokens; the last one is the root, whose row is the first speculative one."""
-        self._num_prompt = 0
         self._draft_tokens: list[int] = []
         """Draft tokens after the verified ones, not tested yet."""
         self._q: list[float] = []
@@ -111,59 +111,42 @@ class TargetSession:
         self._num_samples = self._num_more = 0
         self._batches: deque[_Batch] = deque()
         self._epoch = self._next_number = 0
-        self.next_seq = 0
-        """``seq`` of the first missing request."""
-        self._waiting: dict[int, tuple[Request, float]] = {}
-        self._streams_for: int | None = None
+        self._next_seq = 1
+        self._waiting: deque[tuple[Request, float]] = deque()
+        """Requests received during a pass, with their times."""
+        self._streams_for = 0 if opening.streams else None
         """``seq`` of the request to let the target decode alone; None: the edge drafts."""
         self._stop_reason = ""
         self._segment: Segment | None = None
         """Rows in the current pass; None for a prefill."""
         self.is_running = False
         """True between ``start`` and ``finish``."""
-        self._started_s = self._expected_s = 0.0
-        self._forward_s = 0.0
+        self._started_s = self._expected_s = self._forward_s = 0.0
         self._computed_RV: Tensor | None = None
 
     # -- messages ---------------------------------------------------------------------------
 
     def receive(self, request: Request, now_s: float) -> list[Reply]:
-        """Accept a request; return the answers that need no forward pass.
-
-        Requests are processed in ``seq`` order; a repeated one changes nothing.
-        """
-        if self.is_closed:
-            return []
-        # The window bounds what an edge can make this side store.
-        if self.next_seq <= request.seq < self.next_seq + WINDOW:
-            self._waiting.setdefault(request.seq, (request, now_s))
-        return [] if self.is_running else self._proceed(now_s)
+        """Accept a request; return the answers that need no forward pass."""
+        # Bounds what an edge can make this side store; the gap in ``seq`` ends the session.
+        if len(self._waiting) < messages.WINDOW:
+            self._waiting.append((request, now_s))
+        return [] if self.is_running or self.wants_prefill else self._proceed(now_s)
 
     def _proceed(self, now_s: float) -> list[Reply]:
         replies: list[Reply] = []
-        try:
-            while self.next_seq in self._waiting and not self.wants_prefill:
-                request, arrived_s = self._waiting.pop(self.next_seq)
-                self.next_seq += 1
-                replies += self._take(request, arrived_s)
-            # Nothing can be tested before the prompt is computed.
-            if not self.wants_prefill:
-                replies += self._test_draft_tokens(now_s)
-        except RequestRefused as error:
-            self.is_closed = True
-            replies.append(self._numbered(Error, self.next_seq - 1, text=str(error)))
-        return replies
+        while self._waiting and not self.is_closed:
+            replies += self._take(*self._waiting.popleft())
+        return replies + self._test_draft_tokens(now_s)
 
     def _take(self, request: Request, now_s: float) -> list[Reply]:
-        if isinstance(request, Open):
-            self._open(request)
-            return []
-        if self._opening is None:
-            raise RequestRefused("session: not open; send Open first")
-        if isinstance(request, Close):
+        if isinstance(request, Open) or request.seq != self._next_seq:
+            raise SessionRefused(f"seq: {request.seq} where {self._next_seq} is due")
+        self._next_seq += 1
+        if isinstance(request, messages.Close):
             self.is_closed = True
         elif request.epoch > self._epoch:
-            raise RequestRefused(f"epoch: {request.epoch} has not begun; this is {self._epoch}")
+            raise SessionRefused(f"epoch: {request.epoch} has not begun; this is {self._epoch}")
         elif request.epoch < self._epoch:
             return []  # stale
         elif not self._stop_reason:
@@ -175,9 +158,9 @@ class TargetSession:
         return []
 
     def _take_current(
-        self, request: Preverify | Verify | More | Stream, now_s: float
+        self, request: messages.Preverify | Verify | messages.More | messages.Stream, now_s: float
     ) -> list[Reply]:
-        if isinstance(request, More):
+        if isinstance(request, messages.More):
             return [self._more(request)]
         if self._streams_for is not None:
             return []
@@ -186,7 +169,7 @@ class TargetSession:
             (token,) = request.certain
             self._rejected = None
             self._append(token)
-        if isinstance(request, Stream):
+        if isinstance(request, messages.Stream):
             self._draft_tokens, self._q = [], []
             self._batches.clear()
             # The root's row stays valid, the draft tokens' rows do not.
@@ -196,7 +179,7 @@ class TargetSession:
             return []
         if len(request.q) != len(request.ids) * self._rule.needs_q:
             given, wanted = len(request.q), len(request.ids)
-            raise RequestRefused(f"q: {given} of {wanted} draft tokens by rule {self._rule.name!r}")
+            raise SessionRefused(f"q: {given} of {wanted} draft tokens by rule {self._rule.name!r}")
         self._draft_tokens += request.ids
         # Rules without q ignore it, but both lists must stay equally long.
         self._q += request.q or [1.0] * len(request.ids)
@@ -206,62 +189,48 @@ class TargetSession:
             self._batches.append(_Batch(request.seq, end, now_s, request.next_s))
         return []
 
-    def _check_base(self, request: Preverify | Verify | Stream) -> None:
+    def _check_base(self, request: messages.Preverify | Verify | messages.Stream) -> None:
         known = self._tokens + self._draft_tokens
-        if isinstance(request, Stream):
+        if isinstance(request, messages.Stream):
             known = known[: request.base]
-        if request.base != len(known) or request.prefix_hash != prefix_hash(known):
-            raise RequestRefused(
+        if request.base != len(known) or request.prefix_hash != messages.prefix_hash(known):
+            raise SessionRefused(
                 f"base: {request.base} tokens, but this session has {len(known)} or others; open "
                 "a new session"
             )
         if len(request.certain) != (self._rejected is not None):
-            raise RequestRefused(
+            raise SessionRefused(
                 f"certain: {len(request.certain)} tokens; the edge owes its correction"
             )
-        ids = [] if isinstance(request, Stream) else request.ids
+        ids = [] if isinstance(request, messages.Stream) else request.ids
         if len(self._draft_tokens) + len(ids) > MAX_PENDING:
-            raise RequestRefused(
+            raise SessionRefused(
                 f"ids: more than {MAX_PENDING} draft tokens would wait for a verdict"
             )
         size = self._staged.vocab_size
         wrong = [token for token in (*request.certain, *ids) if token >= size]
         if wrong:
-            raise RequestRefused(f"ids: {wrong[0]} is outside the target's vocabulary of {size}")
+            raise SessionRefused(f"ids: {wrong[0]} is outside the target's vocabulary of {size}")
         if request.base + len(request.certain) + len(ids) > self._staged.max_positions:
-            raise RequestRefused(
+            raise SessionRefused(
                 f"ids: more than the target's {self._staged.max_positions} positions"
             )
 
-    def _open(self, opening: Open) -> None:
-        size, limit = self._staged.vocab_size, self._staged.max_positions
-        if max(opening.prompt_ids) >= size:
-            raise RequestRefused(f"prompt_ids: {max(opening.prompt_ids)} is outside {size} tokens")
-        if len(opening.prompt_ids) >= limit:
-            raise RequestRefused(
-                f"prompt_ids: {len(opening.prompt_ids)} tokens leave no room in the target's "
-                f"{limit} positions; shorten the prompt"
-            )
-        self._opening, self._num_prompt = opening, len(opening.prompt_ids)
-        self._rule = opening.settings.verifier
-        if opening.streams:
-            self._streams_for = 0
-
-    def _more(self, request: More) -> Samples:
+    def _more(self, request: messages.More) -> messages.Samples:
         if self._rejected is None:
-            raise RequestRefused("more: no correction is owed; do not ask for samples")
+            raise SessionRefused("more: no correction is owed; do not ask for samples")
         self._num_more += 1
         if self._num_more > MAX_MORE:
-            raise RequestRefused(f"more: asked more than {MAX_MORE} times for one correction")
+            raise SessionRefused(f"more: asked more than {MAX_MORE} times for one correction")
         try:
             payload = self._rule.more(
                 self._rejected, len(self._tokens), self._num_samples, request.count
             )
         except ValueError as error:
-            raise RequestRefused(str(error)) from error
+            raise SessionRefused(str(error)) from error
         # The next samples go on from here: their random numbers are keyed by index.
         self._num_samples += request.count
-        return self._numbered(Samples, request.seq, payload=payload)
+        return self._numbered(messages.Samples, request.seq, payload=payload)
 
     def _numbered(self, kind: Callable[..., Answer], seq: int, **fields: object) -> Answer:
         number, self._next_number = self._next_number, self._next_number + 1
@@ -270,14 +239,13 @@ class TargetSession:
     # -- the sequence -----------------------------------------------------------------------
 
     def _append(self, token: int) -> None:
-        assert self._opening is not None
         self._tokens.append(token)
         self._stop_reason = stop_reason(
             token,
-            num_new=len(self._tokens) - self._num_prompt,
+            num_new=len(self._tokens) - len(self._opening.prompt_ids),
             length=len(self._tokens),
             eos_token_ids=self._staged.eos_token_ids,
-            max_new_tokens=self._opening.settings.max_new_tokens,
+            max_new_tokens=self._settings.max_new_tokens,
             limit=self._staged.max_positions,
         )
 
@@ -312,8 +280,8 @@ class TargetSession:
             else:
                 break
         # Without a bonus token a fully accepted batch needs no further row.
-        has_bonus = self._opening is not None and self._opening.settings.has_bonus
-        if self._batches and (self._stop_reason or (self._hits_end and not has_bonus)):
+        is_hit = self._hits_end and not self._settings.has_bonus
+        if self._batches and (self._stop_reason or is_hit):
             replies.append(self._answer_hit(now_s))
         return replies
 
@@ -322,7 +290,7 @@ class TargetSession:
         """Return True if the oldest batch is fully accepted."""
         return bool(self._batches) and len(self._tokens) >= self._batches[0].end
 
-    def _test_one(self, now_s: float) -> Reject | None:
+    def _test_one(self, now_s: float) -> messages.Reject | None:
         position, draft_token = len(self._tokens), self._draft_tokens[0]
         payload = self._rule.test(self._logits[0], position, draft_token, self._q[0])
         if payload is None:
@@ -332,7 +300,7 @@ class TargetSession:
             return None
         batch = self._batches[0] if self._batches else None
         # Built before the epoch ends: the reply carries the number of the old one.
-        reject = self._verdict(Reject, batch, now_s, payload=payload)
+        reject = self._verdict(messages.Reject, batch, now_s, payload=payload)
         if isinstance(payload, Token):
             self._end_epoch()
             self._append(payload.id)
@@ -347,9 +315,8 @@ class TargetSession:
 
     def _answer_hit(self, now_s: float) -> Result:
         """Answer for the oldest batch: all accepted, or the sequence has ended within it."""
-        assert self._opening is not None
         batch = self._batches[0]
-        if self._opening.settings.has_bonus and not self._stop_reason:
+        if self._settings.has_bonus and not self._stop_reason:
             return self._add_own(batch, now_s)
         self._batches.popleft()
         return self._verdict(Result, batch, now_s, token=None)
@@ -369,7 +336,7 @@ class TargetSession:
         """Build a result; ``batch`` is None for draft tokens from an incomplete batch."""
         return self._numbered(
             kind,
-            self.next_seq - 1 if batch is None else batch.seq,
+            self._next_seq - 1 if batch is None else batch.seq,
             length=len(self._tokens),
             held_s=0.0 if batch is None else max(0.0, now_s - batch.arrived_s),
             forward_s=self._forward_s,
@@ -391,18 +358,13 @@ class TargetSession:
     @property
     def wants_prefill(self) -> bool:
         """Return True if the next pass is over the prompt."""
-        return self._opening is not None and not self._tokens
+        return not self._tokens
 
     @property
     def owes(self) -> bool:
         """Return True while the edge waits for its prompt, a result or a streamed token."""
         is_asked = bool(self._batches) or self._streams_for is not None
         return self.is_running or self.wants_prefill or (is_asked and not self._stop_reason)
-
-    @property
-    def num_prompt(self) -> int:
-        """Number of tokens computed by a prefill."""
-        return 0 if self._opening is None else len(self._opening.prompt_ids)
 
     @property
     def is_computed(self) -> bool:
@@ -426,10 +388,10 @@ class TargetSession:
         return num_rows
 
     def _num_due(self, now_s: float) -> int:
-        if self._opening is None or self.is_closed or self._stop_reason:
+        if self.is_closed or self._stop_reason:
             return 0
         if self.wants_prefill:
-            return self._num_prompt
+            return len(self._opening.prompt_ids)
         if self._rejected is not None:
             return 0
         num_rows = 1 + len(self._draft_tokens) - len(self._logits)
@@ -437,12 +399,12 @@ class TargetSession:
             return num_rows
         # A pass ending after the batch's arrival would only delay it.
         is_early = now_s + self._forward_s <= self._expected_s + 1e-9
-        return num_rows if self._opening.settings.pre_verifies and is_early else 0
+        return num_rows if self._settings.pre_verifies and is_early else 0
 
     @torch.inference_mode()
     def run(self) -> None:
         """Compute the rows; after a failed attempt, start from the beginning."""
-        assert self.is_running and self._opening is not None, "nothing has been started"
+        assert self.is_running, "nothing has been started"
         if self._segment is None:
             prompt = torch.tensor(self._opening.prompt_ids)
             self._computed_RV = self._staged.prefill(prompt)[0][None]
@@ -456,31 +418,28 @@ class TargetSession:
 
     def finish(self, now_s: float) -> list[Reply]:
         """Process the computed rows; return the resulting replies."""
-        assert self._computed_RV is not None and self._opening is not None, "run it first"
+        assert self._computed_RV is not None, "run it first"
         computed_RV, self._computed_RV, self.is_running = self._computed_RV, None, False
         replies: list[Reply] = []
         if self._segment is None:
             self._tokens = list(self._opening.prompt_ids)
-            self._append(self._rule.draw(computed_RV[-1], self._num_prompt))
-            replies.append(self._opened())
+            self._append(self._rule.draw(computed_RV[-1], len(self._tokens)))
+            opened = self._numbered(
+                messages.Opened,
+                0,
+                token=self._tokens[-1],
+                vocab_size=self._staged.vocab_size,
+                max_positions=self._staged.max_positions,
+                eos_token_ids=list(self._staged.eos_token_ids),
+                anchor=self.target.anchor if self._opening.anchor else "",
+            )
+            replies.append(opened)
         else:
             self._segment = None
             # Never a prefill's time: this one estimates passes over a few rows.
             self._forward_s = now_s - self._started_s
             self._logits.extend(computed_RV)
         return replies + self._proceed(now_s)
-
-    def _opened(self) -> Opened:
-        assert self._opening is not None
-        return self._numbered(
-            Opened,
-            0,
-            token=self._tokens[-1],
-            vocab_size=self._staged.vocab_size,
-            max_positions=self._staged.max_positions,
-            eos_token_ids=list(self._staged.eos_token_ids),
-            anchor=self.target.anchor if self._opening.anchor else "",
-        )
 
 
 def run_together(sessions: Sequence[TargetSession]) -> None:

@@ -21,19 +21,11 @@ FRAME_BYTES = 2**16
 
 
 def import_grpc() -> ModuleType:
-    """Import ``grpc.aio`` and related modules, which only servers and edge clients need.
-
-    Raises:
-        ValueError: grpc is not installed.
-    """
+    """Import ``grpc.aio``, which only servers and edge clients need."""
     # gRPC's log lines would repeat ours at length; set GRPC_VERBOSITY=info for more.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    try:
-        import grpc.aio
-    except ImportError as error:
-        raise ValueError(
-            "grpcio: not installed, and edge and cloud talk by it; pip install 'pipedraft[edge]'"
-        ) from error
+    import grpc.aio
+
     return grpc
 
 

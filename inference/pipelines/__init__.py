@@ -55,23 +55,16 @@ class Pipeline(ABC):
     timeline: Timeline
     last_rows: list[int]
     """Rows processed by each stage in the last tick."""
+    first_logits: Tensor | None = None
+    """Logits [V] after the prompt, if retained."""
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:  # noqa: B027 (may stay empty)
         """Begin a sequence; its prompt follows."""
 
     def demand(self, mask: EndMask, *, keeps_logits: bool) -> None:
-        """Set the logit mask for the open sequence, and retain its logits on request.
-
-        Raises:
-            ValueError: the logits are in another process.
-        """
+        """Set the logit mask for the open sequence, and retain its logits on request."""
         if mask.token_ids or keeps_logits:
             raise ValueError("min_tokens and logprobs: they need the stages in one process")
-
-    @property
-    def first_logits(self) -> Tensor | None:
-        """Logits [V] after the prompt, if retained."""
-        return None
 
     @abstractmethod
     def prefill(
@@ -88,11 +81,7 @@ class Pipeline(ABC):
 
     @abstractmethod
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
-        """Run every stage on its waiting input; return the last stage's output.
-
-        Args:
-            ahead: segment to start before this step's verification result arrives.
-        """
+        """Run every stage on its input, then perhaps start ``ahead``; return the last output."""
 
     def features(self) -> Mapping[int, Tensor]:
         """Hidden states [r, H] by tapped layer, for the r rows in flight that passed this layer."""
@@ -107,11 +96,7 @@ class Pipeline(ABC):
         return features
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return embeddings [r, H] for token ids [r]: the hidden states of layer 0.
-
-        Raises:
-            AssertionError: the pipeline has no hidden states.
-        """
+        """Return embeddings [r, H] for token ids [r]: the hidden states of layer 0."""
         raise AssertionError("this pipeline has no hidden states")
 
     def verdict_waits(self) -> bool:
@@ -140,11 +125,7 @@ class Pipeline(ABC):
         """Record ``num_tokens`` drafted since the time ``started_s`` (by ``now``)."""
 
     def close(self) -> int | None:
-        """End the sequence.
-
-        Returns:
-            Target passes after the prompt, if the pipeline counts no steps (a link); else None.
-        """
+        """End the sequence; return target passes after the prompt if no steps count (a link)."""
         return None
 
     def abandon(self) -> None:  # noqa: B027 (may stay empty)
@@ -180,8 +161,7 @@ def _are_neighbors(places: Sequence[int]) -> bool:
 class FeatureStore:
     """Hidden states for rows in flight, per layer index, in token-tree order.
 
-    Rows pass the stages first-in first-out. The rows past a layer are thus always a prefix of the
-    tree's rows, and KeepRows acts on them as on a stage's cache.
+    Rows pass the stages first-in first-out, so the rows past a layer are a prefix of the tree's.
     """
 
     def __init__(self) -> None:
@@ -218,10 +198,7 @@ class FeatureStore:
 
 
 class _StoredRows:
-    """Rows [start, end) in a buffer written once, front to back.
-
-    Views stay valid after later writes, and reading copies nothing.
-    """
+    """Rows [start, end) in a buffer written once, front to back, so views stay valid."""
 
     def __init__(self) -> None:
         self.start = self.end = 0

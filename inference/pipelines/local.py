@@ -30,7 +30,6 @@ class LocalPipeline(Pipeline):
         self._num_expected = 0
         self._mask = EndMask(token_ids=(), end=0)
         self._keeps_logits = False
-        self._first_logits: Tensor | None = None
         self._restart((), None)
 
     def _restart(self, taps: tuple[int, ...], verifier: Verifier | None) -> None:
@@ -40,7 +39,6 @@ class LocalPipeline(Pipeline):
         self._waiting: list[Segment | None] = [None] * self.num_stages
         self._returned: Returned | None = None
         self.last_rows: list[int] = [0] * self.num_stages
-        """Rows processed by each stage in the last tick."""
 
     @property
     def num_stages(self) -> int:
@@ -51,22 +49,17 @@ class LocalPipeline(Pipeline):
         self.target.set_bitwise(config.bitwise)
 
     def demand(self, mask: EndMask, *, keeps_logits: bool) -> None:
-        self._mask, self._keeps_logits, self._first_logits = mask, keeps_logits, None
-
-    @property
-    def first_logits(self) -> Tensor | None:
-        return self._first_logits
+        self._mask, self._keeps_logits, self.first_logits = mask, keeps_logits, None
 
     def first_token(self, logits_V: Tensor, num_prompt: int, verifier: Verifier) -> int:
         """Sample the token after the prompt."""
-        self._first_logits = logits_V if self._keeps_logits else None
+        self.first_logits = logits_V if self._keeps_logits else None
         last = torch.tensor([num_prompt - 1])
         return int(verifier.target_tokens(self._mask.apply(logits_V[None], last), last))
 
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
-        """Commit a prompt; return the target's next token and the tapped hidden states [P, H]."""
         self._restart(taps, verifier)
         self.target.reserve(len(input_ids) + self._num_expected)
         logits_V, features = self.target.prefill(input_ids, taps)
@@ -79,33 +72,23 @@ class LocalPipeline(Pipeline):
         return self._features.view()
 
     def inject(self, segment: Segment) -> None:
-        """Queue rows at the first stage; one segment enters per step."""
         self._entrance.append(segment)
         if 0 in self.taps:
             assert segment.ids is not None
             self._features.append({0: self.embed(segment.ids)})
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
-        """Run every stage on its waiting input; return the last stage's output.
-
-        Args:
-            ahead: ignored, because the verification result is always here first.
-        """
+        """As in ``Pipeline``; ``ahead`` has no use, because the result is always here first."""
         step_together([self])
         return self.take_returned()
 
     def take_returned(self) -> Returned | None:
-        """Return rows from the last stage in the latest step.
-
-        Raises:
-            Exception: the error raised by this sequence's rows.
-        """
+        """Return the last stage's rows in the latest step, or raise this sequence's error."""
         if self.error is not None:
             raise self.error
         return self._returned
 
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
-        """Commit, prune, roll back or flush everywhere; return the committed rows' features."""
         for index, segment in enumerate(self._waiting):
             if segment is not None:
                 self._waiting[index] = prune_segment(segment, keep, segment.lo)
@@ -139,11 +122,7 @@ class LocalPipeline(Pipeline):
         return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
 
     def leave_stage(self, index: int, output: Segment, logits_RV: Tensor | None = None) -> None:
-        """Pass rows on to the next stage, or judge them.
-
-        Args:
-            logits_RV: logits for ``judged_rows``, if they are computed already.
-        """
+        """Pass rows on to the next stage, or judge them, by logits for ``judged_rows`` if known."""
         start, end = self.target.boundaries[index : index + 2]
         own = [layer for layer in self._deeper if start < layer <= end]
         # Only this stage's layers: earlier ones were appended when the rows left their stage.
@@ -179,11 +158,10 @@ class LocalPipeline(Pipeline):
 
 
 def step_together(pipelines: Sequence[LocalPipeline]) -> None:
-    """Run one step for several sequences: every stage processes all waiting inputs together.
+    """Run one step for several sequences, each with its own caches for the same model layers.
 
-    Each sequence has its own stages and caches for the same model layers. Rows from several
-    sequences share a forward pass if ``can_run_together``, else they run one after the other. If a
-    sequence's rows fail, its ``error`` is set and the others are unaffected.
+    Rows from several sequences share a forward pass if ``can_run_together``, else they run one
+    after the other. If a sequence's rows fail, its ``error`` is set and the others are unaffected.
     """
     for pipeline in pipelines:
         pipeline.begin_step()

@@ -88,7 +88,7 @@ class ProcessPipeline(Pipeline):
         """
         Args:
             target: used for its embedding and its description only.
-            answers: the stages' answers for this sequence and for the other ones in the pipeline.
+            answers: the stages' answers, for all sequences in the pipeline.
             cancels: direct links to every stage outside this process.
         """
         self.target, self.timeline = target, timeline
@@ -96,7 +96,6 @@ class ProcessPipeline(Pipeline):
         self.first_stage, self.answers, self.cancels = first_stage, answers, cancels
         self._mailbox = answers.open()
         self.last_rows: list[int] = [0] * target.num_stages
-        """Rows each stage processed in the last step of the lock-step pipeline."""
         self.runs_ahead = True
         """True to start a draft token before the verification result it depends on."""
         self._sequence, self._is_bitwise = 0, False
@@ -128,11 +127,7 @@ class ProcessPipeline(Pipeline):
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
-        """Commit a prompt in chunks that follow each other through the stages.
-
-        Returns:
-            The target's next token and the tapped hidden states [P, H].
-        """
+        """Commit a prompt in chunks that follow each other through the stages."""
         # An earlier sequence may have ended with rows in flight: do not wait for them.
         self._cancel_all()
         self._forget()
@@ -210,7 +205,6 @@ class ProcessPipeline(Pipeline):
         return self.target.embed(ids)
 
     def inject(self, segment: Segment) -> None:
-        """Queue rows at the first stage; one segment enters per step."""
         if self._ahead is not None:
             flight, self._ahead = self._ahead, None
             flight.entered, self._has_started = self._now, True
@@ -247,10 +241,8 @@ class ProcessPipeline(Pipeline):
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
         """Run one lock-step pipeline step; wait only for rows returning in it.
 
-        Args:
-            ahead: segment to send before this step's verification result arrives. The first stage
-                then never waits for the last one, even if stage times vary. If the result drops the
-                segment, stages stop computing it before the next layer.
+        With a segment sent ahead, the first stage never waits for the last one, even if stage times
+        vary. If the result drops the segment, stages stop computing it before the next layer.
         """
         self.start()
         self._has_started = False
@@ -319,18 +311,18 @@ class ProcessPipeline(Pipeline):
         return oldest is not None and oldest.verdicts is not None
 
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
-        """Commit, prune, roll back or flush everywhere; return the committed rows' features.
-
-        The KeepRows itself travels with the next segment.
-        """
+        """As in ``Pipeline``; the KeepRows itself travels with the next segment."""
         self._keeps.append(keep)
-        lost = self._lost_ahead(keep)
+        lost: list[_Flight] = []
+        if self._ahead is not None and not self._keeps_ahead(keep):
+            lost, self._ahead = [self._ahead], None
         # Fetch committed rows' states first: after the pruning below a flight may be gone.
         ends = accumulate((len(flight.alive) for flight in self._flights), initial=0)
         places = list(zip(self._flights, pairwise(ends), strict=True))
         for flight, (first, _) in places:
             if keep.num_committed and first <= keep.rows[keep.num_committed - 1]:
-                self._fetch_all(flight)
+                for stage in self._answering():
+                    self._fetch(stage, flight)
         committed = self._states.keep(keep)
         for flight, (first, end) in places:
             kept = keep.segment_rows(first, end)
@@ -342,13 +334,6 @@ class ProcessPipeline(Pipeline):
                 flight.alive = [flight.alive[row] for row in kept[num_committed:]]
         self._drop_finished(lost)
         return committed
-
-    def _lost_ahead(self, keep: KeepRows) -> list[_Flight]:
-        """Forget the segment sent ahead if it has left the tree, and return it."""
-        if self._ahead is None or self._keeps_ahead(keep):
-            return []
-        flight, self._ahead = self._ahead, None
-        return [flight]
 
     def _drop_finished(self, lost: list[_Flight]) -> None:
         """Forget flights without speculative rows; cancel those that stages still compute."""
@@ -439,10 +424,6 @@ class ProcessPipeline(Pipeline):
         """Receive a stage's answers until this live flight has its own."""
         while stage not in flight.answered:
             self._take_answer(stage)
-
-    def _fetch_all(self, flight: _Flight) -> None:
-        for stage in self._answering():
-            self._fetch(stage, flight)
 
     def reports(self) -> list[Values]:
         """Return times and counts for every stage since the last ``clear``, in stage order."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Sharing(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
     """Settings and state shared by all sequences."""
 
     clock: BatchClock
@@ -48,12 +50,12 @@ class SharedPipeline(Pipeline):
 
     def share(self, sharing: Sharing) -> None:
         """Set the shared state; called once, by the constructor."""
-        self.clock, self.prompt_rows = sharing["clock"], sharing["prompt_rows"]
+        self.clock, self.prompt_rows = sharing.clock, sharing.prompt_rows
         self.num_emitted = 0
         self.num_waiting_forwards = 0
         """Draft forwards since the last step, made while this sequence's rows wait."""
         self._own_clock: VirtualClock | None = None
-        self._wait, self._counts_alone = sharing["wait"], sharing["counts_alone"]
+        self._wait, self._counts_alone = sharing.wait, sharing.counts_alone
         self._num_expected = 0
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:

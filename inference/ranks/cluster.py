@@ -78,9 +78,6 @@ class Cluster:
                 between GPUs (gloo without GPUs). host: inside the messages, through host memory.
                 auto: device if every rank has its own GPU.
             on_cpu: ignore GPUs.
-
-        Raises:
-            ValueError: this process was not started by a launcher.
         """
         if not is_launched():
             raise ValueError(
@@ -174,11 +171,7 @@ class Cluster:
     # -- the controller -----------------------------------------------------------------------
 
     def num_stages(self, wanted: int | None) -> int:
-        """Return the number of stages in this launch.
-
-        Raises:
-            ValueError: the number of processes matches neither layout.
-        """
+        """Return the number of stages; raise ValueError if the processes match neither layout."""
         num_stages = self.world_size if wanted is None else wanted
         if self.world_size not in (num_stages, num_stages + 1):
             raise ValueError(
@@ -215,11 +208,7 @@ class Cluster:
         return self._load_part(job, has_embedding=True, has_head=True)
 
     def connect(self, target: StagedTarget) -> ProcessPipeline:
-        """Connect the pipeline over all ranks; ``target`` is the staged result of ``load_target``.
-
-        Raises:
-            ValueError: the target's boundaries differ from the ranks'.
-        """
+        """Connect the pipeline over all ranks; ``target``: ``load_target``'s result, staged."""
         if target.boundaries != self.job.boundaries:
             raise ValueError(
                 f"boundaries: {list(target.boundaries)}, but the processes hold stages cut at "

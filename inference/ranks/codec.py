@@ -7,9 +7,8 @@ may be tensors. A ``Codec`` turns one message into one frame:
     header   msgpack: dtype and shape of every tensor, then the message
     tensors  each starts at a multiple of 8 bytes and ends at one; bool as packed bits
 
-Nothing is pickled. Frames are checked before memory is allocated. A stream read allocates memory as
-bytes arrive, and never as much as a header claims. On an accelerator tensors may travel separately,
-from device to device; the frame then has only their shapes.
+Nothing is pickled, and frames are checked before memory is allocated. On an accelerator tensors may
+travel separately, from device to device; the frame then has only their shapes.
 """
 
 import math
@@ -18,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import UnionType
-from typing import Annotated, Generic, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Generic, Literal, Self, TypeAlias, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -31,8 +30,6 @@ from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.models.target import KeepRows, Segment
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-FillBuffer: TypeAlias = Callable[[memoryview], None]
-"""Function that fills a buffer: it blocks until the buffer is full, or raises."""
 Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Function that receives the next separately sent tensor, with this shape and dtype."""
 
@@ -40,20 +37,14 @@ PREFIX = struct.Struct("<IIQ")
 MAGIC = 0x50444632
 """First four bytes of a frame. The first byte is not zero, so a zeroed buffer shows that a frame
 has arrived."""
-PIECE_BYTES = 1 << 16
-"""Memory allocated for a frame before its bytes arrive."""
 MAX_AXES = 3
 MAX_TENSORS = 4096
 MAX_REASON = 200
 DtypeName: TypeAlias = Literal[
     "bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"
 ]
-NAMES: dict[torch.dtype, DtypeName] = {
-    **{torch.bool: "bool", torch.uint8: "uint8", torch.int8: "int8", torch.int32: "int32"},
-    **{torch.int64: "int64", torch.float16: "float16", torch.bfloat16: "bfloat16"},
-    **{torch.float32: "float32", torch.float64: "float64"},
-}
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+DTYPES: dict[DtypeName, torch.dtype] = {name: getattr(torch, name) for name in get_args(DtypeName)}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
@@ -89,13 +80,9 @@ _headers = msgspec.msgpack.Decoder(Header)
 class Frame:
     """Message ready to be sent."""
 
-    buffers: list[Buffer]
+    data: bytearray
     apart: list[Tensor]
     """Tensors sent separately, in this order."""
-
-    def join(self) -> bytearray:
-        """Return the frame as one piece of memory."""
-        return bytearray().join(self.buffers)
 
 
 M = TypeVar("M", bound=Message)
@@ -108,23 +95,15 @@ class Codec(Generic[M]):
     def __init__(
         self, messages: UnionType | type[M], *, max_header_bytes: int, max_tensor_bytes: int
     ) -> None:
-        """
-        Args:
-            max_tensor_bytes: limit per message, including separately sent tensors.
-        """
+        """``max_tensor_bytes``: limit per message, including separately sent tensors."""
         self.messages = messages
         self.max_header_bytes, self.max_tensor_bytes = max_header_bytes, max_tensor_bytes
 
     def encode(self, message: M, device: torch.device | None = None) -> Frame:
-        """Encode a message as a frame: a header, then its tensor bytes.
-
-        Args:
-            device: tensors on this device are sent separately.
-        """
+        """Encode a message as a frame; tensors on ``device`` are sent separately."""
         tensors: list[Tensor] = []
 
-        def place(value: object) -> int:
-            assert isinstance(value, Tensor), f"{type(value).__name__} is no field of a message"
+        def place(value: Tensor) -> int:
             tensors.append(value.detach())
             return len(tensors) - 1
 
@@ -141,50 +120,31 @@ class Codec(Generic[M]):
         header = msgspec.msgpack.encode(Header(heads, msgspec.Raw(body)))
         buffers = [piece for part in raw for piece in (part, bytes(-len(part) % 8))]
         sizes = len(header), sum(map(len, buffers))
-        self._check(*sizes, self.max_tensor_bytes)
+        self._check(*sizes)
         gap = bytes(_header_room(*sizes) - len(header))
-        return Frame([PREFIX.pack(MAGIC, *sizes), header, gap, *buffers], apart)
+        data = bytearray().join([PREFIX.pack(MAGIC, *sizes), header, gap, *buffers])
+        return Frame(data, apart)
 
     def to_bytes(self, message: M) -> bytes:
         """Return the whole frame, for links carrying messages of any length."""
-        return b"".join(self.encode(message).buffers)
+        return bytes(self.encode(message).data)
+
+    def frame_bytes(self, start: Buffer) -> int:
+        """Return a frame's length from its first bytes."""
+        magic, header_bytes, tensor_bytes = PREFIX.unpack_from(start)
+        if magic != MAGIC:
+            raise ValueError(f"frame: starts with {magic:#x}; want a peer of this version")
+        self._check(header_bytes, tensor_bytes)
+        return PREFIX.size + _header_room(header_bytes, tensor_bytes) + tensor_bytes
 
     def decode(self, frame: Buffer, fetch: Fetch | None = None) -> M:
         """Decode one whole frame; its tensors are copies."""
         view = memoryview(frame)
-
-        def take(size: int) -> bytearray:
-            nonlocal view
-            if size > len(view):
-                raise ValueError(f"frame: {len(view)} bytes, where {size} are claimed")
-            piece, view = bytearray(view[:size]), view[size:]
-            return piece
-
-        message = self._decode(take, self.max_tensor_bytes, fetch)
-        if view:
-            raise ValueError(f"frame: {len(view)} bytes follow it; want one message")
-        return message
-
-    def read(self, fill: FillBuffer, max_tensor_bytes: int | None = None) -> M:
-        """Read the next message from a stream.
-
-        Args:
-            max_tensor_bytes: limit for this message, if it is lower than usual.
-        """
-        limit = self.max_tensor_bytes if max_tensor_bytes is None else max_tensor_bytes
-        return self._decode(lambda size: _read(fill, size), limit, None)
-
-    def frame_bytes(self, start: Buffer) -> int:
-        """Return a frame's length from its first bytes."""
-        header_bytes, tensor_bytes = self._sizes(start, self.max_tensor_bytes)
-        return PREFIX.size + _header_room(header_bytes, tensor_bytes) + tensor_bytes
-
-    def _decode(
-        self, take: Callable[[int], bytearray], max_tensor_bytes: int, fetch: Fetch | None
-    ) -> M:
-        header_bytes, tensor_bytes = self._sizes(take(PREFIX.size), max_tensor_bytes)
-        data = memoryview(take(_header_room(header_bytes, tensor_bytes)))[:header_bytes]
-        header = self._judged(lambda: _headers.decode(data))
+        total = self.frame_bytes(view) if len(view) >= PREFIX.size else PREFIX.size
+        if len(view) != total:
+            raise ValueError(f"frame: {len(view)} bytes, where {total} are claimed")
+        _, header_bytes, tensor_bytes = PREFIX.unpack_from(view)
+        header = self._judged(lambda: _headers.decode(view[PREFIX.size :][:header_bytes]))
         inside = sum(_padded(head.num_bytes) for head in header.tensors if not head.is_apart)
         apart = [head.num_bytes for head in header.tensors if head.is_apart]
         # Check the sizes against each other before the tensors' memory is allocated.
@@ -193,8 +153,8 @@ class Codec(Generic[M]):
         if apart and fetch is None:
             raise ValueError(f"frame: {len(apart)} of its tensors are not in it")
         # Separate tensors count, too: their shapes alone would make this side allocate.
-        self._check(header_bytes, inside + sum(apart), max_tensor_bytes)
-        tensors, content, at = [], take(tensor_bytes), 0
+        self._check(header_bytes, inside + sum(apart))
+        tensors, content, at = [], bytearray(view[total - tensor_bytes :]), 0
         for head in header.tensors:
             if head.is_apart:
                 assert fetch is not None
@@ -219,18 +179,11 @@ class Codec(Generic[M]):
             raise ValueError("frame: has more tensors than its message")
         return message
 
-    def _sizes(self, start: Buffer, max_tensor_bytes: int) -> tuple[int, int]:
-        magic, header_bytes, tensor_bytes = PREFIX.unpack_from(start)
-        if magic != MAGIC:
-            raise ValueError(f"frame: starts with {magic:#x}; want a peer of this version")
-        self._check(header_bytes, tensor_bytes, max_tensor_bytes)
-        return header_bytes, tensor_bytes
-
-    def _check(self, header: int, tensors: int, max_tensors: int) -> None:
-        if header > self.max_header_bytes or tensors > max_tensors:
+    def _check(self, header: int, tensors: int) -> None:
+        if header > self.max_header_bytes or tensors > self.max_tensor_bytes:
             raise ValueError(
                 f"frame: claims {header} bytes of header and {tensors} of tensors; this side "
-                f"takes {self.max_header_bytes} and {max_tensors}"
+                f"takes {self.max_header_bytes} and {self.max_tensor_bytes}"
             )
 
     def _judged(self, decode: Callable[[], Decoded]) -> Decoded:
@@ -246,14 +199,7 @@ class Codec(Generic[M]):
 def check_tensor(
     name: str, tensor: Tensor, dtypes: Collection[torch.dtype], *shape: int | None
 ) -> None:
-    """Reject a tensor with another dtype or shape; for a message's ``__post_init__``.
-
-    Args:
-        shape: None for an axis of any size.
-
-    Raises:
-        ValueError: another dtype or shape.
-    """
+    """Raise ValueError for another dtype or shape; in ``shape``, None is an axis of any size."""
     fits = len(shape) == tensor.ndim and all(
         size is None or size == found for size, found in zip(shape, tensor.shape, strict=True)
     )
@@ -263,16 +209,6 @@ def check_tensor(
         raise ValueError(
             f"{name}: {tensor.dtype} {list(tensor.shape)}; want {kinds} of shape {wanted}"
         )
-
-
-def _read(fill: FillBuffer, size: int) -> bytearray:
-    """Read stream bytes in pieces of doubling size, so memory grows with the received data."""
-    data = bytearray()
-    while len(data) < size:
-        piece = bytearray(min(size - len(data), max(len(data), PIECE_BYTES)))
-        fill(memoryview(piece))
-        data += piece
-    return data
 
 
 def _raw(tensor: Tensor) -> Buffer:
@@ -459,18 +395,7 @@ class CloseRanks(StageMessage, tag="close"):
     """Last message on a link."""
 
 
-AnyMessage: TypeAlias = (
-    Prefill
-    | Step
-    | StageResult
-    | Failed
-    | Leave
-    | Together
-    | Cancel
-    | MeasureRequest
-    | StageReport
-    | CloseRanks
-)
+AnyMessage: TypeAlias = Part | Together | Cancel | MeasureRequest | StageReport | CloseRanks
 CODEC: Codec[AnyMessage] = Codec(
     AnyMessage, max_header_bytes=MAX_HEADER_BYTES, max_tensor_bytes=MAX_TENSOR_BYTES
 )

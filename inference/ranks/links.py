@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, cast
+from typing import TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -37,19 +37,6 @@ FORWARD, ANSWER, CANCEL = range(3)
 """Independent channels between the same two ranks."""
 DAY = timedelta(days=1)
 """Receives have no timeout of their own: ``Watch`` ends a process if a peer is silent or dead."""
-
-
-class Inbox(Protocol):
-    """Message source: a ``Receiver``, or a ``Local`` link."""
-
-    def has_arrived(self) -> bool: ...
-    def receive(self) -> AnyMessage: ...
-
-
-class Outbox(Protocol):
-    """Message destination: a ``Sender``, or a ``Local`` link."""
-
-    def send(self, message: AnyMessage) -> None: ...
 
 
 class LostLink(ConnectionError):
@@ -126,9 +113,9 @@ class Sender:
             link = self.device_link
             device = None if link is None else link.device
             encoded = CODEC.encode(message, device)
-            frame = torch.frombuffer(encoded.join(), dtype=torch.uint8)
+            frame = torch.frombuffer(encoded.data, dtype=torch.uint8)
             self.num_sent += 1
-            # Two tags per channel: the rest of a frame must not land in a buffer for the next one.
+            # Two tags per channel: the rest of a frame must not land in the next one's buffer.
             self._post(frame[:BUFFER_BYTES], 2 * self.channel)
             if len(frame) > BUFFER_BYTES:
                 self._post(frame[BUFFER_BYTES:], 2 * self.channel + 1)
@@ -193,11 +180,7 @@ class Receiver:
             return False
 
     def receive(self) -> AnyMessage:
-        """Return the next message; wait for it.
-
-        Raises:
-            LostLink: the link broke, or the data is no message.
-        """
+        """Return the next message; wait for it, or raise ``LostLink``."""
         with _naming(self.peer):
             return self._receive()
 
@@ -233,7 +216,7 @@ class Answers:
     Answers for a sequence without a live ``Mailbox`` are dropped.
     """
 
-    def __init__(self, links: Sequence[Inbox]) -> None:
+    def __init__(self, links: "Sequence[Inbox]") -> None:
         """``links``: one per stage."""
         self._links = links
         self._num_opened = 0
@@ -302,3 +285,7 @@ class Local:
         taken = cast(list[Part], list(self._waiting))
         self._waiting.clear()
         return taken
+
+
+Inbox: TypeAlias = Receiver | Local
+Outbox: TypeAlias = Sender | Local

@@ -2,9 +2,7 @@
 
 One thread checks signals, this rank's progress and the launcher. Another exchanges heartbeats with
 the other ranks through the launch's store. A stage may wait in C++ for messages that never arrive,
-and a store request may hang, too. So the watchdog does not need the main thread, and its first
-thread does not depend on the second. The process exits at once with status 1, and writes the reason
-to stderr.
+and a store request may hang, too: so neither thread depends on the main one or on the other.
 """
 
 import os
@@ -16,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn, Self
+from typing import NoReturn, Self, TypeAlias
 
 import msgspec
 import torch.distributed as dist
@@ -54,12 +52,8 @@ class WatchLimits:
         return cls(step_s=step_s, silence_s=step_s, undelivered_s=step_s)
 
 
-class Beat(msgspec.Struct, forbid_unknown_fields=True):
-    """Heartbeat of one rank."""
-
-    beats: int
-    sent: dict[str, int]
-    """"peer:channel" -> messages sent on this link."""
+Beat: TypeAlias = tuple[int, dict[str, int]]
+"""Heartbeat of one rank: its number, and "peer:channel" -> messages sent on this link."""
 
 
 @dataclass
@@ -229,21 +223,21 @@ class Watch:
     def _check_others(self) -> None:
         self._beats += 1
         sent = {f"{link.peer}:{link.channel}": link.num_sent for link in self.sent}
-        key, beat = f"pipedraft/beat/{self.rank}", Beat(self._beats, sent)
-        self.store.set(key, msgspec.json.encode(beat).decode())
+        beat = msgspec.json.encode((self._beats, sent)).decode()
+        self.store.set(f"pipedraft/beat/{self.rank}", beat)
         now = time.monotonic()
         for rank in range(self.world_size):
             key = f"pipedraft/beat/{rank}"
             if rank == self.rank or not self.store.check([key]):
                 continue
-            beat = msgspec.json.decode(self.store.get(key), type=Beat)
-            beats, since = self._seen.get(rank, (-1, now))
+            beats, sent = msgspec.json.decode(self.store.get(key), type=Beat)
+            seen, since = self._seen.get(rank, (-1, now))
             # Counts, not times: the clocks of two machines may differ.
-            if beat.beats != beats:
-                self._seen[rank] = (beat.beats, now)
+            if beats != seen:
+                self._seen[rank] = (beats, now)
             elif now - since > self.limits.silence_s:
                 self.fail(f"rank {rank} ({self.names[rank]}) is silent for {now - since:.0f} s")
-            self._check_delivery(rank, beat.sent, now)
+            self._check_delivery(rank, sent, now)
 
     def _check_delivery(self, rank: int, sent: dict[str, int], now: float) -> None:
         for link in self.received:

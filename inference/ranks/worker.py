@@ -8,20 +8,7 @@ from dataclasses import dataclass
 import torch
 from msgspec.structs import replace
 
-from pipedraft.inference.ranks.codec import (
-    MAX_REASON,
-    AnyMessage,
-    Cancel,
-    Failed,
-    Leave,
-    MeasureRequest,
-    Prefill,
-    StageMessage,
-    StageReport,
-    StageResult,
-    Step,
-    Together,
-)
+from pipedraft.inference.ranks import codec
 from pipedraft.inference.ranks.links import Local, Outbox
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom, Verifier
 from pipedraft.inference.timeline import Timeline
@@ -56,24 +43,24 @@ class StageWorker:
         self.taps: tuple[int, ...] = ()
         self._verifier: Verifier | None = None
 
-    def handle(self, message: AnyMessage) -> None:
+    def handle(self, message: codec.AnyMessage) -> None:
         match message:
-            case Step():
+            case codec.Step():
                 if self.begin(message):
                     self.run(message)
-            case Prefill():
+            case codec.Prefill():
                 self._prefill(message)
-            case MeasureRequest():
+            case codec.MeasureRequest():
                 self._report(message)
 
-    def cancel(self, message: Cancel) -> None:
+    def cancel(self, message: codec.Cancel) -> None:
         """Record a cancellation; called by another thread while this one computes."""
         self.first_live = max(self.first_live, message.sequence + 1)
 
-    def _is_wanted(self, step: Step) -> bool:
+    def _is_wanted(self, step: codec.Step) -> bool:
         return step.sequence >= self.first_live and self.is_still_wanted()
 
-    def begin(self, step: Step) -> bool:
+    def begin(self, step: codec.Step) -> bool:
         """Apply the KeepRows; for an unwanted segment make room in the caches and return False."""
         # Even a cancelled step applies them: all stages' caches must change in the same order.
         for keep in step.keeps:
@@ -83,7 +70,7 @@ class StageWorker:
             return False
         return True
 
-    def run(self, step: Step) -> None:
+    def run(self, step: codec.Step) -> None:
         """Compute a started segment and pass it on."""
         segment = step.segment
         try:
@@ -94,16 +81,15 @@ class StageWorker:
             return
         self.finish(step, output)
 
-    def finish(self, step: Step, output: Segment, *, alone: bool = True) -> None:
+    def finish(self, step: codec.Step, output: Segment, *, alone: bool = True) -> None:
         """Pass on the segment's output, and answer.
 
-        Args:
-            alone: False for rows sharing a pass: no CUDA graph is captured per sequence.
+        If not ``alone``, rows share a pass, and no CUDA graph is captured per sequence.
         """
         segment, taps = step.segment, {i: output.taps[i] for i in self.taps}
         output.taps = {}
-        self._pass_on(Step.of(step.keeps, output), step)
-        result = StageResult(taps=taps)
+        self._pass_on(codec.Step.of(step.keeps, output), step)
+        result = codec.StageResult(taps=taps)
         if self.following is None:
             assert output.hidden is not None and self._verifier is not None
             with self.timeline.span("verify", segment.num_rows):
@@ -112,7 +98,7 @@ class StageWorker:
         if taps or self.following is None:
             self._answer(result, step)
 
-    def _skip(self, step: Step) -> None:
+    def _skip(self, step: codec.Step) -> None:
         """Make room in the caches of this stage and of all later ones; compute nothing."""
         # Later KeepRows count these rows, so caches need their places.
         with self.timeline.span("skip", step.segment.num_rows):
@@ -121,9 +107,9 @@ class StageWorker:
         self._pass_on(replace(step, rows=None, is_cancelled=True), step)
         # The controller counts on one answer per step, so a skipped one is answered without data.
         if self.taps or self.following is None:
-            self._answer(StageResult(), step)
+            self._answer(codec.StageResult(), step)
 
-    def _prefill(self, prefill: Prefill) -> None:
+    def _prefill(self, prefill: codec.Prefill) -> None:
         # Only the first chunk carries a new sequence; later chunks continue with its settings.
         if prefill.first_position == 0:
             self.stage.reset()
@@ -142,7 +128,7 @@ class StageWorker:
         with self.timeline.span("prefill", num_rows):
             hidden, taps = self.stage.prefill(prefill.rows, positions, self.taps)
         self._pass_on(replace(prefill, rows=hidden), prefill)
-        result = StageResult(taps=taps)
+        result = codec.StageResult(taps=taps)
         if self.following is None and prefill.is_last:
             assert self._verifier is not None
             logits_1V = self.target.logits(hidden[-1:])
@@ -150,20 +136,20 @@ class StageWorker:
         if taps or result.verdicts is not None:
             self._answer(result, prefill)
 
-    def _report(self, question: MeasureRequest) -> None:
+    def _report(self, question: codec.MeasureRequest) -> None:
         # Pass it on first, so the stages prepare their reports at the same time.
         self._pass_on(question, question)
         if question.action == "clear":
             self.timeline.clear()
         else:
-            self._answer(StageReport(json=json.dumps(self.timeline.report())), question)
+            self._answer(codec.StageReport(json=json.dumps(self.timeline.report())), question)
 
-    def _pass_on(self, message: AnyMessage, cause: AnyMessage) -> None:
+    def _pass_on(self, message: codec.AnyMessage, cause: codec.AnyMessage) -> None:
         if self.following is not None:
             message.sequence, message.slot = cause.sequence, cause.slot
             self.following.send(message)
 
-    def _answer(self, message: AnyMessage, cause: AnyMessage) -> None:
+    def _answer(self, message: codec.AnyMessage, cause: codec.AnyMessage) -> None:
         message.sequence, message.slot = cause.sequence, cause.slot
         self.controller.send(message)
 
@@ -181,37 +167,37 @@ class SharedWorker(StageWorker):
         """Workers by slot."""
         self._onward, self._answers = Local(), Local()
 
-    def handle(self, message: AnyMessage) -> None:
-        if not isinstance(message, Together):
+    def handle(self, message: codec.AnyMessage) -> None:
+        if not isinstance(message, codec.Together):
             super().handle(message)
             return
         # Steps only begin in this loop: they run after it, in one forward pass.
-        begun: list[tuple[StageWorker, Step]] = []
+        begun: list[tuple[StageWorker, codec.Step]] = []
         for part in message.parts:
             with self._contained(part):
                 match part:
-                    case Step():
+                    case codec.Step():
                         worker = self._of[part.slot]
                         if worker.begin(part):
                             begun.append((worker, part))
-                    case Prefill():
+                    case codec.Prefill():
                         if part.first_position == 0:
                             self._of[part.slot] = self._make()
                         self._of[part.slot].handle(part)
-                    case Failed():
+                    case codec.Failed():
                         self._fail(part, part.reason)
-                    case Leave():
+                    case codec.Leave():
                         self._of.pop(part.slot, None)
                         self._onward.send(part)
         self._run(begun)
         # One message per step, not one per sequence: each message has its own cost.
         onward, answers = self._onward.take_parts(), self._answers.take_parts()
         if onward and self.following is not None:
-            self.following.send(Together(parts=onward))
+            self.following.send(codec.Together(parts=onward))
         if answers:
-            self.controller.send(Together(parts=answers))
+            self.controller.send(codec.Together(parts=answers))
 
-    def cancel(self, message: Cancel) -> None:
+    def cancel(self, message: codec.Cancel) -> None:
         worker = self._of.get(message.slot)
         if worker is not None:
             worker.cancel(message)
@@ -228,7 +214,7 @@ class SharedWorker(StageWorker):
             timeline=self.timeline,
         )
 
-    def _run(self, begun: Sequence[tuple[StageWorker, Step]]) -> None:
+    def _run(self, begun: Sequence[tuple[StageWorker, codec.Step]]) -> None:
         # One sequence alone gains nothing, and its own pass can still be abandoned between layers.
         together = [pair for pair in begun if can_run_together(pair[0].stage)]
         if len(together) < 2 or not self._run_together(together):
@@ -238,7 +224,7 @@ class SharedWorker(StageWorker):
                 with self._contained(step):
                     worker.run(step)
 
-    def _run_together(self, pairs: Sequence[tuple[StageWorker, Step]]) -> bool:
+    def _run_together(self, pairs: Sequence[tuple[StageWorker, codec.Step]]) -> bool:
         """Run several steps at once; return False, with every cache unchanged, if that fails."""
         segments = [step.segment for _, step in pairs]
         taps = {layer for worker, _ in pairs for layer in worker.taps}
@@ -253,14 +239,14 @@ class SharedWorker(StageWorker):
         return True
 
     @contextmanager
-    def _contained(self, part: StageMessage) -> Iterator[None]:
+    def _contained(self, part: codec.StageMessage) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             self._of.pop(part.slot, None)
-            self._fail(part, f"{type(error).__name__}: {error}"[:MAX_REASON])
+            self._fail(part, f"{type(error).__name__}: {error}"[: codec.MAX_REASON])
 
-    def _fail(self, cause: StageMessage, reason: str) -> None:
-        failed = Failed(sequence=cause.sequence, slot=cause.slot, reason=reason)
+    def _fail(self, cause: codec.StageMessage, reason: str) -> None:
+        failed = codec.Failed(sequence=cause.sequence, slot=cause.slot, reason=reason)
         self._onward.send(failed)
         self._answers.send(failed)

@@ -88,8 +88,7 @@ class Verifier(ABC):
         """
         Args:
             filters: applied to target and draft distributions alike.
-            payload_tokens: number of tokens in a ``Top``.
-            tail_samples: number of samples in the first ``Top`` after a rejection.
+            payload_tokens, tail_samples: tokens and samples in a rejection's first ``Top``.
         """
         self.temperature, self.random, self.filters = temperature, random, filters
         self.payload_tokens, self.tail_samples = payload_tokens, tail_samples
@@ -104,12 +103,7 @@ class Verifier(ABC):
     def propose(
         self, logits_U: Tensor, ids_U: Tensor, position: int, *, attempt: int
     ) -> DraftToken:
-        """Return the draft's next token: the most likely one.
-
-        Args:
-            ids_U: the target's token id for each entry in the logits.
-            attempt: round number; a position is drafted once per round.
-        """
+        """Return the draft's next token: the most likely one; ``attempt`` is the round number."""
         ranked_1U = self.rank(logits_U[None], self.noise_rows(ids_U, [position]))
         return DraftToken(int(ids_U[ranked_1U[0].argmax()]))
 
@@ -147,14 +141,7 @@ class Verifier(ABC):
     def correct(
         self, draft_token: DraftToken, position: int, payloads: Sequence[Payload]
     ) -> int | None:
-        """Return the token to replace a rejected draft token; None: ask for more payloads.
-
-        Args:
-            payloads: received so far for this rejection.
-
-        Raises:
-            ValueError: this rule cannot read the payloads.
-        """
+        """Return the token to replace a rejected one; None: the payloads so far do not suffice."""
         match payloads:
             case [Token(id=token)]:
                 return token
@@ -206,11 +193,7 @@ class Verifier(ABC):
     def judge_states(
         self, target: StagedTarget, hidden_RH: Tensor, positions_R: Tensor, *, alone: bool = True
     ) -> Tensor:
-        """Run ``judge`` on raw hidden states: on a GPU in one CUDA graph, if the rule allows it.
-
-        Args:
-            alone: False runs the kernels one by one.
-        """
+        """Run ``judge`` on raw hidden states: on a GPU in one graph, if alone and if it can be."""
         if not alone or not target.can_choose(len(hidden_RH)):
             return self.judge(target.logits(hidden_RH), positions_R)
         choice = self.choice(positions_R)
@@ -227,11 +210,7 @@ class Verifier(ABC):
         raise NotImplementedError
 
     def more(self, logits_V: Tensor, position: int, first: int, count: int) -> Payload:
-        """Return further samples for a rejection.
-
-        Raises:
-            ValueError: this rule's payloads have no samples.
-        """
+        """Return further samples for a rejection."""
         raise ValueError(f"more: rule {self.name!r} sends no samples; do not ask for more")
 
     def payload_bytes(self, vocab_size: int) -> int:

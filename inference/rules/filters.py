@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
+
+from pipedraft.cli import check_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,20 +40,11 @@ class TokenFilters:
     (arXiv:2202.00666)."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k: {self.top_k} is out of range; give 1 or more, 0 for all")
-        for name, lowest in (("top_p", 0), ("min_p", None), ("typical_p", 0)):
-            value = getattr(self, name)
-            if not 0 <= value <= 1 or value == lowest:
-                fix = "give 0 to 1" if lowest is None else "give more than 0, at most 1"
-                raise ValueError(f"{name}: {value} is out of range; {fix}")
+        shares = {"top_p": "(0, 1]", "min_p": "[0, 1]", "typical_p": "(0, 1]"}
+        check_ranges(self, {"top_k": f"[0, {2**31})", **shares})
 
     def check_at(self, temperature: float) -> None:
-        """Reject filters at temperature 0.
-
-        Raises:
-            ValueError: a filter is active, but decoding is greedy.
-        """
+        """Reject filters at temperature 0."""
         if temperature == 0 and self.active:
             name, value = next(iter(self.active.items()))
             raise ValueError(
@@ -63,17 +55,13 @@ class TokenFilters:
     @property
     def filters(self) -> TokenFilters:
         """Return the filters alone; a subclass has more fields."""
-        return TokenFilters(
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(TokenFilters)}
-        )
+        return TokenFilters(**self.active)  # type: ignore[arg-type]  # by field name
 
     @property
     def active(self) -> dict[str, float]:
         """Return active filters by name."""
-        values = (
-            (f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(TokenFilters)
-        )
-        return {name: value for name, value, default in values if value != default}
+        values = {part: getattr(self, part.name) for part in fields(TokenFilters)}
+        return {part.name: value for part, value in values.items() if value != part.default}
 
     @property
     def reads_on_host(self) -> bool:

@@ -2,8 +2,6 @@
 
 # V target vocabulary, K top entries, M samples
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,11 +111,7 @@ def drawn_tokens(probabilities_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def checked_draws(tokens_R: Tensor) -> Tensor:
-    """Return tokens from ``drawn_tokens``.
-
-    Raises:
-        ValueError: one of them could not be drawn.
-    """
+    """Return tokens from ``drawn_tokens``; raise ValueError if one could not be drawn."""
     if bool((tokens_R < 0).any()):
         raise ValueError(UNDRAWABLE.format("not positive and finite"))
     return tokens_R

@@ -3,13 +3,11 @@
 # V target vocabulary, U draft vocabulary, R returned rows or nodes, W children per row, K top
 # entries, M samples
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,16 +22,7 @@ from pipedraft.inference.rules.base import (
     Verdict,
     Verifier,
 )
-from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.inference.rules.random import (
-    UNFILTERED,
-    DraftToken,
-    KeyedRandom,
-    Logits,
-    Payload,
-    Top,
-    draw,
-)
+from pipedraft.inference.rules.random import DraftToken, KeyedRandom, Logits, Payload, Top, draw
 from pipedraft.inference.tree import TokenTree
 
 
@@ -285,7 +274,7 @@ class RejectionVerifier(SampledVerifier):
         self, draft_token: DraftToken, position: int, logits_V: Tensor, *, attempt: int
     ) -> int:
         p_V = self.probabilities(logits_V)
-        residual_V = (p_V - _padded(draft_token, len(p_V))).clamp_min(0)
+        residual_V = (p_V - _entries(draft_token, torch.arange(len(p_V)))).clamp_min(0)
         return draw(residual_V, self.random.uniform(position, "residual", attempt))
 
 
@@ -331,10 +320,7 @@ class TopKVerifier(RejectionVerifier):
         samples_M = ids_K.new_tensor([draw(tail_V, u) for u in uniforms])
         ids = torch.cat([ids_K, samples_M])
         return Top(
-            ids=ids.int().cpu(),
-            p=p_V[ids].cpu(),
-            num_top=len(ids_K),
-            tail_mass=min(tail_mass, 1.0),
+            ids=ids.int().cpu(), p=p_V[ids].cpu(), num_top=len(ids_K), tail_mass=min(tail_mass, 1.0)
         )
 
     def _residual(self, draft_token: DraftToken, top: Top) -> tuple[Tensor, Tensor]:
@@ -419,24 +405,10 @@ RULES: dict[RuleName, type[Verifier]] = {
 
 
 def make_verifier(
-    name: RuleName,
-    temperature: float,
-    random: KeyedRandom,
-    *,
-    filters: TokenFilters = UNFILTERED,
-    payload_tokens: int,
-    tail_samples: int,
+    name: RuleName, temperature: float, random: KeyedRandom, **settings: Any
 ) -> Verifier:
-    """Return the named rule; at temperature 0 every rule is ``match``."""
-    # Greedy decoding has no distribution to correct: every rule compares tokens.
-    rule = RULES[name if temperature else "match"]
-    return rule(
-        temperature,
-        random,
-        filters=filters,
-        payload_tokens=payload_tokens,
-        tail_samples=tail_samples,
-    )
+    """Return the named rule; at temperature 0, with nothing to correct, every rule is ``match``."""
+    return RULES[name if temperature else "match"](temperature, random, **settings)
 
 
 def top_k_bias(p_V: Tensor, q_V: Tensor, top_k: int) -> float:
@@ -447,13 +419,6 @@ def top_k_bias(p_V: Tensor, q_V: Tensor, top_k: int) -> float:
     residual_V = (p_V - q_V).clamp_min(0)
     inside = residual_V[p_V.topk(min(top_k, len(p_V))).indices].sum()
     return float(residual_V.sum() - inside)
-
-
-def _padded(draft_token: DraftToken, size: int) -> Tensor:
-    """Return q over the whole vocabulary, 0 past the draft's last token."""
-    q_V = draft_token.q_V
-    assert q_V is not None, "only tokens that were drawn from q are tested against it"
-    return torch.nn.functional.pad(q_V, (0, size - len(q_V)))
 
 
 def _entries(draft_token: DraftToken, ids: Tensor) -> Tensor:

@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 from pipedraft.inference.schedules.base import Schedule
 
 if TYPE_CHECKING:
-    from pipedraft.inference.config import RuleName
     from pipedraft.inference.engine import Session
 
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Schedule):
     name: ClassVar[str] = "autoregressive"
-
-    @property
-    def auto_rule(self) -> RuleName:
-        """Return ``gumbel``: trees then give the same output, and stages return only token ids."""
-        return "gumbel"
+    # Trees then give the same output, and stages return only token ids.
+    own_rule = "gumbel"
 
     def run(self, session: Session) -> None:
         while not session.done:

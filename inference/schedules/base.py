@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pipedraft.inference.rules import RuleName
 from pipedraft.inference.shapes import MOST_ROWS, Budget, TreeShape
 
 if TYPE_CHECKING:
-    from pipedraft.inference.config import RuleName
     from pipedraft.inference.engine import Session
 
 Growth = Literal["layers", "trees", "micro_batches"]
@@ -25,9 +25,11 @@ class Schedule(ABC):
     """Growth verb required from the draft source; None: the schedule uses no draft."""
     needs_link: ClassVar[bool] = False
     """True for a target behind a network: decisions depend on time and on batches in flight."""
-
     verifies_whole: ClassVar[bool] = False
     """True if a round drafts a complete tree and verifies it only after all segments return."""
+    own_rule: ClassVar[RuleName | None] = None
+    """Acceptance rule above temperature 0 unless you set one. None: rejection if draft tokens may
+    be sampled, else gumbel."""
 
     @abstractmethod
     def run(self, session: Session) -> None:
@@ -47,7 +49,7 @@ class Schedule(ABC):
 
     @property
     def is_chain(self) -> bool:
-        """Return True if every row in the token tree has at most one child."""
+        """True if every row in the token tree has at most one child."""
         return self.width == 1
 
     @property
@@ -57,8 +59,7 @@ class Schedule(ABC):
 
     @property
     def auto_rule(self) -> RuleName:
-        """Acceptance rule used above temperature 0 unless you set one."""
-        return "rejection" if self.can_sample else "gumbel"
+        return self.own_rule or ("rejection" if self.can_sample else "gumbel")
 
     @property
     def is_auto(self) -> bool:

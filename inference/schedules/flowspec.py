@@ -27,17 +27,12 @@ class FlowSpec(PrunedPP):
 
     name: ClassVar[str] = "flowspec"
 
-    expansion: bool = True
-    """False: add no draft tokens within a round (pruned pipeline parallelism)."""
     expansion_depth: int | None = None
     """Levels per fresh tree, one draft forward each. None: as many as fit, under the cost model,
     within a step with one row per stage; at least 1 and at most the whole tree's number."""
     expansion_tokens: Budget = 64
     """Draft tokens per fresh tree, including any already in flight. auto: choose by the cost model,
     at most 59."""
-    max_expansion_rows: int | None = None
-    """Maximum number of new tokens that enter together from a fresh or deepened tree; None: all, as
-    published."""
     refill_depth: int = 2
     """Levels added to the last tree if pruning emptied the returning segment; 0: none."""
     refill_tokens: int = 48
@@ -45,7 +40,7 @@ class FlowSpec(PrunedPP):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "expansion_depth", "expansion_tokens", "max_expansion_rows")
+        check_at_least(self, 1, "expansion_depth", "expansion_tokens")
         check_at_least(self, 0, "refill_depth", "refill_tokens")
 
     @property
@@ -54,20 +49,18 @@ class FlowSpec(PrunedPP):
 
     @property
     def is_chain(self) -> bool:
-        return self.tree.is_chain and not self.expansion
+        """Return False: a fresh tree may give the root a second draft token."""
+        return False
 
     @property
     def is_auto(self) -> bool:
-        return super().is_auto or (self.expansion and self.expansion_tokens == "auto")
+        return super().is_auto or self.expansion_tokens == "auto"
 
     @property
     def fills_step(self) -> bool:
-        return self.expansion and not self.expansion_depth
+        return not self.expansion_depth
 
     def run(self, session: Session) -> None:
-        if not self.expansion:
-            super().run(session)
-            return
         while not session.done:
             self.begin_round(session)
             num_steps, hit = 0, True
@@ -77,7 +70,7 @@ class FlowSpec(PrunedPP):
                 hit = returned is None or session.resolve(returned)
                 if not hit or session.done:
                     break
-                session.inject(1, self.max_expansion_rows)
+                session.inject()
                 if returned is not None:
                     # Fresh trees must finish within the next step, or the stages would wait for the
                     # draft.
@@ -91,9 +84,5 @@ class FlowSpec(PrunedPP):
 
 
 def beside_step(session: Session, asked: int | None, most: int) -> int:
-    """Return the number of draft forwards per step.
-
-    This is ``asked`` or, if that is not set, as many as fit into a step with one row per stage, up
-    to ``most``.
-    """
+    """Return the draft forwards per step; None: as many as fit with one row per stage."""
     return asked or min(most, session.clock.hidden_forwards())

@@ -1,17 +1,12 @@
 """PEARL: keep drafting while the target verifies one batch; read results between batches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pipedraft.inference.edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
 from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
-
-if TYPE_CHECKING:
-    from pipedraft.inference.config import RuleName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +19,7 @@ class PEARL(LinkSchedule):
     """
 
     name: ClassVar[str] = "pearl"
+    own_rule = "tail_escape"
 
     policy: str = "ratio"
     """Draft length policy: ratio (T_v / t_d), fixed:K, eq11, alg2 or geometric."""
@@ -32,10 +28,6 @@ class PEARL(LinkSchedule):
         check_at_least(self, 1, "max_length")
         if self.policy != "ratio":
             super().__post_init__()
-
-    @property
-    def auto_rule(self) -> RuleName:
-        return "tail_escape"
 
     @property
     def early(self) -> bool:

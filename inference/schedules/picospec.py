@@ -9,7 +9,6 @@ from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 
 if TYPE_CHECKING:
-    from pipedraft.inference.config import RuleName
     from pipedraft.inference.edge.linked import LinkedPipeline
 
 
@@ -23,6 +22,7 @@ class PicoSpec(LinkSchedule):
     """
 
     name: ClassVar[str] = "picospec"
+    own_rule = "tail_escape"
 
     slow: bool = False
     """Skip early passes: the target computes a batch only once it is complete."""
@@ -36,10 +36,6 @@ class PicoSpec(LinkSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "window")
-
-    @property
-    def auto_rule(self) -> RuleName:
-        return "tail_escape"
 
     @property
     def early(self) -> bool:

@@ -5,23 +5,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import (
-    Growth,
-    Schedule,
-    check_at_least,
-    check_probability,
-)
+from pipedraft.inference.schedules.base import Growth, Schedule, check_at_least, check_probability
 from pipedraft.inference.shapes import MOST_ROWS, Budget
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pipedraft.inference.engine import Session
-    from pipedraft.inference.sources.base import DraftSampling, DraftSource
+    from pipedraft.inference.sources.base import DraftSampling, DraftSource, Features
     from pipedraft.inference.tree import TokenTree
 
 STEP = 0.2
@@ -153,7 +146,7 @@ class PipeInfer(Schedule):
         self,
         source: DraftSource,
         tree: TokenTree,
-        features: Mapping[int, Tensor],
+        features: Features,
         *,
         start: int,
         shift: float,
@@ -165,13 +158,7 @@ class PipeInfer(Schedule):
 
         A branch ends if the draft's best token has a probability below ``accept + shift``. It forks
         into the next best tokens with a probability above ``split + shift``, up to ``branches``
-        branches in total.
-
-        Args:
-            start: row to continue.
-            shift: recovery and decay, added to both thresholds.
-            interrupted: called before every draft forward except the first; True ends the
-                micro-batch.
+        branches in total. ``interrupted``, called before every further forward, ends it early.
 
         Returns:
             The row for every draft token, parents first. Some may have been in the tree before.
@@ -180,15 +167,16 @@ class PipeInfer(Schedule):
         rows: list[int] = []
         leaves, num_branches = [start], 1
         while leaves and len(rows) < size and not (rows and interrupted()):
+            # Only a new chain is known in advance; an existing child would continue its branch.
+            is_new = self.branches == 1 and not any(tree.children(leaf) for leaf in leaves)
             for best_2QW in source.best_levels(
                 tree,
                 leaves,
                 features,
                 width=self.branches,
-                levels=size - len(rows),
+                levels=size - len(rows) if is_new else 1,
                 sampling=sampling,
                 beams=self.branches,
-                split=split,
             ):
                 level: list[int] = []
                 for leaf, *children in zip(leaves, *best_2QW.tolist(), strict=True):
@@ -212,23 +200,15 @@ class PipeInfer(Schedule):
 
 
 class DraftGate:
-    """Pauses a draft that is hardly ever accepted.
-
-    Args:
-        floor: smallest useful acceptance rate; 0 never pauses.
-    """
+    """Pauses a draft whose acceptance rate stays below ``floor``; 0 never pauses."""
 
     def __init__(self, floor: float) -> None:
-        self.floor = floor
-        self.share = 0.5
-        self.pause = 0
-        self.left = 0
+        self.floor, self.share = floor, 0.5
+        self.pause = self.left = 0
+        """Length and rest of the pause, in verification results; each is twice as long."""
 
     def observe(self, share: float | None) -> None:
-        """Record a verification result's acceptance rate; None if the result had no draft tokens.
-
-        Below the floor, each pause (in verification results) is twice as long as the one before.
-        """
+        """Record a result's acceptance rate; None if it had no draft tokens."""
         if share is None:
             self.left = max(0, self.left - 1)
             return

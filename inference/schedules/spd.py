@@ -54,9 +54,8 @@ class SPDSchedule(LayerSchedule):
 def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
     """Overlap drafting with each step: the head reads hidden states from BEFORE the step.
 
-    A round starts with the pending root alone in the pipeline, so its first verification result
-    takes n steps. From then on every step returns verified tokens until a rejection. Every branch
-    matching the output is kept.
+    A round starts with the root alone in the pipeline, so its first verification result takes n
+    steps. From then on every step returns verified tokens until a rejection.
     """
     while not session.done:
         session.inject()

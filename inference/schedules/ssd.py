@@ -85,13 +85,10 @@ class SSD(Schedule):
     def _grow(
         self, session: Session, leaves: list[int], levels: int, outcomes: int = 0
     ) -> tuple[int, list[int]]:
-        """Draft possible next batches by 1 to ``levels`` levels.
+        """Draft possible next batches by 1 to ``levels`` levels; return their number and last rows.
 
         Args:
-            outcomes: number to search for; 0 if they are chosen already: continue every leaf.
-
-        Returns:
-            Number of levels, and the rows in the last one.
+            outcomes: number to search for; 0: they are chosen already, continue every leaf.
         """
         done, beams = 0, outcomes or len(leaves)
         for best_2QW in session.drafter.best_levels(

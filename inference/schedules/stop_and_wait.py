@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.inference.edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
+from pipedraft.inference.rules import RuleName
 from pipedraft.inference.schedules.base import Growth, Schedule, check_at_least
 
 if TYPE_CHECKING:
-    from pipedraft.inference.config import RuleName
     from pipedraft.inference.edge.linked import LinkedPipeline
     from pipedraft.inference.engine import Session
 
@@ -27,6 +27,7 @@ class LinkSchedule(Schedule):
 
     grows: ClassVar[Growth | None] = "layers"
     needs_link: ClassVar[bool] = True
+    own_rule: ClassVar[RuleName | None] = "match"
 
     policy: str = "geometric"
     """Draft length policy: fixed:K, eq11, alg2 or geometric."""
@@ -41,18 +42,11 @@ class LinkSchedule(Schedule):
     def label(self) -> str | None:
         return f"batch:{self.policy}"
 
-    @property
-    def auto_rule(self) -> RuleName:
-        return "match"
-
     # -- what methods differ in -------------------------------------------------------------
 
     @property
     def drafts_on(self) -> bool:
-        """Return True to draft while batches are in flight.
-
-        Fully accepted batches then get no bonus token.
-        """
+        """True to draft while batches are in flight; full acceptance then brings no bonus token."""
         return False
 
     @property
@@ -62,22 +56,14 @@ class LinkSchedule(Schedule):
 
     @property
     def early(self) -> bool:
-        """Return True if the target may compute rows before their batch is complete.
-
-        It does so unless this delays the batch.
-        """
+        """True if the target may compute rows before their batch is complete, without delay."""
         return False
 
     def make_policy(self, estimates: Estimates) -> DraftLengthPolicy:
         return parse_policy(self.policy, max_length=self.max_length)
 
     def batch_size(self, chosen: int, num_batches: int) -> int:
-        """Return the draft length for the next batch.
-
-        Args:
-            chosen: draft length from the policy.
-            num_batches: batches sent since the last rejection.
-        """
+        """Return the next batch's draft length; ``num_batches`` were sent since a rejection."""
         return chosen
 
     def is_late(self, link: LinkedPipeline) -> bool:
@@ -85,11 +71,7 @@ class LinkSchedule(Schedule):
         return False
 
     def reads(self, is_complete: bool) -> bool:
-        """Return True to read waiting verification results now.
-
-        Args:
-            is_complete: True if the current batch is complete.
-        """
+        """Return True to read results now; ``is_complete``: the current batch is complete."""
         return True
 
     # -- the loop ---------------------------------------------------------------------------
@@ -160,8 +142,7 @@ class LinkSchedule(Schedule):
     def _is_worth_sending(self, session: Session) -> bool:
         """Return True if an early pass over the known rows would end before the batch is complete.
 
-        A correction sampled here is sent at once. Draft tokens are sent at the last useful moment,
-        so that one pass covers as many as possible.
+        Draft tokens are sent at the last useful moment, so one pass covers as many as possible.
         """
         link, batch, tree = session.link, session.link.batch, session.tree
         assert batch is not None
@@ -197,7 +178,4 @@ class DSSD(StopAndWait):
     """Distributed split speculative decoding: the draft side samples corrections itself."""
 
     name: ClassVar[str] = "dssd"
-
-    @property
-    def auto_rule(self) -> RuleName:
-        return "rejection"
+    own_rule = "rejection"

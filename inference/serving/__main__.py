@@ -6,18 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from pipedraft.cli import (
-    leave_at_interrupts,
-    option,
-    run_command,
-)
+from pipedraft.cli import leave_at_interrupts, option, run_command
 
 if __name__ == "__main__":
     # Before the slow imports: Ctrl-C inside them would print a traceback.
     leave_at_interrupts()
 
 from pipedraft.inference.arguments import EngineOptions, backend_of
-from pipedraft.inference.servers import ListenOptions, is_loopback, read_tokens
+from pipedraft.inference.servers import ListenOptions, read_tokens
 from pipedraft.inference.serving import HttpLimits
 
 KEY_VARIABLE = "PIPEDRAFT_API_KEY"
@@ -56,13 +52,9 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
     EXAMPLE: ClassVar[str] = EXAMPLE
     ENDS_GENTLY: ClassVar[bool] = True
 
-    AT_MOST_ONE = (*EngineOptions.AT_MOST_ONE, ("model_name", "served_model_name"))
-
-    model_name: str | None = None
-    """model name for clients; default: the last part of the checkpoint's name, else the draft
-    model's, else the target's"""
     served_model_name: str | None = option(None, metavar="NAME,..")
-    """comma-separated model names for clients, as in vLLM; answers give the first one"""
+    """comma-separated model names for clients, as in vLLM; answers give the first one; default: the
+    last part of the checkpoint's name, else the draft model's, else the target's"""
     vllm_metrics: bool = False
     """also export metrics under vLLM's names (vllm:num_requests_running)"""
 
@@ -80,11 +72,7 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
             return tuple(name.strip() for name in self.served_model_name.split(","))
         parts = (self.checkpoint, self.draft_model, self.target)
         # Resolved: a checkpoint given as "." has a name, too.
-        return (self.model_name or Path(next(filter(None, parts), "")).resolve().name,)
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
+        return (Path(next(filter(None, parts), "")).resolve().name,)
 
 
 build_parser = ServeOptions.parser
@@ -94,15 +82,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Serve as a command line says; if ``words`` is None, read this process's command line."""
     options = ServeOptions.read(sys.argv[1:] if words is None else words)
     keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
-    try:
-        from pipedraft.inference.serving import listen
-    except ImportError as error:
-        # A broken import of our own is a bug, not a missing package.
-        if (error.name or "").startswith("pipedraft"):
-            raise
-        raise ValueError(
-            f"{error.name}: not installed, and the server needs it; pip install 'pipedraft[serve]'"
-        ) from error
+    from pipedraft.inference.serving import listen
+
     with backend_of(options) as cluster:
         if cluster is not None and not cluster.is_controller:
             cluster.watch.on_signal = lambda: None  # the ranks exit after the controller
@@ -114,12 +95,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
             # Requests set their own temperature: prepare a rule for sampling.
             engine = load_engine(options, cluster, options.engine_settings() | {"temperature": 1.0})
-            if not is_loopback(options.host) and (options.tls_cert is None or not keys):
-                print(
-                    f"warning: --host {options.host} is reached from other machines; give "
-                    "--tls-cert, --tls-key and --api-key-file",
-                    file=sys.stderr,
-                )
+            options.warn_if_open(keys, "--api-key-file")
             listen.run(engine, options, keys, socket, cluster)
 
 

@@ -1,10 +1,10 @@
-"""Admission: turns a parsed request into the sequences decoded for it."""
+"""Admission: checks a parsed request and decodes its sequences."""
 
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from pipedraft.chats import ChatRefused, check_template_variables, encode_chat
 from pipedraft.files import Values
@@ -37,7 +37,6 @@ class Admissions:
         limits: HttpLimits,
         metrics: Metrics,
     ) -> None:
-        """``names``: accepted model names."""
         self.decoder, self.names, self.limits, self.metrics = decoder, names, limits, metrics
         self.tokenizer, self.target = decoder.engine.tokenizer, decoder.engine.target
         self.is_draining = False
@@ -46,57 +45,72 @@ class Admissions:
         self.of_client: Counter[str] = Counter()
         """Open sequences per client."""
 
-    def admit(self, client: str, asked: ApiRequest, tell: Callable[[Piece], None]) -> "Admission":
-        """Check a request's model, limits and room; tokenize it and create its choices.
+    def admit(
+        self, client: str, asked: ApiRequest, tell: Callable[[Piece], None]
+    ) -> Sequence[Choice]:
+        """Check a request's model, limits and room; tokenize it and return its choices.
 
-        Args:
-            tell: receives the choices' pieces, from the decoding thread.
-
-        Raises:
-            RequestError: a value exceeds the model or the limits, or there is no room now.
+        ``tell`` receives their pieces, from the decoding thread.
         """
         count, new_tokens = self._check_size(asked)
         self._check_room(client, count)  # before tokenizing: a busy server has no time for it
         prompts = self._encode(asked)
         demands, engine = asked.demands(), self.decoder.engine
         if demands.needs_logits and not isinstance(engine.pipeline, LocalPipeline):
-            raise RequestError(
-                "min_tokens and logprobs: not with --backend process; leave them out",
-                param="min_tokens" if demands.min_tokens else "logprobs",
-                code="unsupported_parameter",
-            )
+            name = "min_tokens" if demands.min_tokens else "logprobs"
+            said = f"{name}: not with --backend process; leave it out"
+            raise RequestError(said, code="unsupported_parameter")
         # The answer reports the seed, so that a client can repeat it.
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        choices = [
+        return [
             Choice(
                 index=index,
                 prompt_ids=prompts[index // asked.n],
-                # Each choice for a prompt has its own seed.
                 config=asked.config(
-                    self.decoder.base, seed=int64(seed + index % asked.n), new_tokens=new_tokens
+                    self.decoder.base,
+                    # Each choice for a prompt has its own seed, wrapped to the int64 range.
+                    seed=(seed + index % asked.n + 2**63) % 2**64 - 2**63,
+                    new_tokens=new_tokens,
                 ),
+                asked=asked,
                 demands=demands,
                 end_ids=frozenset(demands.ends(self.target.eos_token_ids)),
-                skips_special=asked.skip_special_tokens,
-                num_logprobs=asked.num_logprobs,
-                stop_strings=asked.stop_strings,
                 tokenizer=self.tokenizer,
                 metrics=self.metrics,
                 tell=tell,
             )
             for index in range(count)
         ]
-        return Admission(self, client, choices)
+
+    @contextmanager
+    def running(self, client: str, choices: Sequence[Choice]) -> Iterator[None]:
+        """Decode a client's choices in a ``with`` block; its end also ends open ones."""
+        self.of_client[client] += len(choices)
+        self.num_open += 1
+        try:
+            for choice in choices:
+                try:
+                    self.decoder.submit(choice)
+                except ValueError as error:
+                    raise RequestError(str(error)) from error
+                except RuntimeError as error:
+                    raise pipeline_failed() from error
+            yield
+        finally:
+            for choice in choices:
+                # The client left or an error ended the answer: free its places in the batch.
+                if not choice.has_ended:
+                    self.decoder.cancel(choice)
+            self.num_open -= 1
+            self.num_answered += 1
+            self.of_client[client] -= len(choices)
+            self.of_client += Counter()  # drops clients without open sequences
 
     def check_model(self, model: str | None) -> None:
         """Raise RequestError for a model name that is not accepted."""
         if model not in (None, *self.names):
-            raise RequestError(
-                f"model: {str(model)[:128]!r} is not here; this is {self.names[0]!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+            said = f"model: {str(model)[:128]!r} is not here; this is {self.names[0]!r}"
+            raise RequestError(said, status=404, code="model_not_found")
 
     def _check_size(self, asked: ApiRequest) -> tuple[int, int]:
         """Return the number of outputs, and the maximum new tokens per output."""
@@ -104,20 +118,22 @@ class Admissions:
         self.check_model(asked.model)
         most, wanted = limits.max_new_tokens, asked.longest()
         if wanted is not None and wanted > most:
-            raise RequestError(f"max_tokens: {wanted}; give at most {most}", param="max_tokens")
+            raise RequestError(f"max_tokens: {wanted}; give at most {most}")
         if asked.min_tokens > (wanted or most):
-            said = f"min_tokens: {asked.min_tokens}; give at most {wanted or most}, max_tokens"
-            raise RequestError(said, param="min_tokens")
+            raise RequestError(
+                f"min_tokens: {asked.min_tokens}; give at most {wanted or most}, max_tokens"
+            )
         size = self.target.vocab_size
         if any(token >= size for token in asked.stop_token_ids):
-            said = f"stop_token_ids: {max(asked.stop_token_ids)} is no token; give 0 to {size - 1}"
-            raise RequestError(said, param="stop_token_ids")
+            raise RequestError(
+                f"stop_token_ids: {max(asked.stop_token_ids)} is no token; give 0 to {size - 1}"
+            )
         count = asked.num_prompts * asked.n
         # Requests that can never fit must fail for good, not be told to retry.
         room = min(limits.max_client_sequences, self.decoder.capacity + limits.max_waiting)
         most = min(limits.max_choices, room)
         if count > most:
-            raise RequestError(f"n: {count} outputs; ask for at most {most}", param="n")
+            raise RequestError(f"n: {count} outputs; ask for at most {most}")
         return count, wanted or limits.max_new_tokens
 
     def _check_room(self, client: str, count: int) -> None:
@@ -155,15 +171,14 @@ class Admissions:
     ) -> list[int]:
         """Return a conversation's token ids; RequestError if the template refuses it."""
         if self.tokenizer.chat_template is None:
-            said = "messages: this model has no chat template; use /v1/completions"
-            raise RequestError(said, param="messages")
+            raise RequestError("messages: this model has no chat template; use /v1/completions")
         try:
             check_template_variables(variables or {}, "chat_template_kwargs")
             return encode_chat(self.tokenizer, [turn.turn() for turn in messages], variables or {})
         except ChatRefused as error:
-            raise RequestError(f"messages: {error}", param="messages") from error
+            raise RequestError(f"messages: {error}") from error
         except ValueError as error:
-            raise RequestError(str(error), param="chat_template_kwargs") from error
+            raise RequestError(str(error)) from error
 
     def _encode(self, asked: ApiRequest) -> list[list[int]]:
         """Return token ids per prompt."""
@@ -182,52 +197,11 @@ class Admissions:
             if not 0 < len(prompt) <= most:
                 raise RequestError(
                     f"{param}: {len(prompt)} tokens; give 1 to {most}",
-                    param=param,
                     code="context_length_exceeded" if prompt else "invalid_value",
                 )
             if max(prompt) >= size:
-                raise RequestError(
-                    f"{param}: {max(prompt)} is no token; give 0 to {size - 1}", param=param
-                )
+                raise RequestError(f"{param}: {max(prompt)} is no token; give 0 to {size - 1}")
         return prompts
-
-
-@dataclass(frozen=True)
-class Admission:
-    """A client's admitted request; a ``with`` block decodes its choices and ends open ones."""
-
-    desk: Admissions
-    client: str
-    choices: Sequence[Choice]
-
-    def __enter__(self) -> "Admission":
-        self.desk.of_client[self.client] += len(self.choices)
-        self.desk.num_open += 1
-        try:
-            for choice in self.choices:
-                self.desk.decoder.submit(choice)
-        except (ValueError, RuntimeError) as error:
-            # Python calls no ``__exit__`` after a failed ``__enter__``.
-            self.__exit__()
-            refused = RequestError(str(error))
-            raise (refused if isinstance(error, ValueError) else pipeline_failed()) from error
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        desk = self.desk
-        for choice in self.choices:
-            # The client left or an error ended the answer: free its places in the batch.
-            if not choice.has_ended:
-                desk.decoder.cancel(choice)
-        desk.num_open -= 1
-        desk.num_answered += 1
-        desk.of_client[self.client] -= len(self.choices)
-        desk.of_client += Counter()  # drops clients without open sequences
-
-
-def int64(seed: int) -> int:
-    """Return a seed wrapped to the int64 range."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def pipeline_failed() -> RequestError:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import secrets
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,16 +56,14 @@ class Choice(Observer):
     index: int
     prompt_ids: list[int]
     config: DecodeConfig
-    stop_strings: Sequence[str]
+    asked: ApiRequest
+    end_ids: frozenset[int]
+    """End tokens for the choice."""
     tokenizer: "PreTrainedTokenizerBase"
     metrics: "Metrics"
     tell: Callable[[Piece], None]
     """Receives new pieces, on the decoding thread."""
     demands: Demands = Demands()
-    end_ids: frozenset[int] = frozenset()
-    """End tokens for the choice."""
-    skips_special: bool = True
-    num_logprobs: int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     result: DecodeResult | None = None
     error: BaseException | None = None
@@ -84,7 +83,8 @@ class Choice(Observer):
     _rejected: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.stream = TextStream(self.tokenizer, skip_special_tokens=self.skips_special)
+        skips = self.asked.skip_special_tokens
+        self.stream = TextStream(self.tokenizer, skip_special_tokens=skips)
         self.submitted_s = time.monotonic()
         self.started_s = self.first_s = self.last_s = self.step_s = math.nan
 
@@ -114,7 +114,9 @@ class Choice(Observer):
             self.metrics.next_token(now_s - self.last_s)
         self.last_s = now_s
         self._num_new += 1
-        if not self._is_silent_end(token):
+        is_stop = token in self.asked.stop_token_ids or not self.asked.skip_special_tokens
+        # As in vLLM, such an end adds no text.
+        if not (is_stop and token in self.end_ids):
             self._rest += self.stream.add(token)
         self._cut()
         # A possible start of a stop string must wait: sent text cannot be taken back.
@@ -126,13 +128,9 @@ class Choice(Observer):
         return self.is_stopped or self.is_cancelled
 
     def logits(self, token: int, logits_V: "Tensor") -> None:
-        if self.num_logprobs is not None:
-            self.logprobs.append(measure(self.tokenizer, token, logits_V, self.num_logprobs))
-
-    def _is_silent_end(self, token: int) -> bool:
-        """Return True if a token ends the sequence without adding text, as in vLLM."""
-        is_end = token in self.end_ids
-        return is_end and (token in self.demands.stop_token_ids or not self.skips_special)
+        if self.asked.num_logprobs is not None:
+            found = measure(self.tokenizer, token, logits_V, self.asked.num_logprobs)
+            self.logprobs.append(found)
 
     @property
     def text(self) -> str:
@@ -145,7 +143,7 @@ class Choice(Observer):
         if result is not None and not self.is_stopped:
             self._rest += self.stream.rest()
             self._cut()
-        # Before the last piece: once it is read, ``Admission.__exit__`` looks here.
+        # Before the last piece: once it is read, ``Admissions.running`` looks here.
         self.has_ended = True
         self.metrics.ended(self)
         self._tell(len(self._rest), is_last=True)
@@ -162,19 +160,14 @@ class Choice(Observer):
 
     def _cut(self) -> None:
         """End the text before its first stop string."""
-        places = [self._rest.find(stop) for stop in self.stop_strings]
-        found = [place for place in places if place >= 0]
+        found = [self._rest.find(stop) for stop in self.asked.stop_strings if stop in self._rest]
         if found:
             self._rest, self.is_stopped = self._rest[: min(found)], True
 
     def _held(self) -> int:
         """Return how many of the last characters may be the start of a stop string."""
-        # A whole stop string has been cut already, hence the 1.
-        longest = max(map(len, self.stop_strings), default=1) - 1
-        for size in range(min(longest, len(self._rest)), 0, -1):
-            if any(stop.startswith(self._rest[-size:]) for stop in self.stop_strings):
-                return size
-        return 0
+        starts = (stop[:size] for stop in self.asked.stop_strings for size in range(1, len(stop)))
+        return max((len(start) for start in starts if self._rest.endswith(start)), default=0)
 
     # -- once it has ended ------------------------------------------------------------------
 
@@ -212,9 +205,8 @@ def acceptance(result: DecodeResult) -> dict[str, object]:
         length - (end != "a")
         for length, end in zip(result.round_lengths, result.round_ends, strict=True)
     ]
-    histogram = [0] * (max(accepted, default=0) + 1)
-    for count in accepted:
-        histogram[count] += 1
+    counts = Counter(accepted)
+    histogram = [counts[count] for count in range(max(accepted, default=0) + 1)]
     return {
         "mean_acceptance_length": known(result.mean_acceptance_length),
         "draft_acceptance_rate": known(result.draft_acceptance_rate),
@@ -259,11 +251,7 @@ class HttpAnswer:
         self._seed = choices[0].config.seed
 
     async def _read(self) -> AsyncIterator[Piece]:
-        """Yield pieces until every choice has ended.
-
-        Raises:
-            RequestError: a choice has failed, or the server ended it.
-        """
+        """Yield pieces until every choice has ended; raise ``RequestError`` if one is aborted."""
         left = len(self.choices)
         while left:
             piece = await self.pieces.get()
@@ -274,24 +262,23 @@ class HttpAnswer:
                 raise RequestError("the server ended the sequence", status=503)
             yield piece
 
-    async def whole(self) -> None:
-        """Wait for the complete answer."""
+    async def wait(self) -> None:
         async for _ in self._read():
             pass
 
     def body(self) -> Json:
         """Return the complete answer."""
         return self._head | {
-            "choices": [self._choice(choice, choice.text) for choice in self.choices],
+            "choices": [self._choice(choice) for choice in self.choices],
             **self._end(),
         }
 
-    def _choice(self, choice: Choice, text: str) -> Json:
+    def _choice(self, choice: Choice) -> Json:
         said: Json = {"index": choice.index, "logprobs": self._logprobs(choice.logprobs)}
         if self._is_chat:
-            said["message"] = {"role": "assistant", "content": text, "refusal": None}
+            said["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
         else:
-            said["text"] = text
+            said["text"] = choice.text
         return said | {"finish_reason": choice.finish_reason}
 
     def _logprobs(self, found: Sequence[TokenLogprob], first: int = 0) -> Json | None:
@@ -313,7 +300,7 @@ class HttpAnswer:
         return {"usage": self._usage(), "seed": self._seed, "metrics": report}
 
     async def chunks(self) -> AsyncIterator[Json]:
-        options = self.asked.stream_options
+        options, has_events = self.asked.stream_options, self.asked.pipedraft_events
         rest: Json = {"usage": None} if options.include_usage else {}
         is_told = options.include_usage and options.continuous_usage_stats
         if self._is_chat:
@@ -323,25 +310,22 @@ class HttpAnswer:
                 # OpenAI's first chunk per choice has the role alone.
                 yield self._chunk(choice.index, {"role": "assistant", "content": ""}) | rest
         left = len(self.choices)
-        counts, sizes = dict[int, int](), dict[int, int]()
-        waiting = dict[int, list[TokenLogprob]]()
+        counts, sizes = Counter[int](), Counter[int]()
+        waiting = defaultdict[int, list[TokenLogprob]](list)
         async for piece in self._read():
             index = piece.choice.index
             counts[index] = piece.num_tokens
             if is_told:
-                rest = {"usage": self._usage(sum(counts.values()))}
+                rest = {"usage": self._usage(counts.total())}
             # Log-probabilities wait for their tokens' text: clients pair them within a chunk.
-            found = waiting.setdefault(index, [])
-            found += piece.logprobs
+            waiting[index] += piece.logprobs
             logprobs: Json = {}
-            if found and (piece.text or self.asked.pipedraft_events or piece.is_last):
-                logprobs = {"logprobs": self._logprobs(found, sizes.get(index, 0))}
-                sizes[index] = sizes.get(index, 0) + sum(len(one.text) for one in found)
-                waiting[index] = []
-            events: Json = {}
-            if self.asked.pipedraft_events:
-                events = {"pipedraft": self._event(piece)}
-            if piece.text or (events and not piece.is_last):
+            if waiting[index] and (piece.text or has_events or piece.is_last):
+                found = waiting.pop(index)
+                logprobs = {"logprobs": self._logprobs(found, sizes[index])}
+                sizes[index] += sum(len(one.text) for one in found)
+            if piece.text or (has_events and not piece.is_last):
+                events: Json = {"pipedraft": self._event(piece)} if has_events else {}
                 yield self._chunk(index, {"content": piece.text}, **logprobs) | events | rest
                 logprobs = {}
             if piece.is_last:

@@ -22,12 +22,11 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.servers import find_token
 from pipedraft.inference.serving import HttpLimits
-from pipedraft.inference.serving.admission import NOT_AGAIN, Admission, Admissions
+from pipedraft.inference.serving.admission import NOT_AGAIN, Admissions
 from pipedraft.inference.serving.answers import HttpAnswer, Piece
 from pipedraft.inference.serving.decoder import SequenceDecoder
 from pipedraft.inference.serving.errors import Json, RequestError
 from pipedraft.inference.serving.metrics import Metrics
-from pipedraft.inference.serving.openapi import openapi_document
 from pipedraft.inference.serving.requests import (
     ApiRequest,
     ChatRequest,
@@ -35,8 +34,8 @@ from pipedraft.inference.serving.requests import (
     DetokenizeRequest,
     Kind,
     TokenizeRequest,
+    openapi_document,
     parse,
-    parse_with_ignored,
 )
 from pipedraft.models.target import StagedTarget
 
@@ -77,24 +76,16 @@ class Service:
         self,
         decoder: SequenceDecoder,
         *,
-        name: str,
+        names: Sequence[str],
         limits: HttpLimits,
         keys: Sequence[str] = (),
-        more_names: Sequence[str] = (),
         vllm_metrics: bool = False,
     ) -> None:
-        """
-        Args:
-            name: model name for clients.
-            more_names: further accepted model names.
-            vllm_metrics: add metrics under vLLM's names.
-            keys: accepted client keys; (): none required.
-        """
-        self.decoder, self.name, self.limits, self.keys = decoder, name, limits, keys
+        """``names``: accepted model names, answers give the first. ``keys``: (): none required."""
+        self.decoder, self.names, self.limits, self.keys = decoder, names, limits, keys
         self.engine = decoder.engine
-        self.metrics = Metrics(name, has_vllm_names=vllm_metrics)
-        self.names = (name, *more_names)
-        self.admissions = Admissions(decoder, names=self.names, limits=limits, metrics=self.metrics)
+        self.metrics = Metrics(names[0], has_vllm_names=vllm_metrics)
+        self.admissions = Admissions(decoder, names=names, limits=limits, metrics=self.metrics)
         self.created = int(time.time())
         self.ending = asyncio.Event()
         """Set to end all answers now."""
@@ -109,11 +100,7 @@ class Service:
     # -- who may ask, and what --------------------------------------------------------------
 
     def client_of(self, request: HttpRequest) -> str:
-        """Identify the client: its key's number if there are several, else its address.
-
-        Raises:
-            RequestError: no key, or a wrong one.
-        """
+        """Check the key; return the key's number if there are several, else the address."""
         address = request.client.host if request.client else ""
         if not self.keys:
             return address
@@ -132,12 +119,9 @@ class Service:
     async def read_body(self, request: HttpRequest) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # A foreign page can send other types from a visitor's browser without a preflight
-            # request.
-            raise RequestError(
-                f"content-type: {kind[:64]!r}; send application/json", status=415, param=None
-            )
-        body = bytearray()
+            # A foreign page can send other types from a visitor's browser without a preflight.
+            raise RequestError(f"content-type: {kind[:64]!r}; send application/json", status=415)
+        body, most = bytearray(), self.limits.max_message_kb * 2**10
         try:
             # A client that sends slowly must not occupy a connection for long.
             async with asyncio.timeout(BODY_S):
@@ -149,13 +133,10 @@ class Service:
                     body += message.get("body", b"")
                     is_more = message.get("more_body", False)
                     # Checked while reading: content-length may be missing or wrong.
-                    if len(body) > self.limits.max_message_kb * 2**10:
-                        raise RequestError(
-                            f"the body has more than {self.limits.max_message_kb * 2**10} bytes",
-                            status=413,
-                            # The rest is still on its way: close instead of reading it.
-                            headers={"connection": "close"},
-                        )
+                    if len(body) > most:
+                        said = f"the body has more than {most} bytes"
+                        # The rest is still on its way: close instead of reading it.
+                        raise RequestError(said, status=413, headers={"connection": "close"})
         except TimeoutError as error:
             said = f"the body took more than {BODY_S:g} s"
             raise RequestError(said, status=408, headers=NOT_AGAIN) from error
@@ -166,7 +147,7 @@ class Service:
     async def answer(self, request: HttpRequest, kind: type[ApiRequest]) -> Response:
         client = self.client_of(request)
         # The key first: a stranger's body is not even read.
-        asked, ignored = parse_with_ignored(await self.read_body(request), kind)
+        asked, ignored = parse(await self.read_body(request), kind)
         headers = ignored_header(ignored)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
@@ -175,25 +156,21 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the loop is gone, and all clients with it
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        admission = self.admissions.admit(client, asked, tell)
-        answer = HttpAnswer(asked, self.name, admission.choices, pieces)
-        if asked.stream:
-            # Entered here, while a refusal can still have its own status.
-            admission.__enter__()
-            return EventStream(self, request, answer, admission, headers)
-        with admission:
-            if await self.until_gone(request.receive, answer.whole()):
+        choices = self.admissions.admit(client, asked, tell)
+        answer = HttpAnswer(asked, self.names[0], choices, pieces)
+        with contextlib.ExitStack() as stack:
+            # Entered here also for a stream: a refusal can still have its own status.
+            stack.enter_context(self.admissions.running(client, choices))
+            if asked.stream:
+                return EventStream(self, answer, stack.pop_all(), headers)
+            if await self.until_gone(request.receive, answer.wait()):
                 return JsonResponse(answer.body(), headers=headers)
         return Response(status_code=499)  # the reader has left
 
     async def until_gone(
         self, receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Await an answer's work; return False if its reader left before the end.
-
-        Raises:
-            RequestError: the answer took too long, or the sequence failed.
-        """
+        """Await an answer's work for ``request_s``; return False if its reader left earlier."""
 
         async def left() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -220,7 +197,7 @@ class Service:
     async def read_tool(self, request: HttpRequest, kind: type[Kind]) -> Kind:
         """Parse a request that needs only the tokenizer."""
         self.client_of(request)
-        asked = parse(await self.read_body(request), kind)
+        asked, _ = parse(await self.read_body(request), kind)
         self.admissions.check_model(getattr(asked, "model", None))
         return asked
 
@@ -234,8 +211,7 @@ class Service:
         self.admissions.is_draining = True
         until_s = time.monotonic() + self.limits.grace_s
         while self.admissions.num_open and not hurry.is_set() and time.monotonic() < until_s:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(hurry.wait(), 0.05)
+            await asyncio.sleep(0.02)
         self.ending.set()
 
 
@@ -262,9 +238,8 @@ class EventStream(Response):
     def __init__(
         self,
         service: Service,
-        request: HttpRequest,
         answer: HttpAnswer,
-        admission: Admission,
+        running: contextlib.ExitStack,
         headers: Mapping[str, str],
     ):
         # nginx would otherwise buffer the events.
@@ -272,36 +247,31 @@ class EventStream(Response):
         super().__init__(headers={**own, **headers})
         # Starlette sets it for an empty body.
         del self.headers["content-length"]
-        self.service, self.request = service, request
-        self.answer, self.admission = answer, admission
+        self.service, self.answer, self.running = service, answer, running
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        with contextlib.ExitStack() as stack:
-            # ``push`` only registers the exit: ``answer`` has entered it.
-            stack.push(self.admission)
+        with self.running:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
             try:
                 await self.service.until_gone(receive, self._send_all(send))
             except RequestError as error:
-                if not self.answer.is_blocked:  # the reader does not read
-                    # The status is sent already, so the error can only be an event.
-                    await self._send(send, error.to_dict())
-                    await send({"type": "http.response.body", "body": b""})
+                if self.answer.is_blocked:
+                    return  # the reader does not read
+                # The status is sent already, so the error can only be an event.
+                await self._send(send, error.to_dict())
+            await send({"type": "http.response.body", "body": b""})
 
     async def _send_all(self, send: Send) -> None:
         async for chunk in self.answer.chunks():
             await self._send(send, chunk)
-        await self._send(send, None)
-        await send({"type": "http.response.body", "body": b""})
+        await self._send(send, "[DONE]")
 
-    async def _send(self, send: Send, chunk: Json | None) -> None:
-        """Send one event; None: the end marker."""
-        text = b"[DONE]" if chunk is None else msgspec.json.encode(chunk)
+    async def _send(self, send: Send, chunk: Json | str) -> None:
+        text = chunk.encode() if isinstance(chunk, str) else msgspec.json.encode(chunk)
+        event = b"data: " + text + b"\n\n"
         self.answer.is_blocked = True
-        await send(
-            {"type": "http.response.body", "body": b"data: " + text + b"\n\n", "more_body": True}
-        )
+        await send({"type": "http.response.body", "body": event, "more_body": True})
         self.answer.is_blocked = False
 
 
@@ -351,7 +321,7 @@ def make_app(service: Service) -> FastAPI:
 
     def about(name: str = "") -> Json:
         return {
-            "id": name or service.name,
+            "id": name or service.names[0],
             "object": "model",
             "created": service.created,
             "owned_by": "pipedraft",
@@ -414,8 +384,7 @@ def add_tools(app: FastAPI, service: Service) -> None:
         asked = await service.read_tool(request, DetokenizeRequest)
         size = service.engine.target.vocab_size
         if max(asked.tokens, default=0) >= size:
-            said = f"tokens: {max(asked.tokens)} is no token; give 0 to {size - 1}"
-            raise RequestError(said, param="tokens")
+            raise RequestError(f"tokens: {max(asked.tokens)} is no token; give 0 to {size - 1}")
         return JsonResponse({"prompt": service.admissions.tokenizer.decode(asked.tokens)})
 
     @app.get("/version")

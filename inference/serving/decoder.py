@@ -19,9 +19,9 @@ USUAL_S = 1.0
 
 
 class SequenceDecoder:
-    """Decodes sequences that share the pipeline's steps; a failing sequence ends alone.
+    """Decodes choices that share the pipeline's steps; a failing one ends alone.
 
-    ``submit`` starts a choice. Other threads then report its tokens and its end.
+    Other threads report a submitted choice's tokens and its end.
     """
 
     def __init__(self, engine: Engine, limits: HttpLimits) -> None:
@@ -62,12 +62,7 @@ class SequenceDecoder:
         return self._usual_s * (self.num_waiting + 1) / self.capacity
 
     def submit(self, choice: Choice) -> None:
-        """Start decoding one sequence of a request.
-
-        Raises:
-            ValueError: the engine cannot decode it.
-            RuntimeError: decoding has stopped.
-        """
+        """Start decoding a choice; a ``RuntimeError`` means that decoding has stopped."""
         try:
             handle = self.batch.submit(choice.prompt_ids, choice.config, observer=choice)
         except RuntimeError as error:

@@ -13,54 +13,30 @@ HARMLESS = {
 }
 """OpenAI, vLLM and SGLang fields without influence on the answer."""
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "logits_processors": ([],),
-    "structured_outputs": ({},),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("prompt_logprobs", "top_logprobs"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("best_of", "num_beams"), (1,)),
+    **dict.fromkeys(("tools", "functions", "documents", "stop_sequences"), ([],)),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("logit_bias", "structured_outputs"), ({},)),
+    **dict.fromkeys(("echo", "use_beam_search", "early_stopping"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("do_sample", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "lora_path"), ()),
-    "mirostat": (0,),
-    **dict.fromkeys(("structural_tag", "grammar", "negative_prompt"), ()),
-    **dict.fromkeys(("enable_thinking", "thinking", "thinking_budget", "extra_body"), ()),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "lora_path", "chat_template"), ()),
+    **dict.fromkeys(("audio", "web_search_options", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("enable_thinking", "thinking", "system"), ()),
     # Known fields are looked up first, so chats still accept max_completion_tokens.
-    **dict.fromkeys(("max_completion_tokens", "num_predict", "n_predict"), ()),
-    **dict.fromkeys(("no_repeat_ngram_size", "dry_multiplier", "xtc_probability"), (0,)),
-    **dict.fromkeys(("dynatemp_range", "top_a", "top_logprobs"), (0,)),
-    **dict.fromkeys(("repeat_penalty", "num_beams", "beam_width", "tfs_z"), (1,)),
-    **dict.fromkeys(("system", "options", "format", "think"), ()),
-    "do_sample": (True,),
-    "prompt_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
+    **dict.fromkeys(("max_completion_tokens", "max_new_tokens"), ()),
     "add_special_tokens": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "max_new_tokens": (),
-    "stop_sequences": ([],),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "verbosity": ("medium",),
 }
 """Unsupported fields with influence on the answer, each with its harmless values."""
 INSTEAD = {
@@ -98,7 +74,7 @@ def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]
         # A misspelled field would have no effect, unnoticed. Cut: long names compare slowly.
         elif near := difflib.get_close_matches(name[:64], known, 1, TYPO):
             said = f"{name[:64]}: unknown field; did you mean {near[0]}?"
-            raise RequestError(said, param=name[:64], code="unknown_parameter")
+            raise RequestError(said, code="unknown_parameter")
         else:
             ignored.append(name)
     return kept, ignored
@@ -106,17 +82,14 @@ def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]
 
 def _unsupported(name: str) -> RequestError:
     said = f"{name}: not supported; {INSTEAD.get(name, 'leave it out')}"
-    return RequestError(said, param=name, code="unsupported_parameter")
+    return RequestError(said, code="unsupported_parameter")
 
 
 def plain_message(turn: object, ignored: list[str]) -> object:
     """Return a message's parsed fields, with text parts from all clients in one format.
 
-    Args:
-        ignored: collects names of unknown fields.
-
-    Raises:
-        RequestError: an unsupported field is visible to the model.
+    Names of unknown fields are added to ``ignored``; unsupported ones that the model would see are
+    refused.
     """
     if not isinstance(turn, dict):
         return turn

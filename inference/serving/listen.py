@@ -95,10 +95,9 @@ def run(
     decoder = SequenceDecoder(engine, options)
     service = Service(
         decoder,
-        name=options.name,
+        names=options.names,
         limits=options,
         keys=keys,
-        more_names=options.names[1:],
         vllm_metrics=options.vllm_metrics,
     )
     if cluster is not None:
@@ -110,7 +109,7 @@ def run(
     server = http_server(service, **files)
     address = address_of(options.host, listener.getsockname()[1])
     print(
-        f"serving {options.name} on {'https' if files else 'http'}://{address} "
+        f"serving {options.names[0]} on {'https' if files else 'http'}://{address} "
         f"({service.describe()})",
         flush=True,
     )

@@ -57,11 +57,7 @@ def _entry(one: TokenLogprob) -> Json:
 
 
 def as_completion(found: Sequence[TokenLogprob], first: int) -> Json:
-    """Return ``logprobs`` for a completion choice.
-
-    Args:
-        first: number of characters before these tokens.
-    """
+    """Return ``logprobs`` for a completion choice; ``first`` characters precede these tokens."""
     offsets = [first]
     for one in found:
         offsets.append(offsets[-1] + len(one.text))

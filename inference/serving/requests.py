@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ from pipedraft.inference.config import MIN_TEMPERATURE, DecodeConfig
 from pipedraft.inference.demands import Demands
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.schedules.autoregressive import Autoregressive
-from pipedraft.inference.serving.errors import RequestError
+from pipedraft.inference.serving.errors import Json, RequestError
 from pipedraft.inference.serving.fields import plain_message, split_fields
 
 MAX_SEED = 2**63 - 1
@@ -119,17 +120,17 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def config(self, base: DecodeConfig, *, seed: int, new_tokens: int) -> DecodeConfig:
-        """Return the decoding configuration for one sequence.
-
-        Args:
-            base: schedule, stages, acceptance rule.
-
-        Raises:
-            RequestError: a value the engine does not accept.
-        """
+        """Return one sequence's decoding configuration; ``base`` has schedule, stages and rule."""
         # Clients that reject 0 send 1e-6 or 1e-8 instead.
         is_sampled = self.temperature >= MIN_TEMPERATURE
-        filters = TokenFilters() if not is_sampled else self._filters()
+        filters = TokenFilters()
+        if is_sampled:
+            filters = TokenFilters(
+                top_k=max(self.top_k, 0),  # -1: all, as in vLLM
+                top_p=self.top_p,
+                min_p=self.min_p,
+                typical_p=self.typical_p,
+            )
         if not self.pipedraft_draft:
             base = replace(base, schedule=Autoregressive(), verifier="auto")
         try:
@@ -143,15 +144,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 **{name: getattr(filters, name) for name in TokenFilters.__dataclass_fields__},
             )
         except ValueError as error:
-            raise RequestError(str(error), param=str(error).partition(":")[0]) from error
-
-    def _filters(self) -> TokenFilters:
-        return TokenFilters(
-            top_k=max(self.top_k, 0),  # -1: all, as in vLLM
-            top_p=self.top_p,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-        )
+            raise RequestError(str(error)) from error
 
 
 class ChatRequest(ApiRequest, kw_only=True):
@@ -227,13 +220,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
-def parse(body: bytes, kind: type[Kind]) -> Kind:
-    """Parse a request's body; see ``parse_with_ignored``."""
-    return parse_with_ignored(body, kind)[0]
-
-
-def parse_with_ignored(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
-    """Parse a request's body; also return the names of ignored unknown fields.
+def parse(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
+    """Return a request parsed from its body, and the names of ignored unknown fields.
 
     Raises:
         RequestError: not JSON, or not this kind of request; the message names the field.
@@ -251,7 +239,7 @@ def parse_with_ignored(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     fields, ignored = split_fields(content, kind.__struct_fields__)
     for name in OF_STREAMS:
         if fields.get(name) and not fields.get("stream"):
-            raise RequestError(f"{name}: of an answer with stream: true alone", param=name)
+            raise RequestError(f"{name}: of an answer with stream: true alone")
     options = fields.get("stream_options")
     if isinstance(options, dict):
         fields["stream_options"] = {name: x for name, x in options.items() if x is not None}
@@ -279,4 +267,31 @@ def wrong(text: str) -> RequestError:
     param = place.strip("`").lstrip(".").replace("[...]", "")
     if found := re.search(r"(?:missing required|contains unknown) field `([^`]*)`", said):
         param = f"{param}.{found[1]}".lstrip(".")
-    return RequestError(f"{param or 'body'}: {said}", param=param or None, code="invalid_value")
+    return RequestError(f"{param or 'the body'}: {said}", code="invalid_value")
+
+
+def openapi_document() -> Json:
+    """Return the OpenAPI description of the server's paths; answers have OpenAI's formats."""
+    posts = {
+        ChatRequest.PATH: ChatRequest,
+        CompletionRequest.PATH: CompletionRequest,
+        "/tokenize": TokenizeRequest,
+        "/detokenize": DetokenizeRequest,
+    }
+    gets = ("/v1/models", "/v1/models/{name}", "/health", "/metrics", "/version", "/openapi.json")
+    schemas, components = msgspec.json.schema_components(
+        posts.values(), ref_template="#/components/schemas/{name}"
+    )
+    answer = {"responses": {"200": {"description": "the answer"}}}
+    paths: dict[str, dict[str, Json]] = {path: {"get": {**answer}} for path in gets}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
+    for path, schema in zip(posts, schemas, strict=True):
+        content = {"application/json": {"schema": schema}}
+        paths[path] = {"post": {**answer, "requestBody": {"content": content}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pipedraft", "version": version("pipedraft")},
+        "paths": paths,
+        "components": {"schemas": components},
+    }

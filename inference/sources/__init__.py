@@ -15,17 +15,7 @@ from pipedraft.inference.sources.spd import SPDSource
 
 
 def make_source(draft: Any, timing: str = "input_states", tokens_per_step: int = 1) -> DraftSource:
-    """Build the draft source for a loaded draft.
-
-    Args:
-        timing: from schedule ``spd``; values other than the default need an SPD head.
-        tokens_per_step: from schedule ``spd``.
-
-    Raises:
-        ValueError: the draft cannot read states with this timing, or draft this many tokens per
-            step.
-    """
-
+    """Build the draft source for a loaded draft; schedule ``spd`` gives the other arguments."""
     sources: dict[str, Callable[[Any], DraftSource]] = {
         "ppsd": PPSDSource,
         "eagle": EagleSource,

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from pipedraft.inference.schedules.base import Growth
 from pipedraft.inference.shapes import RowCosts, TreeShape, rows_that_pay
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import KeepRows
+
+Features: TypeAlias = Mapping[int, Tensor]
+"""Hidden states [rows, H] by target layer index."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,10 @@ class DraftSampling:
         return replace(self, costs=replace(self.costs, row=self.costs.later * self.costs.row))
 
     def worth(self, tree: TokenTree, scores: Sequence[float]) -> int:
-        """Return how many of the best new draft tokens to add.
-
-        A segment's first row is free: another stage takes as long for one row anyway.
-
-        Args:
-            scores: cumulative, descending.
-        """
+        """Return how many of the best new draft tokens to add, by their descending scores."""
         if self.costs is None:
             return len(scores)
+        # A segment's first row is free: another stage takes as long for one row anyway.
         free = int(len(tree) == tree.num_injected)
         return min(len(scores), free + rows_that_pay(scores[free:], self.costs))
 
@@ -101,16 +99,11 @@ class DraftSource:
     num_forwards: int = 0
     """Draft forwards so far."""
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
-        """Start a new sequence.
-
-        Args:
-            features: prompt hidden states [P, H] by layer index.
-            tokens: the P prompt tokens and the first root.
-        """
+    def begin(self, features: Features, tokens: list[int]) -> None:
+        """Start a sequence: prompt hidden states [P, H] by layer; P prompt tokens and the root."""
         raise NotImplementedError
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         """Receive newly committed positions: hidden states [a, H], and the token after each."""
         raise NotImplementedError
 
@@ -122,56 +115,39 @@ class DraftSource:
         """Target token for each entry in the draft's logits, int64 [U]."""
         raise NotImplementedError
 
-    def leaf_logits(
-        self, tree: TokenTree, rows: list[int], features: Mapping[int, Tensor]
-    ) -> Tensor:
-        """Return logits [Q, U] for the token after each given tree row.
-
-        Args:
-            features: as in ``grow_layer``.
-        """
+    def leaf_logits(self, tree: TokenTree, rows: list[int], features: Features) -> Tensor:
+        """Return logits [Q, U] for the token after each tree row; features as in ``grow_layer``."""
         raise NotImplementedError
 
     def best_levels(
         self,
         tree: TokenTree,
         leaves: list[int],
-        features: Mapping[int, Tensor],
+        features: Features,
         *,
         width: int,
         levels: int,
         sampling: DraftSampling,
         beams: int = 0,
-        split: float | None = None,
     ) -> Iterator[Tensor]:
         """Yield children for some rows, as in ``best_children``, then perhaps for rows just added.
 
-        Later levels give only each row's best child, in row order, or with ``split`` as many
-        children as the first level.
+        Later levels give only each row's best child, in row order.
 
         Args:
-            features: as in ``grow_layer``.
             levels: maximum number of levels added below the rows.
             beams: the caller will next add this many new children with the best scores; 0: unknown.
-            split: the caller adds each row's best child, and others with a higher probability than
-                this, up to ``beams``.
         """
         logits_QU = self.leaf_logits(tree, leaves, features)
         yield best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)
 
     def grow_layer(
-        self,
-        tree: TokenTree,
-        features: Mapping[int, Tensor],
-        *,
-        width: int,
-        sampling: DraftSampling,
+        self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
     ) -> int:
         """Add up to ``width`` draft tokens below the deepest rows; return the number added.
 
         Args:
-            features: CURRENT hidden states for rows in flight; entry l covers the first r rows in
-                the tree, which are those past layer l.
+            features: CURRENT hidden states [r, H] by layer, for the r first rows past this layer.
         """
         raise NotImplementedError
 
@@ -180,9 +156,7 @@ class DraftSource:
     ) -> int:
         """Draft a fresh tree below the root, merge it by token path; return the rows added.
 
-        Args:
-            by_score: add new rows by descending score instead of level by level. Parents precede
-                their children either way.
+        ``by_score``: add rows by descending score, not by level; parents always come first.
         """
         raise NotImplementedError
 
@@ -213,34 +187,18 @@ def add_sampled(
 def add_layer(
     tree: TokenTree, logits_QU: Tensor, draft: Any, *, width: int, sampling: DraftSampling
 ) -> int:
-    """Add draft tokens below the deepest rows in the tree; return their number.
-
-    Args:
-        logits_QU: for these Q rows, in tree order.
-    """
+    """Add draft tokens below the Q deepest rows in the tree; return their number."""
     leaves = deepest_rows(tree)
     if sampling.samples_chain:
         add_sampled(tree, leaves[0], logits_QU[0], draft, sampling)
         return 1
-    return add_best(tree, leaves, logits_QU, draft.draft_ids, width, sampling)
+    best_2QW = best_children(tree, leaves, logits_QU, draft.draft_ids, width, sampling)
+    return add_children(tree, leaves, best_2QW, width, sampling)
 
 
 def deepest_rows(tree: TokenTree) -> list[int]:
     deepest = max(tree.depths)
     return [row for row in range(len(tree)) if tree.depths[row] == deepest]
-
-
-def add_best(
-    tree: TokenTree,
-    leaves: list[int],
-    logits_QU: Tensor,
-    ids_U: Tensor,
-    width: int,
-    sampling: DraftSampling,
-) -> int:
-    """Add the ``width`` children with the best cumulative scores over all leaves, within costs."""
-    best_2QW = best_children(tree, leaves, logits_QU, ids_U, width, sampling)
-    return add_children(tree, leaves, best_2QW, width, sampling)
 
 
 def best_children(
@@ -265,7 +223,7 @@ def best_children(
 def add_children(
     tree: TokenTree, leaves: list[int], best_2QW: Tensor, width: int, sampling: DraftSampling
 ) -> int:
-    """Add the best entries from ``best_children``, within costs; return their number."""
+    """Add the ``width`` best entries over all leaves, within costs; return their number."""
     tokens_QW, total_QW = best_2QW
     scores_W, places_W = total_QW.flatten().topk(min(width, total_QW.numel()))
     parents = [leaves[place // total_QW.shape[1]] for place in places_W.tolist()]

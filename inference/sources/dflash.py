@@ -136,8 +136,7 @@ class GraphBlocks(GraphText):
         super().__init__(len(draft.layers), draft.draft_ids)
         self.draft = draft
         self._num_depths = self._width = 0
-        """Largest number of depths and width requested so far; later reads request these at
-        once."""
+        """Largest requests so far; later reads request as much at once."""
 
     def propose(self, text: NewText, token: int, num_rows: int) -> Tensor:
         """Return a block's hidden states, as in ``DFlash.propose``: a reused buffer [S, H]."""
@@ -195,10 +194,8 @@ class GraphBlocks(GraphText):
     ) -> Tensor:
         """Return tokens and log-probabilities for each depth's best tokens: float64 [2, D, W], CPU.
 
-        D and W may be larger than requested. The host waits here, once.
-
-        Args:
-            position: of the first depth's token.
+        D and W may be larger than requested. ``position`` is the first depth's token's. The host
+        waits here, once.
         """
         self._num_depths = max(self._num_depths, num_depths)
         self._width = max(self._width, width)

@@ -22,11 +22,7 @@ from pipedraft.models.layers import KeyValues
 
 
 class EagleSource(CacheSource):
-    """Draft tokens from an EAGLE head.
-
-    Rows that are continued in the session's tree keep their drafted states, while committed rows
-    are recomputed from the target's states.
-    """
+    """Draft tokens from an EAGLE head."""
 
     def __init__(self, draft: EagleHead) -> None:
         like = draft.draft_ids.new_zeros(0, dtype=next(draft.parameters()).dtype)
@@ -60,8 +56,7 @@ class EagleSource(CacheSource):
     def _take_in(self, tree: TokenTree, rows: list[int]) -> None:
         """Run one forward pass: newly committed text, then tree rows.
 
-        The head joins a token to the state before it: the target's state for text rows, the head's
-        own state otherwise.
+        Each token is joined to the state before it: the target's for text, the head's own else.
         """
         text = self._take_pending()
         states = [self.draft.feature(taps) for taps in text.features]

@@ -1,18 +1,17 @@
-"""Data for one CUDA-graph call to a draft: the query, tensor sizes, and row places."""
+"""Data for one CUDA-graph call to a draft: rows, query, tensor sizes, and row places."""
 
 # R tree rows, Q leaves, S columns: rows behind the leading text, C all places
 # X.. axes of a state
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from pipedraft.inference.sources.base import DraftSampling
-from pipedraft.inference.sources.row_cache import TEXT
+from pipedraft.inference.sources.row_cache import TEXT, NewText
+from pipedraft.inference.tree import TokenTree
 from pipedraft.models.cuda_graphs import Packing
 from pipedraft.models.layers import KeyValues
 
@@ -67,9 +66,6 @@ class ChildQuery:
     beams: int = 0
     then: int = 0
     """Best children per row at further levels."""
-    split: float | None = None
-    """Continue each row by its best child, and by further children with a higher probability than
-    this, in order, up to ``beams``. None: continue the best children over all rows."""
     sampling: DraftSampling | None = None
     """Settings for scoring children."""
 
@@ -79,8 +75,23 @@ class ChildQuery:
         rule = () if self.sampling is None else self.sampling.graph_key
         if rule is None:
             return None
-        # The value of ``split`` is data in the call, so all values share one graph.
-        return self.width, self.levels, self.beams, self.then, self.split is None, *rule
+        return self.width, self.levels, self.beams, self.then, *rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphCall:
+    """Text to take in, tree rows to forward, and rows whose children to rank."""
+
+    tree: TokenTree
+    text: NewText
+    rows: list[int] = field(default_factory=list)
+    """As in ``RowCache.compute``."""
+    leaves: list[int] = field(default_factory=list)
+    """Rows that are cached or in ``rows``; for a root without a row, the end of the text."""
+    query: ChildQuery = ChildQuery()
+    name: Callable[[int], int] = int
+    given: Mapping[int, Tensor] | None = None
+    """Hidden states for all tree rows, if the draft reads them."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,6 @@ class CallShape:
         new, S = self.num_text + self.num_rows, self.num_columns
         return Packing(
             counts=4,
-            split=1,
             text_S=S,
             new=3 * new,  # tokens, positions, places
             features=self.num_features,
@@ -135,13 +145,13 @@ class Places:
     before: int
     """Place of the last text row before this call, or a place that stays zero."""
     slot_of: Mapping[int, int]
-    name: Callable[[int], int]
+    """By row name."""
 
-    def of(self, row: int) -> int:
+    def of(self, name: int) -> int:
         """Return a tree row's place; for a row without one, the text's end."""
         # The root is text, and has no place as a tree row.
         end_of_text = self.slot_of.get(TEXT, self.leading - 1)
-        return self.slot_of.get(self.name(row), end_of_text)
+        return self.slot_of.get(name, end_of_text)
 
 
 @dataclass

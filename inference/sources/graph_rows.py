@@ -10,8 +10,6 @@ the graph runs and reads one after it.
 # K rows in a further level, W children per row, S columns: rows behind O, the leading text
 # C all buffer places, M moving rows, U draft vocabulary, H hidden, X.. axes of a state
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -19,9 +17,15 @@ import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import DraftSampling
-from pipedraft.inference.sources.graph_call import CallShape, ChildQuery, GraphDraft, Level, Places
-from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, NewText, RowCache
-from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.sources.graph_call import (
+    CallShape,
+    ChildQuery,
+    GraphCall,
+    GraphDraft,
+    Level,
+    Places,
+)
+from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, RowCache
 from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
 from pipedraft.models.layers import FixedKeyValues
 
@@ -67,73 +71,37 @@ class GraphRows(RowCache):
         self._names += names
         self._slots += range(first, first + len(names))
 
-    def grow(
-        self,
-        tree: TokenTree,
-        text: NewText,
-        rows: list[int],
-        leaves: list[int],
-        query: ChildQuery,
-        *,
-        name: Callable[[int], int] = int,
-        given: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
+    def grow(self, call: GraphCall) -> Tensor:
         """Take in text, forward tree rows, and rank some rows' children.
-
-        Args:
-            rows: as in ``compute``.
-            leaves: rows that are cached or in ``rows``; for a root without a row of its own, the
-                end of the text.
-            given: hidden states for all tree rows, if the draft reads them.
 
         Returns:
             Logits [Q, U], or the input to ``levels``; on the device.
         """
-        while len(text.tokens) > MAX_ROWS:
-            part = text.split(CHUNK_ROWS)
-            self._call(tree, part, [], [], ChildQuery(), name=name)
-        return self._call(tree, text, rows, leaves, query, name=name, given=given)
+        while len(call.text.tokens) > MAX_ROWS:
+            part = call.text.split(CHUNK_ROWS)
+            self._run(GraphCall(tree=call.tree, text=part, name=call.name))
+        return self._run(call)
 
-    def _call(
-        self,
-        tree: TokenTree,
-        text: NewText,
-        rows: list[int],
-        leaves: list[int],
-        query: ChildQuery,
-        *,
-        name: Callable[[int], int],
-        given: Mapping[int, Tensor] | None = None,
-    ) -> Tensor:
-        sizes = len(text.tokens), len(rows), len(leaves)
-        can_capture = query.key is not None and 0 < max(sizes) <= MAX_ROWS
-        at = self._place(text, rows, query, name)
-        shape, packing, packed, sources = self._pack(
-            tree,
-            text,
-            rows,
-            leaves,
-            query,
-            at=at,
-            given=given,
-            pad=padded_rows if can_capture else int,
-        )
+    def _run(self, call: GraphCall) -> Tensor:
+        query, num_leaves = call.query, len(call.leaves)
+        most = max(len(call.text.tokens), len(call.rows), num_leaves)
+        can_capture = query.key is not None and 0 < most <= MAX_ROWS
+        at = self._place(call)
+        shape, packing, packed, sources = self._pack(call, at, padded_rows if can_capture else int)
         compute = partial(self._compute, shape, packing, query)
         key = (shape, query.key)
         out = self.graphs.run(key, packed, sources, compute, can_capture=can_capture)
         self._slots = at.slots
         self._count_leading()
         self._slots = self._slots[len(at.slots) - len(self._names) :]
-        return out if query.width else out[: len(leaves)].clone()
+        return out if query.width else out[:num_leaves].clone()
 
-    def _place(
-        self, text: NewText, rows: list[int], query: ChildQuery, name: Callable[[int], int]
-    ) -> Places:
+    def _place(self, call: GraphCall) -> Places:
         """Assign places after the cached rows; first close the gaps between those."""
         first, leading, num_text = len(self._names), self._num_leading, self.num_text
-        new = [*[TEXT] * len(text.tokens), *(name(row) for row in rows)]
+        new = [*[TEXT] * len(call.text.tokens), *map(call.name, call.rows)]
         names = self._names = [*self._names, *new]
-        self._reserve(leading + len(names) + query.levels * query.beams)
+        self._reserve(leading + len(names) + call.query.levels * call.query.beams)
         slots = [*range(leading, leading + len(names))]
         self._move([x for x in zip(self._slots, slots, strict=False) if x[0] != x[1]])
         # The last text row is the last one with this name.
@@ -146,33 +114,27 @@ class GraphRows(RowCache):
             slots=slots,
             before=before if before >= 0 else zeros,
             slot_of=dict(zip(names, slots, strict=True)),
-            name=name,
         )
 
     def _pack(
-        self,
-        tree: TokenTree,
-        text: NewText,
-        rows: list[int],
-        leaves: list[int],
-        query: ChildQuery,
-        *,
-        at: Places,
-        given: Mapping[int, Tensor] | None,
-        pad: Callable[[int], int],
+        self, call: GraphCall, at: Places, pad: Callable[[int], int]
     ) -> tuple[CallShape, Packing, Tensor, list[Tensor]]:
         """Pack the call's host data into one tensor; hidden states are not copied."""
-        A, R, first, end = len(text.tokens), len(rows), at.first, len(at.slots)
-        features, sources = self._features(text, rows, given, pad(A), pad(R))
-        first_noise, noise = self._noise(tree, leaves, query)
-        taken = [[tree.tokens[row] for row in tree.children(leaf)] for leaf in leaves]
-        num_taken = max(map(len, taken), default=0) if query.levels else 0
+        tree, query, rows, leaves = call.tree, call.query, call.rows, call.leaves
+        tokens, first, end = call.text.tokens, at.first, len(at.slots)
+        A, num_text, num_rows = len(tokens), pad(len(tokens)), pad(len(rows))
+        features, sources = self._features(call, num_text, num_rows)
+        first_noise, noise = self._noise(call)
+        # Only a query with levels continues children.
+        parents = leaves if query.levels else []
+        taken = [[tree.tokens[row] for row in tree.children(leaf)] for leaf in parents]
+        num_taken = max(map(len, taken), default=0)
         S = padded_rows(max(end + query.levels * query.beams, MIN_COLUMNS))
         shape = CallShape(
-            num_text=pad(A),
-            num_rows=pad(R),
+            num_text=num_text,
+            num_rows=num_rows,
             num_leaves=len(leaves) if query.levels else pad(len(leaves)),
-            num_parents=len(leaves) if query.levels else 0,
+            num_parents=len(parents),
             num_taken=num_taken,
             num_columns=S,
             num_features=len(features),
@@ -184,23 +146,20 @@ class GraphRows(RowCache):
         slots, spare = at.slots[first:], self._num_places
         packed = packing.pack(
             counts=[at.leading, first, end, at.before],
-            split=torch.tensor([query.split or 0.0], dtype=torch.float64),
             text_S=[x == TEXT for x in self._names[:first]],
             new=[
-                *_joined(text.tokens, pad(A), [tree.tokens[row] for row in rows], pad(R)),
-                *_joined(text_positions, pad(A), positions, pad(R)),
-                *_joined(slots[:A], pad(A), slots[A:], pad(R), spare),
+                *_joined(tokens, num_text, [tree.tokens[row] for row in rows], num_rows),
+                *_joined(text_positions, num_text, positions, num_rows),
+                *_joined(slots[:A], num_text, slots[A:], num_rows, spare),
             ],
             features=features,
-            parents_R=[at.of(tree.parents[row]) for row in rows],
-            visible_RS=self._visible(tree, rows, at.name, S),
-            leaves_Q=[at.of(row) for row in leaves],
+            parents_R=[at.of(call.name(tree.parents[row])) for row in rows],
+            visible_RS=self._visible(call, rows, S),
+            leaves_Q=[at.of(call.name(row)) for row in leaves],
             leaf_positions_Q=[tree.position(row) - self.draft.shift for row in leaves],
             leaf_scores_Q=torch.tensor([tree.scores[row] for row in leaves], dtype=torch.float64),
-            leaf_visible_QS=self._visible(tree, leaves if query.levels else [], at.name, S),
-            taken_QT=[
-                token for own in taken for token in own + [-1] * (num_taken - len(own)) if num_taken
-            ],
+            leaf_visible_QS=self._visible(call, parents, S),
+            taken_QT=[token for own in taken for token in own + [-1] * (num_taken - len(own))],
             noise_places_Q=[tree.position(row) - first_noise for row in leaves],
             noise=[] if noise is None else noise,
         )
@@ -225,41 +184,32 @@ class GraphRows(RowCache):
 
     # -- in the host's memory ---------------------------------------------------------------
 
-    def _visible(
-        self, tree: TokenTree, rows: list[int], name: Callable[[int], int], num_columns: int
-    ) -> Tensor:
+    def _visible(self, call: GraphCall, rows: list[int], num_columns: int) -> Tensor:
         """Return bool [R, S]: each row sees the text, its ancestors and itself."""
         text_O = torch.tensor([cached == TEXT for cached in self._names], dtype=torch.bool)
-        seen_RO = text_O | tree.ancestors(rows, [name(cached) for cached in self._names])
+        seen_RO = text_O | call.tree.ancestors(rows, [call.name(cached) for cached in self._names])
         return torch.nn.functional.pad(seen_RO, (0, num_columns - len(text_O)))
 
     def _features(
-        self,
-        text: NewText,
-        rows: list[int],
-        given: Mapping[int, Tensor] | None,
-        num_text: int,
-        num_rows: int,
+        self, call: GraphCall, num_text: int, num_rows: int
     ) -> tuple[list[int], list[Tensor]]:
         """Return each row's index into the hidden states, layer after layer, and these states."""
         layers = self.draft.taps
-        found, sources = text.gathered(layers)
+        found, sources = call.text.gathered(layers)
         first = sum(map(len, sources))
         for layer in layers:
             found[layer] += [0] * (num_text - len(found[layer]))
             if self.draft.reads_rows:
-                if given is not None:
-                    sources.append(given[layer])
-                    found[layer] += [first + row for row in rows]
-                    first += len(given[layer])
+                if call.given is not None:
+                    sources.append(call.given[layer])
+                    found[layer] += [first + row for row in call.rows]
+                    first += len(call.given[layer])
                 found[layer] += [0] * (num_text + num_rows - len(found[layer]))
         return [place for layer in layers for place in found[layer]], sources
 
-    def _noise(
-        self, tree: TokenTree, leaves: list[int], query: ChildQuery
-    ) -> tuple[int, Tensor | None]:
+    def _noise(self, call: GraphCall) -> tuple[int, Tensor | None]:
         """Return the first leaf's position, and float64 noise for the positions after each leaf."""
-        positions = [tree.position(leaf) for leaf in leaves]
+        positions, query = [call.tree.position(leaf) for leaf in call.leaves], call.query
         if query.sampling is None:
             return min(positions, default=0), None
         wanted = range(min(positions) + 1, max(positions) + 2 + query.levels)
@@ -345,7 +295,6 @@ class GraphRows(RowCache):
         if len(x["noise"]):
             noise_PU = x["noise"].view(torch.float64).view(-1, len(self._ids_U))
         noise_places_Q, width = x["noise_places_Q"], query.width
-        begun_Q = scores_Q.isfinite()  # spare leaves have minus infinity and lead nowhere
         for level in range(query.levels + 1):
             noise_QU = None if noise_PU is None else noise_PU.index_select(0, noise_places_Q)
             scores_QU = sampling.child_scores(self.draft.logits(states_QX), noise_QU)
@@ -355,18 +304,14 @@ class GraphRows(RowCache):
             out += [tokens_QW.flatten().double(), total_QW.flatten().double()]
             if level == query.levels:
                 break
-            ranked_QW = total_QW  # taken or non-forking children are returned, not continued
+            ranked_QW = total_QW  # taken children are returned, not continued
             if not level and len(x["taken_QT"]):
                 taken_Q1T = x["taken_QT"].view(len(tokens_QW), 1, -1)
                 is_taken_QW = (tokens_QW[:, :, None] == taken_Q1T).any(-1)
                 ranked_QW = ranked_QW.masked_fill(is_taken_QW, -torch.inf)
-            if query.split is not None:
-                is_fork_QW = best_QW.double().exp() > x["split"].view(torch.float64)
-                goes_on_QW = _branches(begun_Q, is_fork_QW, query.beams)
-                ranked_QW = ranked_QW.masked_fill(~goes_on_QW, -torch.inf)
             # The best children over all leaves become the next level's leaves.
-            ranked_K, place_K = ranked_QW.flatten().topk(min(query.beams, ranked_QW.numel()))
-            scores_Q, begun_Q = total_QW.flatten().index_select(0, place_K), ranked_K.isfinite()
+            place_K = ranked_QW.flatten().topk(min(query.beams, ranked_QW.numel())).indices
+            scores_Q = total_QW.flatten().index_select(0, place_K)
             out.append(place_K.double())
             parent_K, columns_K = place_K // total_QW.shape[1], end + columns_S[: len(place_K)]
             noise_places_Q, width = noise_places_Q.index_select(0, parent_K) + 1, query.then
@@ -402,18 +347,6 @@ class GraphRows(RowCache):
         )
         self._states_CX.index_copy_(0, slots_R, out_RX)
         return out_RX
-
-
-def _branches(begun_Q: Tensor, is_fork_QW: Tensor, most: int) -> Tensor:
-    """Return bool [Q, W]: True for children to continue (each row's best, and the first forks).
-
-    Args:
-        begun_Q: False for rows outside every branch.
-    """
-    is_first_W = torch.arange(is_fork_QW.shape[1], device=begun_Q.device) == 0
-    forks_QW = is_fork_QW & begun_Q[:, None] & ~is_first_W
-    rank_QW = forks_QW.flatten().cumsum(0).view_as(forks_QW)
-    return (is_first_W & begun_Q[:, None]) | (forks_QW & (rank_QW <= most - begun_Q.sum()))
 
 
 def _joined(

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pipedraft.inference.sources.graph_rows import CHUNK_ROWS
 from pipedraft.inference.sources.tree_source import RowsSource, TextSource
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.target import KeepRows, Segment
-
-CHUNK_ROWS = 512  # maximum rows per forward over the prompt; bounds its mask
 
 
 class GraphLanguageModelSource(RowsSource):
@@ -23,11 +22,10 @@ class GraphLanguageModelSource(RowsSource):
 
 
 class LanguageModelSource(TextSource):
-    """Draft tokens from a causal LM.
+    """Draft tokens from a causal LM, run as a one-stage target.
 
-    The LM is run as a one-stage target. The text, including the pending root, is committed in its
-    cache; draft tokens are speculative rows. An accepted draft token is committed by KeepRows, so
-    no row is computed twice.
+    The text, including the pending root, is committed in its cache; draft tokens are speculative
+    rows. An accepted draft token is committed by KeepRows, so no row is computed twice.
     """
 
     def __init__(self, draft: LanguageModelDraft) -> None:
@@ -71,11 +69,7 @@ class LanguageModelSource(TextSource):
         self.num_forwards += 1
 
     def _rename_rows(self, names: Mapping[int, int], num_committed: int = 0) -> None:
-        """Rename computed rows for the remaining tree, and forget the others.
-
-        Args:
-            num_committed: number of first computed rows, which become text and need no name.
-        """
+        """Rename computed rows and forget the others; the first ``num_committed`` become text."""
         # KeepRows wants ascending places.
         retained = sorted(self._places.keys() & names.keys(), key=self._places.__getitem__)
         self._stage.keep(KeepRows(tuple(self._places[name] for name in retained), num_committed))

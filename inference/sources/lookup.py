@@ -1,4 +1,4 @@
-"""Draft tokens by lookup in the sequence: n-gram prompt lookup, and a suffix automaton.
+"""Draft tokens by lookup in the sequence: n-grams, or suffixes of any length.
 
 Both estimate the next token's distribution from earlier occurrences of the current context, longer
 contexts first. If a token followed a context c times out of C, its probability is (c + e) / (C +
@@ -7,11 +7,10 @@ distribution (prediction by partial matching, Cleary and Witten 1984, escape met
 request thus gets a draft token, and every acceptance rule a distribution.
 """
 
-# R tree rows, V vocabulary
+# R tree rows, V vocabulary, N tokens of text
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, Literal, Protocol
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,125 +20,47 @@ from pipedraft.inference.sources.tree_source import TextSource
 from pipedraft.inference.tree import TokenTree
 
 LookupKind = Literal["ngram", "suffix"]
-"""ngram: by the last few tokens. suffix: by the longest suffix with an earlier occurrence."""
+"""ngram: by the last few tokens. suffix: by the longest suffix with an earlier occurrence, as in
+SuffixDecoding (arXiv:2411.04975), but in this sequence only."""
 ORDER = 4
 """Longest n-gram context in tokens; transformers' prompt lookup uses 2, vLLM 5."""
 
 
-class Followers(Protocol):
-    """Tokens that followed each context in a sequence."""
+class Followers:
+    """Tokens that followed each context in a text."""
+
+    def __init__(self, kind: LookupKind, vocab_size: int) -> None:
+        self.kind, self.vocab_size = kind, vocab_size
+        self._text_N = torch.zeros(0, dtype=torch.int64)
+        self._length_N = torch.zeros(1, dtype=torch.int64)
+        """Per place 0 .. N: length of the longest context ending there and at the text's end."""
 
     def extend(self, token: int) -> None:
-        """Append one token to the sequence."""
+        """Append one token to the text."""
+        self._text_N = torch.cat([self._text_N, torch.tensor([token])])
+        self._length_N = self._lengthened(self._length_N, token)
 
-    def contexts(self, path: Sequence[int]) -> Iterable[Mapping[int, int]]:
-        """Yield, per context at the end of sequence and ``path``, how often each token followed it.
+    def _lengthened(self, length_N: Tensor, token: int) -> Tensor:
+        """Return the lengths at each place's next place, after one more token at the end."""
+        next_N = torch.where(self._text_N == token, length_N + 1, 0)
+        return torch.nn.functional.pad(next_N, (1, 0))
 
-        The shortest context comes first.
-        """
-
-
-class NGrams:
-    """Contexts with 0 .. ORDER tokens. Memory: ORDER + 1 entries per token."""
-
-    def __init__(self) -> None:
-        self._text: list[int] = []
-        self._followers: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-
-    def extend(self, token: int) -> None:
-        for size in range(min(ORDER, len(self._text)) + 1):
-            self._followers[tuple(self._text[len(self._text) - size :])][token] += 1
-        self._text.append(token)
-
-    def contexts(self, path: Sequence[int]) -> Iterable[Mapping[int, int]]:
-        end = [*self._text[-ORDER:], *path][-ORDER:]
-        for size in range(len(end) + 1):
-            found = self._followers.get(tuple(end[len(end) - size :]))
-            if not found:
-                return
-            yield found
-
-
-class SuffixAutomaton:
-    """Contexts of any length: the online automaton for all substrings (Blumer et al. 1985).
-
-    A state represents substrings with the same end positions; ``counts`` is their number. With this
-    automaton, SuffixDecoding (arXiv:2411.04975) drafts from the longest suffix that occurred
-    earlier. Deviation: only this sequence is searched, so draft tokens depend on nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._next: list[dict[int, int]] = [{}]
-        self._link, self._length, self._counts = [-1], [0], [0]
-        self._last = 0
-
-    def extend(self, token: int) -> None:
-        new = self._add({}, self._length[self._last] + 1, 0)
-        state = self._last
-        while state >= 0 and token not in self._next[state]:
-            self._next[state][token] = new
-            state = self._link[state]
-        if state < 0:
-            self._link[new] = 0
-        else:
-            self._link[new] = self._reached(state, token)
-        self._last = new
-        # The token ends at one more position, and so do all its contexts.
-        while new > 0:
-            self._counts[new] += 1
-            new = self._link[new]
-
-    def _add(self, following: dict[int, int], length: int, count: int) -> int:
-        self._next.append(following)
-        self._link.append(-1)
-        self._length.append(length)
-        self._counts.append(count)
-        return len(self._next) - 1
-
-    def _reached(self, state: int, token: int) -> int:
-        """Return the state of ``state``'s longest substring plus ``token``, split off if needed."""
-        found = self._next[state][token]
-        if self._length[found] == self._length[state] + 1:
-            return found
-        # The shorter strings got another end position of their own: split them off.
-        copy = self._add(dict(self._next[found]), self._length[state] + 1, self._counts[found])
-        self._link[copy], self._link[found] = self._link[found], copy
-        while state >= 0 and self._next[state].get(token) == found:
-            self._next[state][token] = copy
-            state = self._link[state]
-        return copy
-
-    def contexts(self, path: Sequence[int]) -> Iterable[Mapping[int, int]]:
-        state = self._last
+    def estimate(self, path: Sequence[int]) -> Tensor:
+        """Return the distribution [V] after text and path, float32, by the formula above."""
+        length_N = self._length_N
         for token in path:
-            while state >= 0 and token not in self._next[state]:
-                state = self._link[state]
-            state = self._next[state][token] if state >= 0 else 0
-        chain = []
-        while state >= 0:
-            chain.append(state)
-            state = self._link[state]
-        for state in reversed(chain):
-            found = self._next[state]
-            if not found:
-                return
-            yield {token: self._counts[after] for token, after in found.items()}
-
-
-MODELS: dict[LookupKind, type[NGrams] | type[SuffixAutomaton]] = {
-    "ngram": NGrams,
-    "suffix": SuffixAutomaton,
-}
-
-
-def estimate(followers: Followers, path: Sequence[int], vocab_size: int) -> Tensor:
-    """Return the next token's distribution [V], float32, by the formula above."""
-    p_V = torch.full((vocab_size,), 1 / vocab_size)
-    for counts in followers.contexts(path):
-        p_V /= sum(counts.values()) + 1
-        tokens = torch.tensor(list(counts))
-        p_V[tokens] += torch.tensor(list(counts.values())) / (sum(counts.values()) + 1)
-    return p_V
+            length_N = self._lengthened(length_N[:-1], token)
+        sizes = list(range(ORDER + 1))
+        if self.kind == "suffix":  # a context counts once, whatever its length
+            sizes = [0, *(length_N.unique() + 1).tolist()]
+        p_V = torch.full((self.vocab_size,), 1 / self.vocab_size)
+        for size in sizes:
+            following = self._text_N[length_N[:-1] >= size]
+            if not len(following):
+                break
+            total = len(following) + 1
+            p_V = p_V / total + following.bincount(minlength=self.vocab_size) / total
+        return p_V
 
 
 class Lookup(nn.Module):
@@ -182,12 +103,12 @@ class LookupSource(TextSource):
 
     def _restart(self) -> None:
         super()._restart()
-        self._followers = MODELS[self.draft.draft_type]()
+        self._followers = Followers(self.draft.draft_type, self.draft.target_vocab_size)
         self._root: Tensor | None = None
 
     def _look(self, path: Sequence[int]) -> Tensor:
         self.num_forwards += 1
-        return estimate(self._followers, path, self.draft.target_vocab_size).log()
+        return self._followers.estimate(path).log()
 
     def _root_output(self, tree: TokenTree) -> Tensor:
         tokens = self._take_pending().tokens

@@ -3,20 +3,19 @@
 # P newly committed rows, R new tree rows, C all cache rows, H hidden, Q leaves
 # U draft vocabulary
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from pipedraft.inference.sources.base import (
     DraftSampling,
     DraftSource,
+    Features,
     Growth,
     add_children,
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.graph_call import ChildQuery
+from pipedraft.inference.sources.graph_call import ChildQuery, GraphCall
 from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import TEXT, NewText
 from pipedraft.inference.tree import TokenTree
@@ -29,8 +28,8 @@ from pipedraft.models.target import KeepRows
 class PPSDSource(DraftSource):
     """Reads each row once, after the first stage.
 
-    A row's input is the same while it is in flight and after its commit. Its keys and values move
-    with it from the tree to the text, so a step forwards only the newest rows.
+    A row's keys and values move with it from the tree to the text, because its input stays the
+    same. So a step forwards only the newest rows.
     """
 
     grows: tuple[Growth, ...] = ("layers",)
@@ -46,11 +45,11 @@ class PPSDSource(DraftSource):
         self._rows.restart()
         self._num_moved = 0
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+    def begin(self, features: Features, tokens: list[int]) -> None:
         self._reset()
         self.observe(features, tokens[1:])
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         """Compute the rows that were committed before the head read them (the prompt's)."""
         stream_PH = features[self.draft.exit_layer][self._num_moved :]
         self._num_moved = 0
@@ -59,7 +58,7 @@ class PPSDSource(DraftSource):
         first, num_rows = self._rows.num_text, len(stream_PH)
         if isinstance(self._rows, GraphRows):
             text = NewText([0] * num_rows, [{self.draft.exit_layer: stream_PH}])
-            self._rows.grow(TokenTree(0, first + num_rows), text, [], [], ChildQuery())
+            self._rows.grow(GraphCall(tree=TokenTree(0, first + num_rows), text=text))
             return
         self._forward(TokenTree(0, 0), [], stream_PH, list(range(first, first + num_rows)))
 
@@ -71,12 +70,7 @@ class PPSDSource(DraftSource):
         self._rows.rename(names | dict.fromkeys(path, TEXT))
 
     def grow_layer(
-        self,
-        tree: TokenTree,
-        features: Mapping[int, Tensor],
-        *,
-        width: int,
-        sampling: DraftSampling,
+        self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
     ) -> int:
         """Add nothing until the deepest rows have passed the first stage."""
         leaves, stream_H = deepest_rows(tree), features.get(self.draft.exit_layer)
@@ -89,8 +83,16 @@ class PPSDSource(DraftSource):
         self.num_forwards += bool(new)
         if isinstance(self._rows, GraphRows):
             query = ChildQuery() if sampling.samples_chain else ChildQuery(width, sampling=sampling)
-            no_text, given = NewText([], []), {self.draft.exit_layer: stream_H}
-            found = self._rows.grow(tree, no_text, new, leaves, query, given=given)
+            found = self._rows.grow(
+                GraphCall(
+                    tree=tree,
+                    text=NewText([], []),
+                    rows=new,
+                    leaves=leaves,
+                    query=query,
+                    given={self.draft.exit_layer: stream_H},
+                )
+            )
             if sampling.samples_chain:
                 return add_layer(tree, found, self.draft, width=width, sampling=sampling)
             (level,) = self._rows.levels(found, len(leaves), query)

@@ -42,11 +42,8 @@ class NewText:
     def split(self, count: int) -> NewText:
         """Split off the first tokens."""
         parts = self.features
-        whole = (
-            {layer: torch.cat([part[layer] for part in parts]) for layer in parts[0]}
-            if parts
-            else {}
-        )
+        layers = parts[0] if parts else {}
+        whole = {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
         head = NewText(self.tokens[:count], [{x: y[:count] for x, y in whole.items()}])
         self.tokens = self.tokens[count:]
         self.features = [{x: y[count:] for x, y in whole.items()}] if self.tokens else []
@@ -56,8 +53,7 @@ class NewText:
 class GraphText:
     """Keys and values for text rows in fixed-size buffers, read and written by CUDA graphs.
 
-    Buffers and graphs outlive the sequence. Padding rows are written after all of the sequence's
-    places.
+    Buffers and graphs outlive the sequence. Padding rows are written after all places.
     """
 
     def __init__(self, num_layers: int, draft_ids: Tensor) -> None:
@@ -95,8 +91,7 @@ class RowCache:
     def restart(self) -> None:
         """Start a new sequence."""
         self._num_leading = 0
-        """Number of text rows before all other rows. Most rows are among these, and need no
-        name."""
+        """Text rows before all other rows: most rows, which need no name."""
         self._names: list[int] = []
         """Name of each cached row after the leading text rows, in key-value order."""
         self.layers = [KeyValues() for _ in range(self._num_layers)]
@@ -126,17 +121,13 @@ class RowCache:
         num_text: int = 0,
         name: Callable[[int], int] = int,
     ) -> Tensor:
-        """Add tree rows, and before them the next text rows.
+        """Add tree rows, and before them A text rows; return the text rows' outputs [A, H].
 
         Args:
             rows: not cached yet; each one's ancestors are text, cached, or earlier in the list.
             forward: appends A + R rows to all layers' caches with visibility bool [A + R, C], and
                 returns their outputs [A + R, H].
-            num_text: A.
             name: maps this tree's rows to names and back; keeps two trees' rows apart.
-
-        Returns:
-            Outputs [A, H] for text rows.
         """
         first, new = len(self._names), [name(row) for row in rows]
         self._names += [TEXT] * num_text + new

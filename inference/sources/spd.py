@@ -4,7 +4,8 @@
 # P places for committed rows, C all places, U draft vocabulary, H hidden
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from pipedraft.inference.sources.base import (
     DraftSampling,
     DraftSource,
+    Features,
     Growth,
     add_children,
     add_layer,
@@ -53,13 +55,13 @@ class SPDSource(DraftSource):
         if draft.lm_head.weight.device.type == "cuda":
             self._module = borrow_for(draft, self, "module", partial(GraphModule, draft))
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+    def begin(self, features: Features, tokens: list[int]) -> None:
         self._caches = self.draft.new_caches()
         if self._module is not None:
             self._module.restart()
         self.observe(features, tokens[1:])
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         if self._module is not None:
             self._module.observe(features)
         else:
@@ -69,59 +71,61 @@ class SPDSource(DraftSource):
         """Do nothing: rows in flight are read again at every step."""
 
     def grow_layer(
-        self,
-        tree: TokenTree,
-        features: Mapping[int, Tensor],
-        *,
-        width: int,
-        sampling: DraftSampling,
+        self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
     ) -> int:
         if self._module is None or sampling.samples_chain:
             logits_QU = self.deepest_logits(tree, features)
             return add_layer(tree, logits_QU, self.draft, width=width, sampling=sampling)
         leaves, query = deepest_rows(tree), ChildQuery(width, sampling=sampling)
         width = min(width, len(self._module.ids_U))
-        best_2WK = self._query(self._module, tree, features, query).cpu().view(2, -1, width)
-        scores_Q1 = torch.tensor([tree.scores[leaf] for leaf in leaves])[:, None]
-        best_2WK[1, : len(leaves)] += scores_Q1
-        return add_children(tree, leaves, best_2WK[:, : len(leaves)], width, sampling)
+        best_2WK = self._module.grow(self._in_flight(tree, features), query).cpu()
+        best_2QK = best_2WK.view(2, -1, width)[:, : len(leaves)]
+        best_2QK[1] += torch.tensor([tree.scores[leaf] for leaf in leaves])[:, None]
+        return add_children(tree, leaves, best_2QK, width, sampling)
 
-    def _query(
-        self,
-        module: "GraphModule",
-        tree: TokenTree,
-        features: Mapping[int, Tensor],
-        query: ChildQuery,
-    ) -> Tensor:
-        self.num_forwards += 1
-        deepest, count = tree.depths[-1], len(tree)
-        noise = None
-        if query.sampling is not None:
-            position = tree.root_position + deepest + 1
-            noise = query.sampling.rule.noise_rows(module.ids_U, [position])
-        depths = [self._presented(deepest - depth) for depth in tree.depths]
-        positions, visible = tree.positions(0, count), tree.visible(0, count)
-        return module.grow(features, depths, positions, visible, query, noise)
-
-    def deepest_logits(self, tree: TokenTree, features: Mapping[int, Tensor]) -> Tensor:
+    def deepest_logits(self, tree: TokenTree, features: Features) -> Tensor:
         """Return logits [Q, U] for the token after each of the deepest rows."""
+        rows = self._in_flight(tree, features)
         if self._module is not None:
-            return self._query(self._module, tree, features, ChildQuery())
-        deepest = tree.depths[-1]
+            return self._module.grow(rows, ChildQuery())
         device = self.draft.lm_head.weight.device
-        self.num_forwards += 1
         return self.draft.propose(
             self._caches,
             features,
+            depths=rows.depths,
+            positions=rows.positions_R.to(device),
+            visible_RR=rows.visible_RR.to(device),
+        )
+
+    def _in_flight(self, tree: TokenTree, features: Features) -> "RowsInFlight":
+        """Return the input for one draft forward, and count this forward."""
+        self.num_forwards += 1
+        deepest, count = tree.depths[-1], len(tree)
+        return RowsInFlight(
+            features=features,
             depths=[self._presented(deepest - depth) for depth in tree.depths],
-            positions=tree.positions(0, len(tree)).to(device),
-            visible_RR=tree.visible(0, len(tree)).to(device),
+            positions_R=tree.positions(0, count),
+            visible_RR=tree.visible(0, count),
+            next_position=tree.root_position + deepest + 1,
         )
 
     def _presented(self, distance: int) -> int:
         """Return the depth given to the head for a row at this distance from the deepest ones."""
         # The deepest rows are the queries in training; no lead may move them from depth 0.
         return distance + self.lead if distance else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsInFlight:
+    """Rows in flight, in host memory except for their hidden states."""
+
+    features: Features = field(default_factory=dict)
+    depths: Sequence[int] = ()
+    """Depth given to the head, per row."""
+    positions_R: Tensor = torch.zeros(0, dtype=torch.int64)
+    visible_RR: Tensor = torch.zeros(0, 0, dtype=torch.bool)
+    next_position: int = 0
+    """Position of the token after the deepest rows."""
 
 
 class GraphModule(GraphText):
@@ -139,7 +143,7 @@ class GraphModule(GraphText):
         super().restart()
         self._pending = NewText([], [])
 
-    def observe(self, features: Mapping[int, Tensor]) -> None:
+    def observe(self, features: Features) -> None:
         """Queue newly committed rows for the next call."""
         self._pending.features.append(features)
         self._pending.tokens += [0] * len(features[self._text_layers[0]])
@@ -148,141 +152,36 @@ class GraphModule(GraphText):
     def _text_layers(self) -> tuple[int, ...]:
         return self.draft.feature_layers[self.draft.config.max_in_flight]
 
-    def grow(
-        self,
-        features: Mapping[int, Tensor],
-        depths: Sequence[int],
-        positions_R: Tensor,
-        visible_RR: Tensor,
-        query: ChildQuery,
-        noise_1U: Tensor | None,
-    ) -> Tensor:
+    def grow(self, rows: RowsInFlight, query: ChildQuery) -> Tensor:
         """Return logits [Q, U] as in ``SPD.propose``, or each row's best children (on the device).
 
-        Args:
-            positions_R, visible_RR: on the host.
-
-        Returns:
-            Best children are a float64 tensor: tokens [W, K], then scores [W, K], for Q and spare
-            rows.
+        Best children are a float64 tensor: tokens [W, K], then scores [W, K], for Q and spare rows.
         """
         text, self._pending = self._pending, NewText([], [])
         while len(text.tokens) > MAX_ROWS:
-            part = text.split(CHUNK_ROWS)
-            self._run(
-                part,
-                {},
-                [],
-                positions_R[:0],
-                visible_RR[:0, :0],
-                ChildQuery(),
-                noise_1U=None,
-                captures=False,
-            )
-        captures = query.key is not None
-        out = self._run(
-            text,
-            features,
-            depths,
-            positions_R,
-            visible_RR,
-            query,
-            noise_1U=noise_1U,
-            captures=captures,
-        )
-        return out if query.width else out[: depths.count(0)].clone()
+            # Only fills the cache: nothing is in flight, so the call ends after the text.
+            self._run(text.split(CHUNK_ROWS), RowsInFlight(), ChildQuery(), can_capture=False)
+        out = self._run(text, rows, query, can_capture=query.key is not None)
+        return out if query.width else out[: rows.depths.count(0)].clone()
 
     def _run(
-        self,
-        text: NewText,
-        features: Mapping[int, Tensor],
-        depths: Sequence[int],
-        positions_R: Tensor,
-        visible_RR: Tensor,
-        query: ChildQuery,
-        *,
-        noise_1U: Tensor | None,
-        captures: bool,
+        self, text: NewText, rows: RowsInFlight, query: ChildQuery, *, can_capture: bool
     ) -> Tensor:
         # Round up, so few graphs serve all calls; every depth has the widest one's rows.
-        first, count = self._num_text, len(text.tokens)
+        depths, first, count = rows.depths, self._num_text, len(text.tokens)
         A, W = padded_rows(count), padded_rows(max(map(depths.count, depths), default=0))
         self._reserve(first + A, (self.draft.config.max_in_flight + 1) * W)
         self._num_text += count
         place = self._place(depths, W)
-        text_places, places, sources = self._gather(text, features, depths, place, W)
-        packing, packed = self._pack(
-            (first, count, A),
-            text_places,
-            places,
-            place,
-            positions_R,
-            visible_RR,
-            noise_1U=noise_1U,
-        )
-        compute = partial(self._compute, packing, query, (A, W))
-        key = ((A, W), query.key)
-        return self.graphs.run(key, packed, sources, compute, can_capture=captures)
-
-    def _place(self, depths: Sequence[int], width: int) -> list[int]:
-        """Place each row in flight: deepest rows first, ``width`` places per depth."""
-        deepest, taken = self.draft.config.max_in_flight, Counter[int]()
-        places = []
-        for depth in depths:
-            places.append((deepest - depth) * width + taken[depth])
-            taken[depth] += 1
-        return places
-
-    def _gather(
-        self,
-        text: NewText,
-        features: Mapping[int, Tensor],
-        depths: Sequence[int],
-        place: Sequence[int],
-        width: int,
-    ) -> tuple[dict[int, list[int]], dict[int, list[int]], list[Tensor]]:
-        """Index all rows' hidden states by place in the sources, without copying them.
-
-        Returns:
-            Layer -> index for each text row; layer -> index for each place of rows in flight;
-                sources.
-        """
-        draft = self.draft
-        text_places, sources = text.gathered(self._text_layers)
-        num_sources = sum(map(len, sources))
-        num_rows = (draft.config.max_in_flight + 1) * width
-        places = {layer: [0] * num_rows for layer in draft.taps if width}
-        for layer in places:
-            readers = [r for r, depth in enumerate(depths) if layer in draft.feature_layers[depth]]
-            if readers:
-                sources.append(features[layer])
-                for row in readers:
-                    places[layer][place[row]] = num_sources + row
-                num_sources += len(features[layer])
-        return text_places, places, sources
-
-    def _pack(
-        self,
-        text: tuple[int, int, int],
-        text_places: Mapping[int, list[int]],
-        places: Mapping[int, list[int]],
-        place: list[int],
-        positions_R: Tensor,
-        visible_RR: Tensor,
-        *,
-        noise_1U: Tensor | None,
-    ) -> tuple[Packing, Tensor]:
-        """Pack the call's host data into one tensor.
-
-        Args:
-            text: first new text row, number of new rows, and this number with spare rows.
-        """
-        first, count, A = text
-        R = max(map(len, places.values()), default=0)
+        text_places, places, sources = self._gather(text, rows, place, W)
+        noise_1U = None
+        if query.sampling is not None:
+            noise_1U = query.sampling.rule.noise_rows(self.ids_U, [rows.next_position])
         # Spare rows see nothing, and nothing sees them.
+        R = max(map(len, places.values()), default=0)
         positions, visible = torch.zeros(R, dtype=torch.int64), torch.zeros(R, R, dtype=torch.bool)
-        positions[place] = positions_R
-        visible[torch.tensor(place, dtype=torch.int64)[:, None], place] = visible_RR
+        positions[place] = rows.positions_R
+        visible[torch.tensor(place, dtype=torch.int64)[:, None], place] = rows.visible_RR
         packing = Packing(
             counts=2,
             text_features=A * len(self._text_layers),
@@ -301,7 +200,43 @@ class GraphModule(GraphText):
             visible=visible,
             noise=[] if noise_1U is None else noise_1U,
         )
-        return packing, packed
+        compute = partial(self._compute, packing, query, (A, W))
+        return self.graphs.run(
+            ((A, W), query.key), packed, sources, compute, can_capture=can_capture
+        )
+
+    def _place(self, depths: Sequence[int], width: int) -> list[int]:
+        """Place each row in flight: deepest rows first, ``width`` places per depth."""
+        deepest, taken = self.draft.config.max_in_flight, Counter[int]()
+        places = []
+        for depth in depths:
+            places.append((deepest - depth) * width + taken[depth])
+            taken[depth] += 1
+        return places
+
+    def _gather(
+        self, text: NewText, rows: RowsInFlight, place: Sequence[int], width: int
+    ) -> tuple[dict[int, list[int]], dict[int, list[int]], list[Tensor]]:
+        """Index all rows' hidden states by place in the sources, without copying them.
+
+        Returns:
+            Layer -> index for each text row; layer -> index for each place of rows in flight;
+                sources.
+        """
+        draft = self.draft
+        text_places, sources = text.gathered(self._text_layers)
+        num_sources = sum(map(len, sources))
+        num_rows = (draft.config.max_in_flight + 1) * width
+        places = {layer: [0] * num_rows for layer in draft.taps if width}
+        for layer in places:
+            depths = enumerate(rows.depths)
+            readers = [row for row, depth in depths if layer in draft.feature_layers[depth]]
+            if readers:
+                sources.append(rows.features[layer])
+                for row in readers:
+                    places[layer][place[row]] = num_sources + row
+                num_sources += len(rows.features[layer])
+        return text_places, places, sources
 
     def _compute(
         self,

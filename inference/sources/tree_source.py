@@ -16,13 +16,14 @@ from pipedraft.inference.sources.base import (
     DraftSampling,
     DraftSource,
     Expansion,
+    Features,
     Growth,
     add_children,
     add_layer,
     best_children,
     deepest_rows,
 )
-from pipedraft.inference.sources.graph_call import ChildQuery
+from pipedraft.inference.sources.graph_call import ChildQuery, GraphCall
 from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
 from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
 from pipedraft.inference.tree import TokenTree
@@ -35,10 +36,7 @@ _Child: TypeAlias = tuple[int, float, Tensor | None]
 
 @dataclass
 class _FreshTree:
-    """Tree of draft tokens below the root, drafted from committed tokens alone.
-
-    Its rows are in creation order; some are merged into the session's tree.
-    """
+    """Tree drafted from committed tokens alone, some of it merged into the session's tree."""
 
     tree: TokenTree
     sampling: DraftSampling
@@ -76,8 +74,8 @@ class TreeSource(DraftSource):
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
     reads_features = True
     """True if a row's result depends on the target's current hidden states. If so, of two rows for
-    one draft token the later one counts. Otherwise the earlier one counts, because its cache place
-    is between its parent's and its children's."""
+    one draft token the later one counts, else the earlier one, whose cache place is between its
+    parent's and its children's."""
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
@@ -94,11 +92,11 @@ class TreeSource(DraftSource):
         self._pending = NewText([], [])
         """Committed tokens not read by the draft yet."""
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+    def begin(self, features: Features, tokens: list[int]) -> None:
         self._restart()
         self.observe(features, tokens[1:])
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         """Queue committed tokens for the next growth; without one, they are never computed."""
         self._pending.features.append(features)
         self._pending.tokens += next_tokens
@@ -125,7 +123,6 @@ class TreeSource(DraftSource):
         return None
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
-        """Return the number of forward passes over new text and rows."""
         return int(has_text or bool(rows))
 
     def _root_output(self, tree: TokenTree) -> Tensor:
@@ -177,9 +174,7 @@ class TreeSource(DraftSource):
         # One renaming for both: rows named in neither map are dropped.
         self._rename_rows(mine | adopted)
 
-    def leaf_logits(
-        self, tree: TokenTree, rows: list[int], features: Mapping[int, Tensor]
-    ) -> Tensor:
+    def leaf_logits(self, tree: TokenTree, rows: list[int], features: Features) -> Tensor:
         self._adopt_fresh()
         return self._logits(tree, rows)
 
@@ -195,17 +190,15 @@ class TreeSource(DraftSource):
         return call(self.draft.logits, torch.stack(outputs))
 
     def _query(
-        self,
-        graph: GraphRows,
-        tree: TokenTree,
-        leaves: list[int],
-        query: ChildQuery,
+        self, graph: GraphRows, tree: TokenTree, leaves: list[int], query: ChildQuery
     ) -> Tensor:
         """Query the children of some rows; first forward the rows not computed yet."""
         name, text = partial(self._name, tree), self._take_pending()
         missing = [row for row in leaves if row and name(row) not in graph.known]
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + query.levels
-        return graph.grow(tree, text, missing, leaves, query, name=name)
+        return graph.grow(
+            GraphCall(tree=tree, text=text, rows=missing, leaves=leaves, query=query, name=name)
+        )
 
     def _best(
         self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
@@ -229,24 +222,19 @@ class TreeSource(DraftSource):
         self,
         tree: TokenTree,
         leaves: list[int],
-        features: Mapping[int, Tensor],
+        features: Features,
         *,
         width: int,
         levels: int,
         sampling: DraftSampling,
         beams: int = 0,
-        split: float | None = None,
     ) -> Iterator[Tensor]:
-        # With split an existing child continues its branch; the graph never continues one.
-        graph, has_child = self._graph_rows, any(tree.children(leaf) for leaf in leaves)
-        if graph is None or levels == 1 or not beams or (has_child and split is not None):
+        graph = self._graph_rows
+        if graph is None or levels == 1 or not beams:
             yield self._best_rows(tree, leaves, width, sampling)
             return
         self._adopt_fresh()
-        if width == 1:
-            split = None
-        then = 1 if split is None else width
-        query = ChildQuery(width, levels - 1, beams, then, split, sampling)
+        query = ChildQuery(width, levels - 1, beams, then=1, sampling=sampling)
         found = graph.levels(self._query(graph, tree, leaves, query), len(leaves), query)
         self.num_forwards -= query.levels  # count only forwards whose children are requested
         order = list(range(len(leaves)))
@@ -264,12 +252,7 @@ class TreeSource(DraftSource):
             leaves, order = rows, [rows.index(row) for row in range(before, len(tree))]
 
     def grow_layer(
-        self,
-        tree: TokenTree,
-        features: Mapping[int, Tensor],
-        *,
-        width: int,
-        sampling: DraftSampling,
+        self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
     ) -> int:
         leaves = deepest_rows(tree)
         if sampling.samples_chain:
@@ -303,22 +286,16 @@ class TreeSource(DraftSource):
     ) -> list[int]:
         """Choose the rows to continue: the root once after every commit, and the best new rows.
 
-        The root's children wait for the next forward: they need the state computed by this one.
-
-        Args:
-            again: include rows whose children were not worth their cost in an earlier step. They
-                are not recomputed, and their best child may be this step's free first row.
+        ``again``: include rows whose children were not worth their cost in an earlier step. They
+        are not recomputed, and their best child may be this step's free first row.
         """
         self._adopt_fresh()
-        # Rows from elsewhere wait for their parents.
-        known = {0, *self._known}
-        unseen = [row for row in range(1, len(tree)) if row not in known]
-        waiting = [row for row in unseen if tree.parents[row] in known]
-        if self._root_waits:
-            waiting = [row for row in waiting if tree.parents[row]]
+        known, rows = {0, *self._known}, range(1, len(tree))
+        # Rows from elsewhere wait for their parents, the root's children for its new state.
+        ready = known - {0} if self._root_waits else known
+        waiting = [row for row in rows if row not in known and tree.parents[row] in ready]
         if again:
-            asked = range(1, len(tree))
-            waiting += [row for row in asked if row in known and not tree.children(row)]
+            waiting += [row for row in rows if row in known and not tree.children(row)]
         if by_score:
             waiting.sort(key=lambda row: -tree.scores[row])
         else:
@@ -473,11 +450,11 @@ class TextSource(TreeSource):
         """Number of observed tokens, from the next one on, that a KeepRows has already turned into
         text."""
 
-    def begin(self, features: Mapping[int, Tensor], tokens: list[int]) -> None:
+    def begin(self, features: Features, tokens: list[int]) -> None:
         self._restart()
         self._pending.tokens += tokens
 
-    def observe(self, features: Mapping[int, Tensor], next_tokens: list[int]) -> None:
+    def observe(self, features: Features, next_tokens: list[int]) -> None:
         self._pending.tokens += next_tokens[self._num_taken_in :]
         self._num_taken_in = 0
 
@@ -485,8 +462,7 @@ class TextSource(TreeSource):
 class RowsSource(CacheSource, TextSource):
     """Draft source that reads only tokens, with its rows in one ``RowCache``.
 
-    Results for accepted draft tokens are retained as text, so nothing is computed twice. Fresh
-    trees are an exception: they ignore rows in the session's tree.
+    No row is computed twice, except that fresh trees ignore rows in the session's tree.
     """
 
     def __init__(self, draft: Any) -> None:

@@ -7,7 +7,7 @@ what a rate is worth on other hardware. Rates from a real run make the figures r
 # V target vocabulary, H hidden
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import mul
 
 from pipedraft.files import Values
@@ -21,13 +21,8 @@ CHAIN_LENGTH = 3
 
 def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
     """Return acceptance rates by draft position, each given acceptance at the one before."""
-    depth = max((len(run.position_tests) for run in runs), default=0)
-    tests, accepts = [0] * depth, [0] * depth
-    for run in runs:
-        pairs = zip(run.position_tests, run.position_accepts, strict=True)
-        for position, (tested, accepted) in enumerate(pairs):
-            tests[position] += tested
-            accepts[position] += accepted
+    counts = [run.position_tests for run in runs], [run.position_accepts for run in runs]
+    tests, accepts = ([sum(x) for x in zip_longest(*rows, fillvalue=0)] for rows in counts)
     return [a / t for a, t in zip(accepts, tests, strict=True) if t]
 
 

@@ -15,6 +15,7 @@ numbers it reads, so its numbers are written one lower, and omitted where they e
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ from typing import Literal
 import msgspec
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedraft.files import file_sha256, make_readable, to_json, write_folder
 from pipedraft.models.dflash import DFlash
@@ -48,7 +49,6 @@ from pipedraft.models.exchange.chain import (
     sum_counts,
     validated_acceptance,
 )
-from pipedraft.models.exchange.convert import convert, no_place
 from pipedraft.models.fingerprint import TargetFiles, read_target
 from pipedraft.models.mtp import MTP, MTP_PREFIX
 
@@ -213,51 +213,37 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             ) from error
 
     def card_source(self, place: str = CardSource.place) -> CardSource:
-        launch = self.launch_line(place)
         return CardSource(
-            description=self.description, place=place, layout=self.layout, launch=launch
+            description=self.description,
+            place=place,
+            layout=self.layout,
+            launch=self.launch_line(place),
         )
 
     def launch_line(self, place: Path | str) -> str:
         """Return the shell command that serves the target with the exported head at ``place``."""
-        target, kind = self.description["target"]["name"], self.description["draft_type"]
-        is_shifted = self.description["architecture"].get("sample_from_anchor") is False
-        return launch_line(self.layout, target, place, kind, self.num_tokens, is_shifted)
-
-
-def launch_line(
-    layout: Layout,
-    target: str,
-    out: Path | str,
-    kind: str = "eagle3",
-    num_tokens: int = CHAIN_LENGTH,
-    is_shifted: bool = False,
-) -> str:
-    """Return the shell command that serves ``target`` with the exported head.
-
-    Args:
-        num_tokens: draft tokens per round.
-        is_shifted: the head is a DSpark whose anchor gives no draft token.
-    """
-    place, target = shlex.quote(str(out)), shlex.quote(target)
-    is_block = kind in (DFlash.draft_type, DSpark.draft_type)
-    if layout == "speculators":
-        if is_block:  # its files contain all other settings, the target too
-            return f"vllm serve {place} --dtype bfloat16"
-        options = {"method": "eagle3", "model": str(out), "num_speculative_tokens": num_tokens}
-        settings = shlex.quote(json.dumps(options))
-        return f"vllm serve {target} --dtype bfloat16 --speculative-config {settings}"
-    algorithm = "NEXTN" if kind == MTP.draft_type else kind.upper()
-    line = (
-        f"python -m sglang.launch_server --model-path {target} --dtype bfloat16 "
-        f"--speculative-algorithm {algorithm} --speculative-draft-model-path {place}"
-    )
-    if is_block and not is_shifted:  # its configuration sets the length
-        return line
-    if not is_block:
-        line += f" --speculative-num-steps {num_tokens} --speculative-eagle-topk 1"
-    # A chain's pass also has the target's own token; a shifted block is one longer than it says.
-    return f"{line} --speculative-num-draft-tokens {num_tokens + 1}"
+        kind, out = self.description["draft_type"], shlex.quote(str(place))
+        target = shlex.quote(self.description["target"]["name"])
+        is_block = kind in (DFlash.draft_type, DSpark.draft_type)
+        if self.layout == "speculators":
+            if is_block:  # its files contain all other settings, the target too
+                return f"vllm serve {out} --dtype bfloat16"
+            count = self.num_tokens
+            options = {"method": "eagle3", "model": str(place), "num_speculative_tokens": count}
+            settings = shlex.quote(json.dumps(options))
+            return f"vllm serve {target} --dtype bfloat16 --speculative-config {settings}"
+        algorithm = "NEXTN" if kind == MTP.draft_type else kind.upper()
+        line = (
+            f"python -m sglang.launch_server --model-path {target} --dtype bfloat16 "
+            f"--speculative-algorithm {algorithm} --speculative-draft-model-path {out}"
+        )
+        if not is_block:
+            line += f" --speculative-num-steps {self.num_tokens} --speculative-eagle-topk 1"
+        elif self.description["architecture"].get("sample_from_anchor") is not False:
+            return line  # its configuration sets the length
+        # A chain's pass also has the target's own token. SGLang takes a block whose anchor gives no
+        # draft token for one longer than it is.
+        return f"{line} --speculative-num-draft-tokens {self.num_tokens + 1}"
 
 
 # U draft vocabulary, V target vocabulary, H hidden
@@ -532,3 +518,70 @@ def _layer_config(head: Draft) -> Config:
         "rope_parameters": rope,
         "tie_word_embeddings": False,
     }
+
+
+# -- the form that engines assume -------------------------------------------------------------
+
+# Most engines load other forms without a message, and then accept fewer draft tokens. So every
+# difference is converted, with the same draft tokens, or refused by name.
+
+
+def no_place(layout: str, name: str, value: object, why: str = "") -> ValueError:
+    """Return the error for a setting that a layout cannot describe."""
+    fix = "--format speculators" if layout == "sglang" else "another --format"
+    return ValueError(
+        f"--format: {layout!r} has no place for model.{name} {value!r}, with which this head was "
+        f"trained{why}; give {fix}"
+    )
+
+
+def convert(head: Eagle3 | DFlash) -> None:
+    """Sort a loaded head's fused layers and, for a whole vocabulary, its draft tokens.
+
+    Raises:
+        ValueError: a setting ignored by every engine.
+    """
+    if isinstance(head, Eagle3) and head.config.attention_bias:
+        raise ValueError(
+            "--checkpoint: model.attention_bias is true, and neither SGLang nor vLLM has biases in "
+            "the attention of an EAGLE-3 head: they would drop them in silence; train one without"
+        )
+    sort_layers(head)
+    if len(head.draft_ids) == head.target_vocab_size:
+        sort_vocabulary(head)
+
+
+@torch.no_grad()
+def sort_layers(head: Eagle3 | DFlash) -> None:
+    """Permute the columns in ``fc``: engines collect hidden states in layer order."""
+    layers = head.config.feature_layers
+    if len(set(layers)) < len(layers):
+        raise ValueError(
+            f"--checkpoint: model.feature_layers {list(layers)} names a layer twice; engines "
+            "collect each layer once, train a head with different ones"
+        )
+    order = sorted(range(len(layers)), key=layers.__getitem__)
+    head.config = replace(head.config, feature_layers=tuple(layers[i] for i in order))  # type: ignore[arg-type]
+    # fc's columns follow the order of the fused layers; move both together.
+    parts = head.fc.weight.chunk(len(layers), 1)  # k of [H, H]
+    head.fc.weight.copy_(torch.cat([parts[i] for i in order], 1))
+    if not isinstance(head, Eagle3):  # block heads have no norms before fc
+        return
+    if head.config.fc_norm:
+        head.fc_norm = nn.ModuleList(head.fc_norm[i] for i in order)
+    if head.config.norm_before_fc:
+        norms = head.input_norm.weight.chunk(len(layers))
+        head.input_norm.weight.copy_(torch.cat([norms[i] for i in order]))
+
+
+@torch.no_grad()
+def sort_vocabulary(head: Eagle3 | DFlash) -> None:
+    """Order the LM head's rows by token: engines read no map for a whole vocabulary."""
+    order_V = head.draft_ids.argsort()
+    if isinstance(head, Eagle3):  # block heads use the target's LM head
+        head.lm_head.weight.copy_(head.lm_head.weight[order_V])
+    if isinstance(head, DSpark) and head.pair_UR is not None:
+        head.pair_UR.copy_(head.pair_UR[order_V])
+    persistent = isinstance(head, Eagle3)
+    head.register_buffer("draft_ids", torch.arange(len(order_V)), persistent=persistent)
+    head.config = replace(head.config, draft_vocab_size=None)  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from pipedraft.files import file_sha256, make_readable
 from pipedraft.models.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    Description,
     TargetReference,
     load_untied,
     read_description,
@@ -86,8 +85,10 @@ def fill_upload(
     else:
         description = read_description(folder)
         load_untied(folder)  # refuses weights that nobody could load
-        if target is not None:
-            description = _with_target(description, target)
+        if target is not None:  # only another address of the very same weights
+            reference = TargetReference(**description["target"])
+            reference.check_fingerprint(read_target(target, None).fingerprint)
+            description["target"] |= {"name": target, "revision": None}
         source = CardSource(description=description, place=repo)
         digest = file_sha256(weights)
         (out / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
@@ -97,14 +98,6 @@ def fill_upload(
     else:
         shutil.copyfile(weights, out / WEIGHTS_FILE)
     _write_card(out, folder, replace(source, revision=revision), results, digest)
-
-
-def _with_target(description: Description, name: str) -> Description:
-    """Return the description with another name for the same target."""
-    reference = TargetReference(**description["target"])
-    # A new name may only be another address of the very same weights.
-    reference.check_fingerprint(read_target(name, None).fingerprint)
-    return description | {"target": description["target"] | {"name": name, "revision": None}}
 
 
 def _write_card(

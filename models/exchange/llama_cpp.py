@@ -22,8 +22,7 @@ from pipedraft.files import write_folder
 from pipedraft.models.dflash import DFlash
 from pipedraft.models.eagle3 import Eagle3
 from pipedraft.models.exchange.chain import draft_tokens, validated_acceptance
-from pipedraft.models.exchange.convert import no_place
-from pipedraft.models.exchange.export import HeadTarget, load_head, prepare
+from pipedraft.models.exchange.export import HeadTarget, load_head, no_place, prepare
 
 FILE = "draft.gguf"
 UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window", "candidate_rank")

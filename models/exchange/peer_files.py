@@ -136,11 +136,14 @@ class Peer:
     def refuse(self, key: str, value: object, fix: str) -> ValueError:
         return ValueError(f"--from: {self.name!r} has {key} {value!r}; {fix}")
 
-    def require(self, settings: Values, **wanted: object) -> None:
+    def check(self, key: str, value: object, wanted: object) -> None:
         """Refuse a setting that has another value; it may also be missing or null."""
+        if value not in (None, wanted):
+            raise self.refuse(key, value, f"only {wanted!r} can be expressed here")
+
+    def check_all(self, settings: Values, **wanted: object) -> None:
         for key, value in wanted.items():
-            if settings.get(key) not in (None, value):
-                raise self.refuse(key, settings[key], f"only {value!r} can be expressed here")
+            self.check(key, settings.get(key), value)
 
     def convert(self, settings: Values, kind: type[Fields]) -> Fields:
         try:
@@ -160,18 +163,15 @@ class Peer:
                 known.pop("model_type", None)  # heads of unknown families are read as Llama layers
                 config = LlamaConfig(**known)
             layer = LayerConfig.from_target(config)
-        sizes = {"hidden_size": layer.hidden_size, "vocab_size": config.vocab_size}
-        fingerprint = self.reference.fingerprint
-        self.require(sizes, **{key: fingerprint[key] for key in sizes})
+        self.check("hidden_size", layer.hidden_size, self.reference.fingerprint["hidden_size"])
+        self.check("vocab_size", config.vocab_size, self.vocab_size)
         rope = config.rope_parameters
         if rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
             known_types = f"known types: {', '.join(ROPE_TYPES)}"
             raise self.refuse("rope_parameters", dict(rope), known_types)
         for key, weight in self.weights.items():
             if key.endswith("mlp.gate_proj.weight"):  # a size not backed by the file wastes memory
-                self.require(
-                    {"intermediate_size": layer.intermediate_size}, intermediate_size=len(weight)
-                )
+                self.check("intermediate_size", layer.intermediate_size, len(weight))
         return replace(
             layer,
             has_query_key_norm=any("q_norm." in key for key in self.weights),
@@ -183,11 +183,11 @@ class Peer:
         weights = dict(weights)
         d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
         num_rows = len(weights[HEAD]) if HEAD in weights else self.vocab_size
-        self.require({"draft_vocab_size": size}, draft_vocab_size=num_rows)
+        self.check("draft_vocab_size", size, num_rows)
         if d2t is None:  # a whole vocabulary needs no map
             if num_rows != self.vocab_size:
-                missing = f"lacks d2t for {num_rows} of {self.vocab_size} ids"
-                raise ValueError(f"--from: {self.name!r} {missing}")
+                counts = f"{num_rows} of {self.vocab_size} ids"
+                raise ValueError(f"--from: {self.name!r} lacks d2t for {counts}")
             return weights, torch.arange(self.vocab_size)
         if d2t.shape != (num_rows,) or d2t.is_floating_point():
             raise self.refuse("d2t", tuple(d2t.shape), f"{num_rows} integers belong to its LM head")

@@ -5,7 +5,10 @@ Tensors and config.json identify a folder's layout:
     EAGLE-1              SafeAILab's, also as SGLang and vLLM load it: fc [H, 2 H], layers.0.*
     EAGLE-3              SafeAILab's and SGLang's (SpecForge writes it): midlayer.*
     EAGLE-3              vLLM's, from the speculators package: layers.0.*, speculators_model_type
-    DFlash, DSpark       their authors', SpecForge's, and vLLM's speculators: hidden_norm
+    DFlash               the authors': DFlashDraftModel, block settings in dflash_config
+    DSpark               the authors' (DeepSpec): Qwen3DSparkModel, all settings on one level
+    DSpark               SpecForge's: DSparkDraftModel, block settings in dflash_config
+    DFlash and DSpark    vLLM's, from the speculators package: speculators_model_type
     MTP                  Qwen3.5's own: mtp.*
     SPD                  the authors' .pt files, versions 10 and 11
 
@@ -20,16 +23,18 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from pipedraft.files import Values, write_folder
+from pipedraft.models.dflash import DFlash
 from pipedraft.models.draft import Draft, TargetReference, read_description
+from pipedraft.models.dspark import DSpark
 from pipedraft.models.eagle import Eagle, EagleConfig
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config, default_feature_layers
 from pipedraft.models.exchange.card import CARD, model_card
-from pipedraft.models.exchange.peer_blocks import block_head
 from pipedraft.models.exchange.peer_files import FAMILIES, HEAD, Peer, place_of, read_head
 from pipedraft.models.families import norm_factor
 from pipedraft.models.fingerprint import read_target
@@ -119,9 +124,9 @@ def _eagle3(peer: Peer) -> Eagle3:
     settings = peer.config | inner
     given = peer.convert(settings, _Eagle3Settings)
     layer = peer.layer(inner or settings)
-    peer.require(settings, **ONE_LAYER, target_hidden_size=layer.hidden_size)
+    peer.check_all(settings, **ONE_LAYER, target_hidden_size=layer.hidden_size)
     if not is_vllm:  # SpecForge's norm_output differs: does the LM head read normed states?
-        peer.require(settings, norm_output=True)
+        peer.check_all(settings, norm_output=True)
     weights = {key.replace("layers.0.", "midlayer."): value for key, value in peer.weights.items()}
     weights, weights["draft_ids"] = peer.vocabulary(weights, given.draft_vocab_size)
     is_whole = len(weights["draft_ids"]) == peer.vocab_size
@@ -144,7 +149,7 @@ def _eagle3(peer: Peer) -> Eagle3:
 def _feature_layers(peer: Peer, given: _Eagle3Settings) -> tuple[int, ...]:
     """Return the fused layers by input: index i is the input of the target's layer i."""
     engine = given.eagle_config
-    peer.require({"use_aux_hidden_state": engine.use_aux_hidden_state}, use_aux_hidden_state=True)
+    peer.check("use_aux_hidden_state", engine.use_aux_hidden_state, True)
     numbers, shift = given.eagle_aux_hidden_state_layer_ids, 0
     if numbers is None:
         numbers, shift = engine.eagle_aux_hidden_state_layer_ids, 1
@@ -167,7 +172,7 @@ def _window(peer: Peer, given: _Eagle3Settings) -> int | None:
 
 
 def _eagle(peer: Peer) -> Eagle:
-    peer.require(peer.config, **ONE_LAYER)
+    peer.check_all(peer.config, **ONE_LAYER)
     layer = peer.layer(peer.config)
     # Exports contain zero biases, because engines would otherwise read uninitialized memory.
     weights = {
@@ -198,6 +203,127 @@ def _mtp(peer: Peer) -> MTP:
     return peer.fill(MTP(*native_parts(settings), peer.reference), weights)
 
 
+# -- DFlash and DSpark ----------------------------------------------------------------------
+
+# Tensor names are the same in all layouts. An embedding or LM head in the files is the target's.
+
+KINDS: dict[str, dict[str, type[DFlash]]] = {
+    "speculators_model_type": {"dflash": DFlash, "dspark": DSpark},
+    "architectures": {
+        "DFlashDraftModel": DFlash,
+        "Qwen3DSparkModel": DSpark,
+        "DSparkDraftModel": DSpark,
+    },
+}
+"""Key in config.json -> its values."""
+BLOCK_SETTINGS = {
+    *("mask_token_id", "target_layer_ids", "block_size", "causal", "pure_draft_prefix_len"),
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *("projector_type", "confidence_head_alpha", "attention_mode", "shift_label"),
+}
+"""Known keys in ``dflash_config``; those in the last line change nothing in decoding."""
+PAIRS, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
+
+
+class _BlockSettings(msgspec.Struct):
+    """Settings that the head's configuration here takes over."""
+
+    num_hidden_layers: int
+    mask_token_id: int
+    target_layer_ids: list[int] | None = None
+    aux_hidden_state_layer_ids: list[int] | None = None
+    block_size: int | None = None
+    draft_vocab_size: int | None = None
+    sample_from_anchor: bool | None = None
+    layer_types: list[str] | None = None
+
+
+def _block(peer: Peer) -> DFlash:
+    """Return the head; a DFlash whose anchor gives a draft token becomes a tableless DSpark."""
+    kind, settings = _block_kind(peer), _block_settings(peer)
+    given = peer.convert(settings, _BlockSettings)
+    layers = {key.split(".")[1] for key in peer.weights if key.startswith("layers.")}
+    plain = {"hidden_act": "silu", "causal": False, "pure_draft_prefix_len": 0}
+    peer.check_all(settings, num_hidden_layers=len(layers), **plain)
+    if set(given.layer_types or ()) - {"full_attention"}:
+        raise peer.refuse("layer_types", given.layer_types, "only full_attention is known")
+    layer = peer.layer(peer.config.get("transformer_layer_config", settings))
+    peer.check_all(settings, target_hidden_size=layer.hidden_size)
+    weights, draft_ids = peer.vocabulary(peer.weights, given.draft_vocab_size)
+    if (head_UH := weights.pop(HEAD, None)) is not None:
+        peer.check_shared(HEAD, head_UH, peer.target.head_VH[draft_ids])
+    if not 0 <= given.mask_token_id < peer.vocab_size:
+        known = f"the target's are 0..{peer.vocab_size - 1}"
+        raise peer.refuse("mask_token_id", given.mask_token_id, known)
+    own: Values = {} if given.block_size is None else {"block_size": given.block_size}
+    own["num_layers"], own["mask_token_id"] = given.num_hidden_layers, given.mask_token_id
+    own["feature_layers"] = _block_layers(peer, given, lowest=0 if kind is DFlash else -1)
+    own["num_target_layers"] = peer.num_layers
+    if not torch.equal(draft_ids, torch.arange(peer.vocab_size)):
+        own["draft_vocab_size"] = len(draft_ids)
+        weights["draft_ids"] = draft_ids
+    if kind is DFlash and given.sample_from_anchor:  # our DFlash drafts from masks only
+        kind = DSpark
+    if kind is DSpark:
+        own["sample_from_anchor"] = given.sample_from_anchor is not False
+        own |= _pairs(peer, settings, layer.hidden_size)
+    config: Any = peer.convert(own, kind.config_class)
+    return peer.fill(kind(config, layer, peer.reference), weights)
+
+
+def _block_kind(peer: Peer) -> type[DFlash]:
+    key = "speculators_model_type"
+    names = peer.config.get(key)
+    if names is None:
+        key, names = "architectures", peer.config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    if not isinstance(name, str) or name not in KINDS[key]:
+        raise peer.refuse(key, names, f"known: {', '.join(KINDS[key])}")
+    return KINDS[key][name]
+
+
+def _block_settings(peer: Peer) -> Values:
+    """Return all settings on one level, from any part of the configuration."""
+    block = peer.config.get("dflash_config", {})
+    layers = peer.config.get("transformer_layer_config", {})
+    if not isinstance(block, dict) or (unknown := block.keys() - BLOCK_SETTINGS):
+        found = sorted(unknown) if isinstance(block, dict) else block
+        raise peer.refuse("dflash_config", found, "such a head cannot be expressed here")
+    if not isinstance(layers, dict) or (layers and layers.get("model_type") != "qwen3"):
+        raise peer.refuse("transformer_layer_config", layers, "its model_type is to be qwen3")
+    # Readers of the authors' layout prefer settings outside dflash_config.
+    return block | peer.config | layers
+
+
+def _pairs(peer: Peer, settings: Values, hidden: int) -> Values:
+    """Read DSpark's table and confidence settings from the tensors; config.json must agree."""
+    rank = peer.weights[PAIRS].shape[-1] if PAIRS in peer.weights else 0
+    proj, confidence = peer.weights.get(CONFIDENCE), "none"
+    peer.check_all(settings, markov_rank=rank, markov_head_type="vanilla")
+    peer.check_all(settings, enable_confidence_head=proj is not None)
+    if proj is not None:
+        reads_pair = proj.shape[-1] != hidden  # else it reads states alone
+        peer.check_all(settings, confidence_head_with_markov=reads_pair)
+        confidence = "pair" if reads_pair else "state"
+    return {"markov_rank": rank, "confidence": confidence}
+
+
+def _block_layers(peer: Peer, given: _BlockSettings, lowest: int) -> list[int]:
+    """Return the fused layers by input, as speculators counts them; other layouts count outputs.
+
+    Args:
+        lowest: smallest output; -1: the embedding.
+    """
+    key, numbers = "aux_hidden_state_layer_ids", given.aux_hidden_state_layer_ids
+    least, most, shift = 0, peer.num_layers, 0
+    if numbers is None:
+        key, numbers = "target_layer_ids", given.target_layer_ids
+        least, most, shift = lowest, peer.num_layers - 2, 1
+    if not numbers or not all(least <= number <= most for number in numbers):
+        raise peer.refuse(key, numbers, f"give {least}..{most}")
+    return [number + shift for number in numbers]
+
+
 # -- SPD ------------------------------------------------------------------------------------
 
 
@@ -226,7 +352,7 @@ def _spd(peer: Peer) -> SPD:
         key = "version" if given.version not in (10, 11) else "stage_layers"
         raise peer.refuse(key, getattr(given, key), "known: versions 10 and 11 with even stages")
     fingerprint = peer.reference.fingerprint
-    peer.require(peer.config, hidden_size=fingerprint["hidden_size"], vocab_size=peer.vocab_size)
+    peer.check_all(peer.config, hidden_size=fingerprint["hidden_size"], vocab_size=peer.vocab_size)
     if not 0 < given.num_stages <= peer.num_layers or peer.num_layers % given.num_stages:
         raise peer.refuse(
             "num_stages", given.num_stages, f"the target has {peer.num_layers} layers"
@@ -292,7 +418,7 @@ def _listed(peer: Peer, given: _Module) -> tuple[Values, dict[str, str]]:
 READERS: dict[str, Callable[[Peer], Draft]] = {
     r"spec_layers\.": _spd,
     re.escape(MTP_PREFIX): _mtp,
-    r"hidden_norm\.": block_head,
+    r"hidden_norm\.": _block,
     r".*\.hidden_norm\.": _eagle3,
     r"fc\.weight": _eagle,
 }
