@@ -211,8 +211,10 @@ class DFlash(Draft):
 
         def advance(layer: DecoderLayer, stream_ARH: Tensor, feature_PH: Tensor) -> Tensor:
             # Every layer projects the target's states to context keys and values anew.
-            context = layer.self_attn.key_value(feature_PH, *context_turn)
-            query_ARND, *block = layer.self_attn.project(layer.input_layernorm(stream_ARH), *turn)
+            attention, normed_ARH = layer.self_attn, layer.input_layernorm(stream_ARH)
+            context = attention.key_value(feature_PH, *context_turn)
+            block = attention.key_value(normed_ARH, *turn)
+            query_ARND = attention.query(normed_ARH, *turn)
             return layer.finish(stream_ARH, _attend_in_groups(groups, query_ARND, context, block))
 
         stream_ARH = self.embed_blocks(ids_BT.flatten()[anchors_A], R).to(feature_PH.dtype)

@@ -326,3 +326,15 @@ def test_processes_on_two_disks_are_refused_at_once(runs, tmp_path):
     for folder in folders:
         assert f"output_dir: {str(folder)!r} is another folder for 1 of 2 processes" in said(folder)
         assert not (folder / "checkpoints").exists()
+
+
+def test_a_process_that_never_comes_ends_the_others_with_a_line(runs, tmp_path):
+    folder, environment = tmp_path / "spd", launcher_environment("ddp")
+    jobs = {0: {"wait_s": 2}, 1: {"wait_s": 2, "sleeps": {"load_frozen_target": 600}}}
+    with runs.begun("spd", folder, environment, 2, SHORT, jobs) as (first, second):
+        status = runs.parent.wait(first)
+        os.kill(second, signal.SIGKILL)
+        runs.parent.wait(second)
+    lines = [line for line in said(folder).splitlines() if line and "moments" not in line]
+    assert status == 1 and len(lines) == 1, said(folder)
+    assert lines[0].startswith("error: processes: another one has ended, or did not come within")

@@ -42,6 +42,7 @@ from pipedraft.train.launch import (
     is_sharded,
     load_frozen_target,
     make_accelerator,
+    needs_others,
     shard_target,
 )
 from pipedraft.train.loop import Trainer
@@ -164,6 +165,7 @@ def main() -> None:
     run_training(run, model, resolved)
 
 
+@needs_others()
 def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) -> "Trainer":
     """Train with the output folder locked; ``resolved``: the configuration as YAML."""
     make_place("output_dir", run.output_dir / "config.yaml", RESOLVED.encode())

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import time
 import uuid
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
@@ -28,6 +30,7 @@ from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from pipedraft.cli import Failure
 from pipedraft.models.target import load_target
 from pipedraft.models.target_part import load_more_layers
 from pipedraft.pretrained import has_native_bf16, resolve_device, stored_dtype
@@ -43,6 +46,8 @@ bfloat16."""
 WAIT_FOR_OTHERS = timedelta(hours=12)
 """Timeout for collective calls: the other processes wait during downloads and tokenization, and
 these take hours. If a process ends, its launcher ends the others without waiting."""
+LOST = re.compile(r"Timed out waiting|[Cc]onnection (closed|reset) by peer|caused pair closure")
+"""Matches gloo's messages about a peer that is late or has ended."""
 
 
 def resolve_precision(precision: str) -> str:
@@ -94,6 +99,26 @@ def make_accelerator(config: RunConfig) -> Accelerator:
             "give --optim.name adamw, or train with configs/accelerate/ddp.yaml"
         )
     return accelerator
+
+
+@contextmanager
+def needs_others() -> Iterator[None]:
+    """Turn a lost peer into a one-line failure; use it around collective calls.
+
+    Raises:
+        Failure: another process has ended, or missed a collective call's timeout.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo raises plain RuntimeErrors; only their text tells a lost process from a bug.
+        if not isinstance(error, dist.DistError) and not LOST.search(str(error)):
+            raise
+        reason = str(error).partition(". ")[0]
+        raise Failure(
+            f"processes: another one has ended, or did not come within {WAIT_FOR_OTHERS} "
+            f"({reason}); see what it said; the same command goes on from what is saved"
+        ) from error
 
 
 def _shard_on_cpus() -> None:
@@ -174,10 +199,7 @@ def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         mark.touch()
     accelerator.wait_for_everyone()
-    # Network file systems show new files late, so every process looks for 5 s.
-    deadline = time.monotonic() + 5
-    while not (sees := mark.name in os.listdir(folder)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    sees = _appears(mark)
     count = torch.tensor(float(not sees), device=accelerator.device)
     # Every process gets the sum, so all raise together and none waits forever.
     num_blind = int(accelerator.reduce(count, "sum"))
@@ -189,6 +211,16 @@ def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
             f"output_dir: {str(folder)!r} is another folder for {num_blind} of "
             f"{accelerator.num_processes} processes; give one on a disk that all nodes share"
         )
+
+
+def _appears(mark: Path) -> bool:
+    """Return True if the file appears within 5 s: network file systems show new files late."""
+    deadline = time.monotonic() + 5
+    while mark.name not in os.listdir(mark.parent):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:

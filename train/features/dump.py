@@ -45,6 +45,7 @@ from pipedraft.train.features.vllm import VllmStates, serve, states_request
 from pipedraft.train.launch import (
     load_frozen_target,
     make_accelerator,
+    needs_others,
     on_main_process,
     resolve_dtype,
     uses_autocast,
@@ -270,6 +271,7 @@ class Dump:
 # -- the commands ---------------------------------------------------------------------------
 
 
+@needs_others()
 def dump_features(
     own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
 ) -> None:

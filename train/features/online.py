@@ -8,6 +8,7 @@ a lock on PATH.lock until the file is complete. So trainers and servers share a 
 # M tokens in all rows, K layers, H hidden
 
 import fcntl
+import json
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -29,6 +30,7 @@ ANSWER_S = 120.0
 """Timeout for one row, its file included."""
 CONCURRENCY = 64
 """Requests at a time: vLLM batches them."""
+MAX_REPLY_BYTES = 1 << 20
 
 
 class FeaturesLost(ValueError):
@@ -68,7 +70,10 @@ class ServedStates:
         self.addresses.rotate(-first)
         self._models: dict[str, str] = {}
         limits = httpx2.Limits(max_connections=CONCURRENCY)
-        self._client = httpx2.Client(timeout=ANSWER_S, limits=limits)
+        # Uncompressed: a small chunk could otherwise unpack far past MAX_REPLY_BYTES.
+        self._client = httpx2.Client(
+            timeout=ANSWER_S, limits=limits, headers={"Accept-Encoding": "identity"}
+        )
         self._pool = ThreadPoolExecutor(CONCURRENCY)
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -124,15 +129,20 @@ class ServedStates:
         return self._read(path, ids), token
 
     def _send(self, method: str, url: str, question: Values | None = None) -> Any:
-        response = self._client.request(method, url, json=question)
-        said = " ".join(response.text[:300].split())
+        with self._client.stream(method, url, json=question) as response:
+            body = bytearray()
+            for chunk in response.iter_bytes():
+                body += chunk
+                if len(body) > MAX_REPLY_BYTES:
+                    raise FeaturesLost(f"features: {url} answers with more than a megabyte")
+        said = " ".join(body[:300].decode("utf-8", "replace").split())
         # These faults may pass, or spare another server; every other refusal is final.
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise _Unavailable(f"HTTP {response.status_code}: {said}")
         if response.status_code != 200:
             raise FeaturesLost(f"features: {url} refuses: HTTP {response.status_code}: {said}")
         try:
-            return response.json()
+            return json.loads(body)
         except ValueError as error:
             raise FeaturesLost(f"features: {url} is no server of this kind: {said}") from error
 
@@ -151,6 +161,9 @@ class ServedStates:
                         if time.monotonic() > until_s:
                             raise _Unavailable(f"{path}: not complete in time") from error
                         time.sleep(0.002)
+            # Twice the size in float32 at most: a wrong file must not fill the memory.
+            if path.stat().st_size > 2 * 4 * (len(ids) + 1) * len(self.layers) * self.hidden_size:
+                raise FeaturesLost(f"features: {path} is larger than this row's states")
             found = load_file(path)
             states, tokens = found["hidden_states"], found["token_ids"].tolist()
         except (OSError, SafetensorError, KeyError) as error:
