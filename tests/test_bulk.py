@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipedraft.benchmarks.token_rows import read_token_rows, token_data, write_token_rows
+from pipedraft.benchmarks.gpu_lease import read_token_rows, token_data, write_token_rows
 from pipedraft.data_recipes.bulk import Opening, repeats_itself, sample_rows
 
 END, BRIDGE = 7, (3, 4)
