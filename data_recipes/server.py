@@ -1,6 +1,7 @@
 """Get answers from an OpenAI chat completions server (vLLM, SGLang), many at a time."""
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -30,6 +31,7 @@ T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 LONGEST_RETRY_AFTER_S = 600.0  # a wrong clock or header must not stop a run for a day
+LARGEST_ANSWER_BYTES = 16 << 20
 TRY_AGAIN = {408, 409, 425, 429}  # and 5xx
 CUT_OFF = {"abort", "error"}  # finish reasons of a server that gave up
 NO_ROOM = re.compile(r"max_tokens|context|positions", re.IGNORECASE)
@@ -73,7 +75,8 @@ class ChatServer:
         limits = httpx2.Limits(
             max_connections=options.concurrency, max_keepalive_connections=options.concurrency
         )
-        headers = {}
+        # Without compression a small body cannot become a large one.
+        headers = {"Accept-Encoding": "identity"}
         if options.key_variable:
             headers["Authorization"] = f"Bearer {os.environ[options.key_variable]}"
         self.client = httpx2.AsyncClient(limits=limits, headers=headers, timeout=None)
@@ -219,24 +222,26 @@ class ChatServer:
         self.num_requests += method == "POST"
         url = self.base + path
         try:
-            async with asyncio.timeout(self.options.deadline):
-                response = await self.client.request(method, url, json=body)
+            async with (
+                asyncio.timeout(self.options.deadline),
+                self.client.stream(method, url, json=body) as response,
+            ):
+                data = await read_body(response)
         except TimeoutError as error:
             raise TryAgain(f"no answer within {self.options.deadline:g} s") from error
         except httpx2.ConnectError as error:
             raise TryAgain(f"no connection ({error})", is_unreachable=True) from error
         except httpx2.RequestError as error:
             raise TryAgain(f"{type(error).__name__}: {error}") from error
-        self._judge(response, url)
+        self._judge(response, url, data)
         try:
-            return response.json()
+            return json.loads(data)
         except (ValueError, RecursionError) as error:
             raise TryAgain("answer is not JSON") from error
 
-    def _judge(self, response: httpx2.Response, url: str) -> None:
+    def _judge(self, response: httpx2.Response, url: str, data: bytes) -> None:
         status = response.status_code
-        text = response.content[:1000].decode("utf-8", "replace")
-        said = f"HTTP {status}: {' '.join(text.split())[:200]}"
+        said = f"HTTP {status}: {' '.join(data[:1000].decode('utf-8', 'replace').split())[:200]}"
         if status == 200:
             return
         if status in TRY_AGAIN or status >= 500:
@@ -249,6 +254,16 @@ class ChatServer:
         if status in (404, 405) or status < 400:
             raise TargetLost(f"--server: {url} answered {said}; check address and --model")
         raise RowFailed(said)
+
+
+async def read_body(response: httpx2.Response) -> bytes:
+    """Read the body; raise RowFailed if it exceeds the maximum answer size."""
+    body = bytearray()
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) > LARGEST_ANSWER_BYTES:
+            raise RowFailed(f"answer above {LARGEST_ANSWER_BYTES >> 20} MiB")
+    return bytes(body)
 
 
 def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:

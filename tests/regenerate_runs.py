@@ -56,6 +56,7 @@ class FakeServer(ThreadingHTTPServer):
         self.released = threading.Event()
         self.is_faulty = False
         self.refused: set[str] = set()
+        self.answer_all_with: bytes | None = None
         self.key: str | None = None
         self.models = ["tiny"]
 
@@ -122,7 +123,9 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(DEADLINE_S + 0.5)
         with server.lock:
             server.in_flight -= 1
-        if question in server.refused:
+        if self.server.answer_all_with is not None:
+            self.send(200, self.server.answer_all_with)
+        elif question in server.refused:
             self.send(400, b'{"error": "too long"}')
         elif fault == "error":
             self.send(500, b"out of order")

@@ -290,8 +290,12 @@ def test_sampled_rows_carry_settings_and_a_seed_of_their_own(server, monkeypatch
     assert len(seeds) == 6
 
 
-def test_no_answer_at_all_is_a_failure(server, monkeypatch, tmp_path, capsys):
-    server.refused = {"q"}
+def test_an_answer_without_end_is_refused_and_no_answer_at_all_is_a_failure(
+    server, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(chat_server, "LARGEST_ANSWER_BYTES", 1 << 16)
+    server.answer_all_with = b" " * (1 << 20)
     data = write_rows(tmp_path / "chats.jsonl", [{"prompt": "q"}])
     assert call(arguments(server, data, tmp_path / "own.jsonl"), monkeypatch) == 1
-    assert "no row was answered; the first reason: HTTP 400" in capsys.readouterr().err
+    assert "no row was answered; the first reason: answer above" in capsys.readouterr().err
+    assert sum(server.counts.values()) == 1
