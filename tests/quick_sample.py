@@ -82,7 +82,7 @@ KEPT = {
         "test_the_distribution_test_catches_known_mistakes": 1,
     },
     "test_end_to_end": {
-        "test_an_eagle_head_is_trained_decoded_and_evaluated": 1,
+        "test_an_eagle_head_is_trained_and_decoded": 1,
     },
     "test_engine_parity": {
         "test_faults_of_positions_maps_dtype_and_prompts_are_named": 0,
