@@ -1,4 +1,4 @@
-"""Every command: bad input is one line on stderr and status 2, --help shows an example."""
+"""Every command: bad input is one line on stderr and status 2."""
 
 import io
 import json
@@ -292,22 +292,6 @@ def test_a_failure_of_the_program_is_not_called_bad_input(place, monkeypatch, ca
     with pytest.raises(RuntimeError, match="a defect"):
         call("inference", [place.fill(part) for part in [*RUN, *INFERENCE]], monkeypatch)
     assert "error:" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "example"),
-    [
-        ("train", "pipedraft train --config"),
-        ("inference", "pipedraft inference --checkpoint"),
-        ("eval", "pipedraft eval --checkpoint"),
-        ("models", "pipedraft models push --checkpoint"),
-        ("data_recipes", "pipedraft data --config"),
-    ],
-)
-def test_help_exits_with_zero_and_shows_an_example(command, example, monkeypatch, capfd):
-    assert call(command, ["--help"], monkeypatch) == 0
-    out, err = capfd.readouterr()
-    assert example in out and err == ""
 
 
 def test_the_example_of_the_upload_works_as_written(place, tmp_path, monkeypatch, capfd):

@@ -267,11 +267,6 @@ def test_batches_change_with_the_epoch_and_pad_little():
     assert sum(lengths) / padded > 0.9
 
 
-def test_a_row_above_the_batch_budget_is_an_error():
-    with pytest.raises(ValueError, match="batch_tokens: 10 is below the longest row"):
-        length_bucketed_batches([3, 11], 10, 0, 0)
-
-
 def test_collate_pads_ids_and_leaves_padding_unsupervised():
     rows = [
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},

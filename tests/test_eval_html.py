@@ -14,7 +14,6 @@ from eval_runs import MANIFEST, make_runs, read_back, source
 
 from pipedraft.eval import __main__ as command
 from pipedraft.eval import report as report_command
-from pipedraft.eval.charts import THEMES
 from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.report import build_page, write_report
@@ -320,25 +319,3 @@ def test_folders_are_named_by_as_much_of_the_path_as_it_takes() -> None:
     assert report_command.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     with pytest.raises(ValueError, match="twice"):
         report_command.short_names([Path("/x/a"), Path("/x/./a")])
-
-
-def linear(color: str) -> np.ndarray:
-    share = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
-
-
-def contrast(first: str, second: str) -> float:
-    """Contrast ratio by WCAG 2.2."""
-    shades = sorted(float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (first, second))
-    return (shades[1] + 0.05) / (shades[0] + 0.05)
-
-
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_colors_can_be_read(scheme: int) -> None:
-    theme = {name: colors[scheme] for name, colors in THEMES.items()}
-    marks = [name for name in theme if name.startswith("series")]
-    for behind in ("paper", "panel"):
-        for name in ("ink", "faint", "link", "alarm"):
-            assert contrast(theme[name], theme[behind]) >= 4.5, (name, behind)
-        for name in marks:
-            assert contrast(theme[name], theme[behind]) >= 3, (name, behind)

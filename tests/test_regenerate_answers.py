@@ -19,7 +19,6 @@ from small_tokenizers import train_tokenizer
 from pipedraft.data_recipes import server as chat_server
 from pipedraft.data_recipes.answers import (
     AnswerFile,
-    AnswerSampling,
     Dialogue,
     RowFailed,
     kept_text,
@@ -271,9 +270,3 @@ def test_a_server_run_loads_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0
-
-
-def test_greedy_rows_are_spread():
-    sampling = AnswerSampling(greedy_share=0.6)
-    flags = [sampling.is_greedy(row) for row in range(10)]
-    assert sum(flags) == 6 and sum(flags[:5]) == 3

@@ -42,21 +42,16 @@ def test_layers_override_each_other_and_flags_override_layers(base, tmp_path):
 
 
 @pytest.mark.parametrize("is_one_word", [False, True])
-def test_sources_of_the_command_line_replace_those_of_a_file(base, tmp_path, is_one_word):
-    text = "data: {sources: [{path: a, kind: text, text_field: body, max_rows: 3}]}"
-    name, value = "--data.sources", '[{"path": "own.jsonl"}]'
-    words = [f"{name}={value}"] if is_one_word else [name, value]
-    run, _, _ = parse("--config", base, "--config", layer(tmp_path, "more", text), *words)
-    assert run.data.sources == [Source(path="own.jsonl")]
-
-
-def test_sources_of_a_later_file_replace_those_of_an_earlier_one(base, tmp_path):
+def test_later_sources_replace_earlier_ones(base, tmp_path, is_one_word):
+    """Those of the command line, or of a later file."""
     early = "data: {sources: [{path: a, kind: text, text_field: body, max_rows: 3}]}"
     late = layer(tmp_path, "late", "data: {sources: [{path: own.jsonl}]}")
-    other = layer(tmp_path, "other", "optim: {lr: 3.0e-4}")
-    files = [base, layer(tmp_path, "early", early), late, other]
-    run, _, _ = parse(*(f"--config={path}" for path in files))
-    assert run.data.sources == [Source(path="own.jsonl")]
+    files = [f"--config={path}" for path in (base, layer(tmp_path, "early", early))]
+    name, value = "--data.sources", '[{"path": "own.jsonl"}]'
+    words = [f"{name}={value}"] if is_one_word else [name, value]
+    for more in (words, [f"--config={late}"]):
+        run, _, _ = parse(*files, *more)
+        assert run.data.sources == [Source(path="own.jsonl")]
 
 
 def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
