@@ -274,7 +274,7 @@ TRAIN_CASES: list[tuple[dict[str, object], list[str]]] = [
     ({"data__sources": "[]"}, ["data.sources", "[]", "name at least one"]),
     ({"optim__lrr": 1}, ["optim.lrr", "unknown", "did you mean --optim.lr"]),
     ({"optim__lr": "fast"}, ["--optim.lr", "fast", "Expected a float"]),
-    ({"method": "sdp"}, ["method", "'sdp'", "known: spd"]),
+    ({"method": "sdp"}, ["method", "'sdp'", "did you mean 'spd'"]),
     ({"config": "/nowhere.yaml", "method": None}, ["--config", "/nowhere.yaml", "give a YAML"]),
     ({"config": "{a_file}", "method": None}, ["--config", "a_file", "see configs/"]),
     ({"output_dir": "{a_file}"}, ["output_dir", "a_file", "give another folder"]),
