@@ -59,13 +59,6 @@ def test_sources_of_a_later_file_replace_those_of_an_earlier_one(base, tmp_path)
     assert run.data.sources == [Source(path="own.jsonl")]
 
 
-def test_a_number_in_scientific_notation_is_a_float(base):
-    """YAML 1.1 reads 1e-3, without a dot, as text."""
-    assert yaml.safe_load("1e-3") == "1e-3"
-    run, _, _ = parse("--config", base)
-    assert run.optim.lr == 0.001 and isinstance(run.optim.lr, float)
-
-
 def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
     run, model, resolved = parse("--config", base, "--optim.name", "muon")
     again = parse("--config", layer(tmp_path, "resolved.yaml", resolved))
