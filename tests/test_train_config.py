@@ -79,7 +79,7 @@ def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
             ["evaluation.patience", "2", "every_steps"],
         ),
         (["--data.max_length", "1"], ["data.max_length", "1", "at least 2"]),
-        (["--method", "sdp"], ["method", "'sdp'", "known: spd, ppsd"]),
+        (["--method", "sdp"], ["method", "'sdp'", "did you mean 'spd'"]),
     ],
 )
 def test_bad_settings_are_refused_with_field_value_and_fix(base, arguments, words):
@@ -102,7 +102,8 @@ def test_bad_settings_are_refused_with_field_value_and_fix(base, arguments, word
         ("model: {hidden_size: 4}", ["model.hidden_size", "unknown"]),  # another method's key
         ("- a list", ["--config", "holds no mapping"]),
         ("a: [1", ["--config", "not valid YAML"]),
-        ("method: sdp", ["method", "'sdp'", "known: spd, ppsd"]),
+        ("method: other", ["method", "'other'", "give one of spd, ppsd"]),
+        ("modle: {}", ["modle: unknown"]),
         ("optim: {lr: null}", ["optim.lr: null", "leave it out"]),
         ("model: {num_stages: null}", ["model.num_stages: null"]),
         ("data: {max_length: null}", ["data.max_length: null"]),
