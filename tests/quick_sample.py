@@ -81,7 +81,7 @@ KEPT = {
         "test_the_distribution_test_catches_known_mistakes": 1,
     },
     "test_end_to_end": {
-        "test_an_eagle_head_is_trained_decoded_and_evaluated": 1,
+        "test_an_eagle_head_is_trained_and_decoded": 1,
     },
     "test_engine_parity": {
         "test_faults_of_positions_maps_dtype_and_prompts_are_named": 0,
@@ -142,9 +142,6 @@ KEPT = {
     "test_flexspec_training": {
         "test_it_learns_a_handful_of_conversations_by_heart": 1,
     },
-    "test_gguf": {
-        "test_a_broken_file_ends_the_command_with_status_2": 0,
-    },
     "test_gpu_check": {
         "test_every_section_runs_and_every_output_is_right": 0,
     },
@@ -197,7 +194,6 @@ KEPT = {
         "test_both_tests_of_sampled_text_catch_a_token_changed_with_a_part": 0,
     },
     "test_mtp": {
-        "test_sampled_text_is_the_targets": 0,
         "test_greedy_text_is_the_targets": 2,
     },
     "test_packing": {
@@ -353,7 +349,6 @@ KEPT = {
     "test_target": {
         "test_random_segments_and_keeps_equal_recomputing_each_path_from_scratch": 8,
         "test_chained_stages_equal_the_models_forward_in_full_and_row_by_row": 16,
-        "test_greedy_decoding_in_one_row_segments_equals_generate": 6,
     },
     "test_train": {
         "test_spd_learns_a_handful_of_conversations_by_heart": 1,

@@ -362,16 +362,3 @@ def test_candidates_keep_the_targets_law(verifier):
     head = make_head(target, candidate_rank=3, num_candidates=4)
     way = {"schedule": "eagle", "tree": "chain:3", "verifier": verifier}
     assert_sampled_like_the_target(target, head, **way)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"candidate_rank": 0}, "model.candidate_rank: 0; give at least 1"),
-        ({"num_steps": 0}, "model.num_steps: 0; give at least 1"),
-        ({"step_decay": 1.5}, "model.step_decay: 1.5; give above 0"),
-    ],
-)
-def test_a_bad_option_is_refused_by_name(options, message):
-    with pytest.raises(ValueError, match=message):
-        Eagle3TrainConfig(**options)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eval_runs import MANIFEST, assert_refused, make_runs, read_back, source
+from eval_runs import MANIFEST, make_runs, read_back, source
 
 from pipedraft.eval import __main__ as command
 from pipedraft.eval import report as report_command
@@ -312,20 +312,6 @@ def test_repeats_and_entropies_are_tables() -> None:
     cells = re.findall(r"<td[^>]*>(.*?)</td>", build_page([source(runs)]).decode())
     assert {"40.50 41.50", "0 to 0.5", "0.5 up", "9 to 10"} <= set(cells)
     assert {"0.900 [0.100, 0.950]", "0.250 [0.100, 0.950]"} <= set(cells)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, ["RUN", "results.json", "No such file"]),
-        ('{"runs": [{}]}', ["runs[0]", "field `method`", "again"]),
-    ],
-)
-def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, content, words) -> None:
-    if content is not None:
-        (tmp_path / "results.json").write_text(content)
-    assert_refused(capsys, ["report", str(tmp_path)], words)
-    assert not (tmp_path / "report.html").exists()
 
 
 def test_folders_are_named_by_as_much_of_the_path_as_it_takes() -> None:
