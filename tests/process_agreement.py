@@ -3,7 +3,8 @@
 torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
 
 HALF 0 or 1 runs half the acceptance rules, half the EAGLE settings, and one temperature per
-schedule; the two prompts take turns. "whole" runs both halves with both prompts.
+schedule; the two prompts take turns. "whole" runs both halves with both prompts, "bitwise" runs a
+few settings in bfloat16.
 """
 
 import json
@@ -11,6 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
 from conftest import tiny_llama
 from decode_runs import PROMPTS, SMALL, PlainTokenizer, friendly_module, plain_text
 from decode_runs import WAYS as EAGLE_WAYS
@@ -23,6 +25,7 @@ from pipedraft.inference.ranks.links import DeviceLink
 from pipedraft.inference.ranks.watch import WatchLimits
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.schedules import SCHEDULES
+from pipedraft.models.target import load_target
 
 NEW_TOKENS = 16
 
@@ -35,16 +38,20 @@ def main() -> None:
             cluster.serve()
             return
         name = str(folder / "t")
-        whole = tiny_llama(layers=4, vocab=16)
-        whole.save_pretrained(name)
-        part = cluster.load_target(name, revision=None, num_stages=2)
-        print(json.dumps(compare(cluster, part, whole) | {"device_links": len(opened)}))
+        is_bitwise = sys.argv[3] == "bitwise"
+        dtype = torch.bfloat16 if is_bitwise else torch.float32
+        sizes = {"hidden": 64, "vocab": 1000} if is_bitwise else {"vocab": 16}
+        tiny_llama(layers=4, **sizes).save_pretrained(name)
+        whole = load_target(name, dtype=dtype)
+        part = cluster.load_target(name, revision=None, num_stages=2, dtype=dtype)
+        found = compare(cluster, part, whole, is_bitwise)
+        print(json.dumps(found | {"device_links": len(opened)}))
 
 
-def compare(cluster, part, whole):
-    head = make_head(whole)
+def compare(cluster, part, whole, is_bitwise):
+    head = make_head(whole).to(part.dtype)
     head.attach(whole)
-    module = friendly_module(whole, num_stages=2, num_layers=1)
+    module = friendly_module(whole, num_stages=2, num_layers=1).to(part.dtype)
     ways = [({"schedule": "autoregressive"}, None), ({"schedule": "spd"}, module)]
     ways += [({"schedule": "spd", "tree_width": 3, "temperature": 1.0, "top_p": 0.8}, module)]
     sampled = {"schedule": "spd", "temperature": 1.0}
@@ -57,10 +64,13 @@ def compare(cluster, part, whole):
     rules += [(eagle | {"tree": "chain:4", "verifier": "block"}, head)]
     tree = eagle | {"tree": "dynamic:3:3:8"}
     rules += [(tree | {"verifier": rule}, head) for rule in ("recursive", "traversal")]
-    ways += half_of(rules) + [(way, head) for way in half_of(EAGLE_WAYS)]
+    if is_bitwise:
+        ways = ways[:2] + [(EAGLE_WAYS[0], head)]
+    else:
+        ways += half_of(rules) + [(way, head) for way in half_of(EAGLE_WAYS)]
     different, compared = [], Counter()
     for number, (way, draft) in enumerate(ways):
-        config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, **way)
+        config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, bitwise=is_bitwise, **way)
         engines = [
             Engine(whole, PlainTokenizer(), config, draft),
             Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect),
@@ -68,10 +78,13 @@ def compare(cluster, part, whole):
         for prompt in prompts_of(number):
             compared[config.rule if "verifier" in way else "greedy"] += 1
             local, other = (engine.decode(prompt) for engine in engines)
+            if is_bitwise:
+                plain = plain_text(whole, prompt, max_new_tokens=NEW_TOKENS, bitwise=True)
+                assert local.token_ids == plain
             names = ("token_ids", "num_steps", "position_tests")
             if any(getattr(local, name) != getattr(other, name) for name in names):
                 different.append([str(way), prompt])
-    unlike_plain = schedules_unlike_plain(cluster, part, whole, head, module)
+    unlike_plain = [] if is_bitwise else schedules_unlike_plain(cluster, part, whole, head, module)
     reports = cluster.pipeline.reports()
     held = sum(p.numel() for p in part.parameters() if not p.is_meta)
     total = sum(p.numel() for p in whole.parameters())

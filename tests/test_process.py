@@ -217,6 +217,12 @@ def test_ranks_decode_what_one_process_decodes(num_processes, links, half, paren
     assert outcome["device_links"] == (3 if links == "device" else 0)
 
 
+def test_two_ranks_decode_in_bfloat16_what_plain_decoding_does(parent, tmp_path):
+    output = run_ranks(parent, "tests/process_agreement.py", [str(tmp_path), "host", "bitwise"], 2)
+    outcome = json.loads(output.splitlines()[-1])
+    assert outcome["different"] == [] and outcome["compared"]["greedy"] == 6
+
+
 def test_without_a_launcher_the_process_backend_says_how_to_start(monkeypatch, capsys):
     words = ["--backend", "process", "--target", "assets/target", "--prompt", "Hi"]
     monkeypatch.delenv("RANK", raising=False)
