@@ -166,7 +166,7 @@ def divergences() -> Iterator[tuple[str, Found]]:
 
 
 def written_by(target: PreTrainedModel) -> Tensor:
-    """Return token ids [T] with a greedy answer by the target, so each token is its best one."""
+    """Return token ids [T]: a random prompt, then the target's greedy tokens."""
     ids = torch.randint(VOCABULARY, (PROMPT,))
     while len(ids) < LENGTH:
         best = target(input_ids=ids[None]).logits[0, -1].argmax()

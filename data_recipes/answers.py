@@ -26,7 +26,7 @@ from pipedraft.data_recipes.conversations import SYSTEM_FIELDS, Message, read_ro
 from pipedraft.files import Values, publish
 
 WRITTEN = "written"
-"""Settings key for the answers in the output. It equals no option: these begin with dashes."""
+"""Settings key for the files written last. It never equals an option: these begin with dashes."""
 SCHEMA = """
 -- The first statement locks the file until the process ends, for any reason.
 PRAGMA locking_mode = EXCLUSIVE;
@@ -107,9 +107,16 @@ class AnswerFile:
 
     def finish(self) -> None:
         """Write the output unless it has all answers already. Requires every row to be settled."""
-        if not self.out.exists() or self._get(WRITTEN) != self.num_answered:
-            publish(self.out, lambda place: self._write_lines(place, "= ''"))
-            self._set(WRITTEN, self.num_answered)
+        known = self._get(WRITTEN) or []
+        if self.out.exists() and self._identity(self.out) == known[-1]:
+            return
+
+        def write(place: Path) -> None:
+            self._write_lines(place, "= ''")
+            # Note it before the rename: a kill may come before or after.
+            self._set(WRITTEN, [*known[-1:], self._identity(place)])
+
+        publish(self.out, write)
 
     def close(self) -> None:
         """Write the rows without an answer next to the output; a later run can resume."""
@@ -133,6 +140,19 @@ class AnswerFile:
                     f"{name}: {value!r}, but {str(self.out)!r} was begun with {begun!r}; "
                     "give that one, or another --out"
                 )
+
+        known = [place for place, _ in self._get(WRITTEN) or []]
+        if self.out.exists() and self._identity(self.out)[0] not in known:
+            self.database.close()
+            raise ValueError(
+                f"--out: {str(self.out)!r} was changed after it was written; give another file, or "
+                "remove it"
+            )
+
+    def _identity(self, path: Path) -> list[object]:
+        """Return size, modification time and row count for an output."""
+        place = path.stat()
+        return [[place.st_size, place.st_mtime_ns], self.num_answered]
 
     def _get(self, name: str) -> Any:
         found = self.database.execute("SELECT value FROM settings WHERE name = ?", (name,))

@@ -233,9 +233,9 @@ def _is_learned(turn: Mapping[str, Any]) -> bool:
 
 
 def explode(row: Any) -> list[Any]:
-    """Return one row per assistant turn: the conversation up to it, earlier answers without loss.
+    """Return one row per assistant turn: the conversation up to it, only this turn supervised.
 
-    An unreadable row stays as it is, so that its reason is counted once.
+    An unreadable row stays whole, so that its error is counted once, not once per turn.
     """
     try:
         read_conversation(row)

@@ -128,7 +128,7 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
             url = httpx2.URL(str(self.server))
         except httpx2.InvalidURL:
             url = httpx2.URL("")
-        if url.scheme not in ("http", "https") or not url.host:
+        if url.scheme not in ("http", "https") or not url.host or (url.port or 80) > 65535:
             raise UsageError(
                 f"--server: {self.server!r} is no address; give for example http://localhost:8000"
             )

@@ -53,7 +53,7 @@ def counts_of(answers: Sequence[Features]) -> np.ndarray:
 
 
 def homogeneity(ours_RK: np.ndarray, total_K: np.ndarray) -> np.ndarray:
-    """Sum (a - b)^2 / (a + b) over the features: 0 where both servers have equal counts."""
+    """Sum (ours - theirs)^2 / total over the features: 0 where both servers have equal counts."""
     return ((2 * ours_RK - total_K) ** 2 / np.maximum(total_K, 1e-9)).sum(-1)
 
 

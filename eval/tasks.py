@@ -66,7 +66,7 @@ class Prompt:
         return FORMS.get(self.task, self.task)
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
-        """Return chat messages up to the user's turn ``len(answers)``."""
+        """Return chat messages up to the first unanswered user turn, included."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         texts = [text for pair in zip(self.turns, answers, strict=False) for text in pair]
         texts.append(self.turns[len(answers)])
@@ -406,7 +406,7 @@ def load_tasks(
 def encode_turn(
     tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, answers: list[str]
 ) -> list[int]:
-    """Return the conversation's token ids up to the user's turn ``len(answers)``, ready to answer.
+    """Return the token ids up to the first unanswered user turn, ready for its answer.
 
     The chat template is applied to the whole conversation, including the generated ``answers`` in
     earlier turns. Without a chat template (a base model), join the texts by newlines; the manifest

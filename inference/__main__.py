@@ -77,10 +77,13 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
         text = self.prompt or ""
         if text == "-":
             # A longer prompt fits no target, so its beginning is refused like the whole.
-            text = sys.stdin.buffer.read(MAX_PROMPT_BYTES).decode()
+            text = sys.stdin.buffer.read(MAX_PROMPT_BYTES).decode(errors="surrogateescape")
         if not text.strip():
             raise ValueError(f"--prompt: {text[:40]!r} is empty; give at least one word")
-        text.encode()  # the command line may hold bytes that are no UTF-8: an error in one line
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"--prompt: {text[:40]!r} is not UTF-8 text; convert it") from error
         return text
 
     def decode_settings(self) -> Values:

@@ -42,7 +42,7 @@ class _Launched:
 
 
 class _Open(threading.local):
-    """Per open span of this thread, outermost first: finished spans inside it."""
+    """Finished spans inside each open span of this thread, outermost first."""
 
     def __init__(self) -> None:
         self.launched: list[list[_Launched]] = [[]]

@@ -36,10 +36,10 @@ def lay_out(module: nn.Module) -> None:
     The first such product makes a copy as large as the weights. Nothing is changed if all copies
     would take more than half the free memory.
 
-    On an AVX-512 CPU the product is oneDNN's, and the copy has its layout: four rows times 382 MB
-    take 24 instead of 42 ms on one Zen 4 core. On other CPUs layers with more outputs than inputs
-    copy the weights transposed, to multiply up to three rows. All other products with several rows
-    are transposed: rows become columns. docs/lab/log.md has times.
+    On an AVX-512 CPU, oneDNN computes the product, and the copy has oneDNN's layout. With 382 MB
+    of weights, four rows then take 24 instead of 42 ms on one Zen 4 core. On other CPUs, a layer
+    with more outputs than inputs multiplies up to three rows by a transposed copy. All other
+    products of several rows treat the rows as columns there. docs/lab/log.md has times.
     """
     large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
     if 2 * sum(layer.weight.nbytes for layer in large) <= virtual_memory().available:

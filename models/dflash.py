@@ -191,7 +191,7 @@ class DFlash(Draft):
 
         Args:
             taps: target hidden states [B, T, H] by layer index.
-            anchors: per sequence or document, ascending rows b T + t on the host, t > 0.
+            anchors: on the host, per sequence or document: ascending rows b * T + t with t > 0.
             lengths: document lengths in a packed row [1, T].
 
         Returns:

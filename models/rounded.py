@@ -128,7 +128,7 @@ KINDS: dict[torch.dtype, type[RoundedLinear]] = {torch.float16: HalfLinear, torc
 
 
 class RoundedPart(nn.Module):
-    """One of several joined linear layers: some of their output channels."""
+    """One of the linear layers that were joined into one: its output channels."""
 
     def __init__(self, joined: RoundedLinear, channels: slice) -> None:
         super().__init__()

@@ -180,12 +180,12 @@ class StageCache:
     """Keys, values and recurrent states for one stage's layers and one sequence.
 
     Hugging Face layers receive it as ``past_key_values``. The attention and gated-delta-net modules
-    in transformers 5.23 call ``update`` and the five ``*_state``/``is_recording_past`` methods.
+    in transformers 5.23 call ``update``, ``is_recording_past`` and the four ``*_state`` methods.
     ``begin`` announces rows and fixes the places for the layers' writes; ``advance`` counts the
     rows. If a forward fails in between, the cache stays unchanged.
 
     Recurrent layers cannot drop rows from their state. So the cache remembers the state after every
-    speculative row: each row starts from its parent's, and a KeepRows drops a row with its state.
+    speculative row: each row starts from its parent's, and ``keep`` drops rows with their states.
     """
 
     def __init__(self, recurrent_layers: Collection[int]):

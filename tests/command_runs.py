@@ -1,10 +1,7 @@
-"""Run commands in this process, or launch them as a group of processes."""
+"""Run commands in this process."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from pipedraft.cli import run_command
 from pipedraft.data_recipes.__main__ import main as data_main
@@ -44,22 +41,3 @@ def assert_one_line(status: int, out: str, err: str, words: list[str]) -> None:
     assert lines[0].startswith("error: ")
     for word in words:
         assert word in lines[0], lines[0]
-
-
-def launch(arguments, *, num_processes, **options):
-    """Launch with torchrun on a free port."""
-    command = [
-        str(Path(sys.executable).with_name("torchrun")),
-        *("--nproc-per-node", str(num_processes), "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", "127.0.0.1:0", *arguments),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(
-        command,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        **options,
-    )

@@ -217,12 +217,3 @@ def parent() -> Iterator[ForkServer]:
 def repository() -> Path:
     """Checkout folder, also the package itself."""
     return REPOSITORY
-
-
-@pytest.fixture(scope="session")
-def shared_dir() -> Path:
-    """Folder `shared` beside the checkout; where it is absent, its tests are skipped."""
-    folder = REPOSITORY.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"needs {folder}, a folder of models and data beside the checkout")
-    return folder

@@ -3,8 +3,7 @@
 torchrun --nproc-per-node 2 tests/process_agreement.py FOLDER LINKS HALF
 
 HALF 0 or 1 runs half the acceptance rules, half the EAGLE settings, and one temperature per
-schedule; the two prompts take turns. "whole" runs both halves with both prompts, "bitwise" runs a
-few settings in bfloat16.
+schedule; the two prompts take turns. "whole" runs both halves with both prompts.
 """
 
 import json
@@ -12,7 +11,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import torch
 from conftest import tiny_llama
 from decode_runs import PROMPTS, SMALL, PlainTokenizer, friendly_module, plain_text
 from decode_runs import WAYS as EAGLE_WAYS
@@ -21,6 +19,7 @@ from tiny_drafts import make_exit, make_head
 from pipedraft.inference.config import ROUND_RULES, DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.cluster import Cluster
+from pipedraft.inference.ranks.links import DeviceLink
 from pipedraft.inference.ranks.watch import WatchLimits
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.schedules import SCHEDULES
@@ -29,27 +28,23 @@ NEW_TOKENS = 16
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, opened, right = Path(sys.argv[1]), [], DeviceLink.open
+    DeviceLink.open = lambda *link: opened.append(right(*link))
     with Cluster(WatchLimits(), sys.argv[2]) as cluster:
         if not cluster.is_controller:
             cluster.serve()
             return
         name = str(folder / "t")
-        is_bitwise = sys.argv[3] == "bitwise"
-        sizes = {"hidden": 64, "vocab": 1000} if is_bitwise else {"vocab": 16}
-        tiny_llama(layers=4, **sizes).save_pretrained(name)
-        dtype = torch.bfloat16 if is_bitwise else torch.float32
-        part = cluster.load_target(name, revision=None, num_stages=2, dtype=dtype)
-        print(json.dumps(compare(cluster, part, name, is_bitwise)))
+        whole = tiny_llama(layers=4, vocab=16)
+        whole.save_pretrained(name)
+        part = cluster.load_target(name, revision=None, num_stages=2)
+        print(json.dumps(compare(cluster, part, whole) | {"device_links": len(opened)}))
 
 
-def compare(cluster, part, name, is_bitwise):
-    from pipedraft.models.target import load_target
-
-    whole = load_target(name, dtype=part.dtype)
-    head = make_head(whole).to(part.dtype)
+def compare(cluster, part, whole):
+    head = make_head(whole)
     head.attach(whole)
-    module = friendly_module(whole, num_stages=2, num_layers=1).to(part.dtype)
+    module = friendly_module(whole, num_stages=2, num_layers=1)
     ways = [({"schedule": "autoregressive"}, None), ({"schedule": "spd"}, module)]
     ways += [({"schedule": "spd", "tree_width": 3, "temperature": 1.0, "top_p": 0.8}, module)]
     sampled = {"schedule": "spd", "temperature": 1.0}
@@ -62,13 +57,10 @@ def compare(cluster, part, name, is_bitwise):
     rules += [(eagle | {"tree": "chain:4", "verifier": "block"}, head)]
     tree = eagle | {"tree": "dynamic:3:3:8"}
     rules += [(tree | {"verifier": rule}, head) for rule in ("recursive", "traversal")]
-    if is_bitwise:
-        ways = ways[:2] + [(EAGLE_WAYS[0], head)]
-    else:
-        ways += half_of(rules) + [(way, head) for way in half_of(EAGLE_WAYS)]
+    ways += half_of(rules) + [(way, head) for way in half_of(EAGLE_WAYS)]
     different, compared = [], Counter()
     for number, (way, draft) in enumerate(ways):
-        config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, bitwise=is_bitwise, **way)
+        config = DecodeConfig.of(num_stages=2, max_new_tokens=NEW_TOKENS, **way)
         engines = [
             Engine(whole, PlainTokenizer(), config, draft),
             Engine(part, PlainTokenizer(), config, draft, connect=cluster.connect),
@@ -76,13 +68,10 @@ def compare(cluster, part, name, is_bitwise):
         for prompt in prompts_of(number):
             compared[config.rule if "verifier" in way else "greedy"] += 1
             local, other = (engine.decode(prompt) for engine in engines)
-            if is_bitwise:
-                plain = plain_text(whole, prompt, max_new_tokens=NEW_TOKENS, bitwise=True)
-                assert local.token_ids == plain
             names = ("token_ids", "num_steps", "position_tests")
             if any(getattr(local, name) != getattr(other, name) for name in names):
                 different.append([str(way), prompt])
-    unlike_plain = [] if is_bitwise else schedules_unlike_plain(cluster, part, whole, head, module)
+    unlike_plain = schedules_unlike_plain(cluster, part, whole, head, module)
     reports = cluster.pipeline.reports()
     held = sum(p.numel() for p in part.parameters() if not p.is_meta)
     total = sum(p.numel() for p in whole.parameters())
@@ -92,9 +81,6 @@ def compare(cluster, part, name, is_bitwise):
         "unlike_plain": unlike_plain,
         "reports": reports,
         "parameters": [total, held],
-        "device_links": sum(
-            link.device_link is not None for link in cluster.watch.sent + cluster.watch.received
-        ),
     }
 
 

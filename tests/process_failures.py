@@ -123,11 +123,6 @@ def hold_memory(*_: object) -> None:
             HELD.append(torch.empty(PIECE_BYTES, dtype=torch.uint8))
 
 
-def reset_links(folder: Path, *, peer: int) -> None:
-    for connection in connections(rank_id(folder, peer)):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 def silence_links(folder: Path, *, peer: int | None = None) -> None:
     """Drop every incoming packet: from one rank, or from all ranks and the store."""
     for connection in connections(None if peer is None else rank_id(folder, peer)):

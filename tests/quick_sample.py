@@ -62,7 +62,6 @@ KEPT = {
     "test_draft_length_links": {
         "test_geometric_keeps_97_percent_of_the_oracle_on_links_of_constants": 0,
         "test_the_default_keeps_95_percent_of_the_oracle_where_batches_are_away": 1,
-        "test_rounds_that_are_away_take_the_time_that_policies_are_told": 1,
         "test_geometric_keeps_97_percent_of_the_oracle_on_the_shipped_traces": 1,
     },
     "test_eagle3": {
@@ -82,7 +81,7 @@ KEPT = {
         "test_the_distribution_test_catches_known_mistakes": 1,
     },
     "test_end_to_end": {
-        "test_an_eagle_head_is_trained_decoded_and_evaluated": 1,
+        "test_an_eagle_head_is_trained_and_decoded": 1,
     },
     "test_engine_parity": {
         "test_faults_of_positions_maps_dtype_and_prompts_are_named": 0,
@@ -143,9 +142,6 @@ KEPT = {
     "test_flexspec_training": {
         "test_it_learns_a_handful_of_conversations_by_heart": 1,
     },
-    "test_gguf": {
-        "test_a_broken_file_ends_the_command_with_status_2": 0,
-    },
     "test_gpu_check": {
         "test_every_section_runs_and_every_output_is_right": 0,
     },
@@ -173,7 +169,6 @@ KEPT = {
     },
     "test_link_schedules": {
         "test_greedy_text_equals_transformers_greedy": 5,
-        "test_greedy_text_is_the_targets_whatever_is_accepted": 5,
         "test_picospecs_time_equals_the_closed_form": 3,
         "test_text_stops_at_any_eos_token_and_counts_it": 4,
     },
@@ -192,8 +187,6 @@ KEPT = {
         "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 1,
         "test_steps_equal_the_closed_form_on_a_bernoulli_draft": 0,
         "test_both_tests_of_sampled_text_catch_the_published_tree_rule": 0,
-        "test_shared_noise_makes_draft_and_target_agree_more_often": 0,
-        "test_the_comparison_notices_a_draw_that_depends_on_the_draft": 0,
     },
     "test_meter": {
         "test_text_is_the_targets_whatever_part_is_drafted": 6,
@@ -201,7 +194,6 @@ KEPT = {
         "test_both_tests_of_sampled_text_catch_a_token_changed_with_a_part": 0,
     },
     "test_mtp": {
-        "test_sampled_text_is_the_targets": 0,
         "test_greedy_text_is_the_targets": 2,
     },
     "test_packing": {
@@ -239,10 +231,8 @@ KEPT = {
         "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 3,
         "test_a_language_model_drafts_in_every_schedule": 2,
         "test_steps_follow_the_closed_form": 1,
-        "test_expensive_rows_make_small_micro_batches": 0,
         "test_starting_again_at_the_root_costs_steps": 0,
         "test_a_recurrent_language_model_drafts_branches": 0,
-        "test_steps_with_a_perfect_and_with_a_useless_draft": 3,
         "test_a_wrong_mask_between_branches_is_noticed": 0,
     },
     "test_plan": {
@@ -263,15 +253,10 @@ KEPT = {
         "test_both_backends_agree_with_an_early_exit_head": 0,
         "test_both_backends_agree_when_segments_are_pruned_on_their_way": 2,
         "test_ranks_decode_what_one_process_decodes": 1,
-        "test_two_ranks_decode_in_bfloat16_what_plain_decoding_does": 0,
         "test_the_text_is_the_same_where_waiting_verdicts_cut_drafting_short": 1,
     },
     "test_process_ahead": {
-        "test_a_trained_module_runs_ahead_with_either_verifier": 0,
         "test_the_first_stage_runs_ahead_with_the_same_text_and_steps": 1,
-    },
-    "test_process_capture": {
-        "test_every_schedule_ends_with_plain_decodings_text": 0,
     },
     "test_process_failures": {
         "test_a_lost_stage_ends_every_rank_with_a_line": 1,
@@ -364,7 +349,6 @@ KEPT = {
     "test_target": {
         "test_random_segments_and_keeps_equal_recomputing_each_path_from_scratch": 8,
         "test_chained_stages_equal_the_models_forward_in_full_and_row_by_row": 16,
-        "test_greedy_decoding_in_one_row_segments_equals_generate": 6,
     },
     "test_train": {
         "test_spd_learns_a_handful_of_conversations_by_heart": 1,

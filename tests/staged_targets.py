@@ -112,16 +112,6 @@ def keep_everywhere(target: StagedTarget, keep: KeepRows) -> None:
         stage.keep(keep)
 
 
-def decode_greedily(target: StagedTarget, prompt: torch.Tensor, max_new_tokens: int) -> list[int]:
-    logits_V, _ = target.prefill(prompt)
-    tokens = [int(logits_V.argmax())]
-    while len(tokens) < max_new_tokens and tokens[-1] not in target.eos_token_ids:
-        segment = run(target, chain_segment(target, torch.tensor(tokens[-1:])))
-        keep_everywhere(target, KeepRows((0,), 1))
-        tokens.append(int(target.logits(segment.hidden)[0].argmax()))
-    return tokens
-
-
 def continue_the_row_before(monkeypatch) -> None:
     """A known-bad state: a tree row starts from another branch's state."""
     rows_before = property(lambda segment: list(range(segment.lo - 1, segment.hi - 1)))

@@ -1,4 +1,4 @@
-"""Every command: bad input is one line on stderr and status 2, --help shows an example."""
+"""Every command: bad input is one line on stderr and status 2."""
 
 import io
 import json
@@ -124,7 +124,6 @@ WITH_MODEL = ["--target", "{target}", "--draft-model", "{other_weights}"]
 
 CASES: list[tuple[str, list[str], list[str]]] = [
     *(("inference", ["--checkpoint", c, *INFERENCE], w) for c, w in DAMAGED + DAMAGED_ON_LOADING),
-    *(("eval", ["--checkpoint", c, *EVAL], w) for c, w in DAMAGED_ON_LOADING),
     *(("models", ["push", "--checkpoint", c, *DRY_RUN], w) for c, w in DAMAGED[:4]),
     (
         "models",
@@ -132,14 +131,12 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         ["--results", "nowhere.json", "that eval wrote"],
     ),
     # inference
-    ("inference", [], ["--prompt", "missing", "--help"]),
     ("inference", INFERENCE, ["--checkpoint", "missing", "give a trained draft"]),
     (
         "inference",
         ["--target", "{target}", "--schedule", "spd", *INFERENCE],
         ["--schedule", "'spd'", "--checkpoint"],
     ),
-    ("inference", [*RUN, *INFERENCE, "--tree", "bush"], ["tree", "'bush'", "chain:7"]),
     ("inference", [*RUN, *INFERENCE, "--micro-batches", "3"], ["--micro-batches", "naive_pp"]),
     (
         "inference",
@@ -159,15 +156,9 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         [*RUN, *INFERENCE, "--temperature", "1e-320"],
         ["'1e-320' is", "give 0 (greedy)"],
     ),
-    (
-        "inference",
-        [*RUN, *INFERENCE, "--temperature", "hot"],
-        ["--temperature", "'hot'", "give 0 (greedy)"],
-    ),
     ("inference", [*RUN, *INFERENCE, "--trace", "t.json"], ["--trace", "'t.json'", "--backend"]),
     ("inference", [*RUN, *INFERENCE, "--backend", "process"], ["--backend", "torchrun"]),
     ("eval", [*RUN, *EVAL, "--seed", "-1"], ["--seed: -1", "give at least 0"]),
-    ("eval", [*RUN, *EVAL, "--cost", "{a_file}"], ["--cost", "a_file", "h100"]),
     ("inference", [*RUN, *INFERENCE, "--stages", "3"], ["--stages: 3", "give --stages 2"]),
     (
         "inference",
@@ -175,7 +166,6 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         ["--boundaries", "0,2,4,4", "4 twice; leave one out"],
     ),
     ("inference", [*ALONE, *INFERENCE, "--stages", "9"], ["--stages: 9", "choose 1 to 4"]),
-    ("inference", [*RUN, *INFERENCE, "--schedule", "spdd"], ["schedule", "'spdd'", "'spd'"]),
     (
         "inference",
         [*RUN, *INFERENCE, "--tree-width", "wide"],
@@ -186,7 +176,6 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         [*RUN, *INFERENCE, "--verifier", "rejection"],
         ["verifier", "'rejection'", "use"],
     ),
-    ("inference", [*RUN, *INFERENCE, "--sede", "1"], ["--sede", "did you mean --seed"]),
     (
         "inference",
         [*RUN, *INFERENCE, "--target", "{other_weights}"],
@@ -219,9 +208,6 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("eval", [*WITH_MODEL[2:], *EVAL], ["--target", "missing", "--draft-model"]),
     ("eval", [*WITH_MODEL, *EVAL, "--accept", "2"], ["accept", "2", "give 0 to 1"]),
     ("eval", EVAL, ["--checkpoint", "missing", "--help"]),
-    ("eval", [*RUN, *EVAL, "--benchmarks", "gsm9k"], ["--benchmarks", "'gsm9k'", "'gsm8k'"]),
-    ("eval", [*RUN, *EVAL, "--benchmarks", "mt_bench"], ["--data-dir", "question.jsonl", "put"]),
-    ("eval", [*RUN, *EVAL, "--temperature", "-1"], ["--temperature", "'-1'", "give 0"]),
     ("eval", [*RUN, *EVAL, "--stages", "9"], ["--stages", "9", "leave --stages out"]),
     ("eval", [*RUN, *EVAL, "--target", "{other_weights}"], ["target", "hash", "give that target"]),
     ("eval", [*RUN, *EVAL, "--max-new-tokens", "500"], ["--max-new-tokens", "500", "lower it"]),
@@ -230,13 +216,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("models", [], ["command", "missing", "--help"]),
     ("models", ["pull"], ["command", "'pull'", "push"]),
     ("models", ["push", *RUN], ["--repo", "missing", "--help"]),
-    ("models", ["push", *RUN, "--repo", "alone", "--dry-run"], ["--repo", "'alone'", "user/name"]),
     ("models", ["push", *RUN, "--repo", "a/b", "--out", "{up}"], ["--out", "up", "--dry-run"]),
-    (
-        "models",
-        ["push", *RUN, "--repo", "a/b", "--dry-run", "--out", "{a_file}"],
-        ["--out", "a_file", "give another folder"],
-    ),
     # data
     ("data_recipes", [], ["tokenizer", "data.sources", "missing"]),
     (
@@ -271,11 +251,6 @@ TRAIN_CASES: list[tuple[dict[str, object], list[str]]] = [
     ({"model__draft_vocab_size": 999}, ["model.draft_vocab_size", "999", "leave it out"]),
     ({"batch_tokens": 9}, ["batch_tokens", "9", "raise it"]),
     ({"data__sources": '[{"path": "/no.jsonl"}]'}, ["sources.path", "'/no.jsonl'", "give an"]),
-    ({"data__sources": "[]"}, ["data.sources", "[]", "name at least one"]),
-    ({"optim__lrr": 1}, ["optim.lrr", "unknown", "did you mean --optim.lr"]),
-    ({"optim__lr": "fast"}, ["--optim.lr", "fast", "Expected a float"]),
-    ({"method": "sdp"}, ["method", "'sdp'", "known: spd"]),
-    ({"config": "/nowhere.yaml", "method": None}, ["--config", "/nowhere.yaml", "give a YAML"]),
     ({"config": "{a_file}", "method": None}, ["--config", "a_file", "see configs/"]),
     ({"output_dir": "{a_file}"}, ["output_dir", "a_file", "give another folder"]),
     ({"output_dir": "{run}", "model__num_layers": 2}, ["resume", "step-0000002", "--output_dir"]),
@@ -317,22 +292,6 @@ def test_a_failure_of_the_program_is_not_called_bad_input(place, monkeypatch, ca
     with pytest.raises(RuntimeError, match="a defect"):
         call("inference", [place.fill(part) for part in [*RUN, *INFERENCE]], monkeypatch)
     assert "error:" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "example"),
-    [
-        ("train", "pipedraft train --config"),
-        ("inference", "pipedraft inference --checkpoint"),
-        ("eval", "pipedraft eval --checkpoint"),
-        ("models", "pipedraft models push --checkpoint"),
-        ("data_recipes", "pipedraft data --config"),
-    ],
-)
-def test_help_exits_with_zero_and_shows_an_example(command, example, monkeypatch, capfd):
-    assert call(command, ["--help"], monkeypatch) == 0
-    out, err = capfd.readouterr()
-    assert example in out and err == ""
 
 
 def test_the_example_of_the_upload_works_as_written(place, tmp_path, monkeypatch, capfd):
@@ -436,16 +395,6 @@ def test_a_character_that_the_terminal_lacks_does_not_end_the_text(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     run_command(lambda: print("a × b"))
     assert sys.stdout.buffer.getvalue() == b"a ? b\n"
-
-
-def test_the_stream_prints_a_text_that_ends_inside_a_character(capsys):
-    ids = list("ok 😀".encode())[:-1]
-    stream = PrintedText(ByteTokenizer())
-    for token in ids:
-        stream(token)
-    text = ByteTokenizer().decode(ids, True)
-    stream.finish_line(text)
-    assert capsys.readouterr().out == text + "\n"
 
 
 def test_a_token_costs_the_same_however_long_the_text_is():

@@ -31,10 +31,6 @@ def lines_of(records):
     return [int(record["location"].rpartition(":")[2]) for record in records]
 
 
-def random_text(rng, num_words):
-    return " ".join(f"word{i}" for i in rng.integers(0, 5000, num_words))
-
-
 # Filters
 
 FILTER_CASES = [

@@ -158,14 +158,6 @@ def test_damaged_rows_are_counted_and_kept_aside(load, tmp_path):
     assert report.bad_rows == {"not valid Unicode": 1}
 
 
-def test_a_damaged_gzip_file_is_an_error_that_names_it(load, tmp_path):
-    whole = gzip.compress("\n".join(json.dumps(chat(f"q {i}")) for i in range(500)).encode())
-    for name, data in (("cut.jsonl.gz", whole[:-60]), ("plain.jsonl.gz", b'{"messages": []}')):
-        (tmp_path / name).write_bytes(data)
-        with pytest.raises(ValueError, match=f"{name}' is not a whole gzip file"):
-            load(Source(path=str(tmp_path / name)))
-
-
 # The command
 
 

@@ -1,6 +1,5 @@
 """A run's start with several processes, and on other kinds of devices."""
 
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from pipedraft.models.draft import Draft
 from pipedraft.models.target import capture_hidden, load_target
 from pipedraft.models.target_part import load_target_part
-from pipedraft.train import launch
 from pipedraft.train.__main__ import methods
 from pipedraft.train.launch import FSDP_PRECISION, resolve_dtype, shard_target
 from pipedraft.train.objective import LossOutput
@@ -74,10 +72,6 @@ def test_a_target_without_autocast_is_of_the_dtype_that_it_meets(tmp_path, store
     is_half = stored == "bfloat16"
     assert resolve_dtype(run, "bf16") == (torch.bfloat16 if is_half else torch.float32)
     assert resolve_dtype(run, "no", has_autocast=False) == torch.float32
-
-
-def test_others_wait_for_hours_not_for_ten_minutes():
-    assert timedelta(hours=3) <= launch.WAIT_FOR_OTHERS
 
 
 SCHEMES = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from pipedraft.inference.edge.channel import PRESETS, Link, load_link
+from pipedraft.inference.edge.channel import PRESETS, load_link
 from pipedraft.inference.edge.draft_length import Geometric
 from pipedraft.inference.schedules.stop_and_wait import FlexSpecSchedule, StopAndWait
 
@@ -78,24 +78,6 @@ def test_geometric_keeps_97_percent_of_the_oracle_on_the_shipped_traces(
     link = f"wifi:{REPOSITORY}/assets/net_traces/{trace}.csv"
     for text in ("t0_match", "t1_rejection"):
         assert ratio(benchmark, "geometric", text, link) > 0.97, text
-
-
-@pytest.mark.parametrize("name", ["picospec_published", "picospec"])
-def test_rounds_that_are_away_take_the_time_that_policies_are_told(
-    benchmark: ModuleType, name: str
-) -> None:
-    """One rate for all tokens, a fixed length: mean tokens over mean seconds, by two formulas."""
-    way, link = benchmark.PROTOCOLS[name], Link.constant(up_mbps=1e9, rtt_ms=150)
-    cost = way.cost(way.shape, link.state(0.0), benchmark.MAX_LENGTH)
-    world = benchmark.World(benchmark.make_text("iid", 20_000, 2), link, way, 0.0)
-    survival_K = world.survival()
-    energy = benchmark.energy_model(way.shape, "wifi")
-    for length in (2, 4, 8):
-        world = benchmark.World(benchmark.make_text("iid", 20_000, 2), link, way, 0.0)
-        fixed = benchmark.named(f"fixed:{length}")
-        found = benchmark.decode(world, fixed, 0, energy).tokens_per_s
-        expected = cost.expected_tokens(survival_K) / cost.expected_s(survival_K)
-        assert found == pytest.approx(expected[length - 1], rel=0.05), length
 
 
 @pytest.mark.parametrize("name", ["picospec_published", "picospec"])

@@ -90,18 +90,6 @@ def test_a_row_counts_when_its_tokens_are_all_of_one_assistant_turn(depth):
             assert counted[t] == (inside and all(mask[t + 1 : t + 2 + depth])), t
 
 
-def test_the_first_row_of_a_turn_is_the_one_that_is_fed_its_first_token():
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1]]).bool()
-    assert chain_rows(mask).nonzero()[:, 1].tolist() == [1, 2, 8]
-    assert chain_rows(mask, 2).nonzero()[:, 1].tolist() == [1]
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_short_texts_have_the_rows_they_can(length):
-    counted = chain_rows(torch.ones(1, length, dtype=torch.bool))
-    assert counted.shape == (1, length - 1) and int(counted.sum()) == max(0, length - 2)
-
-
 # -- the objective --------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_qwen3
@@ -25,7 +24,6 @@ from decode_runs import (
     simulated_texts,
     way_name,
 )
-from staged_targets import tiny
 from tiny_drafts import make_head, make_module
 
 from pipedraft.inference.clock import CostModel
@@ -290,22 +288,6 @@ def test_a_dynamic_tree_equals_one_drafted_from_scratch(kind):
     assert tree.scores[1:] == sorted(tree.scores[1:], reverse=True)
 
 
-def test_growing_layer_by_layer_equals_the_tree_of_the_same_beams():
-    """Until a commit, a layer's rows equal a fresh tree with one beam per level."""
-    target = tiny_llama(layers=4, vocab=16).double()
-    head = make_head(target).double()
-    text = [3, 1, 4, 1, 5]
-    whole, layered = TokenTree(text[-1], 4), TokenTree(text[-1], 4)
-    source, _ = begun(head, target, text)
-    chain = TreeShape(kind="chain", depth=4)
-    source.grow_tree(whole, chain, by_score=True, sampling=GREEDY)
-    begun(head, target, text, source=source)
-    for _ in range(4):
-        source.grow_layer(layered, {}, width=1, sampling=GREEDY)
-    assert whole.tokens == layered.tokens
-    np.testing.assert_allclose(whole.scores, layered.scores, atol=1e-5)
-
-
 def test_a_static_tree_has_the_published_shape():
     target = tiny_llama(layers=4, vocab=16)
     source, _ = begun(make_head(target, "eagle"), target, [1, 2, 3, 4])
@@ -327,8 +309,3 @@ def test_what_a_draft_or_target_cannot_do_is_refused_by_name():
         TreeShape(kind="static", paths=((1,), (0, 3)))
     with pytest.raises(ValueError, match="verifier: 'rejection'"):
         DecodeConfig.of(schedule="eagle", temperature=1.0, verifier="rejection")
-
-
-@pytest.mark.parametrize("way", WAYS[:4], ids=way_name)
-def test_expert_targets_decode_exactly(way):
-    simulate(tiny("mixtral"), PROMPTS[2], 0.7, num_stages=2, max_new_tokens=16, **way)

@@ -5,7 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from conftest import byte_tokenizer, tiny_llama, write_rows
+from conftest import write_rows
 
 from pipedraft.cli import UsageError
 from pipedraft.eval.__main__ import run
@@ -71,18 +71,6 @@ def test_figures_follow_from_the_constants(out):
     waits = rows["stop_and_wait", 0.0]
     assert waits["draft_acceptance_rate"] == 1
     assert waits["ms_per_token"] == pytest.approx((4 * 24.25 + 20 + 87) / 5, abs=2)
-
-
-def test_a_rejection_of_dssd_brings_the_whole_distribution_down(words, tmp_path):
-    other = tmp_path / "other"
-    tiny_llama(layers=1, vocab=300, seed=1).save_pretrained(other)
-    byte_tokenizer().save_pretrained(other)
-    more = ["--draft-model", str(other), "--methods", "cloud,stop_and_wait,dssd", "--links", "5g"]
-    run([*words, *more, "--temperature", "1", "--no-lossless", "--out", str(tmp_path / "out")])
-    rows = rows_of(tmp_path / "out")
-    assert rows["dssd", 1.0]["draft_acceptance_rate"] < 1
-    down = rows["dssd", 1.0]["down_bytes_per_token"]
-    assert down > 300 > rows["stop_and_wait", 1.0]["down_bytes_per_token"]
 
 
 def test_the_report_names_constants_caveats_and_methods(out):

@@ -19,11 +19,20 @@ from pipedraft.inference.rules.sampled import (
     Top,
     draw,
     make_verifier,
-    top_k_bias,
 )
 
 # V vocabulary, a, b, c successive tokens
 VOCAB, LENGTH, NUM_TEXTS = 5, 500, 4
+
+
+def top_k_bias(p_V, q_V, top_k) -> float:
+    """Total variation between ``topk`` and p at a tested position: (p - q)+ outside the top K.
+
+    The true variation is larger if (p - q)+ is 0 on all K tokens.
+    """
+    residual_V = (p_V - q_V).clamp_min(0)
+    inside = residual_V[p_V.topk(min(top_k, len(p_V))).indices].sum()
+    return float(residual_V.sum() - inside)
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:

@@ -181,20 +181,6 @@ def test_the_report_has_a_table_two_plots_and_a_manifest(evaluated, trained):
     assert {"config", "versions", "git", "prompts", "tokenizer"} <= manifest.keys()
 
 
-def test_the_card_of_an_upload_has_the_measured_table(evaluated, trained, tmp_path, monkeypatch):
-    card = (trained.folder / "best" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name") and "Measured by decoding" not in card
-    results = evaluated / "results.json"
-    arguments = ["push", "--checkpoint", str(trained.folder), "--repo", "user/name", "--dry-run"]
-    arguments += ["--results", str(results), "--out", str(tmp_path / "upload")]
-    assert call("models", arguments, monkeypatch) == 0
-    card = (tmp_path / "upload" / "README.md").read_text()
-    for run in json.loads(results.read_text())["runs"]:
-        length = run["equivalent_acceptance_length"]
-        assert f"| {run['benchmark']} | {run['method']} | {run['stages']} |" in card
-        assert f"| {length['pooled']:.3f} | {length['ci95'][0]:.3f} to" in card
-
-
 def test_the_upload_holds_the_network_and_its_card_and_no_training_state(
     trained, tmp_path, monkeypatch, capfd
 ):
@@ -220,18 +206,8 @@ def test_the_upload_holds_the_network_and_its_card_and_no_training_state(
     assert capfd.readouterr() == (greedy_text(trained) + "\n", "")
 
 
-HEADS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
-
-
-@pytest.mark.parametrize(
-    ("method", "is_evaluated"),
-    [pytest.param(name, name == "eagle3", id=name) for name in HEADS]
-    + [pytest.param(name, True, id=f"{name}, evaluated", marks=pytest.mark.all) for name in HEADS],
-)
-def test_an_eagle_head_is_trained_decoded_and_evaluated(
-    method, is_evaluated, trained, tmp_path, monkeypatch, capfd
-):
-    """Evaluation decodes as above with any head."""
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
+def test_an_eagle_head_is_trained_and_decoded(method, trained, tmp_path, monkeypatch, capfd):
     world, folder = trained.world, tmp_path / "run"
     arguments = world.arguments(method, folder, max_steps=6, optim__lr=1e-2)
     assert call("train", arguments, monkeypatch) == 0
@@ -248,33 +224,3 @@ def test_an_eagle_head_is_trained_decoded_and_evaluated(
     ):
         assert call("inference", [*decode, *way], monkeypatch) == 0
         assert capfd.readouterr().out == greedy_text(trained) + "\n", way
-    if not is_evaluated:
-        return
-    out = tmp_path / "eval"
-    evaluate = [
-        "--checkpoint",
-        str(folder),
-        "--benchmarks",
-        "gsm8k",
-        "--limit",
-        "2",
-        "--stages",
-        "2",
-    ]
-    evaluate += ["--schedule", "eagle,naive_pp,pipedec", "--tree", "chain:3,dynamic:2:2:5"]
-    evaluate += ["--temperature", "0,1", "--max-new-tokens", "6", "--out", str(out)]
-    assert call("eval", evaluate, monkeypatch) == 0
-    runs = json.loads((out / "results.json").read_text())["runs"]
-    ways = {(run["schedule"], run["tree"], run["tree_width"], run["temperature"]) for run in runs}
-    trees = [("chain:3", 1), ("dynamic:2:2:5", 2)]
-    assert ways == {
-        (*way, temperature)
-        for temperature in (0.0, 1.0)
-        for way in [
-            ("autoregressive", None, 1),
-            *((schedule, *tree) for schedule in ("eagle", "naive_pp") for tree in trees),
-            ("pipedec", None, 16),
-        ]
-    }
-    assert all(run["lossless"]["mismatches"] == 0 for run in runs)
-    assert "dynamic:2:2:5" in (out / "report.md").read_text()

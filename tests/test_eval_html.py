@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eval_runs import MANIFEST, assert_refused, make_runs, read_back, source
+from eval_runs import MANIFEST, make_runs, read_back, source
 
 from pipedraft.eval import __main__ as command
 from pipedraft.eval import report as report_command
-from pipedraft.eval.charts import THEMES
 from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.metrics import AUTOREGRESSIVE
 from pipedraft.eval.report import build_page, write_report
@@ -314,45 +313,9 @@ def test_repeats_and_entropies_are_tables() -> None:
     assert {"0.900 [0.100, 0.950]", "0.250 [0.100, 0.950]"} <= set(cells)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, ["RUN", "results.json", "No such file"]),
-        ('{"runs": [{}]}', ["runs[0]", "field `method`", "again"]),
-    ],
-)
-def test_bad_results_are_one_line_and_status_two(tmp_path, capsys, content, words) -> None:
-    if content is not None:
-        (tmp_path / "results.json").write_text(content)
-    assert_refused(capsys, ["report", str(tmp_path)], words)
-    assert not (tmp_path / "report.html").exists()
-
-
 def test_folders_are_named_by_as_much_of_the_path_as_it_takes() -> None:
     names = report_command.short_names([Path("/x/a/eval"), Path("/x/b/eval")])
     assert names == ["a/eval", "b/eval"]
     assert report_command.short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     with pytest.raises(ValueError, match="twice"):
         report_command.short_names([Path("/x/a"), Path("/x/./a")])
-
-
-def linear(color: str) -> np.ndarray:
-    share = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
-
-
-def contrast(first: str, second: str) -> float:
-    """Contrast ratio by WCAG 2.2."""
-    shades = sorted(float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (first, second))
-    return (shades[1] + 0.05) / (shades[0] + 0.05)
-
-
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_colors_can_be_read(scheme: int) -> None:
-    theme = {name: colors[scheme] for name, colors in THEMES.items()}
-    marks = [name for name in theme if name.startswith("series")]
-    for behind in ("paper", "panel"):
-        for name in ("ink", "faint", "link", "alarm"):
-            assert contrast(theme[name], theme[behind]) >= 4.5, (name, behind)
-        for name in marks:
-            assert contrast(theme[name], theme[behind]) >= 3, (name, behind)

@@ -9,13 +9,12 @@ import pytest
 from eval_runs import MANIFEST, make_runs
 from msgspec.structs import replace
 
-from pipedraft.cli import UsageError
 from pipedraft.eval.command import ways_of
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.report import write_report
-from pipedraft.eval.screen import check_folder, screen_table
-from pipedraft.files import to_json, write_atomically
+from pipedraft.eval.screen import screen_table
+from pipedraft.files import to_json
 
 
 @pytest.fixture(scope="module")
@@ -109,29 +108,6 @@ def test_the_terminals_table_is_narrow_and_has_the_baseline() -> None:
     assert all(len(line) == column + len("lossless") for line in table[:18])
     assert max(map(len, table[:18])) < 100
     assert any(AUTOREGRESSIVE in line for line in table)
-
-
-def test_another_evaluations_folder_is_refused(tmp_path) -> None:
-    held = {"limit": 20, "temperature": [0.0], "shard": "1/2"}
-    (tmp_path / "manifest.json").write_text(json.dumps({"config": held}))
-    check_folder(tmp_path, held | {"temperature": (0.0,), "shard": None}, is_fresh=False)
-    check_folder(tmp_path, held | {"limit": 2}, is_fresh=True)
-    with pytest.raises(UsageError, match="--limit was 20, is 2.*--fresh"):
-        check_folder(tmp_path, held | {"limit": 2}, is_fresh=False)
-
-
-def test_failed_write_leaves_the_file_before_it(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "results.json"
-    write_atomically(path, b"first")
-
-    def fail(*args):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, b"second")
-    assert path.read_bytes() == b"first"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_ways_that_no_column_tells_apart_have_their_settings_in_the_name() -> None:

@@ -310,28 +310,6 @@ def test_bitwise_of_the_command_is_every_methods(folders, engine) -> None:
     assert [check["checked"] for check in checks] == [1, 1] and "noise" not in checks[1]
 
 
-def test_runs_of_the_command_are_compared_by_its_subcommand(folders, engine, capsys) -> None:
-    assert status(command(folders)) == 0
-    second = folders.root / "second"
-    assert status([*command(folders, "--limit", "2"), "--out", str(second)]) == 0
-    capsys.readouterr()
-    file = folders.root / "new" / "compared.json"
-    arguments = ["compare", str(folders.out), str(second), "--json", str(file)]
-    assert status(arguments) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and "prompts of mine: " in out and "spd, n=4, W=1" in out
-    found = json.loads(file.read_text())["comparisons"]
-    assert {(line["of_compared"]["method"], line["quantity"]) for line in found} == {
-        (AUTOREGRESSIVE, "tokens_per_s"),
-        ("spd", "equivalent_acceptance_length"),
-        ("spd", "theoretical_speedup"),
-        ("spd", "tokens_per_s"),
-    }
-    for line in found:
-        assert (line["num_prompts"], line["left_out"]) == (2, 1)
-        assert line["quantity"] == "tokens_per_s" or line["ratio"] == 1
-
-
 def test_an_unknown_subcommand_is_told_the_nearest(capsys) -> None:
     assert status(["comapre", "a", "b"]) == 2
     assert "command: 'comapre' is unknown; did you mean 'compare'?" in capsys.readouterr().err

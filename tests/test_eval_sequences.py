@@ -7,7 +7,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from pipedraft.eval.run import EvalMethod, Evaluation
-from pipedraft.eval.traces import Traces
 from pipedraft.files import to_json
 from pipedraft.inference.batch import BatchEngine
 from pipedraft.inference.clock import CostModel
@@ -24,7 +23,7 @@ METHODS = (
 )
 
 
-def evaluate(model, settings, sequences: int, folder=None) -> list:
+def evaluate(model, settings, sequences: int) -> list:
     """Evaluate conversations with one and two turns, more than are decoded at once."""
     talks = [["a", "b and"], ["long ago" * 9], ["c"], ["d d", "e", "f"], ["g"]]
     config = DecodeConfig.of(num_stages=2, max_new_tokens=12, cost=COSTLY, **settings)
@@ -34,7 +33,6 @@ def evaluate(model, settings, sequences: int, folder=None) -> list:
         benchmarks={"one": make_prompts("one", *talks)},
         reference=model.target,
         sequences=sequences,
-        traces=Traces(folder, {"target": "tiny"}),
     )
     return comparison.run([EvalMethod(name="own", config=config, draft=model.draft)])
 
@@ -67,13 +65,6 @@ def test_a_draft_that_weighs_the_company_counts_otherwise(model, monkeypatch) ->
     alone = counts(evaluate(model, METHODS[1], 1))
     monkeypatch.setattr(BatchEngine, "__init__", in_company)
     assert counts(evaluate(model, METHODS[1], 3)) != alone
-
-
-def test_turns_on_disk_are_not_decoded_again(model, tmp_path, monkeypatch) -> None:
-    first = evaluate(model, METHODS[0], 3, tmp_path)
-    assert counts(evaluate(model, METHODS[0], 1, tmp_path)) == counts(first)
-    monkeypatch.setattr(BatchEngine, "submit", None)  # would fail
-    assert to_json(evaluate(model, METHODS[0], 2, tmp_path)) == to_json(first)
 
 
 @pytest.mark.parametrize("words", ["--repeats 2", "--calibrate cost.json", "--backend process"])

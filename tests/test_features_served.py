@@ -324,7 +324,7 @@ def test_a_server_of_another_target_or_other_layers_is_refused(world, tmp_path, 
         with serve(layers) as server:
             changes = METHODS["eagle"] | {"features": server.address}
             is_alone = len(layers) == 1
-            message = "states of http.* are not this target" if is_alone else "want 1 layer"
+            message = "states of http.* are not this target" if is_alone else "want 1 layer|larger"
             with pytest.raises(ValueError, match=f"features: .*{message}"):
                 world.trainer("eagle", tmp_path, **changes)
 
@@ -353,9 +353,11 @@ LIES: dict[str, tuple[Answer, str]] = {
     "refusal": (lambda ids, path: (400, {"error": "too long"}), "refuses: HTTP 400: .*too long"),
     "faults": (lambda ids, path: (503, {"error": "busy"}), "sends no .*HTTP 503: .*busy"),
     "no JSON": (lambda ids, path: (200, b"<html>"), "no server of this kind: <html>"),
+    "much": (lambda ids, path: (200, b" " * (2 << 20)), "more than a megabyte"),
     "no file": (lambda ids, path: (200, NO_STATES | {"kv_transfer_params": GONE}), "same path"),
     "other tokens": (lambda ids, path: written(path, ids[::-1], ROW), "want 1 layers of 32"),
     "other shape": (lambda ids, path: written(path, ids, ROW[:, :, :16]), "want 1 layers"),
+    "too large": (lambda ids, path: written(path, ids, ROW.repeat(9, 1, 1)), "larger than this"),
 }
 
 
@@ -401,6 +403,8 @@ def test_addresses_are_told_from_a_folder():
     assert online.addresses_of("out/features") == []
     with pytest.raises(ValueError, match="features: 'out/dump' is no address; give http"):
         online.addresses_of("http://a:1,out/dump")
+    with pytest.raises(ValueError, match="features: 'http://a:port' is no address"):
+        online.addresses_of("http://a:port")
 
 
 def test_states_go_to_a_gpu_from_pinned_memory(world, dumps, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_processes import Process
 from conftest import byte_tokenizer, tiny_llama
 from gguf_runs import write_gguf
 from huggingface_hub import constants
@@ -96,11 +95,3 @@ def test_other_families_and_missing_files_are_refused(tmp_path, model):
         load_target(str(tmp_path / "none.gguf"))
     with pytest.raises(UsageError, match="in use"):
         pretrained.convert_gguf(write_gguf(tmp_path / "tiny.gguf", model), tmp_path)
-
-
-def test_a_broken_file_ends_the_command_with_status_2(tmp_path, parent):
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
-    words = ["--target", "broken.gguf", "--prompt", "a"]
-    status, _, err = Process.start(parent, tmp_path, *words).finish()
-    assert status == 2 and "Traceback" not in err
-    assert "'broken.gguf' cannot be read as GGUF" in err

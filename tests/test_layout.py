@@ -135,11 +135,6 @@ def test_constraints_pin_every_declared_library_within_its_bounds() -> None:
             assert requirement.specifier.contains(pins[name]), f"{text} excludes {pins[name]}"
 
 
-def test_the_package_itself_imports_without_torch() -> None:
-    code = "import sys, pipedraft, pipedraft.__main__; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 DECODING = ["inference", "inference.serving"]
 NAMES = ("compare", "engines", "parity", "replay", "report", "table")
 EVAL = ["eval", "eval.audit", *(f"eval {name}" for name in NAMES)]
@@ -252,7 +247,6 @@ def test_a_wheel_decodes_outside_a_checkout(tmp_path: Path) -> None:
     "arguments, status, expected",
     [
         (["--help"], 0, "usage: pipedraft"),
-        (["--version"], 0, "pipedraft 0."),
         ([], 2, "usage: pipedraft"),
         (["evl"], 2, "error: command: 'evl' is unknown; did you mean eval?"),
         (["zzz"], 2, "error: command: 'zzz' is unknown; give one of train, eval,"),

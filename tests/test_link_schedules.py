@@ -13,7 +13,6 @@ from link_runs import (
     ENERGY,
     LINK,
     NEW_TOKENS,
-    PLANS,
     SMALL,
     TIMES,
     BernoulliSource,
@@ -71,16 +70,6 @@ def test_greedy_text_equals_transformers_greedy(name, make_target):
             decoded = decode(METHODS[name], simulation, prompt, prompt_index=0)
             assert decoded.result.token_ids == greedy_reference(target, prompt, NEW_TOKENS)
             assert sum(decoded.result.round_lengths) == decoded.result.num_tokens
-
-
-@pytest.mark.parametrize("acceptance", [0.5, 0.9])
-@pytest.mark.parametrize("plan", PLANS)
-def test_greedy_text_is_the_targets_whatever_is_accepted(plan, acceptance):
-    for policy in ("fixed:1", "fixed:4", "geometric"):
-        source = BernoulliSource([1, 2], acceptance)
-        options = {"plan": plan, "policy": policy, "max_new_tokens": 40}
-        result, _ = run_session(SharedTarget(SMALL), source, [1, 2], **options)
-        assert result.token_ids == greedy_text(SMALL, (1, 2), 200)[:40]
 
 
 @pytest.mark.parametrize("name", LOSSLESS)

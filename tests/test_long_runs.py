@@ -5,7 +5,6 @@ A resumed run must end bit for bit like an undisturbed one.
 
 import json
 import math
-import os
 import random
 import shutil
 import signal
@@ -24,12 +23,10 @@ from train_runs import (
     Runs,
     as_rank,
     assert_ends_as,
-    assert_equal_weights,
     logged,
     said,
     start_runs,
     train,
-    weights,
 )
 
 from pipedraft import files
@@ -90,29 +87,6 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(runs, whole, tmp_path, n
         saving += any(folder.rglob(".*.partial"))
         finish(runs, method, folder, whole[method])
     assert num_kills / 5 <= saving <= 0.8 * num_kills
-
-
-@pytest.mark.all
-def test_a_run_killed_from_outside_resumes_bit_for_bit(runs, whole, tmp_path):
-    """SIGKILL by another process up to 30 ms after a random step, three times."""
-    draw, folder, kills = random.Random(11), tmp_path / "run", 0
-    changes = {"log_every_steps": 1}
-    for attempt in range(3):
-        # It stands still before it could end by itself.
-        stops = {"step": STEPS - 1, "signals": [signal.SIGSTOP]}
-        pid = runs.start("eagle", folder, changes=changes, **stops)
-        wanted, deadline = draw.randrange(1, 4) + 3 * attempt, time.monotonic() + 500
-        path = folder / "metrics.jsonl"
-        while not path.exists() or path.read_bytes().count(b'"lr"') < wanted:
-            assert time.monotonic() < deadline, said(folder)
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.03))
-        os.kill(pid, signal.SIGKILL)
-        kills += runs.parent.wait(pid) == -signal.SIGKILL
-    assert kills == 3
-    assert runs.run("eagle", folder, changes=changes) == 0
-    for name in ("best", f"checkpoints/step-{STEPS:07d}"):
-        assert_equal_weights(weights(folder / name), weights(whole["eagle"] / name))
 
 
 def test_a_run_whose_disk_is_full_again_and_again_ends_as_one_with_room(runs, whole, tmp_path):

@@ -109,20 +109,6 @@ def test_a_second_head_adds_its_logits(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_chunk_size_does_not_matter(kind):
-    inputs, _ = make_inputs(M=20)
-    results = [
-        chunked_distillation(*inputs, measure=MEASURES[kind], chunk_rows=c)
-        for c in (1, 7, 20, 1000)
-    ]
-    reference = gradients(results[0].loss, inputs)
-    for result in results[1:]:
-        torch.testing.assert_close(result.loss, results[0].loss, rtol=1e-12, atol=0)
-        for x, y in zip(gradients(result.loss, inputs), reference, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_no_rows_give_zero_loss_and_zero_gradients(kind):
     inputs, _ = make_inputs(M=0)
     result = chunked_distillation(*inputs, measure=MEASURES[kind])
@@ -179,17 +165,6 @@ def test_a_second_backward_is_refused_instead_of_scaled_twice():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already handed"):
         loss.backward()
-
-
-def test_float32_is_close_to_float64_on_a_large_vocabulary():
-    inputs, ids = make_inputs(M=40, H=16, V=3000, U=1000)
-    expected = chunked_distillation(*inputs, teacher_rows_U=ids)
-    lower = [x.detach().float().requires_grad_(x.requires_grad) for x in inputs]
-    actual = chunked_distillation(*lower, teacher_rows_U=ids)
-    torch.testing.assert_close(actual.loss.double(), expected.loss, rtol=1e-5, atol=0)
-    for x, y in zip(gradients(actual.loss, lower), gradients(expected.loss, inputs), strict=True):
-        assert x.dtype is torch.float32
-        assert (x - y).abs().max() < 1e-5 * y.abs().max()
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])

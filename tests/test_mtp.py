@@ -10,16 +10,12 @@ import torch.nn.functional as F
 from attention_runs import tune
 from command_runs import assert_one_line, call
 from decode_runs import (
-    CHAIN,
     NEW_TOKENS,
     PROMPTS,
-    SMALL,
     WAYS,
-    assert_sampled_like_the_target,
     decode_exactly,
     engine_for,
     greedy_reference,
-    sampling_target,
     way_name,
 )
 from peer_files import assert_same_head
@@ -279,30 +275,6 @@ def test_greedy_text_is_the_targets(way, place):
     )
     expected = greedy_reference(place.target, PROMPTS[2], NEW_TOKENS)
     assert decode_exactly(engine, PROMPTS[2], expected).num_drafted > 0
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"},
-        {"schedule": "flowspec_continued"},
-        *(
-            pytest.param(way, marks=pytest.mark.all)
-            for way in (
-                {"schedule": "pipedec", "tree_width": 3},
-                *OTHER_WAYS,
-                *(
-                    {"schedule": name, "tree": SMALL}
-                    for name in ("eagle", "naive_pp", "pruned_pp", "flowspec")
-                ),
-            )
-        ),
-    ],
-    ids=way_name,
-)
-def test_sampled_text_is_the_targets(way):
-    target = sampling_target()
-    assert_sampled_like_the_target(target, make_head(target, "mtp"), **way)
 
 
 # -- fine-tuning ----------------------------------------------------------------------------

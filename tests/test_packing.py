@@ -140,22 +140,6 @@ def test_an_evaluation_of_a_packed_row_sums_over_its_documents(name, monkeypatch
             assert_same(*both)
 
 
-@pytest.mark.parametrize("query", ["newest", "all"])
-def test_the_module_takes_documents_in_any_order_of_their_occupancy(query):
-    draft = make_objective(f"spd_{query}").draft
-    lengths, occupancy = [5, 1, 12, 3, 8], [2, 4, 1, 4, 3]
-    generator = torch.Generator().manual_seed(1)
-    taps = {
-        layer: torch.randn(1, sum(lengths), 32, generator=generator, dtype=torch.float64)
-        for layer in draft.taps
-    }
-    parts = [{k: x.split(lengths, 1)[i] for k, x in taps.items()} for i in range(len(lengths))]
-    apart = [draft(part, [a]) for part, a in zip(parts, occupancy, strict=True)]
-    torch.testing.assert_close(
-        draft(taps, occupancy, lengths), torch.cat(apart, 1), rtol=1e-10, atol=1e-10
-    )
-
-
 @st.composite
 def packed_cases(draw):
     n = draw(st.integers(1, 4))

@@ -77,39 +77,8 @@ def test_a_table_names_what_exists_and_where_its_numbers_are_from(name):
     assert table.paper and table.differences and table.measures
 
 
-PINNED = {
-    ("picospec1", "Cloud alone", "Qwen GSM8K tokens/s"): 13.89,
-    ("picospec1", "Split inference", "Llama HumanEval tokens/s"): 4.53,
-    ("picospec1", "PicoSpec, one batch away as published", "Llama HumanEval"): 2.90,
-    ("picospec2", "without fast verification", "HumanEval TPOT ms"): 187.07,
-    ("picospec3", "full", "HumanEval T_verify ms"): 182.96,
-    ("picospec4", "4 tokens", "acceptance length"): 2.50,
-    ("picospec4", "6 tokens", "T_draft ms"): 145.40,
-    ("spd_release_greedy", "SPD, n = 8, Ls = 3", "4B S, open data"): 3.80,
-    ("spd_release_sampled", "EAGLE-3, m = 15", "9B wall clock"): 1.40,
-    ("spd2", "output states, n = 8", "L'"): 3.31,
-}
-
-
-def test_published_numbers_stand_on_their_rows():
-    for (name, row_name, column), number in PINNED.items():
-        named = [row for row in read_spec(name).rows if row.name == row_name and row.published]
-        rows = [row for row in named if not row.run.get("temperature")]
-        assert [row.published[column] for row in rows] == [number], (name, row_name)
-    for spec in ("picospec1", "picospec2", "picospec3", "picospec4"):
-        run = [row for row in read_spec(spec).rows if "PicoSpec" in row.name or row.name == "full"]
-        assert all(row.run["method"] == "picospec_published" for row in run if row.published)
-
-
-def test_flowspecs_tables_have_its_numbers_and_its_five_micro_batches():
+def test_flowspecs_tables_have_its_five_micro_batches():
     table = read_spec("flowspec1")
-    greedy = {row.name: row.published for row in table.rows if not row.run.get("temperature")}
-    models = ("Vicuna-7B", "LLaMA2-7B", "Vicuna-13B", "LLaMA2-13B")
-    for name in ("PipeDec", "FlowSpec"):
-        for model in models:
-            ratio = greedy[name][f"{model} tokens/s"] / greedy["Naive PP"][f"{model} tokens/s"]
-            assert abs(ratio - greedy[name][model]) < 0.05, "another column's number"
-    assert greedy["FlowSpec"]["LLaMA2-7B HumanEval"] == 10.07
     config = decode_config(table.settings(table.rows[0]))
     rows = 1 + config.schedule.tree.num_tokens
     sizes = segment_sizes(rows, config.num_stages + 1, config.schedule.max_segment_rows)

@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command_runs import assert_one_line, call
-from conftest import tiny_llama, tiny_qwen3
 from decode_runs import CHAIN, engine_for, greedy_reference
 from peer_files import (
     DRAFT_IDS,
     IDS,
-    LAYERS,
     LENGTH,
     SIZES,
     STEPS,
@@ -28,7 +26,7 @@ from peer_files import (
     write,
 )
 from safetensors.torch import load_file
-from tiny_drafts import make_head, step_logits
+from tiny_drafts import step_logits
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -173,23 +171,6 @@ def test_an_imported_head_goes_back_as_it_came(tmp_path, target, name):
         assert torch.equal(found[key], value), key
     import_head(str(tmp_path / "back"), str(target.folder), tmp_path / "again")
     assert_same_head(tmp_path / "ours", tmp_path / "again")
-
-
-@pytest.mark.parametrize("make_target", [tiny_llama, tiny_qwen3])
-@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True, "query_key_norm": True}])
-def test_our_own_head_comes_back_from_its_export(tmp_path, make_target, options):
-    target = make_target(layers=LAYERS)
-    target.save_pretrained(tmp_path / "target")
-    head = make_head(target, **options)
-    object.__setattr__(head.reference, "name", str(tmp_path / "target"))
-    (tmp_path / "head").mkdir()
-    head.save(tmp_path / "head")
-    export(tmp_path / "head", "speculators", tmp_path / "out")
-    import_head(str(tmp_path / "out"), str(tmp_path / "target"), tmp_path / "again")
-    again = load_draft(str(tmp_path / "again"), target)
-    assert again.config == head.config and again.layer_config == head.layer_config
-    for key, value in head.state_dict().items():
-        assert torch.equal(again.state_dict()[key], value), key
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])

@@ -75,17 +75,6 @@ def test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens(batch, accep
         assert result.num_steps <= num_stages * result.num_tokens  # never slower than plain
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_steps_with_a_perfect_and_with_a_useless_draft(size, num_stages):
-    """One token after n steps, then a micro-batch every step; or n steps for every token."""
-    batch = PipeInfer(draft_tokens=size)
-    perfect = simulated(1.0, batch, num_stages=num_stages)
-    assert perfect.num_steps == num_stages + math.ceil((perfect.num_tokens - 1) / size)
-    useless = simulated(0.0, batch, num_stages=num_stages)
-    assert useless.equivalent_acceptance_length == 1.0
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_steps_follow_the_closed_form(size):
     acceptance, num_stages = 0.8, 4
@@ -396,12 +385,3 @@ def test_what_cannot_be_combined_is_refused():
     module = make_module(target, num_stages=2, num_layers=1).float()
     with pytest.raises(ValueError, match="'pipeinfer' grows micro_batches.*choose spd or"):
         engine_for(target, draft=module, schedule="pipeinfer", num_stages=2)
-
-
-def test_expensive_rows_make_small_micro_batches():
-    """Three forwards fit into a step with one row."""
-    for row, rows_per_step in ((0.0, 3.0), (9.0, 1.0)):
-        cost = CostModel(row=row, draft_forward=1 / 13)
-        result = simulated(0.5, PipeInfer(draft_tokens="auto"), new_tokens=LONGEST, cost=cost)
-        steady = result.num_drafted / result.num_steps
-        assert steady == pytest.approx(rows_per_step, rel=0.2), (row, steady)

@@ -1,6 +1,5 @@
 """PPSD: decoding equals the head's training, and the schedule's costs."""
 
-import json
 import math
 from copy import deepcopy
 
@@ -32,7 +31,6 @@ from pipedraft.inference.clock import CostModel, continuous_acceptance_length
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
-from pipedraft.models import load_draft
 from pipedraft.models.layers import KeyValues
 from pipedraft.models.ppsd import PPSDConfig
 from pipedraft.models.target import capture_hidden
@@ -62,17 +60,6 @@ def test_rows_in_training_equal_rows_in_decoding(make_target, num_layers):
             visible_RC=torch.ones(stop - start, stop, dtype=torch.bool).tril(start),
         )
         torch.testing.assert_close(out, expected[start:stop], rtol=1e-10, atol=1e-10)
-
-
-def test_a_row_of_the_head_is_blind_to_what_comes_later():
-    target = tiny_llama(layers=4).double()
-    head = make_exit(target, num_stages=2).double()
-    state = torch.randn(1, LENGTH, target.config.hidden_size, dtype=torch.float64)
-    changed = state.clone()
-    changed[0, 6:] += 1
-    before, after = (head({2: x})[0] for x in (state, changed))
-    assert torch.equal(before[:6], after[:6])
-    assert not torch.allclose(before[6:], after[6:])
 
 
 class Checked(RemembersText, PPSDSource):
@@ -314,23 +301,6 @@ def test_it_starts_random_where_the_targets_layers_are_of_another_kind(name):
     head = make_exit(target, num_stages=2, num_layers=2)
     engine = engine_for(target, draft=head, schedule="ppsd", num_stages=2, max_new_tokens=12)
     decode_exactly(engine, prompt)
-
-
-def test_a_saved_head_loads_and_refuses_another_target_or_cut(tmp_path):
-    target = tiny_llama(layers=8)
-    head = make_exit(target, num_stages=4, num_layers=2)
-    head.save(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["draft_type"] == "ppsd"
-    loaded = load_draft(str(tmp_path), target)
-    assert (loaded.exit_layer, loaded.num_stages, loaded.config) == (2, 4, head.config)
-    for name, value in head.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
-    with pytest.raises(ValueError, match="num_layers: 8 != 6"):
-        load_draft(str(tmp_path), tiny_llama(layers=6))
-    with pytest.raises(ValueError, match="num_stages: 2, but this draft was trained for 4"):
-        engine_for(target, draft=loaded, schedule="ppsd", num_stages=2)
-    with pytest.raises(ValueError, match=r"schedule: 'flowspec' grows trees.*choose ppsd or"):
-        engine_for(target, draft=loaded, schedule="flowspec", num_stages=4)
 
 
 def test_values_that_do_not_fit_are_refused_by_name(world, tmp_path):

@@ -1,12 +1,11 @@
 """Stages as processes: the controller's bookkeeping, and real ranks that agree."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from command_processes import run_ranks
-from command_runs import call, launch
+from command_runs import call
 from conftest import tiny_llama, tiny_qwen3
 from decode_runs import (
     NEW_TOKENS,
@@ -29,7 +28,6 @@ from pipedraft.inference.ranks.codec import CODEC, StageResult, Step
 from pipedraft.inference.ranks.worker import StageWorker
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.timeline import Timeline, chrome_trace
-from pipedraft.models.target_part import load_target_part
 
 SPD_WAYS = [
     {"schedule": "autoregressive"},
@@ -175,28 +173,6 @@ def test_a_keep_that_stays_behind_is_noticed(monkeypatch):
         decode_both(target, PROMPTS, draft=make_head(target), num_stages=4, **EAGLE_WAYS[7])
 
 
-def test_a_part_of_a_target_computes_what_the_whole_computes(tmp_path):
-    from pipedraft.models.target import StagedTarget, load_target, target_fingerprint
-
-    for make_target in (tiny_llama, tiny_qwen3):
-        whole = make_target(layers=4, vocab=16)
-        folder = tmp_path / make_target.__name__
-        whole.save_pretrained(folder, max_shard_size="20KB")
-        assert len(list(folder.glob("*.safetensors"))) > 1
-        loaded = load_target(str(folder))
-        part = load_target_part(str(folder), layers=[1, 2], has_embedding=True, has_head=True)
-        assert target_fingerprint(part) == target_fingerprint(loaded)
-        rows = torch.randn(5, whole.config.hidden_size)
-        stages = [StagedTarget(model, (0, 1, 3, 4)).stages[1] for model in (loaded, part)]
-        outputs = [stage.prefill(rows, torch.arange(5))[0] for stage in stages]
-        assert torch.equal(*outputs)
-        absent = [p for name, p in part.named_parameters() if "layers.0" in name]
-        assert absent and all(parameter.is_meta for parameter in absent)
-        middle = load_target_part(str(folder), layers=[1], has_embedding=False, has_head=False)
-        held = {name for name, p in middle.named_parameters() if not p.is_meta}
-        assert held and all("layers.1." in name for name in held)
-
-
 def test_a_trace_has_a_track_for_every_process():
     timeline = Timeline("stage 0", traces=True)
     with timeline.span("stage", 3):
@@ -211,41 +187,25 @@ def test_a_trace_has_a_track_for_every_process():
 # -- real processes --------------------------------------------------------------------------
 
 
-def by_torchrun(words, num_processes, _) -> str:
-    """Return the ranks' output."""
-    script = Path(__file__).with_name("process_agreement.py")
-    process = launch([str(script), *words], num_processes=num_processes)
-    output, errors = process.communicate(timeout=500)
-    assert process.returncode == 0, errors[-3000:]
-    return output
-
-
-def by_forks(words, num_processes, parent) -> str:
-    """Same without torchrun's agent and with one import of torch."""
-    return run_ranks(parent, "tests/process_agreement.py", words, num_processes)
-
-
 @pytest.mark.parametrize(
-    ("start", "num_processes", "links", "half"),
+    ("num_processes", "links", "half"),
     [
-        (by_forks, 2, "auto", "0"),
-        (by_forks, 3, "device", "1"),
-        pytest.param(by_forks, 3, "device", "whole", marks=pytest.mark.all),
-        # make test-all launches ranks by torchrun in test_doc_runs.py, too: pipeline_step.py.
-        pytest.param(by_torchrun, 2, "auto", "whole", marks=pytest.mark.all),
+        (2, "auto", "0"),
+        (3, "device", "1"),
+        pytest.param(3, "device", "whole", marks=pytest.mark.all),
     ],
 )
-def test_ranks_decode_what_one_process_decodes(start, num_processes, links, half, parent, tmp_path):
+def test_ranks_decode_what_one_process_decodes(num_processes, links, half, parent, tmp_path):
     """Two stages, the first one beside the controller and on its own rank. Hidden states travel
     inside their frames and separately. Every acceptance rule runs at temperature 1 in one case.
     Every schedule runs at temperature 0 in one case and at 1 in the other, and gives the baseline's
-    output.
+    output. Device links are opened first, because NCCL connects when a link is first used.
     """
     words = [str(tmp_path), links, half]
-    output = start(words, num_processes, parent)
+    output = run_ranks(parent, "tests/process_agreement.py", words, num_processes)
     outcome = json.loads(output.splitlines()[-1])
     rules = list(RULES) if half == "whole" else list(RULES)[int(half) :: 2]
-    at_least = 36 if half == "whole" else 10
+    at_least = 34 if half == "whole" else 10
     assert outcome["different"] == [] and outcome["compared"]["greedy"] >= at_least
     assert outcome["unlike_plain"] == [], "text is not plain decoding's"
     assert set(outcome["compared"]) == {"greedy", *rules}
@@ -255,12 +215,6 @@ def test_ranks_decode_what_one_process_decodes(start, num_processes, links, half
     held = outcome["parameters"]
     assert held[-1] < 0.8 * held[-2] + held[-1]
     assert outcome["device_links"] == (3 if links == "device" else 0)
-
-
-def test_two_ranks_decode_in_bfloat16_what_plain_decoding_does(parent, tmp_path):
-    output = by_forks([str(tmp_path), "host", "bitwise"], 2, parent)
-    outcome = json.loads(output.splitlines()[-1])
-    assert outcome["different"] == [] and outcome["compared"]["greedy"] == 6
 
 
 def test_without_a_launcher_the_process_backend_says_how_to_start(monkeypatch, capsys):

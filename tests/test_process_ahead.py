@@ -3,8 +3,8 @@ against them: same outputs, same K."""
 
 import pytest
 import torch
-from conftest import tiny_llama, tiny_qwen3
-from decode_runs import PROMPTS, SimulatedSource, friendly_module, prompts_of
+from conftest import tiny_llama
+from decode_runs import PROMPTS, SimulatedSource, prompts_of
 from inline_ranks import RanksInTurns, connect_in_turns, decode_both
 from staged_targets import FAMILIES, NUM_LAYERS, random_ids, tiny
 
@@ -72,24 +72,6 @@ def test_the_first_stage_runs_ahead_with_the_same_text_and_steps(haste, num_stag
     if num_stages > 1 and haste < 1:
         assert sent_ahead["sent"] > sent_ahead["injected"]
     assert (unfinished > 0) == (num_stages > 1 and haste == 0.4)
-
-
-@pytest.mark.parametrize("connect_ranks", [connect_in_turns, None])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_trained_module_runs_ahead_with_either_verifier(connect_ranks, temperature, sent_ahead):
-    """With ``connect_ranks`` None, the first stage runs at the controller."""
-    target = tiny_qwen3(layers=6, vocab=16)
-    for number, (num_stages, width) in enumerate(((3, 1), (2, 2))):
-        decode_both(
-            target,
-            prompts_of(number),
-            draft=friendly_module(target, num_stages=num_stages, num_layers=1, query="newest"),
-            connect_ranks=connect_ranks or Ranks(0.5).connect,
-            num_stages=num_stages,
-            temperature=temperature,
-            tree_width=width,
-        )
-    assert sent_ahead["injected"] > 10
 
 
 def test_without_running_ahead_nothing_is_sent_early(sent_ahead):

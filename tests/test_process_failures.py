@@ -199,14 +199,6 @@ def skip_without_filters() -> None:
 
 
 @needs_linux
-def test_a_reset_link_ends_every_rank_with_a_line(folder):
-    failure = partial(process_failures.reset_links, peer=1)
-    plan = Plan(folder=folder, failing_rank=2, failure=failure)
-    outcome = outcome_of(plan, launcher_ends_all=True)
-    check_all_failed(outcome, [0, 1, 2], r"lost rank (1 \(stage 0\)|2 \(stage 1\)): ")
-
-
-@needs_linux
 def test_exhausted_memory_ends_every_rank_with_a_line_and_the_next_start_works(folder):
     plan = Plan(
         folder=folder, num_prompt=90, failing_rank=2, failure=process_failures.exhaust_memory

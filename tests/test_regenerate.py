@@ -223,6 +223,7 @@ def test_other_settings_or_another_input_are_refused(server, monkeypatch, tmp_pa
     [
         ({"--server": "localhost:8000"}, 2, ["--server: 'localhost:8000'", "give for example"]),
         ({"--server": "http://localhost:port"}, 2, ["--server: 'http://localhost:port'"]),
+        ({"--server": "http://localhost:99999"}, 2, ["--server: 'http://localhost:99999'"]),
         ({"--server": "http://127.0.0.1:1"}, 1, ["--server: http://127.0.0.1:1/v1", "start it"]),
         (
             {"--server": "{url}/v2"},

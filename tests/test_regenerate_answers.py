@@ -19,7 +19,6 @@ from small_tokenizers import train_tokenizer
 from pipedraft.data_recipes import server as chat_server
 from pipedraft.data_recipes.answers import (
     AnswerFile,
-    AnswerSampling,
     Dialogue,
     RowFailed,
     kept_text,
@@ -273,7 +272,18 @@ def test_a_server_run_loads_no_torch():
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0
 
 
-def test_greedy_rows_are_spread():
-    sampling = AnswerSampling(greedy_share=0.6)
-    flags = [sampling.is_greedy(row) for row in range(10)]
-    assert sum(flags) == 6 and sum(flags[:5]) == 3
+def test_a_changed_output_is_refused(tmp_path):
+    out = tmp_path / "own.jsonl"
+    answers = AnswerFile(out, {}, num_rows=3, retry_errors=False)
+    for row in range(3):
+        answers.add(row, {"answer": "x"})
+    answers.finish()
+    answers.close()
+    before = out.stat()
+    AnswerFile(out, {}, num_rows=3, retry_errors=False).close()
+    assert out.stat().st_mtime_ns == before.st_mtime_ns
+    for change in ("".join(reversed(out.read_text().splitlines(True))), "edited\n"):
+        out.write_text(change)
+        with pytest.raises(ValueError, match="was changed after it was written; give another"):
+            AnswerFile(out, {}, num_rows=3, retry_errors=False)
+        assert out.read_text() == change

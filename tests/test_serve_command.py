@@ -5,7 +5,6 @@ import re
 import runpy
 import signal
 import ssl
-import subprocess
 import sys
 import urllib.request
 
@@ -131,33 +130,6 @@ def test_streams_that_load_a_server_are_timed(command, repository, capsys, monke
     assert [line.split(" tokens/s")[0].split(", ")[0] for line in lines] == [
         f"{streams} streams: {4 * count} tokens" for streams, count in script["REQUESTS"].items()
     ]
-
-
-@pytest.mark.all
-def test_the_command_decodes_on_ranks(repository):
-    words = (
-        "-m pipedraft.inference.serving --checkpoint assets/heads/spd_n4 --tree-width 4 --port 0"
-    )
-    ranks = ["--backend", "process", "--processes", "4"]
-    process = subprocess.Popen(
-        [sys.executable, *words.split(), *ranks],
-        cwd=repository,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        port = re.search(r":(\d+) ", process.stdout.readline())[1]
-        assert ask_at(port).choices[0].message.content == "There are 12 cats and "
-        told = ask_at(port, max_tokens=64, stop=" so ")
-        assert told.choices[0].message.content.endswith("There are 12 cats,")
-        assert told.metrics["speculative_decoding"]["num_stages"] == 4
-        assert ask_at(port).choices[0].message.content == "There are 12 cats and "
-    finally:
-        process.terminate()
-        process.wait(WAIT_S)
-        process.stdout.close()
 
 
 def test_with_a_certificate_it_speaks_tls(command, repository, tmp_path):

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from decode_runs import greedy_reference
 from serve_runs import (
-    TOKENIZER,
     Raw,
     RawConnection,
     access_to,
@@ -29,12 +28,10 @@ from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,
     Close,
-    More,
     Preverify,
 )
 from pipedraft.inference.serving.__main__ import HttpOptions
 from pipedraft.inference.serving.listen import open_socket
-from pipedraft.models.fingerprint import vocabulary_hash
 
 
 def tiny_temperature(value):
@@ -77,23 +74,6 @@ async def test_what_is_wrong_ends_its_own_stream_alone(messages, code, text):
             assert outcome.result.token_ids == greedy_reference(target, [1, 2], 24)
         assert not server.table.held
     assert ended[0] == code and text in ended[1]
-
-
-@pytest.mark.parametrize(
-    "request_, text",
-    [
-        (drafted([1, 2, 3], [1], base=2), "base: 2 tokens"),
-        (drafted([1, 2, 3], [1], epoch=4), "epoch: 4 has not begun"),
-        (More(epoch=0, seq=1, count=9), "more: no correction is owed"),
-    ],
-)
-@in_loop
-async def test_what_the_protocol_forbids_ends_the_stream(request_, text):
-    async with raw_serving(make_target()) as (server, connection):
-        raw = Raw(connection)
-        await raw.send(opening([1, 2], streams=False), request_)
-        ended = await raw.end()
-        assert ended[0] == "INVALID_ARGUMENT" and text in ended[1] and not server.table.held
 
 
 @in_loop
@@ -255,11 +235,3 @@ async def test_a_session_ends_after_its_time_and_the_edge_opens_another():
         )
     assert outcome.result.token_ids == greedy_reference(target, [1, 2], 30)
     assert server.table.num_opened == outcome.num_reopened + 1 >= 2
-
-
-def test_the_vocabularys_hash_knows_every_token():
-    class Other:
-        def get_vocab(self):
-            return {**TOKENIZER.get_vocab(), "63": 62, "62": 63}
-
-    assert vocabulary_hash(TOKENIZER) != vocabulary_hash(Other())

@@ -90,18 +90,6 @@ def test_an_example_is_asked_without_and_with_the_draft(browser, place):
     assert texts(browser, ".turn") == [] and browser.evaluate("turns.length") == 0
 
 
-def test_code_is_in_a_fixed_font(browser, place):
-    browser.open(f"{place.url}/", width=1000, height=700)
-    pieces = ["As", " `", "f", "`:", "\n``", "`python\n", "f(", ")\n", "```", "\n", "that"]
-    browser.evaluate(
-        "window.place = add(document.body, 'div', 'assistant');"
-        f"for (const piece of {json.dumps(pieces)}) put(place, 'draft', piece);"
-    )
-    assert texts(browser, "body > .assistant") == ["".join(pieces)]
-    assert texts(browser, "body > .assistant code") == ["`python\nf()\n```\n"]
-    assert texts(browser, "body > .assistant .fixed") == [" `", "f", "`:"]
-
-
 def test_hostile_text_stays_text_and_an_error_is_said(browser, place):
     browser.open(f"{place.url}/", width=1000, height=700)
     ask(browser, HOSTILE)
@@ -124,17 +112,6 @@ def test_an_answer_can_be_stopped(browser, place):
         browser.evaluate("document.getElementById('send').click()")
         browser.wait_until("document.getElementById('send').textContent === 'Send'")
     assert texts(browser, "[role=alert]") == ["stopped"]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone_nothing_sticks_out(browser, place, scheme):
-    browser.open(f"{place.url}/", width=360, height=640, scheme=scheme)
-    ask(browser, "x" * 200)
-    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
-    assert browser.evaluate("document.getElementById('send').getBoundingClientRect().right") <= 360
-    assert browser.evaluate("document.querySelector('form').getBoundingClientRect().bottom") <= 640
-    light = browser.evaluate("getComputedStyle(document.body).color") == "rgb(27, 31, 39)"
-    assert light == (scheme == "light")
 
 
 def test_the_policy_stops_nothing_of_the_page_itself(browser, place):

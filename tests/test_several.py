@@ -31,7 +31,6 @@ from pipedraft.inference.batch import BatchEngine, BatchLimits, QueueFull
 from pipedraft.inference.batch_clock import BatchClock
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.demands import Demands
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import Observer
 from pipedraft.models.rounded import round_target
@@ -69,46 +68,6 @@ def test_sequences_on_a_rounded_target_decode_what_each_does_alone(dtype):
     round_target(target, dtype)
     asked = list(requests(rng, WAYS["head"], stages_of(draft), len(WAYS["head"])))
     _, handles = decode_several(target, draft, stages_of(draft), asked, rng=rng)
-    assert check_as_alone(target, draft, handles) == 0
-
-
-class KeepsLogits(Observer):
-    """Keeps the target's logits for every emitted token."""
-
-    demands = Demands(wants_logits=True)
-
-    def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
-
-    def logits(self, token, logits_V):
-        self.kept.append(logits_V.clone())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
-def test_logits_on_a_rounded_target_have_the_same_bits_beside_other_prompts(dtype):
-    target = attentive_llama(1.0)
-    round_target(target, dtype)
-    config = DecodeConfig.of(**PLAIN, num_stages=2, max_new_tokens=6)
-    batch = BatchEngine(target, PlainTokenizer(), config, limits=BatchLimits(prompt_rows=7))
-    asked = [([index, *range(40 + index)], KeepsLogits()) for index in range(3)]
-    for prompt, observer in asked:
-        batch.submit(prompt, observer=observer)
-    while batch.step():
-        pass
-    for prompt, observer in asked:
-        alone = KeepsLogits()
-        Engine(target, PlainTokenizer(), config).decode(prompt, observer=alone)
-        assert len(alone.kept) == 6
-        assert all((x == y).all() for x, y in zip(observer.kept, alone.kept, strict=True))
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("kind", WAYS)
-def test_many_sequences_decode_what_each_does_alone(world, kind):
-    target, draft, rng = world[0], world[1][kind], random.Random(7)
-    asked = list(requests(rng, WAYS[kind], stages_of(draft), 125))
-    limits = {"sequences": 8, "rows": 40}
-    _, handles = decode_several(target, draft, stages_of(draft), asked, rng=rng, **limits)
     assert check_as_alone(target, draft, handles) == 0
 
 

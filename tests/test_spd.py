@@ -7,7 +7,6 @@ from attention_runs import dense_structural_mask
 from conftest import tiny_llama, tiny_qwen3
 from tiny_drafts import make_module
 
-from pipedraft.models import load_draft
 from pipedraft.models.spd import SPD, SPDConfig, feature_layers
 from pipedraft.models.structural import structural_attention
 from pipedraft.models.target import capture_hidden
@@ -96,14 +95,6 @@ def test_a_threshold_on_the_row_instead_of_the_newest_token_disagrees(monkeypatc
     assert not torch.allclose(wrong[-1], decoded, atol=1e-4)
 
 
-def test_mixed_occupancies_in_one_batch_equal_single_examples():
-    module, taps = module_and_taps(3)
-    together = module(taps, [4, 2, 1])
-    for example, occupancy in enumerate((4, 2, 1)):
-        single = {k: v[example : example + 1] for k, v in taps.items()}
-        assert torch.allclose(module(single, [occupancy])[0], together[example], atol=1e-9)
-
-
 def dense_reference(module: SPD, taps, occupancy) -> torch.Tensor:
     """Oracle: one example and one depth at a time, masked softmax over all (n + 1) T keys."""
     n, T = module.config.num_stages, taps[0].shape[1]
@@ -176,20 +167,6 @@ def test_output_and_gradients_equal_a_dense_mask_reference(query, occupancy, mak
         torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda m, k=name: f"{k}: {m}")
 
 
-@pytest.mark.parametrize("query", ["newest", "all"])
-def test_bf16_autocast_is_close_to_float64(query):
-    target = tiny_llama(layers=8)
-    module = make_module(target, num_stages=4, num_layers=2, query=query)
-    ids = torch.randint(0, target.config.vocab_size, (2, LENGTH))
-    taps = capture_hidden(target, ids, module.taps)
-    exact = module({k: v.double() for k, v in taps.items()}, [4, 2]).detach()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = module.float()(taps, [4, 2])
-    out.float().sum().backward()
-    assert (out - exact).abs().max() < 0.03 * exact.abs().max()
-    assert all(p.grad.isfinite().all() for p in module.layers.parameters())
-
-
 def test_feature_layers_follow_the_paper_and_the_release():
     paper = SPDConfig(num_stages=4, num_target_layers=16)
     assert feature_layers(paper) == [(0,), (0, 2, 4), (0, 4, 8), (0, 6, 12), (0, 8, 16)]
@@ -201,14 +178,3 @@ def test_feature_layers_follow_the_paper_and_the_release():
     ):
         with pytest.raises(ValueError, match=f"model.{name}: .* are not in 0.."):
             SPDConfig(num_stages=4, num_target_layers=16, features=features, **{name: given})
-
-
-def test_a_saved_module_loads_and_refuses_another_target(tmp_path):
-    target = tiny_llama(layers=8)
-    module = make_module(target, num_stages=4, num_layers=2).float()
-    module.save(tmp_path)
-    loaded = load_draft(str(tmp_path), target)
-    for name, value in module.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
-    with pytest.raises(ValueError, match="num_layers: 8 != 6"):
-        load_draft(str(tmp_path), tiny_llama(layers=6))

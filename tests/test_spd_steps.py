@@ -66,13 +66,6 @@ def test_every_further_step_of_a_round_brings_as_many_tokens():
     assert result.num_draft_forwards == 3 * result.num_steps
 
 
-def test_a_draft_that_is_always_right_brings_several_times_n():
-    target = tiny_llama(layers=4, vocab=16)
-    settings = {"schedule": "spd", "tokens_per_step": 2, "max_new_tokens": 201}
-    result = simulate(target, [1, 2, 3], 1.0, **settings)
-    assert (result.num_tokens, result.num_steps) == (200, 4 + 100)
-
-
 def test_forwards_that_do_not_fit_beside_a_stage_cost_time():
     target = tiny_llama(layers=4, vocab=16)
     speedups = []

@@ -83,50 +83,9 @@ def test_output_and_gradients_equal_the_dense_reference(case):
     assert_equals_dense(make_inputs(**shape), **options)
 
 
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 5])
-def test_rows_that_have_only_diagonals_are_right_when_T_is_near_n(T):
-    assert_equals_dense(make_inputs(T=T, R=5), occupancy=[4])
-
-
-def test_mixed_occupancy_in_one_batch_equals_each_example_alone():
-    query, keys, values = make_inputs(B=5, N=4, T=11)
-    occupancy = [1, 3, 3, 2, 3]
-    together = structural_attention(query, keys, values, occupancy=occupancy)
-    for b, a in enumerate(occupancy):
-        alone = structural_attention(
-            query[b : b + 1], keys[:, b : b + 1], values[:, b : b + 1], occupancy=[a]
-        )
-        torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-12, atol=1e-12)
-
-
 def test_several_kernel_blocks_agree_with_the_dense_reference():
     """The fused kernel cuts its input into tiles with up to 512 rows: cross one boundary."""
     assert_equals_dense(make_inputs(T=600, N=2, J=1, R=3), occupancy=[2])
-
-
-def test_the_deepest_rows_are_plain_causal_attention_whatever_the_occupancy():
-    query, keys, values = make_inputs(B=2)
-    out = structural_attention(query, keys, values, occupancy=[1, 3], depth=3)
-    torch.testing.assert_close(
-        out, F.scaled_dot_product_attention(query, keys[3], values[3], is_causal=True)
-    )
-
-
-def test_a_row_that_does_not_exist_gives_zeros_and_no_gradient():
-    inputs = make_inputs(B=2)
-    out, *gradients = output_and_gradients(structural_attention, inputs, occupancy=[2, 3], depth=2)
-    assert not out[0].any() and out[1].any()
-    for gradient, batch_axis in zip(gradients, (0, 1, 1), strict=True):
-        assert not gradient.select(batch_axis, 0).any()
-        assert gradient.select(batch_axis, 1).any()
-
-
-def test_gradcheck_on_a_tiny_case():
-    inputs = make_inputs(B=2, N=2, J=1, T=4, D=2, R=3)
-    assert torch.autograd.gradcheck(
-        lambda *x: structural_attention(*x, occupancy=[1, 2], block_of_depth=[1, 1, 2]),
-        inputs,
-    )
 
 
 def test_an_unused_block_gets_zero_gradient_and_a_strided_input_the_same_result():

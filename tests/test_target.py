@@ -12,12 +12,10 @@ from conftest import tiny_llama
 from staged_targets import (
     FAMILIES,
     SIZES,
-    VOCAB,
     Controller,
     assert_close,
     chain_segment,
     continue_the_row_before,
-    decode_greedily,
     keep_everywhere,
     random_ids,
     run,
@@ -56,15 +54,6 @@ def test_chained_stages_equal_the_models_forward_in_full_and_row_by_row(name, nu
         keep_everywhere(target, KeepRows(tuple(range(size)), size))
         start += size
     assert_close(torch.cat(rows), reference_TV[16:], tolerance(name))
-
-
-def test_chain_equals_forward_with_eager_attention():
-    model, ids = tiny("qwen3_half_sliding", "eager"), random_ids(30)
-    target = StagedTarget(model, 3)
-    target.prefill(ids[:11])
-    logits_lV = target.logits(run(target, chain_segment(target, ids[11:])).hidden)
-    reference_TV = model(ids[None], use_cache=False).logits[0, 11:]
-    assert_close(logits_lV, reference_TV)
 
 
 KINDS_OF_LAYERS = ("llama", "qwen3_half_sliding", "mixtral", "qwen3_5")
@@ -212,34 +201,6 @@ def test_committing_a_row_that_a_stage_has_not_cached_is_refused():
     run(target, chain_segment(target, random_ids(2)))
     with pytest.raises(AssertionError, match="commits row 2, but this stage holds only 2"):
         keep_everywhere(target, KeepRows((0, 1, 2), 3))
-
-
-def test_recurrent_chain_continues_exactly_after_each_rollback():
-    model, ids = tiny("qwen3_5"), random_ids(30)
-    reference_TV = model(ids[None], use_cache=False).logits[0]
-    for num_kept in range(5):
-        target = StagedTarget(model, 2)
-        target.prefill(ids[:10])
-        wrong = torch.cat([ids[10 : 10 + num_kept], (ids[10 + num_kept : 14] + 1) % VOCAB])
-        run(target, chain_segment(target, wrong))
-        keep_everywhere(target, KeepRows(tuple(range(num_kept)), num_kept // 2))
-        rest = ids[10 + num_kept :]
-        logits_lV = target.logits(run(target, chain_segment(target, rest)).hidden)
-        assert_close(logits_lV, reference_TV[10 + num_kept :], tolerance("qwen3_5"))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_decoding_in_one_row_segments_equals_generate(name):
-    model, prompt = tiny(name), random_ids(9, seed=3)
-    expected = model.generate(prompt[None], do_sample=False, max_new_tokens=24)[0, 9:]
-    assert decode_greedily(StagedTarget(model, 3), prompt, 24) == expected.tolist()
-
-
-def test_a_second_prompt_forgets_the_first():
-    target = StagedTarget(tiny("qwen3_5"), 2)
-    once = decode_greedily(target, random_ids(8, seed=4), 8)
-    decode_greedily(target, random_ids(13, seed=5), 8)
-    assert decode_greedily(target, random_ids(8, seed=4), 8) == once
 
 
 def test_stage_boundaries_are_near_even_with_the_longer_stages_last():

@@ -131,16 +131,6 @@ def test_a_logged_loss_is_the_mean_over_the_tokens_of_the_whole_window(world, tm
     assert trainer.optimize(batches)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_with_and_without_clipping(world, tmp_path):
-    for clip_norm in (0, 1.0):
-        trainer = world.trainer("spd", tmp_path / str(clip_norm), optim__clip_norm=clip_norm)
-        with torch.no_grad():
-            trainer.objective.draft.lm_head.weight[0, 0] = math.nan
-        window = next(trainer.windows())
-        with pytest.raises(FloatingPointError, match="lower optim.lr"):
-            trainer.optimize(window)
-
-
 @pytest.mark.parametrize(
     ("method", "frozen"), [("spd", {"norm.weight", "draft_ids"}), ("eagle", set())]
 )

@@ -42,28 +42,16 @@ def test_layers_override_each_other_and_flags_override_layers(base, tmp_path):
 
 
 @pytest.mark.parametrize("is_one_word", [False, True])
-def test_sources_of_the_command_line_replace_those_of_a_file(base, tmp_path, is_one_word):
-    text = "data: {sources: [{path: a, kind: text, text_field: body, max_rows: 3}]}"
-    name, value = "--data.sources", '[{"path": "own.jsonl"}]'
-    words = [f"{name}={value}"] if is_one_word else [name, value]
-    run, _, _ = parse("--config", base, "--config", layer(tmp_path, "more", text), *words)
-    assert run.data.sources == [Source(path="own.jsonl")]
-
-
-def test_sources_of_a_later_file_replace_those_of_an_earlier_one(base, tmp_path):
+def test_later_sources_replace_earlier_ones(base, tmp_path, is_one_word):
+    """Those of the command line, or of a later file."""
     early = "data: {sources: [{path: a, kind: text, text_field: body, max_rows: 3}]}"
     late = layer(tmp_path, "late", "data: {sources: [{path: own.jsonl}]}")
-    other = layer(tmp_path, "other", "optim: {lr: 3.0e-4}")
-    files = [base, layer(tmp_path, "early", early), late, other]
-    run, _, _ = parse(*(f"--config={path}" for path in files))
-    assert run.data.sources == [Source(path="own.jsonl")]
-
-
-def test_a_number_in_scientific_notation_is_a_float(base):
-    """YAML 1.1 reads 1e-3, without a dot, as text."""
-    assert yaml.safe_load("1e-3") == "1e-3"
-    run, _, _ = parse("--config", base)
-    assert run.optim.lr == 0.001 and isinstance(run.optim.lr, float)
+    files = [f"--config={path}" for path in (base, layer(tmp_path, "early", early))]
+    name, value = "--data.sources", '[{"path": "own.jsonl"}]'
+    words = [f"{name}={value}"] if is_one_word else [name, value]
+    for more in (words, [f"--config={late}"]):
+        run, _, _ = parse(*files, *more)
+        assert run.data.sources == [Source(path="own.jsonl")]
 
 
 def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
@@ -91,7 +79,7 @@ def test_the_resolved_configuration_reads_back_as_the_same_run(base, tmp_path):
             ["evaluation.patience", "2", "every_steps"],
         ),
         (["--data.max_length", "1"], ["data.max_length", "1", "at least 2"]),
-        (["--method", "sdp"], ["method", "'sdp'", "known: spd, ppsd"]),
+        (["--method", "sdp"], ["method", "'sdp'", "did you mean 'spd'"]),
     ],
 )
 def test_bad_settings_are_refused_with_field_value_and_fix(base, arguments, words):
@@ -114,7 +102,8 @@ def test_bad_settings_are_refused_with_field_value_and_fix(base, arguments, word
         ("model: {hidden_size: 4}", ["model.hidden_size", "unknown"]),  # another method's key
         ("- a list", ["--config", "holds no mapping"]),
         ("a: [1", ["--config", "not valid YAML"]),
-        ("method: sdp", ["method", "'sdp'", "known: spd, ppsd"]),
+        ("method: other", ["method", "'other'", "give one of spd, ppsd"]),
+        ("modle: {}", ["modle: unknown"]),
         ("optim: {lr: null}", ["optim.lr: null", "leave it out"]),
         ("model: {num_stages: null}", ["model.num_stages: null"]),
         ("data: {max_length: null}", ["data.max_length: null"]),

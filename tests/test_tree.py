@@ -180,10 +180,3 @@ def test_keep_means_the_same_to_every_holder_of_rows(seed):
     assert [names[i] for i in keep.cached(lo)] == [name for name in names[:lo] if name in kept]
     assert [segment[i] for i in keep.segment_rows(lo, hi)] == [n for n in segment if n in kept]
     assert [names[i] for i in keep.columns(hi)] == [n for n in names[:hi] if n in uncommitted]
-
-
-def test_a_miss_retains_nothing():
-    tree = TokenTree(1, 0)
-    child = tree.add(0, 2, 0.0)
-    assert tree.keep_for([0], 3) == KeepRows(rows=(0,), num_committed=1)
-    assert tree.keep_for([0, child], 3) == KeepRows(rows=(0, child), num_committed=2)

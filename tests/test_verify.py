@@ -201,17 +201,6 @@ def test_the_rejection_rule_accepts_with_the_overlap_of_both_distributions():
         assert accepted == pytest.approx(float(torch.minimum(p, q).sum()))
 
 
-def test_disjoint_supports_reject_always_and_draw_from_the_target():
-    p = torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64)
-    q = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    tree = TokenTree(0, 0)
-    tree.add(0, 0, 0.0, q)
-    for residual, expected in ((0.0, 1), (0.49, 1), (0.5, 2), (0.999, 2)):
-        rule = RejectionVerifier(1.0, Script(accept=0.0, residual=residual))
-        walk = walk_on(rule, tree, p.log()[None])
-        assert (walk.path, walk.next_token, walk.tests) == ([0], expected, [False])
-
-
 def chain(tokens: list[int], q_V: torch.Tensor) -> TokenTree:
     tree = TokenTree(0, 10)
     for row, token in enumerate(tokens):

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from conftest import tiny_llama
 from fork_server import ForkServer, rank_environments
@@ -226,20 +225,6 @@ def start_runs(folder: Path, changes: dict[str, dict[str, Any]], *modules: str) 
 
 class Stop(Exception):
     pass
-
-
-def run_until(trainer, step) -> None:
-    """Run, and stop as by an error when ``step`` steps are done."""
-    optimize = trainer.optimize
-
-    def stop_at_step(window):
-        if trainer.progress.step == step:
-            raise Stop
-        return optimize(window)
-
-    trainer.optimize = stop_at_step
-    with pytest.raises(Stop):
-        trainer.run()
 
 
 def losses_on_one_batch(trainer: Any, rows: int, steps: int) -> list[float]:

@@ -8,7 +8,6 @@ status 1 instead.
 
 import argparse
 import os
-import re
 import sys
 import time
 from contextlib import nullcontext
@@ -149,10 +148,18 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     return trainer
 
 
-def take_plan(words: list[str]) -> tuple[list[str], bool]:
-    """Replace ``--plan FILE`` by ``--config FILE``; return True if it was there, too."""
-    replaced = [re.sub("^--plan(?=$|=)", "--config", word) for word in words]
-    return replaced, replaced != words
+def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
+    """Remove ``--plan`` from the words, and return True if it was there.
+
+    ``--plan FILE`` becomes ``--config FILE``.
+    """
+    split = [word.split("=", 1) if word.startswith("--plan=") else [word] for word in arguments]
+    arguments = [part for parts in split for part in parts]
+    if "--plan" not in arguments:
+        return arguments, False
+    at = arguments.index("--plan")
+    has_file = at + 1 < len(arguments) and not arguments[at + 1].startswith("-")
+    return [*arguments[:at], *(["--config"] if has_file else []), *arguments[at + 1 :]], True
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from pipedraft.cli import HELP_FLAGS, UsageError, check_ranges, explain, parse
+from pipedraft.cli import HELP_FLAGS, UsageError, check_ranges, explain, nearest, parse
 from pipedraft.data_recipes.recipe import DataConfig
 from pipedraft.files import read_yaml
 
@@ -201,13 +201,16 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
             if not isinstance(layer, dict):
                 raise UsageError(f"--config: {value} holds no mapping; see configs/spd/tiny.yaml")
             method = layer.get("method", method)
+            for key in layer.keys() - {part.name for part in fields(RunConfig)} - {"model"}:
+                if not layer[key]:  # jsonargparse ignores empty keys silently
+                    raise UsageError(f"{key}: unknown; see --help")
     method = given or method
     if method is None:
         raise UsageError(
             f"method: missing; give --config FILE or --method, one of {', '.join(methods)}"
         )
     if method not in methods:
-        raise UsageError(f"method: {method!r} is unknown; known: {', '.join(methods)}")
+        raise UsageError(f"method: {method!r} is unknown; {nearest(str(method), methods)}")
     return method
 
 

@@ -282,8 +282,8 @@ class TopKVerifier(RejectionVerifier):
     """PicoSpec's separate rejection sampling as published: only the K most likely tokens are sent.
 
     The correction is sampled from (p - q)+ among these K tokens. At a tested position the total
-    variation from p is the sum of (p - q)+ outside the top K (``top_k_bias``), which is at most the
-    mass of p there.
+    variation from p is the sum of (p - q)+ outside the top K (at most
+    the mass of p there).
     """
 
     name: ClassVar[RuleName] = "topk"
@@ -409,16 +409,6 @@ def make_verifier(
 ) -> Verifier:
     """Return the named rule; at temperature 0, with nothing to correct, every rule is ``match``."""
     return RULES[name if temperature else "match"](temperature, random, **settings)
-
-
-def top_k_bias(p_V: Tensor, q_V: Tensor, top_k: int) -> float:
-    """Total variation between ``topk`` and p at a tested position: (p - q)+ outside the top K.
-
-    The true variation is larger if (p - q)+ is 0 on all K tokens.
-    """
-    residual_V = (p_V - q_V).clamp_min(0)
-    inside = residual_V[p_V.topk(min(top_k, len(p_V))).indices].sum()
-    return float(residual_V.sum() - inside)
 
 
 def _entries(draft_token: DraftToken, ids: Tensor) -> Tensor:

@@ -89,9 +89,9 @@ def _unsupported(name: str) -> RequestError:
 
 
 def plain_message(turn: object, ignored: list[str]) -> object:
-    """Return a message's parsed fields, with text parts from all clients in one format.
+    """Return the fields that the server reads, with all clients' text parts in one format.
 
-    Names of unknown fields are added to ``ignored``; unsupported ones that the model would see are
+    Unknown fields are only named in ``ignored``; unsupported fields that the model would see are
     refused.
     """
     if not isinstance(turn, dict):

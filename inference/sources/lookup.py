@@ -59,7 +59,9 @@ class Followers:
             if not len(following):
                 break
             total = len(following) + 1
-            p_V = p_V / total + following.bincount(minlength=self.vocab_size) / total
+            tokens, counts = following.unique(return_counts=True)
+            p_V /= total
+            p_V[tokens] += counts / total
         return p_V
 
 

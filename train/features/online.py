@@ -47,7 +47,11 @@ def addresses_of(features: str) -> list[str]:
     if not parts[0].startswith(("http://", "https://")):
         return []
     for part in parts:
-        if not part.startswith(("http://", "https://")):
+        try:
+            is_address = part.startswith("http") and bool(httpx2.URL(part).host)
+        except httpx2.InvalidURL:
+            is_address = False
+        if not is_address:
             raise ValueError(f"features: {part!r} is no address; give http://HOST:PORT,http://...")
     return parts
 

@@ -250,6 +250,9 @@ def load_embedding_and_head(
             "the target is loaded whole; leave out one of the two"
         )
     assert run.target is not None
+    if run.features is not None:
+        # For its checks: a bad address must not be found after a long load.
+        addresses_of(run.features)
     draft = weightless_draft(objective_class, config, decoder_config(run))
     return load_target_part(
         run.target,
