@@ -67,6 +67,8 @@ class AuditOptions(FewPromptsOptions, ChatServerOptions):
     """OpenAI-compatible server to audit"""
     baseline: str | None = option(None, metavar="URL")
     """the same model served without speculation"""
+    baseline_model: str | None = option(None, metavar="NAME")
+    """model name on the baseline server; default: --model"""
     target: str | None = option(None, metavar="DIR")
     """decode this model here instead of --baseline, autoregressively, in float32"""
     limit: int = option(4, metavar="P", least=1)
@@ -218,7 +220,7 @@ class Endpoint:
 def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
     """Yield the baseline's address and model; serve --target until the ``with`` block ends."""
     if options.target is None:
-        yield str(options.baseline), str(options.model)
+        yield str(options.baseline), options.baseline_model or str(options.model)
         return
     command = [sys.executable, "-m", "pipedraft", "serve", "--target", options.target]
     command += ["--schedule", "autoregressive", "--stages", "1", "--port", "0"]

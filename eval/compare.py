@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from pipedraft.cli import Options, UsageError, option
+from pipedraft.cli import Options, UsageError, one_line, option
 from pipedraft.eval.intervals import PairedComparison, compare_paired
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
@@ -281,7 +281,8 @@ def format_comparison(baseline: Evaluated, compared: Evaluated, lines: Sequence[
     """Return a comparison's warnings, table and sentences."""
     parts = [f"{compared.name} compared with {baseline.name}"]
     parts += [f"warning: {text}" for text in find_warnings(baseline, compared, lines)]
-    return "\n".join([*parts, align_columns(Table.of(COLUMNS, lines)), *verdicts(lines), ""])
+    table, said = align_columns(Table.of(COLUMNS, lines)), verdicts(lines)
+    return "\n".join([*map(one_line, parts), table, *map(one_line, said), ""])
 
 
 def _line_record(line: Line, baseline: Evaluated, compared: Evaluated) -> dict[str, object]:

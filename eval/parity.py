@@ -43,6 +43,7 @@ from pipedraft.eval.parity_rows import (
     over_vocabulary,
     size_of,
     trained_depth,
+    vocabulary,
     why_decoding_parts,
     why_files_part,
 )
@@ -171,6 +172,9 @@ class Parity:
             place_R = torch.tensor(rows, device=text.ids_T.device)
             logits_RU = self.draft.logits(trained_states[step][place_R])
             logits_RV = over_vocabulary(self.draft, logits_RU)
+            in_order_R = vocabulary(self.draft).sort().values[logits_RU.argmax(-1)]
+            right = int((in_order_R == trained.teacher_T[place_R + step]).sum())
+            self.counts[step]["in order"] += right
             self._count(step, "training", logits_RV, trained.teacher_T[place_R + step])
             self.counts[step]["rows"] += len(rows)
             for other, head in self.heads.items():
@@ -260,6 +264,12 @@ class Parity:
             check.remark += f"; it notes {noted:.3f} of its validation rows"
         if noted is not None and here < noted / 2:
             check.remark += ", more than twice that: other prompts, or other weights"
+        if first["in order"] > 2 * first["training"]:
+            check.first = Parting(
+                what="vocabulary map",
+                detail=f"{first['training']} of {first['rows']} first draft tokens are right, "
+                f"{first['in order']} would be with ascending ids, which training writes",
+            )
 
     @property
     def positions(self) -> list[dict[str, int]]:

@@ -122,17 +122,24 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return None
 
     def check(self, name: str, roles: Iterable[str]) -> None:
-        """Raise ValueError for equal rows, unknown drafts or columns."""
+        """Raise ValueError for equal rows, unknown sources, drafts or columns."""
         known = [*self.drafts, *roles]
         keys = [(row.name, self.place(row)) for row in self.rows]
         for row, key in zip(self.rows, keys, strict=True):
             where = f"{name}: row {row.name!r}"
             if keys.count(key) > 1:
                 raise ValueError(f"{where}: there are two at {key[1]}; rename one")
+            if row.run is None and not row.remark:
+                raise ValueError(f"{where}: run is null without a remark; say why it cannot be run")
             if row.draft is not None and row.draft not in known:
                 raise ValueError(
                     f"{where}: draft {row.draft!r} is in no role; {nearest(row.draft, known)}"
                 )
+            for column in row.published:
+                if column not in self.sources:
+                    raise ValueError(
+                        f"{where}: published {column!r} has no source; add it to sources"
+                    )
         tasks = sorted({task_name(benchmark) for benchmark in self.benchmarks})
         for text in self.measures:
             measure = Column.parse(text)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from pipedraft.cli import one_line
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
     AcceptanceLength,
@@ -62,7 +63,7 @@ class Table:
     @classmethod
     def of(cls, columns: Mapping[str, Callable[[Entry], str]], entries: Iterable[Entry]) -> "Table":
         """Build one line per entry; ``columns``: name -> function from an entry to its cell."""
-        rows = [[cell(entry) for cell in columns.values()] for entry in entries]
+        rows = [[one_line(cell(entry)) for cell in columns.values()] for entry in entries]
         return cls(list(columns), rows)
 
 

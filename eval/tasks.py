@@ -120,8 +120,10 @@ def _questions(row: Values, where: str) -> Prompt:
 def _calculation(row: Values, where: str) -> Prompt:
     """Parse FastChat's format with GSM8K's solution as the reference."""
     prompt = _questions(row, where)
-    solution = prompt.reference[0] if isinstance(prompt.reference, list) else prompt.reference
-    return replace(prompt, expected=_expected_number(solution or "", "reference", where))
+    reference: object = prompt.reference
+    solution = reference[0] if isinstance(reference, list) and reference else reference
+    text = text_of({"reference": solution}, "reference", where)
+    return replace(prompt, expected=_expected_number(text, "reference", where))
 
 
 def _spec_bench(row: Values, where: str) -> Prompt:

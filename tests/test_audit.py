@@ -77,6 +77,7 @@ def complete(body, fault):
 def audit(tmp_path, monkeypatch, capsys):
     def run(fault, *words):
         async def answer(self, body):
+            models.add(body["model"])
             seeds.update([body["seed"]] if "seed" in body else [])
             is_audited = self.address.endswith(":1")
             return complete(body, fault if is_audited else "")
@@ -91,12 +92,13 @@ def audit(tmp_path, monkeypatch, capsys):
         out, err = capsys.readouterr()
         return status, out, err, tmp_path / "audit"
 
-    seeds = run.seeds = Counter()
+    seeds, models = run.seeds, run.models = Counter(), set()
     return run
 
 
 def test_a_lossless_server_passes_and_the_power_is_stated(audit):
-    status, out, _, folder = audit("")
+    status, out, _, folder = audit("", "--baseline-model", "base")
+    assert audit.models == {"m", "base"}
     assert status == 0 and out.startswith("no fault found\n4 greedy answers: 4 equal, 0 differ")
     found = json.loads((folder / "audit.json").read_text())
     tests = {test["name"]: test for test in found["tests"]}

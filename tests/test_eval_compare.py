@@ -218,6 +218,15 @@ def test_command_prints_tables_and_verdicts_and_writes_what_it_printed(tmp_path,
     assert f"{line['ratio']:.3f}" in out
 
 
+def test_control_characters_in_results_are_not_printed(tmp_path, capsys) -> None:
+    entry = make_entry(make_rows(stages=4, rejection=0.5), method="a\x1b[31m")
+    folders = [write(tmp_path / name, entry, dtype=f"{name}\x1b[2J") for name in "ab"]
+    assert status(["compare", *folders]) == 0
+    out, _ = capsys.readouterr()
+    assert r"dtype: a\x1b[2J and b\x1b[2J differ" in out and r"a\x1b[31m, n=4" in out
+    assert all(line.isprintable() for line in out.splitlines())
+
+
 def test_a_single_prompt_has_no_interval_in_table_or_file(tmp_path, capsys) -> None:
     rows = make_rows(stages=4, rejection=0.4, prompts=1)
     folder, file = write(tmp_path / "a", make_entry(rows)), tmp_path / "c.json"

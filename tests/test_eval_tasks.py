@@ -74,6 +74,14 @@ def test_humaneval_prompt_holds_the_function_in_a_code_block(tmp_path) -> None:
     assert prompt.reference == "    return 1\n"
 
 
+@pytest.mark.parametrize("reference", [[5], {}, [], "no number", ["no mark 5"]])
+def test_a_solution_in_another_form_is_one_line(tmp_path, reference) -> None:
+    row = {"question_id": 1, "turns": ["1 + 1?"], "reference": reference}
+    write_rows(tmp_path / "flowspec" / "gsm8k.jsonl", row)
+    with pytest.raises(ValueError, match=r"gsm8k.jsonl:1: reference .* must (be a text|end with)"):
+        load_task("flowspec_gsm8k", tmp_path)
+
+
 def test_own_file_may_hold_prompt_turns_or_messages(tmp_path) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},

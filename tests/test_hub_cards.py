@@ -11,13 +11,14 @@ from pathlib import Path
 import datasets
 import eval_runs
 import pytest
+import torch
 import yaml
 from command_runs import call
 from conftest import byte_tokenizer, write_rows
 from fake_hub import FakeHub, metadata_errors
 from hub_runs import NAMES, Place, make_place, one_line, push, signed_in
 from huggingface_hub import ModelCard, snapshot_download
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipedraft.data_recipes.recipe import DataConfig, Source, load_data
 from pipedraft.models.exchange.card import MADE
@@ -106,6 +107,19 @@ def test_figures_of_other_weights_are_refused(place, hub, tmp_path, monkeypatch,
     (tmp_path / "eval" / "manifest.json").unlink()
     assert push(place, monkeypatch, "--results", str(results)) == 2
     one_line(capfd, "--results", "manifest.json", "that eval wrote")
+    assert not hub.repositories
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"prompts": {}}, {"prompts": []}, {"checkpoints": None}, {"hardware": {}}, {"config": [1]}],
+)
+def test_a_manifest_in_another_form_is_refused(change, place, hub, tmp_path, monkeypatch, capfd):
+    shutil.copytree(place.folder / "eval", tmp_path / "eval")
+    manifest = tmp_path / "eval" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    assert push(place, monkeypatch, "--results", str(tmp_path / "eval" / "results.json")) == 2
+    one_line(capfd, "--results", "manifest.json is not of pipedraft eval", *change)
     assert not hub.repositories
 
 
@@ -276,3 +290,21 @@ def test_an_export_is_pushed_with_the_line_that_launches_it(
     one_line(capfd, f"'eagle3' for {layout}", "which is not this one")
     assert push(place, monkeypatch, "--target", "lab/tiny", draft=str(out)) == 2
     one_line(capfd, "--target", "export", "pipedraft models export")
+
+
+def test_damaged_weights_of_an_export_are_not_uploaded(place, hub, tmp_path, monkeypatch, capfd):
+    out = tmp_path / "export"
+    export(place, "sglang", out, monkeypatch)
+    weights = load_file(out / "model.safetensors")
+    weights["norm.weight"][0] = torch.nan
+    save_file(weights, out / "model.safetensors")
+    capfd.readouterr()
+    assert push(place, monkeypatch, draft=str(out)) == 2
+    one_line(capfd, "checkpoint: norm.weight in", "is not finite")
+    (out / "model.safetensors").write_bytes(b"garbage")
+    assert push(place, monkeypatch, draft=str(out)) == 2
+    one_line(capfd, "model.safetensors is damaged")
+    (out / "model.safetensors").unlink()
+    assert push(place, monkeypatch, draft=str(out)) == 2
+    one_line(capfd, "model.safetensors is damaged", "No such file")
+    assert not hub.repositories

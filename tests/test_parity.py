@@ -268,6 +268,17 @@ def test_faults_of_exported_files_are_named(parity, place, layout, head, change,
     assert_named(parity, folder.name, words, head, "--exported", folder)
 
 
+def test_a_permuted_map_of_the_checkpoint_itself_is_named(parity, place):
+    """Training's forward pass and decoding are equally wrong; only the ids' order gives it away."""
+    folder = place / "permuted"
+    folder.mkdir()
+    (folder / "config.json").write_text((place / "eagle3_vocabulary/config.json").read_text())
+    weights = load_file(place / "eagle3_vocabulary" / "model.safetensors")
+    weights["draft_ids"] = weights["draft_ids"].flip(0)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_named(parity, "checkpoint", ["at every prompt: vocabulary map: 0 of"], "permuted")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

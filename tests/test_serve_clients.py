@@ -3,10 +3,13 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from http_runs import LENGTH, PROMPT, VOCABULARY, alone, make_engine, serving
+
+from pipedraft.inference.serving.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELS, Metrics
 
 AS_PROMPT = f"user:{PROMPT};"
 IGNORED = "x-pipedraft-ignored"
@@ -168,4 +171,13 @@ def test_metrics_have_vllms_names_where_that_is_asked_for(place):
         place.service.metrics._has_vllm_names = False
     assert 'vllm:generation_tokens_total{model_name="tiny"}' in page
     assert "vllm:time_to_first_token_seconds_bucket" in page
-    assert "pipedraft:pipeline_steps" in page
+    assert "vllm:pipeline_steps" not in page and "pipedraft:pipeline_steps" in page
+
+
+def test_every_metric_without_a_reason_is_shown_before_the_first_request():
+    nobody = SimpleNamespace(num_waiting=0, num_running=0)
+    page = Metrics("tiny").page(nobody).decode()
+    shown = [*GAUGES, *(f"{name}_count" for name in HISTOGRAMS)]
+    shown += [f"{name}_total" for name in COUNTERS.keys() - LABELS.keys()]
+    for name in shown:
+        assert f'pipedraft:{name}{{model_name="tiny"}} 0.0\n' in page

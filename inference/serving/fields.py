@@ -14,9 +14,10 @@ HARMLESS = {
 """OpenAI, vLLM and SGLang fields without influence on the answer."""
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("prompt_logprobs", "top_logprobs"), (0,)),
+    **dict.fromkeys(("prompt_logprobs", "top_logprobs", "mirostat", "dry_multiplier"), (0,)),
+    **dict.fromkeys(("xtc_probability", "dynatemp_range", "top_a"), (0,)),
     **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
-    **dict.fromkeys(("best_of", "num_beams"), (1,)),
+    **dict.fromkeys(("best_of", "num_beams", "beam_width", "tfs_z"), (1,)),
     **dict.fromkeys(("tools", "functions", "documents", "stop_sequences"), ([],)),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
@@ -26,9 +27,11 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("do_sample", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("structural_tag", "grammar", "format", "negative_prompt"), ()),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "lora_path", "chat_template"), ()),
     **dict.fromkeys(("audio", "web_search_options", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(("enable_thinking", "thinking", "system"), ()),
+    **dict.fromkeys(("enable_thinking", "thinking", "think", "thinking_budget", "system"), ()),
+    **dict.fromkeys(("options", "extra_body", "num_predict", "n_predict"), ()),
     # Known fields are looked up first, so chats still accept max_completion_tokens.
     **dict.fromkeys(("max_completion_tokens", "max_new_tokens"), ()),
     "add_special_tokens": (False,),

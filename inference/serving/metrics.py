@@ -41,6 +41,11 @@ HISTOGRAMS = {
     "step_time_seconds": ("Of a pipeline step.", STEP_S),
     "equivalent_acceptance_length": ("L' of a sequence, n N / K.", LENGTHS),
 }
+NOT_VLLM = {
+    *("request_refused", "pipeline_steps", "step_time_seconds"),
+    "equivalent_acceptance_length",
+}
+"""Metrics missing in vLLM."""
 
 
 class Metrics:
@@ -48,19 +53,28 @@ class Metrics:
 
     def __init__(self, model: str, *, has_vllm_names: bool = False) -> None:
         self._model, self._has_vllm_names = model, has_vllm_names
-        # Its own: the global registry would refuse a second server in this process.
-        self._registry = registry = CollectorRegistry()
+        # Own registries: the global one would refuse a second server in this process.
+        self._as_vllm, self._others = CollectorRegistry(), CollectorRegistry()
+
+        def place(name: str) -> CollectorRegistry:
+            return self._others if name in NOT_VLLM else self._as_vllm
+
         own = ["model_name"]
         self._gauges = {
-            name: Gauge(f"pipedraft:{name}", text, own, registry=registry).labels(model)
+            name: Gauge(f"pipedraft:{name}", text, own, registry=place(name)).labels(model)
             for name, text in GAUGES.items()
         }
         self._counters = {
-            name: Counter(f"pipedraft:{name}", text, own + LABELS.get(name, []), registry=registry)
+            name: Counter(
+                f"pipedraft:{name}", text, own + LABELS.get(name, []), registry=place(name)
+            )
             for name, text in COUNTERS.items()
         }
+        # With labels, series are shown before the first observation: a rate needs their zeros.
         self._histograms = {
-            name: Histogram(f"pipedraft:{name}", text, own, registry=registry, buckets=buckets)
+            name: Histogram(
+                f"pipedraft:{name}", text, own, registry=place(name), buckets=buckets
+            ).labels(model)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
         for name in COUNTERS.keys() - LABELS.keys():
@@ -70,7 +84,7 @@ class Metrics:
         self._counters[name].labels(self._model, *labels).inc(amount)
 
     def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].labels(self._model).observe(value)
+        self._histograms[name].observe(value)
 
     def started(self, num_prompt_tokens: int, queue_s: float) -> None:
         self._count("prompt_tokens", num_prompt_tokens)
@@ -112,5 +126,8 @@ class Metrics:
         # Gauges are read now: the queue changes between two requests for this page.
         self._gauges["num_requests_waiting"].set(decoder.num_waiting)
         self._gauges["num_requests_running"].set(decoder.num_running)
-        page: bytes = generate_latest(self._registry)
-        return page + (page.replace(b"pipedraft:", b"vllm:") if self._has_vllm_names else b"")
+        page: bytes = generate_latest(self._as_vllm)
+        others: bytes = generate_latest(self._others)
+        return (
+            page + others + (page.replace(b"pipedraft:", b"vllm:") if self._has_vllm_names else b"")
+        )

@@ -43,7 +43,6 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 """Export layouts per head type."""
 LICENSE_FIELDS = ("license", "license_name", "license_link")
-MANIFEST = ("checkpoints", "prompts", "config", "hardware", "dtype", "command")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +139,8 @@ def _shown(source: CardSource) -> CardSource:
         }
     if measured is not None:
         runs = msgspec.convert(_clean(msgspec.to_builtins(measured.runs)), list[MeasuredRun])
-        measured = replace(measured, runs=runs, manifest=_clean(measured.manifest))
+        manifest = msgspec.convert(_clean(msgspec.to_builtins(measured.manifest)), MeasuredBy)
+        measured = replace(measured, runs=runs, manifest=manifest)
     return replace(source, description=description, measured=measured)
 
 
@@ -210,13 +210,36 @@ class _Runs(msgspec.Struct, frozen=True):
     runs: list[MeasuredRun]
 
 
+class _Prompts(msgspec.Struct, frozen=True):
+    count: int
+    sha256: str
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    data_dir: str | None
+
+
+class _Machine(msgspec.Struct, frozen=True):
+    processor: str
+
+
+class MeasuredBy(msgspec.Struct, frozen=True):
+    """Fields from manifest.json for a card, as written by eval/manifest.py."""
+
+    checkpoints: dict[str, str]
+    prompts: dict[str, _Prompts]
+    config: _Settings
+    hardware: _Machine
+    dtype: str
+    command: str
+
+
 @dataclass(frozen=True)
 class Measured:
     """Evaluation entries for one draft, and for autoregressive decoding."""
 
     runs: list[MeasuredRun]
-    manifest: Values
-    """Entries of manifest.json named in ``MANIFEST``, as eval/manifest.py writes them."""
+    manifest: MeasuredBy
     chart: Path | None = None
     """Chart of L' by benchmark, if it shows only this draft."""
 
@@ -245,14 +268,15 @@ class Measured:
         try:
             runs = msgspec.json.decode(path.read_bytes(), type=_Runs).runs
             path = results.with_name("manifest.json")
-            manifest = msgspec.json.decode(path.read_bytes(), type=Values)
-            manifest = {name: manifest[name] for name in MANIFEST}
-        except (OSError, ValueError, KeyError, RecursionError) as error:
+            manifest = msgspec.json.decode(path.read_bytes(), type=MeasuredBy)
+            if unknown := {run.benchmark for run in runs} - manifest.prompts.keys():
+                raise ValueError(f"prompts has no {min(unknown)!r}")
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"--results: {path} is not of pipedraft eval ({error!r}); give the results.json "
                 "that eval wrote into --out, with the manifest.json beside it"
             ) from error
-        hashes = manifest["checkpoints"]
+        hashes = manifest.checkpoints
         own = {name for name, digest in hashes.items() if digest == weights_sha256}
         if not own:
             raise ValueError(
@@ -272,9 +296,9 @@ class Measured:
             setting = {name: getattr(run, name) for name in names} | run.filters
             shown = f"{run.schedule}, n = {run.stages}, T = {run.sampling}, W = {run.tree_width}"
             shown += f", {run.tree}" if run.tree else ""
-            prompts = self.manifest["prompts"][run.benchmark]
+            prompts = self.manifest.prompts[run.benchmark]
             # Prompts in a benchmark's form are not the benchmark.
-            is_own = self.manifest["config"]["data_dir"] is None
+            is_own = self.manifest.config.data_dir is None
             prefix = "pipedraft-" * (is_own and not run.benchmark.startswith("pipedraft-"))
             kind, length = prefix + run.benchmark, run.equivalent_acceptance_length
             values = {
@@ -286,8 +310,8 @@ class Measured:
                 EvalResult(
                     task_type="text-generation",
                     dataset_type=kind,
-                    dataset_name=f"{kind}, {prompts['count']} prompts",
-                    dataset_args={"prompts_sha256": prompts["sha256"]},
+                    dataset_name=f"{kind}, {prompts.count} prompts",
+                    dataset_args={"prompts_sha256": prompts.sha256},
                     metric_type=name,
                     metric_value=value,
                     metric_name=f"{name} ({shown})",

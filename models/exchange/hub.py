@@ -13,6 +13,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelInfo, get_token
 from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -68,8 +69,8 @@ def fill_upload(
         is_half: write weights in fp16; loading makes them float32 again.
 
     Raises:
-        ValueError: no complete checkpoint or export, another target than the draft's, results for
-            other weights, or results for a hand-written card.
+        ValueError: no complete checkpoint or export, damaged or non-finite weights, another target
+            than the draft's, results for other weights, or results for a hand-written card.
     """
     weights = folder / WEIGHTS_FILE
     if (folder / ORIGIN_FILE).is_file():
@@ -79,6 +80,7 @@ def fill_upload(
                 "to pipedraft models export"
             )
         origin = Origin.read(folder)
+        _check_export(weights)
         source, digest = origin.card_source(repo), origin.weights_sha256
         for name in (CONFIG_FILE, ORIGIN_FILE):
             shutil.copyfile(folder / name, out / name)
@@ -98,6 +100,17 @@ def fill_upload(
     else:
         shutil.copyfile(weights, out / WEIGHTS_FILE)
     _write_card(out, folder, replace(source, revision=revision), results, digest)
+
+
+def _check_export(path: Path) -> None:
+    """Refuse damaged or non-finite weights; a checkpoint's are refused by ``load_untied``."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                if not file.get_tensor(name).isfinite().all():
+                    raise ValueError(f"checkpoint: {name} in {path} is not finite; export it again")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"checkpoint: {path} is damaged ({error}); export it again") from error
 
 
 def _write_card(
