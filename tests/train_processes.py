@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from pipedraft.cli import run_command
 from pipedraft.models.exchange.card import card_template
 from pipedraft.train import __main__ as command
-from pipedraft.train import loop
+from pipedraft.train import launch, loop
 from pipedraft.train.config import parser_of
 
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
@@ -189,6 +189,8 @@ def run(job: dict[str, Any]) -> NoReturn:
         send_in_step(job["step"], job["signals"])
     if "usual_timeout_s" in job:
         shorten_usual_timeout(job["usual_timeout_s"])
+    if "wait_s" in job:
+        launch.WAIT_FOR_OTHERS = timedelta(seconds=job["wait_s"])
     for name, seconds in job.get("sleeps", {}).items():
         before_calls(command, name, partial(time.sleep, seconds))
     if "dtypes" in job:
