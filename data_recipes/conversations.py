@@ -47,21 +47,21 @@ ROW_FIELDS = {
     *SYSTEM_FIELDS,
     *OTHER_MEDIA,
 }
-"""Row fields that describe the conversation, and are read."""
+"""Row fields to read: the conversation."""
 NO_TEXT = {"id", "license", "source", "input_row", "greedy_answers", "cut_answers"}
 """Row fields outside the conversation; the report leaves them out."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A row in the form that chat templates take."""
+    """A row as chat templates take it."""
 
     messages: list[Message]
     tools: list[Values] | None = None
     variables: Values = field(default_factory=dict)
     """The row's own ``chat_template_kwargs``."""
     left_out: tuple[str, ...] = ()
-    """Row fields that are ignored (turn.NAME: turn fields)."""
+    """Ignored row fields (turn.NAME: turn fields)."""
 
 
 def read_conversation(row: Any) -> Conversation:
@@ -142,7 +142,7 @@ def _read_turn(turn: Any, needs_answers: bool) -> Message:
 
 
 def _with_system(messages: list[Message], row: Values) -> list[Message]:
-    """Prepend the system prompt that the row has in a separate field."""
+    """Prepend the system prompt from the row's separate field, if any."""
     given = [row[name] for name in SYSTEM_FIELDS if row.get(name)]
     prompts = list(dict.fromkeys(split_parts(x)[0] for x in given))
     if not any(prompt.strip() for prompt in prompts):
@@ -215,7 +215,7 @@ def read_json(text: str, reason: str = "not valid JSON") -> Any:
 
 
 def read_tools(tools: Any) -> list[Values] | None:
-    """Read a row's tools: a list of objects, or that list as JSON text; None: no tools."""
+    """Read a row's tools: objects in a list or in its JSON text; None: no tools."""
     if isinstance(tools, str) and tools.strip():
         tools = read_json(tools, "tools are not JSON")
     if not tools or isinstance(tools, str):

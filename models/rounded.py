@@ -31,7 +31,7 @@ class RoundedLinear(nn.Module, ABC):
     """Compute x W^T + b with rounded W; a row's result has the same bits next to any other rows."""
 
     def __init__(self, weight_GH: Tensor, bias_G: Tensor | None, *, keep_weight: bool) -> None:
-        """``keep_weight``: also keep the float32 weight, for code that reads it."""
+        """``keep_weight``: also keep the float32 weight, for other readers."""
         super().__init__()
         self.out_features, self.in_features = weight_GH.shape
         self._packed = self.pack(weight_GH)
@@ -128,7 +128,7 @@ KINDS: dict[torch.dtype, type[RoundedLinear]] = {torch.float16: HalfLinear, torc
 
 
 class RoundedPart(nn.Module):
-    """One of the linear layers that were joined into one: its output channels."""
+    """One of several linear layers joined into one: its output channels."""
 
     def __init__(self, joined: RoundedLinear, channels: slice) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linea
 
 
 def _join(block: Any, names: tuple[str, ...], dtype: torch.dtype) -> None:
-    """Join some of a block's linear layers into one, and replace each by its part of that one."""
+    """Join some of a block's linear layers into one, and replace each by its part."""
     parts = [getattr(block, name) for name in names]
     if parts[0].weight.device.type != "cpu":
         return

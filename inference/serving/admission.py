@@ -23,7 +23,7 @@ from pipedraft.inference.serving.requests import (
 
 MAX_RETRY_S = 120
 NOT_AGAIN = {"x-should-retry": "false"}
-"""Header that tells OpenAI clients not to retry the request by themselves."""
+"""Header against automatic retries by OpenAI clients."""
 
 
 class Admissions:

@@ -62,7 +62,7 @@ class SequenceDecoder:
         return self._usual_s * (self.num_waiting + 1) / self.capacity
 
     def submit(self, choice: Choice) -> None:
-        """Start decoding a choice; a ``RuntimeError`` means that decoding has stopped."""
+        """Start decoding a choice; a ``RuntimeError``: decoding has stopped."""
         try:
             handle = self.batch.submit(choice.prompt_ids, choice.config, observer=choice)
         except RuntimeError as error:

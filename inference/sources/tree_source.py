@@ -1,4 +1,4 @@
-"""Draft sources that can continue any draft token: by layers, trees or micro-batches."""
+"""Draft sources to continue any draft token: by layers, trees or micro-batches."""
 
 # Q rows to continue, R forwarded rows, W children per row, H hidden, U draft vocabulary
 
@@ -64,7 +64,7 @@ class _FreshTree:
 
 
 class TreeSource(DraftSource):
-    """Draft source that computes an output [H] for a tree row from the row and its ancestors.
+    """Draft source: computes a tree row's output [H] from the row and its ancestors.
 
     ``leaf_logits`` continues rows in the session's tree from earlier results; layers and
     micro-batches use it. ``grow_tree`` drafts a fresh tree below the root from committed tokens
@@ -119,7 +119,7 @@ class TreeSource(DraftSource):
 
     @property
     def _graph_rows(self) -> GraphRows | None:
-        """CUDA graphs that replace ``_root_output`` and ``_compute``; None: no graphs."""
+        """CUDA graphs in place of ``_root_output`` and ``_compute``; None: no graphs."""
         return None
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
@@ -437,7 +437,7 @@ class CacheSource(TreeSource):
 
 
 class TextSource(TreeSource):
-    """Draft source that reads only tokens, up to the root.
+    """Draft source from tokens alone, up to the root.
 
     Results for accepted draft tokens are retained as text.
     """
@@ -447,8 +447,7 @@ class TextSource(TreeSource):
     def _restart(self) -> None:
         super()._restart()
         self._num_taken_in = 0
-        """Number of observed tokens, from the next one on, that a KeepRows has already turned into
-        text."""
+        """Observed tokens, from the next one on, already turned into text by a ``KeepRows``."""
 
     def begin(self, features: Features, tokens: list[int]) -> None:
         self._restart()
@@ -460,7 +459,7 @@ class TextSource(TreeSource):
 
 
 class RowsSource(CacheSource, TextSource):
-    """Draft source that reads only tokens, with its rows in one ``RowCache``.
+    """Draft source from tokens alone, with its rows in one ``RowCache``.
 
     No row is computed twice, except that fresh trees ignore rows in the session's tree.
     """
