@@ -1,6 +1,5 @@
 """The console script: ``pipedraft <command> ...`` is ``python -m pipedraft.<folder> ...``."""
 
-import difflib
 import runpy
 import sys
 
@@ -91,9 +90,9 @@ def main() -> None:
     elif name in COMMANDS:
         folder, _, _ = COMMANDS[name]
     else:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        fix = f"did you mean {nearest[0]}?" if nearest else f"give one of {', '.join(COMMANDS)}"
-        print(f"error: command: {name!r} is unknown; {fix}", file=sys.stderr)
+        from pipedraft.cli import nearest
+
+        print(f"error: command: {name!r} is unknown; {nearest(name, COMMANDS)}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"pipedraft {name}", *arguments]
     module = folder.replace("/", ".")

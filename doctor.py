@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -34,6 +35,8 @@ Each line has ok, warning or FAILURE, the check, the finding, and what to do abo
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "huggingface-hub", "safetensors")
 """Libraries listed even if they are fine."""
 TARGET = Path(__file__).parent / "assets" / "target"
+RECURRENT_KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
+"""Package with kernels for Qwen3.5's recurrent layers -> its module, imported by transformers."""
 EXTRA = re.compile(r'extra == "(.*)"')
 HUB_TIMEOUT_S = 5
 
@@ -88,7 +91,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_gpu() -> Iterator[Finding]:
-    """Run the attention used to train SPD and EAGLE-3."""
+    """Run the attention used to train SPD and EAGLE-3, and look for recurrent-layer kernels."""
     import torch
 
     from pipedraft.models.banded_attention import ttt_attention
@@ -112,6 +115,11 @@ def check_gpu() -> Iterator[Finding]:
     else:
         emulated = "" if is_native else "; bfloat16 is emulated, so float32 and float16 are taken"
         yield Finding("ok", "GPU training", f"attention of drafts runs in {dtype}{emulated}")
+    missing = [name for name, module in RECURRENT_KERNELS.items() if find_spec(module) is None]
+    if missing:
+        detail = f"without {' and '.join(missing)} they run as Python loops over chunks, in float32"
+        fix = "before a Qwen3.5 target pip install 'pipedraft[linear-attention]' causal-conv1d"
+        yield Finding("warning", "recurrent layers", detail, fix)
 
 
 def check_target(folder: Path) -> Iterator[Finding]:

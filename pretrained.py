@@ -4,6 +4,7 @@ Code from a model's folder never runs, pickled weights are never opened, and no 
 random initial value.
 """
 
+import difflib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -265,15 +266,34 @@ def check_exists(name_or_path: str, *, field: str = "target") -> None:
     if Path(text).exists():
         return
     names_path = text.startswith(("/", ".", "~")) or text.count("/") != 1
+    hint = did_you_mean(text)
     if names_path:
         raise _Refused(
-            f"{field}: no folder {text!r}; give an existing folder or a Hub name (owner/model)"
+            f"{field}: no folder {text!r}{hint}; give an existing folder or a Hub name "
+            "(owner/model)"
         )
     if is_offline_and_unknown(text):
         raise _Refused(
-            f"{field}: no folder {text!r} here; as a Hub name: HF_HUB_OFFLINE is set and it "
+            f"{field}: no folder {text!r} here{hint}; as a Hub name: HF_HUB_OFFLINE is set and it "
             "is not in the cache; unset it, or give a folder"
         )
+
+
+def did_you_mean(text: str) -> str:
+    """Suggest the nearest existing path, as the end of a message."""
+    place = Path(text).parts[0] if text.startswith("/") else "."
+    parts = Path(text).parts[1:] if text.startswith("/") else Path(text).parts
+    for part in parts:
+        here = Path(place)
+        try:
+            names = sorted(entry.name for entry in here.iterdir())
+        except OSError:
+            return ""
+        near = [part] if part in names else difflib.get_close_matches(part, names, 1, 0.75)
+        if not near:
+            return ""
+        place = str(here / near[0])
+    return f", did you mean {place}?"
 
 
 def is_offline_and_unknown(name: str) -> bool:
@@ -607,8 +627,8 @@ def _hub_error(field: str, error: Exception) -> Exception | None:
 
 
 FIXES = {
-    401: "set HF_TOKEN or run hf auth login: no valid token",
-    403: "give a repository of yours, or a token that may write: this one has no right to it",
+    401: "no valid token: set HF_TOKEN, or run hf auth login",
+    403: "this token may not write here: give your own repository, or another token",
     404: "check the name and the revision, and HF_TOKEN if it is private",
 }
 """Status of the Hub's answer -> what the user can do about it."""

@@ -35,7 +35,7 @@ from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.eval.charts import Estimate, LineChart
 from pipedraft.eval.intervals import paired_interval
 from pipedraft.eval.lossless import output_logits
-from pipedraft.eval.metrics import pooled_ratio, ratio
+from pipedraft.eval.metrics import pooled_ratio
 from pipedraft.eval.run import draft_hash
 from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
 from pipedraft.eval.tasks import Prompt, load_tasks
@@ -45,7 +45,7 @@ from pipedraft.files import read_yaml, to_json, write_atomically
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.channel import PRESETS
 from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.result import DecodeResult, ratio
 from pipedraft.models import load_draft
 from pipedraft.models.draft import Draft
 from pipedraft.models.fingerprint import fingerprint_mismatch

@@ -102,8 +102,8 @@ class DraftOptions(Options):
     ONE_OF = (("checkpoint", "draft_model", "draft"),)
 
     draft_model: str | None = option(None, metavar="DIR")
-    """use this language model (folder or Hub name, with the target's tokenizer) as the draft; the
-    default schedule is then pipeinfer; needs --target"""
+    """use this language model (folder or Hub name, with the target's tokenizer) as the draft;
+    needs --target"""
     draft: Literal["ngram", "suffix"] | None = None
     """draft by n-gram or suffix lookup instead of a neural network; needs --target"""
     target: str | None = None
@@ -129,7 +129,8 @@ class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, 
     alpaca/alpaca_data.json, spec_bench/question.jsonl, or hub: (the published data sets); default:
     the repository's own prompts for mt_bench, gsm8k and humaneval"""
     schedule: tuple[str, ...] = option((), metavar="NAMES", known=tuple(SCHEDULES))
-    """comma list of schedules; default: the one that each draft was designed for"""
+    """comma list of schedules; default: the one that each draft was designed for, and pipeinfer for
+    --draft-model"""
     stages: int | None = option(None, least=1)
     """number of pipeline stages; default: the number that the draft was trained for, else 4"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)

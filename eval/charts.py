@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from pipedraft.eval.record import Interval, is_known
+from pipedraft.eval.record import Interval, is_known, number_or_nan
 from pipedraft.eval.tables import Table, bounds, number
 from pipedraft.files import Values
 
@@ -88,7 +88,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, value: float | None, interval: Interval | None) -> "Estimate":
-        return cls(math.nan if value is None else value, *(interval or ()))
+        return cls(number_or_nan(value), *(interval or ()))
 
     @property
     def bounds(self) -> tuple[float, float]:

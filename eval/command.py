@@ -280,9 +280,9 @@ def evaluate_drafts(
     )
     write_report(options.out, runs, manifest)
     print(screen_table(runs))
-    names = "report.html, outputs.html (answers, accepted tokens colored), charts/, report.md"
-    print(f"everything else: {options.out}/{names}, results.json, manifest.json")
+    names = f"{options.out}/report.html, charts/, report.md, results.json, manifest.json"
     if options.calibrate is not None:
+        print(f"everything else: {names}")
         measured = asdict(fit_cost(runs, target.boundaries))
         write_atomically(options.calibrate, to_json(measured))
         print(f"written: {options.calibrate}: {measured}")
@@ -291,3 +291,4 @@ def evaluate_drafts(
     recordings = [one for one in read_recordings([options.out]) if one.config in configs]
     page = outputs_page(recordings, benchmarks, tokenizer, title_of([manifest], runs))
     write_atomically(options.out / "outputs.html", page.encode())
+    print(f"everything else: {names}, outputs.html (answers, accepted tokens colored)")

@@ -213,8 +213,7 @@ def compare_runs(
 
 def find_warnings(baseline: Evaluated, compared: Evaluated, lines: Sequence[Line]) -> list[str]:
     """Return warnings to read before trusting the numbers."""
-    lacking = [run.name for run in (baseline, compared) if not run.manifest]
-    found = [f"{name} has no manifest.json: conditions may differ" for name in lacking]
+    found = []
     facts = dict(CONDITIONS)
     for benchmark in dict.fromkeys(line.compared.benchmark for line in lines):
         facts[f"prompts of {benchmark}"] = ("prompts", benchmark, "sha256")
@@ -327,6 +326,9 @@ def run(argv: Sequence[str]) -> None:
     baseline, *others = [
         Evaluated.read(folder) for folder in (arguments.baseline, *arguments.others)
     ]
+    for run in (baseline, *others):
+        if not run.manifest:
+            raise UsageError(f"RUN: {run.name} has no manifest.json; give an evaluation's folder")
     if arguments.json is not None:
         make_place("--json", arguments.json, b'{\n  "comparisons": [')
     records, warnings = [], []

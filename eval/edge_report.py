@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, EdgeOutput, Simulation, decode
 from pipedraft.eval.lossless import GreedyReference, check_equal
-from pipedraft.eval.metrics import decode_seconds, measure_times, pooled_ratio, ratio
+from pipedraft.eval.metrics import decode_seconds, measure_times, pooled_ratio
 from pipedraft.eval.record import (
     UNCHECKED,
     LatencyRecord,
@@ -37,7 +37,7 @@ from pipedraft.eval.turns import DecodedTurn, check_room, evaluate
 from pipedraft.files import Values, to_json, write_atomically
 from pipedraft.inference.edge.channel import load_link
 from pipedraft.inference.edge.link import Times
-from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.result import DecodeResult, ratio
 
 SAME_TEXT_RULES = ("match", "gumbel")
 """Rules whose output does not depend on the draft tokens: the same random numbers give the same

@@ -19,9 +19,9 @@ from pipedraft.data_recipes.groups import (
     prose,
     segments_of,
 )
-from pipedraft.eval.metrics import rate_fields, ratio, token_tests
+from pipedraft.eval.metrics import rate_fields, token_tests
 from pipedraft.eval.record import GroupRecord, PromptRecord
-from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.result import DecodeResult, ratio
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ from pipedraft.eval.record import (
     WallClockRecord,
 )
 from pipedraft.files import Values
-from pipedraft.inference.result import DecodeResult
+from pipedraft.inference.result import DecodeResult, ratio
 
 AUTOREGRESSIVE = "autoregressive"
 """The baseline's schedule and method name."""
@@ -48,11 +48,6 @@ def _padded(counts: Sequence[Sequence[int]], length: int = 0) -> np.ndarray:
     for line, row in zip(table, counts, strict=True):
         line[: len(row)] = row
     return table
-
-
-def ratio(numerator: float, denominator: float) -> float:
-    """Divide; return NaN, not an error, if nothing was counted."""
-    return numerator / denominator if denominator else math.nan
 
 
 def pooled_ratio(

@@ -24,6 +24,7 @@ MAX_BYTES = 2**29
 """Maximum file size, enough for 100,000s of prompts with ten methods."""
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Counts = Annotated[list[Count], Meta(max_length=1_000_000)]
+GroupCounts = Annotated[list[Count], Meta(min_length=4, max_length=4)]
 Amount = Annotated[float, Meta(ge=0)]
 Figure = float | None
 Interval = tuple[Figure, Figure]
@@ -210,7 +211,7 @@ class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
     position_accepts: Counts = []
     entropy_tests: Counts | UnsetType = UNSET
     entropy_accepts: Counts | UnsetType = UNSET
-    groups: dict[Name, Counts] | UnsetType = UNSET
+    groups: dict[Name, GroupCounts] | UnsetType = UNSET
     """Tests, accepted tests, rounds and their tokens, per text group."""
     score: Count | UnsetType = UNSET
     """1 or 0; unset if nothing was scored."""

@@ -41,11 +41,16 @@ SHOWN_CHARTS = ("length_by_benchmark.png", "acceptance_by_position.png")
 def title_of(manifests: Sequence[Manifest], runs: Sequence[RunRecord]) -> str:
     """Return the measurement, the target and the day."""
     drafts = dict.fromkeys(run.method for run in runs if run.schedule != AUTOREGRESSIVE)
-    targets = dict.fromkeys(filter(None, (fact(one, "target", "name") for one in manifests)))
+    names = filter(None, (fact(one, "target", "name") for one in manifests))
+    targets = dict.fromkeys(map(str, names))
     days = sorted(str(fact(one, "created"))[:10] for one in manifests if fact(one, "created"))
     title = ", ".join(drafts) if len(drafts) < 4 else f"{len(drafts)} methods"
     title = " on ".join(filter(None, (title or "Evaluation", " and ".join(targets))))
     return ", ".join([title, *dict.fromkeys(days[:1] + days[-1:])])
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _overview(sources: Sequence[Evaluated], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
@@ -54,7 +59,7 @@ def _overview(sources: Sequence[Evaluated], runs: Sequence[RunRecord]) -> list[t
     prompts = {(run.benchmark, run.prompts) for run in runs if run.benchmark != OVERALL}
     found: dict[str, Iterable[object]] = {
         "target": [fact(one, "target", "name") for one in manifests],
-        "draft": [name for one in manifests for name in fact(one, "checkpoints") or ()],
+        "draft": [name for one in manifests for name in _listed(fact(one, "checkpoints"))],
         "measured": [fact(one, "created") for one in manifests],
         "methods": [run.method for run in runs if run.schedule != AUTOREGRESSIVE],
         "benchmarks": [f"{name} ({count} prompts)" for name, count in sorted(prompts)],

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from pipedraft.cli import one_line
+from pipedraft.cli import flag_name, one_line
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import (
     AcceptanceLength,
@@ -366,7 +366,7 @@ def given_options(manifest: Manifest) -> list[tuple[str, str]]:
     """Return the command's resolved options, without empty ones."""
     config = fact(manifest, "config")
     return [
-        (f"--{name.replace('_', '-')}", str(value))
+        (flag_name(name), str(value))
         for name, value in (config.items() if isinstance(config, dict) else ())
         if value not in (None, [], False)
     ]

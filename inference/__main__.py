@@ -76,8 +76,10 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     def read_prompt(self) -> str:
         text = self.prompt or ""
         if text == "-":
-            # A longer prompt fits no target, so its beginning is refused like the whole.
-            text = sys.stdin.buffer.read(MAX_PROMPT_BYTES).decode(errors="surrogateescape")
+            content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+            if len(content) > MAX_PROMPT_BYTES:
+                raise ValueError(f"--prompt: more than {MAX_PROMPT_BYTES} bytes; shorten it")
+            text = content.decode(errors="surrogateescape")
         if not text.strip():
             raise ValueError(f"--prompt: {text[:40]!r} is empty; give at least one word")
         try:

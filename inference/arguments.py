@@ -40,7 +40,11 @@ def read_temperature(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        # 0 is out of range: both faults share one message.
+        value = 0.0
     if not 0 < value <= MAX_SECONDS:
         raise ValueError(f"{text!r} is no time; give seconds above 0, at most {MAX_SECONDS}")
     return value

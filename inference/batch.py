@@ -469,7 +469,9 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Return True if a sequence may join this step; a new one joins the smallest phase.
+        """Return True if a sequence may join this step (phase: step modulo stages).
+
+        A new sequence gets the phase with the fewest others.
 
         With ``counts_alone`` all share one phase, so one pass over a stage's weights serves all.
         """

@@ -38,13 +38,12 @@ class StageCost:
     the previous segment's keys and values, and the model counts no time to send them."""
 
     def __post_init__(self) -> None:
-        check_durations(self, "cost.stages.")
-        check_ranges(self, {"speed": "[1e-6, 1e6]", "replicas": "[1, 1e6]"}, "cost.stages.")
+        check_durations(self, "cost.stages.", speed="[1e-6, 1e6]", replicas="[1, 1e6]")
 
 
-def check_durations(cost: CostModel | StageCost, where: str) -> None:
+def check_durations(cost: CostModel | StageCost, where: str, **ranges: str) -> None:
     numbers = (n for n, value in vars(cost).items() if isinstance(value, int | float))
-    check_ranges(cost, dict.fromkeys(numbers, MAX_COST), where)
+    check_ranges(cost, dict.fromkeys(numbers, MAX_COST) | ranges, where)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,12 +153,12 @@ class DecodeResult:
     @property
     def equivalent_acceptance_length(self) -> float:
         """L' = n N / K; NaN without steps."""
-        return _ratio(self.num_stages * self.num_tokens, self.num_steps)
+        return ratio(self.num_stages * self.num_tokens, self.num_steps)
 
     @property
     def mean_acceptance_length(self) -> float:
         """tau: tokens emitted per round."""
-        return _ratio(sum(self.round_lengths), len(self.round_lengths))
+        return ratio(sum(self.round_lengths), len(self.round_lengths))
 
     @property
     def tokens_per_second(self) -> float:
@@ -169,13 +169,14 @@ class DecodeResult:
     @property
     def draft_acceptance_rate(self) -> float:
         """alpha: accepted draft tokens per tested draft token."""
-        return _ratio(self.num_accepted, self.num_tested)
+        return ratio(self.num_accepted, self.num_tested)
 
     @property
     def theoretical_speedup(self) -> float:
         """S: modeled autoregressive time for the same tokens, divided by modeled time."""
-        return _ratio(self.virtual_time_autoregressive, self.virtual_time)
+        return ratio(self.virtual_time_autoregressive, self.virtual_time)
 
 
-def _ratio(count: float, total: float) -> float:
-    return count / total if total else math.nan
+def ratio(numerator: float, denominator: float) -> float:
+    """Divide; return NaN, not an error, if nothing was counted."""
+    return numerator / denominator if denominator else math.nan

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,8 +16,8 @@ from pipedraft.files import read_text
 TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
 TOKEN = re.compile(r"[!-~]{1,4096}")
 MAX_TOKEN_BYTES = 2**20
-LARGEST = {"max_sequences": 2**20, "max_message_kb": 2**20}
-"""gRPC's limits."""
+LARGEST = {"max_sequences": 2**20, "max_cache_mb": 2**42, "max_message_kb": 2**20}
+"""Largest allowed values: gRPC's limits, and byte counts below 2 to the 62nd."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,10 @@ class ServerLimits(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, most in LARGEST.items():
-            if getattr(self, name) > most:
-                raise ValueError(f"{flag_name(name)}: {getattr(self, name)}; give at most {most}")
+        for limit in fields(ServerLimits):
+            value, most = getattr(self, limit.name), LARGEST.get(limit.name, 2.0**62)
+            if value > most:
+                raise ValueError(f"{flag_name(limit.name)}: {value}; give at most {most}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class ListenOptions(Options):
             raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
 
     def warn_if_open(self, tokens: Sequence[str], option: str) -> None:
-        """Warn if other machines can connect: without TLS they read tokens, without tokens all."""
+        """Warn if other machines can connect, and TLS or a token is missing."""
         if not is_loopback(self.host) and (self.tls_cert is None or not tokens):
             print(
                 f"warning: --host {self.host} is reached from other machines; give --tls-cert, "

@@ -29,6 +29,7 @@ from pipedraft.models.target import (
 )
 from pipedraft.pretrained import (
     check_finite,
+    did_you_mean,
     first_line,
     hub_link,
     is_offline_and_unknown,
@@ -406,7 +407,7 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
         )
     if is_offline_and_unknown(path_or_repo):
         raise ValueError(
-            f"checkpoint: no folder {path_or_repo!r} here; as a Hub "
+            f"checkpoint: no folder {path_or_repo!r} here{did_you_mean(path_or_repo)}; as a Hub "
             "name: HF_HUB_OFFLINE is set and it is not in the cache; unset it, or give a folder"
         )
     files = ["*.json", "*.safetensors", "README.md"]

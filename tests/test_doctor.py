@@ -83,12 +83,14 @@ def test_versions_are_compared_with_what_the_package_requires(monkeypatch):
     assert "peft" not in found and found["datasets"].status == "ok"
 
 
-def test_a_gpu_is_tried(monkeypatch):
+def test_a_gpu_is_tried_and_what_recurrent_layers_lack_is_named(monkeypatch):
     assert only(doctor.check_gpu()).detail == "cpu"
     with pretended_cuda():
-        device, training = doctor.check_gpu()
+        device, training, layers = doctor.check_gpu()
         assert device.status == "ok"
         assert training.status == "ok" and training.detail.endswith("runs in torch.bfloat16")
+        assert layers.status == "warning" and "'pipedraft[linear-attention]'" in layers.fix
+        monkeypatch.setattr(doctor, "find_spec", lambda name: name)
         monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
         _, training = doctor.check_gpu()
         assert "in torch.float16; bfloat16 is emulated" in training.detail

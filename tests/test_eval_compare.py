@@ -242,6 +242,8 @@ def bad_entry(rows: list[dict], name: str) -> dict:
         return make_entry(
             [{"benchmark": "b", "id": r["id"], "tokens": 0, "steps": 0} for r in rows]
         )
+    if name == "groups":
+        return make_entry([row | {"groups": {"language/en": [1, 1, 1]}} for row in rows])
     return make_entry([row | {"id": f"x{row['id']}"} for row in rows])
 
 
@@ -251,6 +253,8 @@ def bad_entry(rows: list[dict], name: str) -> dict:
         ("absent", ["results.json", "No such file"]),
         ("disjoint", ["share no prompt", "same --benchmarks"]),
         ("short", ["no prompt with a token after the first", "--max-new-tokens above 1"]),
+        ("unnamed", ["has no manifest.json", "give an evaluation's folder"]),
+        ("groups", ["results.json", "length >= 4", "groups"]),
     ],
 )
 def test_bad_runs_are_one_line_and_status_two(tmp_path, capsys, name, words) -> None:
@@ -258,4 +262,6 @@ def test_bad_runs_are_one_line_and_status_two(tmp_path, capsys, name, words) -> 
     good = write(tmp_path / "good", make_entry(rows))
     if name != "absent":
         write(tmp_path / name, bad_entry(rows, name))
+    if name == "unnamed":
+        (tmp_path / name / "manifest.json").unlink()
     assert_refused(capsys, ["compare", good, str(tmp_path / name)], ["RUN", name, *words])

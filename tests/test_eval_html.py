@@ -211,6 +211,11 @@ def test_names_from_files_stay_text(shift: int) -> None:
     assert re.search(r"[\x00-\x08\x1b\u202e\ud800]", words) is None
 
 
+def test_a_manifest_of_another_shape_is_shown(text) -> None:
+    manifest = MANIFEST | {"target": {"name": 5}, "checkpoints": 5}
+    assert "5" in build_page([source(make_runs(), manifest=manifest)]).decode()
+
+
 def test_the_same_results_give_the_same_bytes(text) -> None:
     assert build_page([source(make_runs(), manifest=MANIFEST)]).decode() == text
 

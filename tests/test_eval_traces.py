@@ -167,6 +167,23 @@ def test_changed_code_does_not_read_old_traces(tmp_path, monkeypatch):
     assert traces.code_hash() != first
 
 
+def refuse():
+    raise AssertionError("decoded again")
+
+
+def test_a_line_that_was_cut_short_is_written_again(tmp_path):
+    file = TraceFile(tmp_path, {"seed": 0}, (0, 1))
+    assert file.find(["a", 1], lambda: {"x": 1}) == {"x": 1}
+    with file.path.open("a") as end:
+        end.write('[["b", 2], {"x"')
+    file = TraceFile(tmp_path, {"seed": 0}, (0, 1))
+    assert file.find(["a", 1], refuse) == {"x": 1} and file.find(["b", 2], lambda: 3) == 3
+    again = TraceFile(tmp_path, {"seed": 0}, (1, 2))
+    assert (again.find(["a", 1], refuse), again.find(["b", 2], refuse)) == ({"x": 1}, 3)
+    with pytest.raises(AssertionError):
+        TraceFile(tmp_path, {"seed": 1}, (0, 1)).find(["b", 2], refuse)
+
+
 @pytest.mark.parametrize("share", ["0/2", "3/2", "1", "a/b", "1/0"])
 def test_a_share_that_is_none_is_refused(share, arguments, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -168,7 +168,7 @@ def test_every_failure_is_one_line(case, place, hub, monkeypatch, capfd):
 
 def test_who_may_not_write_is_told_so(place, hub, monkeypatch, capfd):
     assert push(place, monkeypatch, repo="stranger/name") == 2
-    one_line(capfd, "'stranger/name'", "403", "don't have the rights", "a repository of yours")
+    one_line(capfd, "'stranger/name'", "403", "don't have the rights", "your own repository")
     monkeypatch.setenv("HF_TOKEN", "hf_expired")
     assert push(place, monkeypatch) == 2
     one_line(capfd, "'user/name'", "401", "Invalid credentials", "HF_TOKEN")

@@ -230,3 +230,6 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
         assert "has no config.json that can be read" in refuses(load, tmp_path)
     for load in (*LOADERS, load_tokenizer):
         assert ": no folder '" in refuses(load, tmp_path / "nowhere")
+    (tmp_path / "targets").mkdir()
+    hint = f", did you mean {tmp_path / 'targets'}?; give an existing folder"
+    assert hint in refuses(load_tokenizer, tmp_path / "target")

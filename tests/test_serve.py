@@ -17,7 +17,8 @@ from pipedraft.inference import command
 from pipedraft.inference.__main__ import print_figures
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import stream
-from pipedraft.inference.edge.channel import Link
+from pipedraft.inference.edge.channel import Link, LinkEstimate, LinkState
+from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.remote import TRIAL_TOKENS, RemotePipeline
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.fingerprint import vocabulary_hash
@@ -232,15 +233,33 @@ class Clock(RemotePipeline):
     time_s = 0.0
 
     @classmethod
-    def opened(cls):
+    def opened(cls, draft_s):
         """Open with 0.1 s passes."""
         pipeline = cls(SimpleNamespace())
         pipeline.open(DecodeConfig.of("flexspec", num_stages=1), 0)
-        pipeline.estimates = SimpleNamespace(verify_s=0.1)
+        link = LinkState(up_bytes_per_s=1e9, down_bytes_per_s=1e9, round_trip_s=0.01)
+        pipeline.estimates = Estimates(
+            draft_s=draft_s, verify_s=0.1, verify_row_s=0.0, link=LinkEstimate(link)
+        )
         return pipeline
 
     def now(self):
         return self.time_s
+
+
+@pytest.mark.parametrize("draft_s, num_drafted", [(0.21, 20), (1.1, 4), (0.1, 0)])
+def test_a_slow_draft_is_given_up_while_it_drafts(draft_s, num_drafted):
+    """Passes take 0.1 s: four seconds of drafting cost more than 32 tokens are worth."""
+    pipeline = Clock.opened(draft_s)
+    pipeline.begin_batch(64, 3)
+    given_up_after = []
+    for count in range(1, 33):
+        pipeline.time_s += draft_s
+        pipeline.drafted(1, pipeline.time_s - draft_s)
+        if pipeline.fallback:
+            given_up_after.append(count)
+    assert sum(given_up_after[:1]) == num_drafted
+    assert not given_up_after or "the target alone about 100.0" in pipeline.fallback
 
 
 @pytest.mark.parametrize(
@@ -254,12 +273,12 @@ class Clock(RemotePipeline):
     ],
 )
 def test_a_draft_that_is_wrong_is_given_up_early(waits_s, num_tokens):
-    pipeline, given_up_after = Clock.opened(), []
+    pipeline, given_up_after = Clock.opened(0.01), []
     pipeline._times_s = [0.0]
     for count, wait_s in enumerate(waits_s, 1):
         pipeline.time_s += wait_s
         pipeline._times_s += [pipeline.time_s]
-        pipeline._compare()
+        pipeline._compare(num_pending=0)
         if pipeline.fallback:
             given_up_after.append(count)
     assert sum(given_up_after[:1]) == num_tokens

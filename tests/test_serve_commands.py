@@ -6,7 +6,9 @@ import re
 import shutil
 import signal
 import time
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +18,12 @@ from decode_runs import greedy_reference
 from fork_server import ForkServer
 from serve_runs import Raw, RawConnection, in_loop, opening
 
-from pipedraft.inference.__main__ import main
+from pipedraft.inference.__main__ import MAX_PROMPT_BYTES, DecodeOptions, main
 from pipedraft.inference.edge import serve as serve_command
 from pipedraft.inference.edge.session_messages import REPLIES, Close
 from pipedraft.inference.edge.stream import Access, read_description
 from pipedraft.inference.edge.wire import SERVICE
+from pipedraft.inference.servers import ListenOptions
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
 from pipedraft.models.layers import LayerConfig
@@ -195,7 +198,9 @@ EDGE = ["--server", "x:1", "--prompt", "a"]
         (serve_command.run, [*SERVE, "--port", "70000"], "--port: 70000 is no port; give"),
         (serve_command.run, [*SERVE, "--tls-cert", "c"], "give both or neither"),
         (serve_command.run, [*SERVE, "--idle-s", "0"], "--idle-s: 0.0; give at least 0.001"),
+        (serve_command.run, [*SERVE, "--max-new-tokens", "9" * 19], "--max-new-tokens: 99999999"),
         (serve_command.run, ["--target", "/nowhere"], "no folder '/nowhere'"),
+        (main, [*EDGE, "--give-up-s", "soon"], "'soon' is no time; give seconds above 0"),
         (main, ["--server", "x:1"], "--prompt or --status: missing"),
         (main, ["--prompt", "a", "--keep-drafting"], "--keep-drafting: it needs --server"),
         *(
@@ -235,3 +240,20 @@ def test_a_draft_that_reads_hidden_states_is_refused(place):
     (folder / "config.json").write_text(json.dumps({**description, "draft_type": "eagle"}))
     with pytest.raises(ValueError, match="a eagle draft reads hidden states"):
         main(["--server", "x:1", "--prompt", "a", "--checkpoint", str(folder)])
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+@pytest.mark.parametrize("tokens", [[], [TOKEN]])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_an_open_host_without_tls_or_tokens_is_warned_of(host, tokens, has_tls, capsys):
+    cert = Path("c") if has_tls else None
+    ListenOptions(host=host, port=1, tls_cert=cert, tls_key=cert).warn_if_open(tokens, "--keys")
+    is_open = host == "0.0.0.0" and not (has_tls and tokens)
+    assert capsys.readouterr().err.startswith("warning: --host 0.0.0.0") == is_open
+
+
+def test_a_prompt_on_stdin_has_a_limit(monkeypatch, capsys):
+    content = SimpleNamespace(buffer=BytesIO("é".encode() * MAX_PROMPT_BYTES))
+    monkeypatch.setattr("sys.stdin", content)
+    with pytest.raises(ValueError, match="--prompt: more than 16777216 bytes; shorten it"):
+        DecodeOptions.read(["--target", "x", "--prompt", "-"]).read_prompt()

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from pipedraft.models.language_model import LanguageModelDraft
 
 TRIAL_TOKENS = 32
-"""Maximum number of latest tokens in a comparison of drafting with the target alone."""
+"""Tokens per comparison between drafting and the target decoding alone."""
 TOLERANCE = 1.25
 """Tolerated slowdown: the estimate for the target alone ignores the server's other sessions."""
 LEAST_WAITS = 4
-"""Minimum number of tokens before the first comparison."""
+"""Minimum number of tokens before the time spent waiting for them is compared, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,7 @@ class RemotePipeline(LinkedPipeline):
         self._first_about: Description | None = None
         self._times_s: list[float] = []
         """Time when each token after the first was verified."""
+        self._drafting_s = 0.0
 
     def now(self) -> float:
         return time.monotonic()
@@ -176,7 +177,7 @@ class RemotePipeline(LinkedPipeline):
         """Prepare a session for the output so far, once the server is reachable again."""
         self.abandon()
         self.connection.patience.wait(lost)
-        self._times_s = []  # the draft did not cause the outage
+        self._times_s, self._drafting_s = [], 0.0  # the draft did not cause the outage
         self._restart()
         self.estimates = self._begin()
         # The server counts from its prompt, and the next one includes the output so far.
@@ -202,8 +203,13 @@ class RemotePipeline(LinkedPipeline):
             verdict = LinkVerdict(num_accepted=0, token=self._reopen(lost))
         num_new = verdict.num_accepted + (verdict.token is not None or verdict.payload is not None)
         self._times_s += [self.now()] * num_new
-        self._compare()
+        self._compare(num_pending=0)
         return verdict
+
+    def drafted(self, num_tokens: int, started_s: float) -> None:
+        super().drafted(num_tokens, started_s)
+        self._drafting_s += self.now() - started_s
+        self._compare(len(self._sent) + (0 if self.batch is None else self.batch.num_drafted))
 
     def _corrected(self, verifier: Verifier, tree: TokenTree, row: int, payload: Payload) -> int:
         try:
@@ -211,20 +217,39 @@ class RemotePipeline(LinkedPipeline):
         except SessionLost as lost:
             return self._reopen(lost)
 
-    def _compare(self) -> None:
-        """Let the target decode alone, one token per pass, if drafting is slower than that."""
-        waits_s, alone_s = np.diff(self._times_s[-1 - TRIAL_TOKENS :]), self.estimates.verify_s
-        if self.keeps_drafting or self._streams or len(waits_s) < LEAST_WAITS:
+    def _compare(self, num_pending: int) -> None:
+        """Let the target decode alone, one token per pass, if drafting is slower than that.
+
+        Args:
+            num_pending: draft tokens without a result; they count as accepted. If drafting is too
+                slow even so, the fallback need not wait for the result.
+        """
+        if self.keeps_drafting or self._streams:
             return
-        if len(waits_s) < TRIAL_TOKENS:
-            # Another client's prompt may have caused a wait far above the median.
-            waits_s = waits_s.clip(max=HICCUP * np.median(waits_s))
-        if waits_s.sum() > (len(waits_s) + (TOLERANCE - 1) * TRIAL_TOKENS) * alone_s:
-            self._fall_back(
-                f"drafting takes {waits_s.mean() * 1e3:.1f} ms a token, the target alone about "
-                f"{alone_s * 1e3:.1f}",
-                "the target decodes alone from here on",
-            )
+        num_certain = max(TRIAL_TOKENS - num_pending, 0)
+        # Before any later token only drafting counts: other clients' prompts may cause delays.
+        trial_s = self._drafting_s
+        if len(self._times_s) > num_certain:
+            trial_s = self.now() - self._times_s[-1 - num_certain]
+        alone_s = self.estimates.verify_s
+        limit_s = (TOLERANCE - 1) * TRIAL_TOKENS * alone_s
+        for num_tokens, time_s in ((TRIAL_TOKENS, trial_s), self._waited()):
+            if time_s - num_tokens * alone_s > limit_s:
+                self._fall_back(
+                    f"drafting takes {time_s / num_tokens * 1e3:.1f} ms a token, the target alone "
+                    f"about {alone_s * 1e3:.1f}",
+                    "the target decodes alone from here on",
+                )
+
+    def _waited(self) -> tuple[int, float]:
+        """Return the number of recent tokens, and the time spent waiting for them.
+
+        A wait far above the median counts less: another client's prompt may have caused it.
+        """
+        waits_s = np.diff(self._times_s[-1 - TRIAL_TOKENS :])
+        if len(waits_s) < LEAST_WAITS:
+            return 1, 0.0
+        return len(waits_s), float(waits_s.clip(max=HICCUP * np.median(waits_s)).sum())
 
     def _fall_back(self, reason: str, consequence: str) -> None:
         if reason and not self.fallback:

@@ -193,7 +193,7 @@ class Verifier(ABC):
     def judge_states(
         self, target: StagedTarget, hidden_RH: Tensor, positions_R: Tensor, *, alone: bool = True
     ) -> Tensor:
-        """Run ``judge`` on raw hidden states: on a GPU in one graph, if alone and if it can be."""
+        """Run ``judge`` on raw hidden states; ``alone``: in one CUDA graph, where possible."""
         if not alone or not target.can_choose(len(hidden_RH)):
             return self.judge(target.logits(hidden_RH), positions_R)
         choice = self.choice(positions_R)

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,16 @@ from pipedraft.inference.rules.base import (
     Verdict,
     Verifier,
 )
-from pipedraft.inference.rules.random import DraftToken, KeyedRandom, Logits, Payload, Top, draw
+from pipedraft.inference.rules.filters import TokenFilters
+from pipedraft.inference.rules.random import (
+    UNFILTERED,
+    DraftToken,
+    KeyedRandom,
+    Logits,
+    Payload,
+    Top,
+    draw,
+)
 from pipedraft.inference.tree import TokenTree
 
 
@@ -282,8 +291,7 @@ class TopKVerifier(RejectionVerifier):
     """PicoSpec's separate rejection sampling as published: only the K most likely tokens are sent.
 
     The correction is sampled from (p - q)+ among these K tokens. At a tested position the total
-    variation from p is the sum of (p - q)+ outside the top K (at most
-    the mass of p there).
+    variation from p is the sum of (p - q)+ outside the top K, which is at most p's mass there.
     """
 
     name: ClassVar[RuleName] = "topk"
@@ -405,10 +413,23 @@ RULES: dict[RuleName, type[Verifier]] = {
 
 
 def make_verifier(
-    name: RuleName, temperature: float, random: KeyedRandom, **settings: Any
+    name: RuleName,
+    temperature: float,
+    random: KeyedRandom,
+    *,
+    filters: TokenFilters = UNFILTERED,
+    payload_tokens: int,
+    tail_samples: int,
 ) -> Verifier:
     """Return the named rule; at temperature 0, with nothing to correct, every rule is ``match``."""
-    return RULES[name if temperature else "match"](temperature, random, **settings)
+    rule = RULES[name if temperature else "match"]
+    return rule(
+        temperature,
+        random,
+        filters=filters,
+        payload_tokens=payload_tokens,
+        tail_samples=tail_samples,
+    )
 
 
 def _entries(draft_token: DraftToken, ids: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class DraftGate:
     def __init__(self, floor: float) -> None:
         self.floor, self.share = floor, 0.5
         self.pause = self.left = 0
-        """Length and rest of the pause, in verification results; each is twice as long."""
+        """Length and rest of the pause, in verification results; the length doubles each time."""
 
     def observe(self, share: float | None) -> None:
         """Record a result's acceptance rate; None if it had no draft tokens."""

@@ -28,7 +28,7 @@ class RequestError(Exception):
         self.headers = dict(headers or {})
 
     def to_dict(self) -> Json:
-        field = re.match(r"([\w.\[\]]+): ", str(self))
+        field = re.match(r"(?!content-type)([\w.\[\]-]+): ", str(self))
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {

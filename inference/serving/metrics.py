@@ -1,6 +1,7 @@
 """Server metrics for Prometheus, with vLLM's names after the prefix ``pipedraft:``."""
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -128,6 +129,7 @@ class Metrics:
         self._gauges["num_requests_running"].set(decoder.num_running)
         page: bytes = generate_latest(self._as_vllm)
         others: bytes = generate_latest(self._others)
-        return (
-            page + others + (page.replace(b"pipedraft:", b"vllm:") if self._has_vllm_names else b"")
-        )
+        if not self._has_vllm_names:
+            return page + others
+        # Names only: a model may be called pipedraft:x.
+        return page + others + re.sub(rb"(?m)^(# \w+ )?pipedraft:", rb"\1vllm:", page)

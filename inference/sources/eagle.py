@@ -56,7 +56,7 @@ class EagleSource(CacheSource):
     def _take_in(self, tree: TokenTree, rows: list[int]) -> None:
         """Run one forward pass: newly committed text, then tree rows.
 
-        Each token is joined to the state before it: the target's for text, the head's own else.
+        Each token is joined to the state before it: the target's for text, else the head's own.
         """
         text = self._take_pending()
         states = [self.draft.feature(taps) for taps in text.features]
