@@ -276,7 +276,6 @@ def measure(options: argparse.Namespace) -> None:
 
 def write_random(model: Any, vocab_size: int, folder: Path) -> None:
     """Store the random target and random rows, to rehearse training."""
-
     model.save_pretrained(folder)
     rng = np.random.default_rng(0)
     lengths = rng.integers(60, 448, 3000)
@@ -353,7 +352,6 @@ def generate_part(options: argparse.Namespace) -> None:
 
 def join(folder: Path, out: Path, seconds: float) -> None:
     """Join the parts, drop repeated rows, and split them into small files."""
-
     rows: dict[bytes, tuple[np.ndarray, int]] = {}
     for path in sorted(folder.glob("part*.safetensors")):
         for ids, prompt in zip(*read_token_rows(path), strict=True):

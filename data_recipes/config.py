@@ -46,6 +46,13 @@ class RowFilters:
     def __post_init__(self) -> None:
         ranges = dict.fromkeys(vars(self), "[0, inf)") | dict.fromkeys(SHARES, "[0, 1]")
         check_ranges(self, ranges, "sources.filters.")
+        for name in ("turns", "characters", "cjk"):
+            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if least is not None and most is not None and least > most:
+                raise ValueError(
+                    f"sources.filters.min_{name}: {least} is above max_{name} = {most}, which "
+                    "leaves no row; swap them or leave one out"
+                )
 
     def refuse(self, texts: Sequence[str], num_turns: int | None) -> tuple[str, float]:
         """Return the first limit that a row violates, and the row's value; ("", 0) for a good row.

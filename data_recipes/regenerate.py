@@ -25,7 +25,6 @@ from pipedraft.cli import (
 if __name__ == "__main__":
     leave_at_interrupts()
 
-import httpx2
 from tqdm import tqdm
 
 from pipedraft.data_recipes.answers import (
@@ -35,7 +34,7 @@ from pipedraft.data_recipes.answers import (
     RowFailed,
     TargetLost,
 )
-from pipedraft.data_recipes.server import ChatServer, ChatServerOptions
+from pipedraft.data_recipes.server import ChatServer, ChatServerOptions, is_address
 from pipedraft.data_recipes.sources import Source, read_source
 from pipedraft.files import Values
 
@@ -124,11 +123,7 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
                 )
 
     def _check_server(self) -> None:
-        try:
-            url = httpx2.URL(str(self.server))
-        except httpx2.InvalidURL:
-            url = httpx2.URL("")
-        if url.scheme not in ("http", "https") or not url.host or (url.port or 80) > 65535:
+        if not is_address(str(self.server)):
             raise UsageError(
                 f"--server: {self.server!r} is no address; give for example http://localhost:8000"
             )

@@ -49,6 +49,15 @@ class TryAgain(Exception):
         self.is_unreachable = is_unreachable
 
 
+def is_address(text: str) -> bool:
+    """Return True for http(s)://HOST[:PORT]/..."""
+    try:
+        url = httpx2.URL(text)
+    except httpx2.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host) and (url.port or 80) < 2**16
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatServerOptions(Options):
     """requests to a server"""

@@ -59,7 +59,9 @@ class FlexSpecConfig:
     """U: draft vocabulary size (most frequent training tokens); None: the target's vocabulary."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"stem_layers": "[0, 2]; a language model is a deeper draft"}, "model.")
+        check_ranges(
+            self, {"stem_layers": "[0, 2]; for a deeper draft, train a language model"}, "model."
+        )
         for name, plain in (("stem_layers", 0), ("feature_source", "none")):
             value = getattr(self, name)
             if self.preset == "paper" and value != plain:

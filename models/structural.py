@@ -158,7 +158,7 @@ def _check(
     B, depths = len(occupancy), [depth] if isinstance(depth, int) else depth
     assert lengths is None or sum(lengths) == max(sizes), f"lengths {lengths} of {max(sizes)} rows"
     assert (max(sizes) if lengths is None else len(lengths)) == B, (
-        f"occupancy {occupancy}: too many"
+        f"occupancy {occupancy}: not one per example"
     )
     assert all(1 <= a <= n for a in occupancy), f"occupancy {occupancy} outside 1..{n}"
     assert all(0 <= d <= n for d in depths), f"depth {depth} outside 0..{n}"

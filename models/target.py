@@ -516,6 +516,8 @@ def capture_hidden(
         ValueError: packing for a target with recurrent layers.
     """
     decoder = model.get_decoder()
+    most = decoder.config.num_hidden_layers
+    assert all(0 <= index <= most for index in layers), f"layers {layers} outside 0..{most}"
     if lengths is not None:
         check_packable(decoder.config)
     captured: dict[int, Tensor] = {}

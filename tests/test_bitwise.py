@@ -22,10 +22,13 @@ from tiny_drafts import make_exit
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom
+from pipedraft.models.bitwise import ROWS
 from pipedraft.models.families import PLAIN as PLAIN_FAMILIES
+from pipedraft.models.plain_layers import PlainLayers
 from pipedraft.models.rounded import round_draft, round_target, rounded_dtype
 from pipedraft.models.stage_cache import KeepRows, Segment
 from pipedraft.models.target import StagedTarget
+from pipedraft.models.together import can_run_together
 
 TOKENS = 24
 PROMPT = PROMPTS[2]
@@ -167,3 +170,20 @@ def test_a_pass_on_a_gpu_has_the_one_row_of_plain_decodings(target):
         query.register_forward_pre_hook(lambda _, rows: sizes.append(rows[0].shape[1]))
         assert decode(placed, PROMPT, expected, WAYS[0], bitwise=True) == expected
     assert len(sizes) > TOKENS and set(sizes[1:]) == {1}, "the first is the prompt's"
+
+
+def test_every_bitwise_product_has_one_row_count(target, monkeypatch):
+    """Known-bad passes: without padding, and several sequences' rows in one."""
+    counts, calls = set(), PlainLayers.calls
+
+    def counted(layers, num_rows, **more):
+        counts.add(num_rows)
+        return calls(layers, num_rows, **more)
+
+    monkeypatch.setattr(PlainLayers, "calls", counted)
+    decode(target, PROMPT, [], SPD_WAYS[1], bitwise=True)
+    assert counts == {ROWS, len(PROMPT)}  # every pipeline runs a prompt alike
+    engine = engine_for(target, schedule="autoregressive", bitwise=True, num_stages=4)
+    engine.pipeline.open(engine.config, 0)
+    stage = engine.pipeline.target.stages[0]
+    assert stage.is_bitwise and not can_run_together(stage)

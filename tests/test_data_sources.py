@@ -206,6 +206,11 @@ def test_the_report_has_every_count(recipe, tmp_path, capsys):
         ({"weight": "x"}, {}, ["weight", "x"]),
         ({"filters": {"min_turn": 1}}, {}, ["min_turn"]),
         ({"filters": {"min_turns": -1}}, {}, ["sources.filters.min_turns: -1", "at least 0"]),
+        (
+            {"filters": {"min_turns": 3, "max_turns": 2}},
+            {},
+            ["sources.filters.min_turns: 3 is above max_turns = 2"],
+        ),
         ({"filters": {"min_cjk": 30}}, {}, ["sources.filters.min_cjk: 30", "at most 1"]),
         ({"kind": "text", "filters": {"max_turns": 2}}, {}, ["filters.max_turns", "leave it out"]),
         ({"prompt_field": "q"}, {}, ["sources.prompt_field: 'q'", "answer_field"]),

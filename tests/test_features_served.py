@@ -132,9 +132,11 @@ def test_what_cannot_be_dumped_is_refused_before_the_target_runs(
 def test_a_damaged_index_is_named(world, dumps, tmp_path):
     out = tmp_path / "dump"
     shutil.copytree(dumps["bf16"], out)
-    (out / INDEX).write_text((out / INDEX).read_text()[:-40])
-    with pytest.raises(ValueError, match="index.json is damaged"):
-        world.trainer("spd", tmp_path / "run", **METHODS["spd"], features=out)
+    whole = (out / INDEX).read_text()
+    for damaged in (whole[:-40], json.dumps(json.loads(whole) | {"settings": {"layers": 3}})):
+        (out / INDEX).write_text(damaged)
+        with pytest.raises(ValueError, match="index.json is damaged"):
+            world.trainer("spd", tmp_path / "run", **METHODS["spd"], features=out)
 
 
 # -- from a server ----------------------------------------------------------------------------
@@ -347,9 +349,14 @@ def test_a_tie_is_judged_by_the_familys_own_logits(world):
 
 ROW = torch.zeros(2, 1, HIDDEN)
 NO_STATES: dict[str, object] = {"choices": [{"token_ids": [1]}], "kv_transfer_params": None}
+NO_TOKEN = NO_STATES | {
+    "choices": [{"token_ids": ["a"]}],
+    "kv_transfer_params": {"hidden_states_path": "/nowhere/1.safetensors"},
+}
 GONE = {"hidden_states_path": "/nowhere/1.safetensors"}
 LIES: dict[str, tuple[Answer, str]] = {
     "no states": (lambda ids, path: (200, NO_STATES), "answers without hidden states"),
+    "no token": (lambda ids, path: (200, NO_TOKEN), "answers without hidden states"),
     "refusal": (lambda ids, path: (400, {"error": "too long"}), "refuses: HTTP 400: .*too long"),
     "faults": (lambda ids, path: (503, {"error": "busy"}), "sends no .*HTTP 503: .*busy"),
     "no JSON": (lambda ids, path: (200, b"<html>"), "no server of this kind: <html>"),

@@ -306,6 +306,13 @@ def test_pickled_files_are_read_as_tensors_or_refused(
     assert_one_line(status, out, error, ["--from", *words])
 
 
+def test_a_damaged_safetensors_file_is_refused(tmp_path, target, monkeypatch, capfd):
+    source = tmp_path / "model.safetensors"
+    source.write_bytes(b"noise")
+    status = call("models", command(source, target, tmp_path / "out"), monkeypatch)
+    assert_one_line(status, *capfd.readouterr(), ["--from", "model.safetensors", "damaged"])
+
+
 def test_a_folder_without_a_head_and_a_file_in_several_are_refused(
     tmp_path, target, monkeypatch, capfd
 ):

@@ -100,10 +100,10 @@ def test_a_sequence_that_fails_ends_alone(llama, fault, monkeypatch):
         slot = batch._live[1].pipeline._mailbox.slot
         finish = StageWorker.finish
 
-        def failing(worker, step, output):
+        def failing(worker, step, output, *, alone=True):
             if worker.following is None and step.slot == slot:
                 raise MemoryError("no room")
-            finish(worker, step, output)
+            finish(worker, step, output, alone=alone)
 
         monkeypatch.setattr(StageWorker, "finish", failing)
     if fault == "cancelled":

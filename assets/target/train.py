@@ -171,6 +171,8 @@ def train(config: TargetConfig) -> None:
         tokenizer = make_tokenizer(config)
         data = load_data(replace(config.data, max_length=10**9), tokenizer)
     separator = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if separator is None:
+        raise ValueError("tokenizer: it has neither a padding nor an EOS token; give another")
     train_rows, valid_rows = (pack(x, config, separator) for x in (data.train, data.valid))
     model = make_model(config, tokenizer)
     optim = OptimConfig(

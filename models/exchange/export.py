@@ -530,8 +530,8 @@ def no_place(layout: str, name: str, value: object, why: str = "") -> ValueError
     """Return the error for a setting that a layout cannot describe."""
     fix = "--format speculators" if layout == "sglang" else "another --format"
     return ValueError(
-        f"--format: {layout!r} has no place for model.{name} {value!r}, with which this head was "
-        f"trained{why}; give {fix}"
+        f"--format: {layout!r} has no place for model.{name} {value!r}{why}; this head was trained "
+        f"with it, so give {fix}"
     )
 
 

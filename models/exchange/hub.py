@@ -80,6 +80,8 @@ def fill_upload(
                 "to pipedraft models export"
             )
         origin = Origin.read(folder)
+        if not (folder / CONFIG_FILE).is_file():
+            raise ValueError(f"checkpoint: {folder / CONFIG_FILE} is missing; export it again")
         _check_export(weights)
         source, digest = origin.card_source(repo), origin.weights_sha256
         for name in (CONFIG_FILE, ORIGIN_FILE):

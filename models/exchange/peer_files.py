@@ -26,6 +26,8 @@ from pipedraft.models.layers import LayerConfig
 from pipedraft.models.mtp import MTP_PREFIX
 from pipedraft.pretrained import explained, first_line, hub_link, read_config, tensor_shapes
 
+MAX_BYTES = 2**36
+"""Maximum size of a weight file; larger files are no drafts."""
 PICKLED = (".bin", ".pt", ".pth")
 FAMILIES = ("llama", "qwen2", "qwen3")
 """model_type values for a head's decoder layer."""
@@ -63,6 +65,9 @@ def read_head(name: str, place: Path) -> tuple[Values, Weights]:
             f"--from: {name!r} has {found}; give one file of them, or a folder with "
             "model.safetensors"
         )
+    for file in files:
+        if file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"--from: {str(file)!r} has more than {MAX_BYTES} bytes; no head does")
     if files[0].suffix in PICKLED:
         config, weights = _unpickle(files[0])
     else:
@@ -74,8 +79,10 @@ def read_head(name: str, place: Path) -> tuple[Values, Weights]:
 
 def _read_tensors(files: list[Path]) -> Weights:
     weights: Weights = {}
+    names: list[str] = []
     try:
-        names = [name for file in files for name in tensor_shapes(file)]
+        for file in files:
+            names += tensor_shapes(file)
         prefix = MTP_PREFIX if any(name.startswith(MTP_PREFIX) for name in names) else ""
         for file in files:
             with safe_open(file, framework="pt") as tensors:

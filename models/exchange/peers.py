@@ -128,8 +128,9 @@ def _eagle3(peer: Peer) -> Eagle3:
     if not is_vllm:  # SpecForge's norm_output differs: does the LM head read normed states?
         peer.check_all(settings, norm_output=True)
     weights = {key.replace("layers.0.", "midlayer."): value for key, value in peer.weights.items()}
-    weights, weights["draft_ids"] = peer.vocabulary(weights, given.draft_vocab_size)
-    is_whole = len(weights["draft_ids"]) == peer.vocab_size
+    weights, draft_ids = peer.vocabulary(weights, given.draft_vocab_size)
+    weights["draft_ids"] = draft_ids
+    is_whole = len(draft_ids) == peer.vocab_size
     if is_whole:  # a head without an LM head uses the target's
         weights.setdefault(HEAD, peer.target.head_VH)
     same = ("fc_norm", "norm_before_fc", "norm_before_residual")

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipedraft.data_recipes.server import is_address
 from pipedraft.files import Values
 
 PATIENCE_S = 60.0
@@ -47,11 +48,7 @@ def addresses_of(features: str) -> list[str]:
     if not parts[0].startswith(("http://", "https://")):
         return []
     for part in parts:
-        try:
-            is_address = part.startswith("http") and bool(httpx2.URL(part).host)
-        except httpx2.InvalidURL:
-            is_address = False
-        if not is_address:
+        if not is_address(part):
             raise ValueError(f"features: {part!r} is no address; give http://HOST:PORT,http://...")
     return parts
 
@@ -125,6 +122,8 @@ class ServedStates:
             reply = self._send("POST", f"{address}/v1/completions", question)
             path = Path(reply["kv_transfer_params"]["hidden_states_path"])
             token = reply["choices"][0]["token_ids"][0]
+            if type(token) is not int:
+                raise TypeError("no token id")
         except (LookupError, TypeError) as error:
             raise FeaturesLost(
                 f"features: {address} answers without hidden states; start it with "

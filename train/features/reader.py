@@ -243,11 +243,12 @@ def load_embedding_and_head(
     Raises:
         ValueError: nothing to load, or an option that needs whole layers.
     """
+    other = "shard_target: true" if run.features is None else "features"
     name = "target_quantization" if run.target_quantization else "shard_target"
     if run.target_quantization or (run.features is not None and run.shard_target):
         raise ValueError(
-            f"{name}: {getattr(run, name)} with features or shard_target, for which no layer of "
-            "the target is loaded whole; leave out one of the two"
+            f"{name}: {getattr(run, name)} with {other}, for which no layer of the target is "
+            "loaded whole; leave out one of the two"
         )
     assert run.target is not None
     if run.features is not None:

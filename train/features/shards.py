@@ -15,6 +15,7 @@ The embeddings (layer 0) are not stored: they follow from the token ids.
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -128,6 +129,13 @@ def _short(value: object) -> object:
 # -- what a dump says about itself --------------------------------------------------------------
 
 
+class ReadSettings(Struct):
+    """Settings that readers need."""
+
+    layers: list[int]
+    dtype: Literal["fp32", "bf16", "int8"]
+
+
 class Index(Struct):
     """index.json: identity of a folder's shards, and the tokens in each when complete."""
 
@@ -149,7 +157,9 @@ def read_index(folder: Path) -> Index:
         what = f"{folder} has no {INDEX}" if folder.is_dir() else f"no folder {folder}"
         raise ValueError(f"features: {what}; make it with pipedraft train features")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Index)
+        index = msgspec.json.decode(path.read_bytes(), type=Index)
+        msgspec.convert(index.settings, ReadSettings)
+        return index
     except ValueError as error:
         raise ValueError(
             f"features: {path} is damaged ({error}); copy it again, or remove it and run "
