@@ -196,7 +196,7 @@ def test_the_score_is_the_acceptance_length_of_decoded_chains(world, tmp_path):
     [
         (
             {"stem_layers": 3},
-            r"model\.stem_layers: 3; give at least 0 and at most 2; a language model",
+            r"model\.stem_layers: 3; give at least 0 and at most 2; for a deeper draft",
         ),
         ({"preset": "paper", "stem_layers": 1}, r"model\.stem_layers: 1 .*preset practical"),
         ({"preset": "paper", "feature_source": "self"}, r"model\.feature_source: self .*practical"),

@@ -285,5 +285,5 @@ LOCAL = {
 def test_what_a_layout_has_no_place_for_is_named(tmp_path, target, case):
     name, word = LOCAL[case]
     folder = import_files(tmp_path, target, *block_files(name, target))
-    with pytest.raises(ValueError, match=f"no place for model.{word}.*; give --format speculators"):
+    with pytest.raises(ValueError, match=f"no place for model.{word}.*; this head was trained"):
         export(folder, "sglang", tmp_path / "out")
