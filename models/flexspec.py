@@ -150,7 +150,7 @@ class FlexSpec(Draft):
         return (self.reference.fingerprint["num_layers"] - 1,)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Return the relative cost by weight counts, as if all target layers were anchor-sized."""
+        """Return a forward's relative cost by weights, taking all target layers as anchor-sized."""
         layer = _num_weights(self.anchor)
         own = layer + sum(_num_weights(part) for part in (self.stem, self.stem_layers, self.mlp))
         return self.config.num_readings * own / (layer * target.num_layers)

@@ -227,8 +227,8 @@ class SPD(StagedDraft):
 
         Args:
             taps: target hidden states [B, T, H] by layer index.
-            occupancy: tokens in flight per example, 1..n (simulated pipeline fill). Fastest in
-                descending order: depths missing in all later examples are not computed.
+            occupancy: tokens in flight per example, 1..max_in_flight (simulated pipeline fill).
+                Fastest in descending order: later examples' missing depths are not computed.
             lengths: document lengths in a packed row [1, T]; the documents are then the examples.
 
         Returns:
@@ -339,7 +339,7 @@ class SPD(StagedDraft):
         Row (depth d, position t) is the view of position t with the newest token d positions later.
 
         All depths' streams pass the layers as one batch of S sequences (in a packed row: one long
-        row): the examples at depth 0, then those with a depth 1, and so on.
+        row): all examples' rows at depth 0, then rows at depth 1 where they exist, and so on.
         """
         # Examples are sorted by occupancy: a depth ends at the last example in flight there.
         depths, axis = range(self.config.max_in_flight + 1), examples.axis
