@@ -114,8 +114,8 @@ class RunConfig:
     shard_target: bool = False
     """Split every target layer between the processes; a layer is gathered while it runs."""
     features: str | None = None
-    """Folder with hidden states from pipedraft train features, or vLLM servers for them as
-    http://HOST:PORT,http://HOST:PORT: the target's layers are then not loaded."""
+    """Read hidden states instead of loading the target's layers: from a folder that pipedraft train
+    features wrote, or from vLLM servers as http://HOST:PORT,http://HOST:PORT."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer; see the section optim."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -198,8 +198,8 @@ def save_bad_batches(
     ``trainer.module(batch, trainer.generator(step, place))`` with that step's network.
 
     Args:
-        losses: place in the step's window over all processes -> sum over supervised tokens; all
-            finite if only the gradient was not.
+        losses: place in the step's window over all processes -> loss, summed over supervised
+            tokens; all are finite if only the gradient was not.
         batches: place in the window -> input_ids, loss_mask, lengths.
     """
     path = output_dir / f"bad_batch-step-{step:07d}-rank-{rank}.safetensors"

@@ -43,7 +43,7 @@ class _Unavailable(Exception):
 
 
 def addresses_of(features: str) -> list[str]:
-    """Return the servers' addresses, up to /v1; none for a folder."""
+    """Return the servers' addresses without /v1; none for a folder."""
     parts = [part.strip().rstrip("/").removesuffix("/v1") for part in features.split(",")]
     if not parts[0].startswith(("http://", "https://")):
         return []
