@@ -22,10 +22,10 @@ def length_bucketed_batches(
     """Return one epoch's batches of row indices, in training order.
 
     Every batch obeys max(length) * rows <= batch_tokens. Rows are shuffled, sorted by length inside
-    pools and cut into batches. Each ``group`` consecutive batches, with similar lengths, then stay
-    together in a shuffle: processes that share them do not wait long for each other. Every row is
-    in exactly one batch. The largest batches are halved until their number is a multiple of
-    ``group``. If every batch is a single row, the first batches are repeated instead.
+    pools and cut into batches. Then groups of ``group`` consecutive batches are shuffled: lengths
+    in a group are similar, so processes that share it do not wait long for each other. Every row is
+    in exactly one batch. The batches with the most rows are halved until the number of batches is a
+    multiple of ``group``. If every batch is a single row, the first batches are repeated instead.
 
     Args:
         lengths: tokens per row, after any cut.

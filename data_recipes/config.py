@@ -129,8 +129,8 @@ class Source:
     """Read only this many rows, starting with the first."""
     weight: float = 1.0
     """Expected occurrences per row in the training set: 0.25 draws a quarter of the rows; 2.5 takes
-    every row twice, and half of them once more. The draw depends only on row content and data.seed,
-    and a larger weight only adds. Held-out rows occur at most once."""
+    every row twice, and half of them once more. The draw depends only on row content and data.seed.
+    A larger weight never removes a row. Held-out rows occur at most once."""
     prompt_field: str | None = None
     """conversations: field with the only user turn, for question-and-answer rows."""
     answer_field: str | None = None

@@ -92,7 +92,7 @@ class ChatServer:
 
     @property
     def base(self) -> str:
-        """Return the address up to /v1, which --server may omit."""
+        """Return the API's address, with the /v1 that --server may omit."""
         url = httpx2.URL(self.address.strip().rstrip("/").removesuffix("/chat/completions"))
         return str(url.copy_with(path="/v1") if url.path in ("", "/") else url)
 
