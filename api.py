@@ -335,7 +335,7 @@ def train(
 
     Args:
         method: "eagle3", "spd" or another name from ``pipedraft train --help``.
-        target: folder or Hub id; for an object, use where it was loaded from.
+        target: folder or Hub id; an object stands for the place it was loaded from.
         dataset: conversations as lists of {"role", "content"}, a ``datasets.Dataset`` with a column
             ``messages`` or ``conversations``, a file, or a ``DataConfig``.
         data: other ``DataConfig`` fields, as {"max_length": 512}.

@@ -140,7 +140,7 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
 
 
 def partial(path: Path) -> Path:
-    """Return the temporary path of a file or folder: filled before a rename, deleted after one."""
+    """Return the path for filling a file or folder before a rename, or deleting it after one."""
     return path.with_name(f".{path.name}.partial")
 
 

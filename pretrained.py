@@ -94,7 +94,7 @@ def load_model(
             device_map={"": device},
             trust_remote_code=False,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are in `found`, and refused
+            ignore_mismatched_sizes=True,  # `found` lists them; they are refused below
             output_loading_info=True,
         )
     model, found = cast(tuple[PreTrainedModel, Values], loaded)

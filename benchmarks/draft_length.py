@@ -331,10 +331,10 @@ class PolicyRun:
         text.place += accepted + 1
 
     def epoch(self) -> None:
-        """Keep drafting until a rejection is read, between two draft tokens or while a batch waits.
+        """Keep drafting until a rejection is read.
 
-        A batch waits until fewer than ``window`` batches are in flight. Tokens drafted after the
-        rejected one are dropped.
+        Results are read between two draft tokens and while a batch waits. A batch waits until fewer
+        than ``window`` batches are in flight. Tokens drafted after the rejected one are dropped.
         """
         world, text, draft_s = self.world, self.world.text, self.world.shape.draft_s
         flights: deque[Verdict] = deque()

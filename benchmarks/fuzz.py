@@ -228,7 +228,7 @@ class Areas:
             if not raw.error and kind == "conversations":
                 try:
                     read_conversation(read_json(raw.text))
-                except ValueError:  # of a row: it is left out
+                except ValueError:  # a bad row is left out
                     continue
 
     def results(self, rng: random.Random) -> None:
@@ -299,7 +299,7 @@ class Areas:
             raise said
 
     def _check_honest(self) -> None:
-        """Stream one more token in the honest session; it must be its own."""
+        """Stream one more token in the honest session; it must equal the reference."""
         if self.honest is None or self.honest.is_closed or not self.honest.start(0.0):
             settings = Settings(max_new_tokens=120)
             opening = Open(prompt_ids=[1, 2, 3], settings=settings, streams=True)

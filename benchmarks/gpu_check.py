@@ -101,8 +101,8 @@ def devices(args: Namespace) -> Findings:
 
 
 def kernels(args: Namespace) -> Findings:
-    """Return training attention's largest bfloat16 error over the largest value, forward and
-    backward."""
+    """Return training attention's largest bfloat16 error, forward and backward, relative to the
+    largest value."""
     torch.manual_seed(0)
     shapes = [(2, args.length, heads, 64) for heads in (8, 4, 4)]
     inputs = [torch.randn(shape) for shape in shapes]
@@ -222,7 +222,7 @@ def schedules(args: Namespace) -> Findings:
     found: Findings = {"autoregressive": findings(plain, plain)}
     for name, (make, schedule, settings) in DRAFTS.items():
         draft, runs = make(source), {}
-        for label, dtype, is_bitwise in MODES:  # float32 first: what is rounded once stays so
+        for label, dtype, is_bitwise in MODES:  # float32 first: rounding is final
             place_draft(draft, models[dtype])
             if hasattr(draft, "attach"):
                 draft.attach(models[dtype])

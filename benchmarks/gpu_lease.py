@@ -358,7 +358,7 @@ def join(folder: Path, out: Path, seconds: float) -> None:
             rows.setdefault(ids.tobytes(), (ids, prompt))
     pairs = list(rows.values())
     np.random.default_rng(0).shuffle(pairs)  # type: ignore[arg-type]
-    pairs.sort(key=lambda pair: pair[1] < 0)  # known prompts first: held-out rows are of these
+    pairs.sort(key=lambda pair: pair[1] < 0)  # known prompts first: held-out rows come from these
     known = sum(pair[1] > 0 for pair in pairs)
     head, rest = pairs[:64], pairs[64:]
     np.random.default_rng(1).shuffle(rest)  # type: ignore[arg-type]

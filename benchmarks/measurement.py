@@ -78,8 +78,8 @@ def breakdown(
 ) -> dict[str, float]:
     """Return each part's share of a step, including backward; the minimum over repeats.
 
-    A backward operator belongs to the part whose forward created it: autograd gives both one
-    number.
+    A backward operator belongs to the part whose forward created it: autograd gives both the
+    same number.
 
     Args:
         parts: (label, function to wrap); an operator counts for the innermost part it runs in. If

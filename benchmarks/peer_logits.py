@@ -159,7 +159,7 @@ def compare(name: str, layout: Layout, options: dict[str, Any]) -> dict[str, flo
         pairs = list(
             zip(run(place / "peer", target, ids_T), ours(head, target, ids_T), strict=True)
         )
-    # The last rows of later steps read tokens behind the text, each package its own.
+    # The last rows of later steps read tokens behind the text, which differ by package.
     pairs = [(x[: LENGTH - 1 - i], y[: LENGTH - 1 - i]) for i, (x, y) in enumerate(pairs)]
     return {
         "difference": max(float((x - y).abs().max() / x.abs().max()) for x, y in pairs),

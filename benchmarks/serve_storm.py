@@ -6,8 +6,8 @@ The server decodes the embedded target on ranks. Each client sends one request a
 whole answer, or for a stream that it reads slowly, leaves in the middle, or never reads. Some send
 malformed requests. Every text must equal ``Engine.decode``'s, as far as the client read it.
 
-Half-way one rank is killed. The server must exit with status 1, and is started again, as a service
-manager would. At the end SIGTERM arrives under full load, and open requests must finish. Resident
+Half-way one rank is killed. The server must exit with status 1. The script restarts it, as service
+managers do. At the end SIGTERM arrives under full load, and open requests must finish. Resident
 memory is the sum over ranks.
 """
 

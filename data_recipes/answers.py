@@ -128,7 +128,7 @@ class AnswerFile:
         self.database.close()
 
     def _check(self, settings: Mapping[str, object]) -> None:
-        """Compare ``settings`` with the stored ones; store them until the first row is settled."""
+        """Refuse settings other than the stored ones; replace these while no row is settled."""
         (num_settled,) = self.database.execute("SELECT count(*) FROM rows").fetchone()
         for name, value in settings.items():
             if not num_settled:

@@ -185,7 +185,7 @@ def read_calls(turn: Mapping[str, Any]) -> list[Values]:
     calls = turn.get("tool_calls") or []
     if turn.get("function_call"):
         calls = [turn["function_call"]]
-    if isinstance(calls, str):  # as tables of strings hold them
+    if isinstance(calls, str):  # tables of strings store JSON text
         calls = read_json(calls, "tool_calls are not JSON")
     if not isinstance(calls, list):
         raise ValueError("tool_calls are not a list")

@@ -74,7 +74,7 @@ def language_of(text: str) -> str:
 
 
 def segments_of(text: str, start: str = ANSWER) -> list[tuple[int, str]]:
-    """Return (end, kind) for each run of one kind, in order, from the kind ``start`` on."""
+    """Return (end, kind) for each run of one kind, in order; the first has the kind ``start``."""
     runs, kind = [], start
     for mark in MARKS.finditer(text):
         found = mark.group()
@@ -129,7 +129,7 @@ def check_shares(shares: Mapping[str, float]) -> None:
 def balance(
     weights_N: np.ndarray, groups: Mapping[str, np.ndarray], shares: Mapping[str, float]
 ) -> np.ndarray:
-    """Return weights that give groups their expected row shares; the row total stays the same.
+    """Return weights that give groups their row shares on average; the row total stays the same.
 
     Rows outside the named groups keep their proportions. Several dimensions are fitted in turn.
 

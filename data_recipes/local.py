@@ -78,8 +78,8 @@ class LocalTarget:
     ) -> list[tuple[str, bool]]:
         """Answer rendered prompts, padded on the left: (text, was cut) for each.
 
-        Samples from the unmodified target distribution: additions from generation_config.json
-        (top-k, a repetition penalty) are switched off.
+        Only ``sampling`` shapes the target's distribution: settings from generation_config.json
+        (top-k, a repetition penalty) are ignored.
         """
         batch = self.tokenizer(
             prompts,
@@ -114,7 +114,7 @@ def decode_batch(
     sampling: AnswerSampling | None,
     max_tokens: Sequence[int],
 ) -> list[list[int]]:
-    """Return answer token ids for B prompts padded on the left, each with its end token.
+    """Return answer token ids, end token included, for B prompts padded on the left.
 
     Args:
         mask_BT: 0 where a prompt is padded.

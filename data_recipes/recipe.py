@@ -255,7 +255,7 @@ def _nothing_usable(report: DataReport, config: DataConfig) -> str:
     """Return the error message for data without a supervised token."""
     counts = {**report.bad_rows, **report.refused_rows()}
     if report.empty_mask_rows:
-        # The others start after max_length.
+        # In the other rows, every assistant turn starts after max_length.
         lost = f"{report.missing_turns} assistant turns left no trace in the rendered text"
         counts[f"{EMPTY_MASK} ({lost})"] = report.empty_mask_rows
     reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())

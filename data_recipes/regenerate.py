@@ -200,7 +200,7 @@ async def ask_server(run: Run, options: RegenerateOptions) -> str:
     """Answer all rows; return the summary's text about the requests."""
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):  # an error inside the loop would lose tasks
+    for number in (signal.SIGTERM, signal.SIGINT):  # cancel: an error would lose tasks
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     async with ChatServer(str(options.server), options, run.sampling) as server:
         await server.check()

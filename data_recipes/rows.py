@@ -199,7 +199,7 @@ def _store_tokens(
 
 
 def read_messages(row: Any, source: Source) -> Conversation:
-    """Return the conversation in a row; equal reasons of its ValueErrors can be counted."""
+    """Return the conversation in a row; its ValueErrors have few messages, for counting."""
     if source.prompt_field is None or source.answer_field is None:
         conversation = read_conversation(row)
     else:

@@ -92,7 +92,7 @@ class ChatServer:
 
     @property
     def base(self) -> str:
-        """Return the address up to /v1, optional in --server."""
+        """Return the address up to /v1, which --server may omit."""
         url = httpx2.URL(self.address.strip().rstrip("/").removesuffix("/chat/completions"))
         return str(url.copy_with(path="/v1") if url.path in ("", "/") else url)
 
@@ -103,7 +103,7 @@ class ChatServer:
         await self.client.aclose()
 
     async def check(self) -> None:
-        """Request the model list: refuse a wrong address, key or model; skip temporary faults."""
+        """Request the model list: refuse a wrong address, key or model; ignore temporary faults."""
         try:
             listing = await self._send("GET", "/models")
             known = [str(entry["id"]) for entry in listing["data"]]
@@ -184,7 +184,7 @@ class ChatServer:
             if attempt < last:
                 self.num_repeats += 1
                 grown_s = min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S)
-                # Requests that failed together do not return together.
+                # Random, so requests that failed together do not all repeat at once.
                 await asyncio.sleep(max(fault.wait_s, grown_s * random.uniform(0.5, 1)))
         if fault.is_unreachable:
             raise TargetLost(f"--server: {self.base}: {fault}") from fault

@@ -140,8 +140,8 @@ class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, 
     limit: int | None = option(None, metavar="P", least=1)
     """first P prompts per benchmark; default: all"""
     repeats: int = option(1, metavar="R", least=1)
-    """decode everything R times with the same random numbers: outputs are equal, and differences in
-    time show the machine's noise apart from the prompts'"""
+    """decode everything R times with the same random numbers: outputs are equal, so differences in
+    time show the machine's noise, not the prompts'"""
     sequences: int = option(1, metavar="N", least=1)
     """number of conversations decoded at once, which is faster; outputs and counts stay the same as
     alone, but wall-clock times are left out"""

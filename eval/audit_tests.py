@@ -32,8 +32,7 @@ class PairedTest:
     name: str
     p_value: float
     critical: float
-    """Critical value: if both servers are equal, the test's level is the probability of a larger
-    statistic."""
+    """Critical value: if both servers are equal, a larger statistic has probability ``level``."""
     statistic: float
     detectable_share: float | None
     """Smallest share of wrong answers found with probability ``POWER``; None: none is found."""
@@ -133,5 +132,5 @@ FEATURES: dict[str, Callable[[Sequence[str], bool], Features]] = {
 }
 """Test name -> function that makes features from an answer's tokens and its ``ended``."""
 OF_THE_END = ("lengths", "stop reasons")
-"""Tests whose power assumes wrong answers without an end. The other tests assume each prompt's
-answer with the most frequent features."""
+"""Tests whose power assumes wrong answers without an end. In the other tests a wrong answer is
+the prompt's answer with the most frequent features."""

@@ -414,7 +414,7 @@ def decode_in_engine(
         files: the head's folder in the engine's layout.
         depth: draft tokens per round.
     """
-    # Room for a round of draft tokens and the next one: vLLM drafts token 0 where it does not fit.
+    # Room for two rounds of draft tokens: beyond the model length vLLM drafts token 0.
     longest = max(len(ids) for ids, _ in prompts) + max_new_tokens + 2 * depth + 1
     method = {"method": draft.draft_type, "model": files, "num_speculative_tokens": depth}
     request = {

@@ -69,7 +69,7 @@ class BestFew(LogitsProcessor):
         return scores
 
 
-@torch.no_grad()  # no inference mode, in which decoding reads laid-out copies: models/cpu.py
+@torch.no_grad()  # not inference mode, in which models/cpu.py reads laid-out weights
 def generate_greedy(
     target: PreTrainedModel,
     prompt_ids: list[int],
@@ -115,7 +115,7 @@ def pool_checks(checks: Sequence[LosslessRecord]) -> LosslessRecord:
 
 
 def check_equal(turns: "Sequence[DecodedTurn]", plain: "Sequence[DecodedTurn]") -> LosslessRecord:
-    """Compare outputs with plain decoding's, drawn with the same noise.
+    """Compare outputs with autoregressive decoding's, sampled with the same random numbers.
 
     In half precision without --bitwise rounding may change a draw, which would look like a fault.
     """
@@ -213,7 +213,7 @@ def _first_difference(result: DecodeResult, expected: list[int]) -> int | None:
 def output_logits(target: PreTrainedModel, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
     """Return the target's logits [N, V], in its own dtype, for choosing each output token.
 
-    They come from one pass without a cache, so the matrix shapes differ from decoding's.
+    The logits come from one pass without a cache, so matrix shapes differ from decoding's.
     """
     input_ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]], device=target.device)
     output = target(input_ids, logits_to_keep=len(token_ids), use_cache=False)

@@ -245,7 +245,7 @@ def decode_seconds(result: DecodeResult) -> float:
 def repeats_record(
     rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
 ) -> RepeatsRecord:
-    """Return the repeats' record, given the turns by name, M times."""
+    """Return the record for M repeats; ``repeats``: results by turn, for each repeat."""
     outcomes = [
         {key: (result.token_ids, result.num_steps) for key, result in turns.items()}
         for turns in repeats

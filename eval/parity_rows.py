@@ -102,14 +102,13 @@ class Text:
             blocks_TSH = F.pad(blocks_ASH, (0, 0, 0, 0, 1, 0))
             states, shifts = list(blocks_TSH.unbind(1)[:depth]), [0] * depth
         else:
-            # Row t predicts the token at t + 1; as many tokens are in flight as the draft token's
-            # number.
+            # Row t predicts the token at t + 1; draft token i is drafted with i tokens in flight.
             shifts = [-step for step in range(depth)]
             if isinstance(draft, SPD):
                 states = [draft(taps, [step])[0] for step in range(1, depth + 1)]
             else:
                 states = [draft(ids_BT if isinstance(draft, FlexSpec) else taps)[0]] * depth
-        # One more row in front moves a state to its root.
+        # Move each state to its root's row: pad in front if ``by`` is positive, else cut there.
         pads = [(0, 0) * (x.ndim - 1) + (by, -by) for x, by in zip(states, shifts, strict=True)]
         return [F.pad(x, pad) for x, pad in zip(states, pads, strict=True)]
 

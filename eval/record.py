@@ -238,7 +238,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
     theoretical_speedup: Figure
     theoretical_speedup_by_row: dict[Name, Figure] = {}
     """S by the cost of an extra row, relative to the first row. Only the run's own cost is listed
-    if the schedule chose draft tokens by it."""
+    if the schedule chose draft tokens by this cost."""
     wallclock: WallClockRecord | None
     lossless: LosslessRecord
     turns: Count = 0

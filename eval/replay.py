@@ -249,7 +249,7 @@ COLUMNS: dict[str, Callable[[Replayed], str]] = {
 
 
 def _table(found: Sequence[Replayed]) -> Table:
-    """Leave out the last columns where they say nothing."""
+    """Build the table; leave out max new, seed and cut if they say nothing."""
     left_out = {name for name in ("max new", "seed") if len(set(map(COLUMNS[name], found))) == 1}
     if not any(one.cost.stages for one in found):
         left_out.add("cut")
@@ -263,12 +263,12 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
     """Fit the cost model to a comparison's measurements.
 
     - A target pass is the sum of the stages' mean one-row times, in autoregressive decoding.
-    - ``row``, ``sharing``: least-squares fit, over all methods, of the stages' times to their
-        calls, their extra rows, and their calls weighted by the other busy processes.
+    - ``row``, ``sharing``: least-squares fit of the stages' times over all methods. Columns: calls,
+        extra rows, and calls times the mean number of other busy processes.
     - ``verify``: mean verification time for one row.
-    - ``link``: autoregressive time beyond stages and verification, over the n + 1 links. In one
-        process: 0.
-    - ``draft_forward``: drafting time over forward passes, for all methods.
+    - ``link``: autoregressive time beyond stages and verification, divided by the n + 1 links. In
+        one process: 0.
+    - ``draft_forward``: drafting time divided by draft forwards, for all methods.
     - ``stages``: if a rank's layers take at least ``UNEQUAL`` times as long as another's, each
         rank's speed, from autoregressive decoding.
 
@@ -327,8 +327,8 @@ def _tokens_per_s(run: RunRecord) -> float:
 
 
 def _row_and_sharing(runs: Sequence[RunRecord]) -> tuple[float, float]:
-    """Return the extra time per further row, and per further busy process, over the first row's
-    time.
+    """Return the extra time per further row, and per further busy process, as fractions of the
+    first row's time.
 
     Non-negative least squares; a column that does not vary is left out.
     """

@@ -217,8 +217,8 @@ class Evaluation:
     """Whole target for transformers: it decodes every turn again to compare greedy outputs, and
     gives the entropy at every token; None: skip both."""
     trusts_plain: bool = False
-    """Without a reference, compare greedy outputs with autoregressive decoding here, as sampled
-    ones are."""
+    """Without a reference, compare greedy outputs with autoregressive decoding here, as for
+    sampled ones."""
     connect: Callable[[StagedTarget], Pipeline] = LocalPipeline
     scores: bool = False
     answers: Path | None = None
@@ -305,7 +305,7 @@ class Evaluation:
         config = method.config
         self._warm_up(method, self._num_positions - config.max_new_tokens)
         engine = self._engine(method)
-        # All benchmarks once, then again: a machine that slows down does so between repeats.
+        # Run all benchmarks once, then again: a slowing machine then shows between repeats.
         passes = [self._decode_once(method, engine, index, bar) for index in range(self.repeats)]
         parts = {}
         for name, prompts in self.benchmarks.items():
@@ -325,7 +325,7 @@ class Evaluation:
             is_rounded = rounded_dtype(self.target) is not None
             is_bitwise = config.bitwise or is_rounded
             repeats_draws = is_bitwise or (is_compared and self.target.dtype.itemsize >= 4)
-            # transformers' attention has other bits, and a rounded input may turn the next one.
+            # transformers' attention gives other last bits, which may change the next rounding.
             is_like_transformers = not is_rounded and not (config.bitwise and name in plain)
             if has_reference and is_greedy and is_like_transformers:
                 reference = references.setdefault(

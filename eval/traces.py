@@ -267,7 +267,7 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
             header = msgspec.json.decode(text, type=_Header)
             if header.config is None or header.recorded is None or header.repeat:
                 continue  # reference outputs, or the same steps at other times
-            # Turns decoded together are the same ones, not a second recording.
+            # Decoding turns together changes no counts, so it makes no second recording.
             identity = json.loads(text)
             identity.pop("together", None)
             text = json.dumps(identity)

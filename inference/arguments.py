@@ -51,7 +51,7 @@ def seconds(text: str) -> float:
 
 
 def read_budget(value: object) -> int | str:
-    """Parse a number; ``make_schedule`` refuses words other than auto."""
+    """Parse a number, or return a word; ``make_schedule`` accepts only auto."""
     return int(text) if (text := str(value)).isdecimal() else text
 
 
@@ -140,7 +140,7 @@ def _add_setting(
         group.add_argument(flag, dest=name, action="store_const", const=not default, help=text)
         return
     types = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
-    # A tree stays text, checked and with all its numbers.
+    # A tree stays text: the parsed shape's label, with all its numbers.
     parse = checked(lambda text: TreeShape.parse(text).label) if TreeShape in types else types[0]
     metavar = {int: "N", float: "P", str: "NAME"}.get(types[0], "TREE")
     if hint == Budget:
@@ -325,7 +325,7 @@ class RemoteOptions(Options):
         names = ELSEWHERE if self.server else [part.name for part in fields(RemoteOptions)]
         defaults = {part.name: part.default for part in fields(self)}
         for name in names:
-            # A value equal to its default cannot be told from none.
+            # A value equal to its default looks like an absent option.
             if name != "server" and getattr(self, name) != defaults[name]:
                 if self.server is None:
                     raise ValueError(f"{flag_name(name)}: it needs --server HOST:PORT")

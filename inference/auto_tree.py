@@ -8,15 +8,15 @@ from pipedraft.inference.shapes import TreeShape
 SHAPES = ("chain:3", "chain:1", "chain:2", "chain:4", "chain:6", "dynamic:3:3:7", "dynamic:5:6:16")
 """Shapes to choose from. The first is drafted first; the others are tried in this order."""
 TRIAL = 3
-"""Rounds per trial. With fewer, one slow round (a captured CUDA graph) would be the median."""
+"""Rounds per trial. With fewer, one slow round (capturing a CUDA graph) would be the median."""
 MEMORY = 32
 """Rounds remembered per shape."""
 DOUBT = 8
-"""Weight, in rounds, for other shapes' acceptance: a few lucky rounds must not decide."""
+"""Weight, in rounds, of the estimate from other shapes, so a few lucky rounds do not decide."""
 DECAY = 0.998
 """Weight for a round's draft tokens, relative to the next round's."""
 SIBLINGS = 1.25
-"""Chances per level in a tree, relative to a chain, until its own rounds show them."""
+"""Assumed chances per tree level, relative to a chain's, until the tree's own rounds show them."""
 BUDGET = 0.001
 """Maximum time lost by each shape's trials, relative to all decoding time."""
 
@@ -26,7 +26,7 @@ class ShapeMeter:
 
     The meter times each shape's rounds. Rounds with a long chain also show what shorter chains
     would add, because they have the same first draft tokens. The meter tries a shape if it could be
-    the best one. After rounds with a loss, its next trial waits for loss / BUDGET. Several
+    the best one. After rounds that lost time, a shape's next trial waits for loss / BUDGET. Several
     sequences may share a meter.
     """
 
@@ -41,7 +41,7 @@ class ShapeMeter:
         """Tests and acceptances for each place in a chain, weighted by ``DECAY``."""
         self._due = dict.fromkeys(SHAPES, 0.0)
         self._uncharged = Counter[str]()
-        """Rounds per shape since the last charge."""
+        """Rounds per shape since its last ``_charge``."""
         self._total = 0.0
         self._used, self._left = SHAPES[0], TRIAL
 
@@ -73,7 +73,7 @@ class ShapeMeter:
     def _charge(self, text: str, best: str) -> None:
         """Delay the shape's next trial in proportion to the time lost by its last rounds.
 
-        Several sequences' rounds end one by one, so a trial may have more than ``TRIAL``.
+        With several sequences, rounds end one by one, so a trial may have more than ``TRIAL``.
         """
         lost = self._time(text) - self._tokens_of(text) / self._speed(best)
         wait = self._uncharged.pop(text) * max(lost, 0.0) / BUDGET
@@ -94,7 +94,7 @@ class ShapeMeter:
         self._left = TRIAL if tried else 1
 
     def _may_win(self, text: str, best: str) -> bool:
-        """Return False if this shape must lose, by a draft token's measured price."""
+        """Return False for an untried shape that cannot win, by draft tokens' measured time."""
         shape, least = self._shapes[text], 0.0
         if self._times[text]:
             return True
@@ -107,7 +107,7 @@ class ShapeMeter:
             price = (points[last] - points[first]) / max(last - first, 1)
             # Half the price: more rows at once may cost less each.
             least = points[last] + 0.5 * max(price, 0.0) * (shape.most - last)
-        # Hopeful: acceptance rates of few rounds may be too low, and siblings raise a tree's.
+        # Optimistic: few rounds may underestimate acceptance, and siblings raise a tree's.
         most = self._chain_tokens(shape, 1.5 if shape.is_chain else 2.0)
         return most > self._speed(best) * least
 

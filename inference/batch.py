@@ -101,7 +101,7 @@ class _Sequence:
         self.handle = handle
         self.last_step = self.rests_until = -1
         self.phase: int | None = None
-        """Step number modulo n at which tokens enter while it decodes autoregressively."""
+        """Step modulo n at which the sequence's tokens enter while it decodes autoregressively."""
         self.has_ended = False
         self.asked: DraftCall | None = None
         """Draft call that the sequence waits for; None: it waits for the next step."""
@@ -116,7 +116,7 @@ class _Sequence:
         engine = batch.engine_for(handle, self._wait)
         assert isinstance(engine.pipeline, SharedPipeline)
         self.pipeline = engine.pipeline
-        # Rules comparing q with p see q's last bits, and these depend on the other rows in a batch.
+        # Rules comparing q with p depend on q's last bits, which depend on other rows in the batch.
         joins_rows = batch.clock.drafts_together and not handle.config.bitwise
         self._thread = threading.Thread(target=self._decode, args=[engine, joins_rows], daemon=True)
         self._thread.start()
@@ -178,7 +178,7 @@ class _Sequence:
         handle = self.handle
         is_first = not handle.token_ids
         handle.token_ids.append(token)
-        # The clock's choice of drafting sequences orders them by this count.
+        # The clock orders sequences by this count to choose those that draft.
         self.pipeline.num_emitted += 1
         handle.times_alone.append(self.pipeline.time_alone)
         self._clock.emitted(self.pipeline, handle.token_times, is_first=is_first)
@@ -334,7 +334,7 @@ class BatchEngine:
 
         given, source = (self.target, self.tokenizer, handle.config, self.draft), handle.source
         engine = Engine(*given, source=source, connect=connect)
-        if engine.meter is not None:  # one for all: they share the time
+        if engine.meter is not None:  # one meter for all sequences: they share the time
             engine.meter = self._meter
         engine.shapes = self._shapes
         return engine
@@ -394,7 +394,7 @@ class BatchEngine:
         self.clock.begin_step(pipelines)
         # Drafting by waiting sequences overlaps with this step, as much as fits into it.
         for sequence in self._live:
-            # The sequence sits out further steps for what does not fit.
+            # Forwards that do not fit make the sequence sit out further steps.
             fit = min(sequence.pipeline.num_waiting_forwards, self.clock.forwards_beside)
             self.clock.drafted(fit, beside=True)
             sequence.pipeline.num_waiting_forwards -= fit
@@ -469,11 +469,10 @@ class BatchEngine:
         return chosen
 
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
-        """Return True if a sequence may join this step (phase: step modulo stages).
+        """Return True if a sequence may join this step.
 
-        A new sequence gets the phase with the fewest others.
-
-        With ``counts_alone`` all share one phase, so one pass over a stage's weights serves all.
+        A new sequence gets the phase (step modulo stages) with the fewest others. With
+        ``counts_alone`` all share one phase, so one pass over a stage's weights serves all.
         """
         n = self.clock.num_stages
         if sequence.phase is None and not sequence.pipeline.is_prefilling:
@@ -485,7 +484,7 @@ class BatchEngine:
             # Python's % is never negative, so this is the next step in the phase.
             sequence.rests_until = step + (sequence.phase - step) % n
             self.clock.live.append(sequence.pipeline)
-        # Alone there is nobody to leave the other phases to.
+        # A single sequence need not leave the other phases free.
         return step >= sequence.rests_until or len(self._live) == 1
 
     def _end_those_done(self) -> None:

@@ -202,8 +202,9 @@ class BatchClock:
         """Costs for one sequence's draft token, weighed against the tokens from all sequences.
 
         Args:
-            row: added step time per row if all segments are equally long. The stage with the most
-                rows sets the time. With more sequences, the stages' row sums differ less.
+            row: added step time per row if all segments are equally long. The price is higher,
+                because the stage with the most rows sets the time. It falls toward ``row`` with
+                more sequences, because the stages' row sums then differ less.
         """
         factor = 1 + (LONGEST - 1) / math.sqrt(max(1, len(self.live)))
         rate = self.rate(len(self.drafting))

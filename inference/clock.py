@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from pipedraft.inference.tree import TokenTree
 
 MAX_COST = "[0, 1e6]"
-"""Accepted costs, in target passes."""
+"""Range for costs, in target passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage's device, for pipelines with unequal stages. For None, ``CostModel`` applies."""
+    """One stage's device, for unequal stages; row and link costs default to ``CostModel``'s."""
 
     speed: float = 1.0
     """Speed relative to the device on which a full target pass takes time 1."""
@@ -189,15 +189,15 @@ class VirtualClock:
 
         One more row in every segment makes every step longer by the row price. A draft token is
         charged ``LONGEST`` times this price, because the longest segment in flight sets the step
-        time. An accepted draft token saves the average time for the ``num_tokens`` so far,
-        initially the autoregressive time.
+        time. An accepted draft token saves the average time per token over the ``num_tokens`` so
+        far, initially the autoregressive time.
         """
         return RowCosts(
             tokens=num_tokens + 1,
             time=self.time + self.autoregressive_time(1),
             row=LONGEST * self.row_price,
-            # Entering one step earlier saves at most one step, 1/n pass; a token takes about a
-            # quarter pass (docs/lab/log.md).
+            # A token takes about a quarter pass (docs/lab/log.md), but entering one step earlier
+            # saves at most one step, 1/n pass.
             later=max(1.0, self.num_stages / 4),
         )
 

@@ -210,7 +210,7 @@ def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedToke
         dtype = resolve_dtype(options.dtype, device, name)
         model = load_target(name, dtype=dtype, device=device)
         tokenizer = load_tokenizer(options.tokenizer or name)
-        # The target is elsewhere, so the draft stands in; connecting compares tokenizers.
+        # The target is elsewhere, so the draft takes its place; connecting compares tokenizers.
         return LocalDraft(network=LanguageModelDraft(model, model)), tokenizer
     if options.checkpoint is None:
         if options.tokenizer is None:

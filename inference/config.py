@@ -139,7 +139,7 @@ class DecodeConfig(TokenFilters):
     @property
     def rule(self) -> RuleName:
         """The acceptance rule in use."""
-        # Greedy decoding allows one token: ``match`` compares with it, for any verifier.
+        # Greedy decoding allows one token: ``match`` compares with it, whatever ``verifier`` is.
         if self.temperature == 0:
             return "match"
         return self.schedule.auto_rule if self.verifier == "auto" else self.verifier

@@ -196,7 +196,7 @@ def run(options: DemoOptions) -> None:
 def verdict(answers: list[DemoRun], *, num_rounds: int, num_stages: int) -> str:
     """Describe the draft's measured gain or cost."""
     plain, drafted = answers
-    # Of neighboring runs: a drift of the machine cancels.
+    # Compare neighboring runs, so that a drift of the machine cancels.
     ratios = [b / a for a, b in zip(plain.rates, drafted.rates, strict=True)]
     ratio, count = median(ratios), len(drafted.pieces)
     same = "the same text" if plain.text == drafted.text else "not the same text: rounding"

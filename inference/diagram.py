@@ -1,6 +1,6 @@
 """SVG shapes for decoding pictures, readable on light and dark pages.
 
-Shapes never rely on color alone: rejected rows are hatched, certain rows have a thick left edge.
+Color is never alone: rejected rows are hatched, rows certain at entry have a thick left edge.
 """
 
 from xml.sax.saxutils import escape, quoteattr

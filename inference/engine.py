@@ -96,7 +96,7 @@ class Engine:
         return staged
 
     def _check_growth(self) -> None:
-        """Reject a schedule that does not fit the pipeline, or a draft that cannot grow its way."""
+        """Reject a schedule that does not fit the pipeline, or a draft without its growth verb."""
         schedule, source, is_link = self.config.schedule, self.make_source(), self.pipeline.is_link
         fitting = [name for name, other in SCHEDULES.items() if other.needs_link == is_link]
         if schedule.needs_link and not is_link:
@@ -257,7 +257,7 @@ class Session:
         return self.source
 
     def inject(self, num_segments: int = 1, max_rows: int | None = None) -> None:
-        """Queue the rows not sent yet, in segments as from ``segment_sizes``; one enters a step."""
+        """Queue the rows not sent yet, in segments by ``segment_sizes``; one enters per step."""
         tree, start = self.tree, self.tree.num_injected
         for size in segment_sizes(len(tree) - start, num_segments, max_rows, has_root=not start):
             self.pipeline.inject(tree.segment(start, start + size))
@@ -351,7 +351,7 @@ class Session:
         return self._round_sampling(costs)
 
     def draft_alone(self, *, at_least: int = 0) -> None:
-        """Charge the draft forwards since the last step, at least some; every stage waits."""
+        """Charge draft forwards since the last step (``at_least`` some) while every stage waits."""
         self.clock.serial_draft(max(self.pending_forwards, at_least))
         self.pending_forwards = 0
 
@@ -396,7 +396,7 @@ class Session:
 
     def _verify(self, returned: Returned) -> tuple[Verdict, KeepRows]:
         walk = self.pipeline.walk(self.verifier, self.tree, returned)
-        # Commit the path alone: a retained child would be tested twice with its own result.
+        # Commit the path alone: a retained child's own result would already be used up.
         if walk.restarts:
             return walk, KeepRows(tuple(walk.path), len(walk.path))
         return walk, self.tree.keep_for(walk.path, walk.next_token)
@@ -492,7 +492,7 @@ class Session:
     def _end_round(self, accepted: bool | None) -> None:
         """Record a round; ``accepted``: its last test's result, None without a test."""
         began, self._round_began = self._round_began, self.pipeline.now()
-        # A part of the draft is another shape, and the last round is cut at the output's end.
+        # Left out: part of the draft (another shape), and the last round (cut at the output's end).
         if self._shape is not None and self.part == 1 and not self.done:
             time = self._round_began - began
             self.engine.shapes.count(self._shape, self.round_length, time)

@@ -31,7 +31,7 @@ def stop_reason(
     """
     if token in eos_token_ids:
         return "eos"
-    # After EOS: a text that ends on its last allowed token has ended by itself.
+    # Check EOS first: an output with EOS as its last allowed token has ended by itself.
     if num_new >= max_new_tokens:
         return "max_new_tokens"
     return "max_length" if length >= limit else ""

@@ -32,7 +32,7 @@ class RowCosts:
     row: float
     """Time added by each draft token."""
     later: float = 1.0
-    """Price factor for rows from later draft forwards, which could enter one step later as well."""
+    """Price factor for rows from later draft forwards: entering now saves at most a step."""
     sharpness: float = SHARPNESS
     """Exponent for draft probabilities. See ``SHARPNESS``; larger for an under-confident draft."""
 

@@ -92,7 +92,7 @@ class RecordingPipeline(LocalPipeline):
 
 
 def events(result: DecodeResult) -> Iterator[tuple[int, bool | None]]:
-    """Yield draft forwards and True during a step, False after it, None while the stages waited."""
+    """Yield draft forwards, with True during a step, False after it, None while all stages wait."""
     for times, forwards, *rest in result.step_log:
         yield from [(forwards, bool(rest[0]) if rest else None)] * times
 

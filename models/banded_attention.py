@@ -35,7 +35,7 @@ class Band:
 
     query: Place
     blocks: Place
-    """Examples and positions at which the keys and values lie in their blocks."""
+    """Location of the keys and values in every key block."""
     diagonals: tuple[tuple[int, int], ...]
     """(block, distance): the query at position t sees position t - distance, if it exists."""
     causal: tuple[int, int]
@@ -85,9 +85,9 @@ class _BandedAttention(torch.autograd.Function):
     """Merge diagonals and fused part in forward; backward needs the merged output and log-sum-exp.
 
     With L the merged log-sum-exp, every probability is P = exp(S - L), and dS = P (dP - delta),
-    delta = rowsum(dO O). The fused backward computes exactly this from the O and L it is given, so
-    if it is given the merged pair, its gradients are exact (as in ring attention,
-    arXiv:2310.01889). Autograd cannot do this: the fused op's log-sum-exp carries no gradient.
+    delta = rowsum(dO O). The fused backward computes exactly this from its arguments O and L. Given
+    the merged O and L, its gradients are therefore exact (as in ring attention, arXiv:2310.01889).
+    Autograd cannot do this: the fused op's log-sum-exp carries no gradient.
     """
 
     @staticmethod
@@ -135,7 +135,7 @@ def _blocks(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 Rows = tuple[Tensor, list[Tensor], list[Tensor]]
-"""One band's tensors: query [B, N, T, D], and keys and values [B, J, T, D], one per block each."""
+"""One band's tensors: query [B, N, T, D], and for each block keys and values [B, J, T, D]."""
 
 
 def _select(tensors: Sequence[Tensor], band: Band) -> Rows:
@@ -168,9 +168,9 @@ def _key_rows(x_BJTD: Tensor) -> Tensor:
 def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
     """Fill ``out_BTND`` and ``lse_BTN``; return the diagonals' probabilities [W, B, T, N].
 
-    Both are zero on entry. Work on one diagonal at a time: at T = 2048 and N D = 256 its product
-    stays in the last-level cache. Chunks of T (64 to 512), or one strided view of all diagonals,
-    were no faster.
+    Both outputs are zero on entry. Work on one diagonal at a time: at T = 2048 and N D = 256 its
+    product stays in the last-level cache. Chunks of T (64 to 512), or one strided view of all
+    diagonals, were no faster.
     """
     query_BNTD, keys, values = inputs
     r, first = band.causal

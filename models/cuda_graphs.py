@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 MAX_IDLE = 1
-"""Maximum idle caches, with their graphs, retained by a network for the next sequences."""
+"""Maximum idle caches, with their graphs, that a network retains per key for later sequences."""
 Borrowed = TypeVar("Borrowed")
 
 
@@ -90,7 +90,7 @@ class Graphs:
         if not can_capture:
             return compute(packed.to(self.device), torch.cat([*rows]) if rows else None)
         graph = self._graphs.get((key, len(packed), padded_rows(num_rows)))
-        # Capturing would wait for transfers another capturing process cannot receive.
+        # Capturing would wait for a transfer whose receiver may be waiting in its own capture.
         if graph is None and any(transfers.is_sending() for transfers in UNDER_WAY):
             return compute(packed.to(self.device), self._buffer(rows))
         if graph is None:
@@ -149,9 +149,9 @@ class TokenChoice:
     key: Hashable
     """All values that change the launches."""
     numbers: Tensor
-    """float64 on the CPU, at most one more than rows."""
+    """Temperature and random numbers: float64 on the CPU, at most one more than rows."""
     choose: Callable[[Tensor, Tensor], Tensor]
-    """From logits [R, V] and the numbers, both on the device; knows no sequence."""
+    """(logits [R, V], numbers) -> tokens, on the device; must not refer to a sequence."""
 
 
 def padded_rows(num_rows: int) -> int:
@@ -181,11 +181,11 @@ class Packing:
 
 
 def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) -> Tensor:
-    """Return positions hidden from rows over a whole buffer: bool [P, C].
+    """Return which of a buffer's columns each row must not see: bool [P, C].
 
     Args:
-        num_visible_1: number of rows at the buffer's start, visible to all.
-        visible_PS: visibility for the S rows after them; later rows are hidden.
+        num_visible_1: number of columns at the buffer's start, visible to all rows.
+        visible_PS: visibility of the next S columns; later columns are hidden.
     """
     S = visible_PS.shape[1]
     column_C = torch.arange(num_columns, device=visible_PS.device) - num_visible_1

@@ -86,7 +86,7 @@ class DFlashConfig:
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Return five evenly spaced layers, 2 to L - 2, as the authors; fewer in shallow targets."""
+    """Return the authors' five evenly spaced layers, 2 to L - 2; fewer in shallow targets."""
     if num_layers < 6:
         return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
     return tuple(sorted({round(2 + part * (num_layers - 4) / 4) for part in range(5)}))

@@ -195,7 +195,7 @@ class Draft(nn.Module):
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Return the cost of a draft forward in target passes over one token, by layer counts."""
+        """Return a draft forward's cost relative to a one-token target pass, by layer counts."""
         return self.config.num_layers / target.num_layers
 
     @staticmethod
@@ -216,7 +216,7 @@ class Draft(nn.Module):
         return getattr(self.config, "share_head", False)
 
     def attach(self, target: PreTrainedModel) -> None:
-        """Attach target modules used without saving them; most drafts need nothing."""
+        """Attach target modules that the draft uses but does not save; most drafts need none."""
         if self.shares_head:
             copy_head(self, target.get_output_embeddings().weight)
 

@@ -35,7 +35,7 @@ class DraftCall:
     """One sequence's call to its draft."""
 
     function: MethodType
-    """A method of ``ORDER``."""
+    """A network method named in ``ORDER``."""
     rows: tuple[Tensor, ...]
     options: Values
     _result: object = None

@@ -1,9 +1,9 @@
-"""DSpark (arXiv:2607.05147): a DFlash block, in which each token also depends on the one before it.
+"""DSpark (arXiv:2607.05147): a DFlash block in which each token also depends on the previous one.
 
-One DFlash forward pass gives the block. Each place's logits get a bias from a low-rank table,
-indexed by the token before it. So each draft token fits the one before it, without another
-forward pass: a chain is drafted left to right, and every tree row has its own distribution. A
-second head predicts the acceptance probability.
+One DFlash forward pass gives the block's outputs. A low-rank table, indexed by the previous token,
+adds a bias to the logits at each place in the block. So each draft token fits the previous one
+without another forward pass: a chain is drafted left to right, and every tree row has its own
+distribution. A second head predicts the acceptance probability.
 """
 
 # ... any leading axes, H hidden, r rank of the table, U draft vocabulary
@@ -29,12 +29,12 @@ class DSparkConfig(DFlashConfig):
     """Architecture of the DSpark head."""
 
     block_size: int = 7
-    """Rows per block, including the anchor; each row gives a draft token."""
+    """Rows per block; each gives a draft token, the anchor's row only with sample_from_anchor."""
     markov_rank: int = 256
     """r, rank of the token-pair table; 0: no table, so the block is DFlash's."""
     confidence: Literal["pair", "state", "none"] = "pair"
-    """Input for predicting acceptance: the output at a token's place, and with `pair` also the
-    table's row for the token before it; none: no prediction."""
+    """Input for predicting acceptance. state: the output at a token's place. pair: also the table's
+    row for the previous token. none: no prediction."""
     sample_from_anchor: bool = True
     """True: every row predicts the token after its own, including the anchor's. False: each mask
     row predicts its own token, as in DFlash."""
@@ -126,7 +126,7 @@ class DSpark(DFlash):
         return self.behind(states_ASH, ids_P[before_AS.clamp(max=len(ids_P) - 1)])
 
     def behind(self, state_H: Tensor, token: Tensor) -> Tensor:
-        """Return the output [..., H + r] for a place after ``token`` [...]."""
+        """Join a DFlash output with the table's row for the previous token [...]: [..., H + r]."""
         if self.markov_head is None:
             return state_H
         return torch.cat([state_H, self.markov_head.markov_w1(token).to(state_H.dtype)], -1)

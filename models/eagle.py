@@ -110,7 +110,7 @@ class EagleHead(Draft):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Run the training-time test: hidden states as in decoding at all rows, token after token.
+        """Run the training-time test: as in decoding, extend every row's chain token after token.
 
         Step i continues row t from its own state in step i - 1 (step 0: the feature) with the
         sequence's token t + 1 + i, as if all earlier draft tokens were accepted, at rotary position

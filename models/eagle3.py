@@ -223,7 +223,7 @@ class Eagle3(EagleHead):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Run ``unroll`` faster, as projections are linear in [norm(embedding); norm(state)].
+        """Unroll faster than the base, as projections are linear in [norm(embedding); norm(state)].
 
         The embedding's half is computed once per token instead of once per step.
         """

@@ -2,7 +2,7 @@
 
 No list of model names decides which targets can be cut. A target needs decoder layers in a list,
 rotary positions or none, a cache per layer (keys and values, or latents), a final norm and an LM
-head. The other steps in its forward follow its configuration. ``check_target`` compares the result
+head. Its configuration decides the other steps in the forward. ``check_target`` compares the result
 with transformers' own forward, on a copy without weights, and names the missing part.
 
 Shape suffixes: l rows, T positions, H hidden, V vocabulary.
@@ -23,7 +23,7 @@ from pipedraft.files import Values
 from pipedraft.models.stage_cache import StageCache, additive_mask
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
-"""Layer kinds whose rows a KeepRows can drop."""
+"""Layer kinds whose cached rows can be dropped by a ``stage_cache.KeepRows``."""
 PLAIN = ("llama", "qwen2", "qwen3", "mistral")
 """Model types with pre-norm layers, RMSNorm, rotary positions for whole heads, and SwiGLU: no
 experts, whose row counts vary with routing, and no recurrent layers."""
@@ -128,7 +128,7 @@ class LayerPositions:
     ) -> dict[str, Values]:
         """Return keyword arguments for each layer kind."""
         ids = positions_l[None]
-        if self.is_by_kind:  # windows may turn faster than full attention
+        if self.is_by_kind:  # window layers may rotate faster than full attention
             turns = {kind: self.rotary(hidden_1lH, ids, kind) for kind in set(kinds)}
         elif self.rotary is not None:
             turns = dict.fromkeys(kinds, self.rotary(hidden_1lH, ids))
@@ -141,7 +141,7 @@ class LayerPositions:
 
 NUM_ROWS, WINDOW = 6, 3
 """Sizes for the comparison: the window is shorter than the sequence."""
-_lacks: dict[str, str | None] = {}  # by configuration: a check builds a model
+_lacks: dict[str, str | None] = {}  # cached by configuration, because a check builds a model
 
 
 def check_target(config: PreTrainedConfig, name: str) -> None:

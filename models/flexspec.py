@@ -1,7 +1,7 @@
 """FlexSpec (arXiv:2601.00644): a small draft model around a frozen copy of the target's last block.
 
-It reads token ids alone, so it can draft on another machine. It stays usable for a fine-tuned
-target while the copied block, the anchor, is unchanged.
+The draft reads only token ids, so it can run on another machine. It stays usable for a fine-tuned
+target as long as the copied block, called the anchor, is unchanged in the target.
 """
 
 # ... any leading axes, B batch, T positions, R rows per decode call, C cached rows, Q known rows
@@ -150,14 +150,14 @@ class FlexSpec(Draft):
         return (self.reference.fingerprint["num_layers"] - 1,)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Return a forward's cost by weights, with every target layer as large as the anchor."""
+        """Return the relative cost by weight counts, as if all target layers were anchor-sized."""
         layer = _num_weights(self.anchor)
         own = layer + sum(_num_weights(part) for part in (self.stem, self.stem_layers, self.mlp))
         return self.config.num_readings * own / (layer * target.num_layers)
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """Copy the frozen parts; preset practical starts as the anchor on plain embeddings."""
+        """Copy the frozen parts. In preset practical, the anchor at first gets plain embeddings."""
         decoder, hidden = target.get_decoder(), self.layer_config.hidden_size
         self.embedding.load_state_dict(decoder.embed_tokens.state_dict())
         self.anchor.load_state_dict(decoder.layers[-1].state_dict())
@@ -167,7 +167,7 @@ class FlexSpec(Draft):
             self.norm.load_state_dict(decoder.norm.state_dict())
             linear = cast(nn.Linear, cast(nn.Sequential, self.stem)[0])
             linear.weight.zero_()
-            # With two readings, the previous one's half starts without effect.
+            # With two readings, the half for the previous reading's output stays zero.
             linear.weight[:, :hidden].fill_diagonal_(1)
         if self.config.residual:
             # With a residual the MLP starts as the identity.
@@ -264,10 +264,10 @@ class FlexSpec(Draft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` as a CUDA graph calls it.
+        """Run ``rows`` with the arguments of a CUDA graph's call.
 
-        ``states_REH`` has every row's predecessor. With ``in_order`` only its first entry is read,
-        and each further row follows the row before it.
+        ``states_REH`` has the state of every row's predecessor. With ``in_order`` only its first
+        entry is read, and each further row follows the row before it.
         """
         index_R = torch.arange(len(tokens_R), device=tokens_R.device)
         # In order, row i follows new row i - 1, which stands after the known rows.

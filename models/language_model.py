@@ -118,7 +118,7 @@ class LanguageModelDraft(nn.Module):
         return hidden_1RH[0]
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Return a forward's cost in target passes over one token, by layer parameters."""
+        """Return a forward's cost relative to a one-token target pass, by layer parameters."""
         own, others = (
             sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
             for model in (self.model, target.model)
@@ -171,7 +171,7 @@ def load_draft_model(
     try:
         own_tokenizer = load_tokenizer(name_or_path)
         model = load_target(name_or_path, dtype=dtype_of(target), device=target.device)
-    except ValueError as error:  # its field is the target's or the tokenizer's
+    except ValueError as error:  # its message names another field: target or tokenizer
         raise ValueError(f"draft_model: {str(error).partition(': ')[2]}") from error
     _check_tokenizers(str(name_or_path), own_tokenizer, tokenizer)
     return LanguageModelDraft(model, target, len(tokenizer))

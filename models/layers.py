@@ -1,8 +1,8 @@
 """Pre-norm decoder layer for all heads: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
-A layer exposes its projections and its second half, so one set of weights serves training and
-decoding. Each head adds its own attention pattern. Causal attention is here: over whole sequences,
-packed or not, and over cached rows.
+A layer exposes its projections and the part after attention, so training and decoding share one
+set of weights. Each head adds its own attention pattern. Causal attention is here: over whole
+sequences, packed or not, and over cached rows.
 """
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, I intermediate size
@@ -310,7 +310,7 @@ def _attend_apart(
     """Run attention within each packed document.
 
     Args:
-        options: an ``attn_mask`` over the whole row (from a sliding window) is cut up, too.
+        options: for ``attend``; a sliding window's ``attn_mask`` over the whole row is cut, too.
     """
     mask, outs = options.pop("attn_mask", None), []
     parts = zip(*(x.split(list(lengths), 2) for x in inputs), strict=True)
@@ -409,7 +409,7 @@ class KeyValues:
 
 
 class FixedKeyValues(KeyValues):
-    """Fixed-size buffers with rows anywhere; queries read all places through a mask."""
+    """Fixed-size buffers with rows at any places; queries read all places through a mask."""
 
     def __init__(self, num_places: int) -> None:
         super().__init__()

@@ -122,7 +122,7 @@ class MTP(TiedHead):
         x_H, attention = self.layer.input_layernorm(residual_H), self.layer.self_attn
         if isinstance(attention, GatedAttention):
             query_ND, gate = attention.query_and_gate(x_H, cos_D, sin_D)
-            # finish gets nothing else from the query's projection, so the gate travels here.
+            # finish gets only the residual, so the gate travels in it.
             residual_H = torch.cat([residual_H, gate], -1)
         else:
             query_ND = attention.query(x_H, cos_D, sin_D)

@@ -1,8 +1,8 @@
 """PPSD's early-exit head: draft for pipeline-parallel self-speculative decoding.
 
 The head continues the first stage's output for the newest token with a few decoder layers, a norm
-and an LM head. All its rows, in flight or committed, have the same depth. Plain causal attention
-over the sequence suffices, and no row is computed twice.
+and an LM head. All its input rows, in flight or committed, come from this stage. So plain causal
+attention over the sequence suffices, and no row is computed twice.
 """
 
 # B batch, T positions, R rows per decode call, C cached rows, H hidden, U draft vocabulary
@@ -32,11 +32,11 @@ class PPSDConfig(StagedDraftConfig):
     """Architecture of the PPSD head, which reads the first stage's output."""
 
     num_layers: int = 1
-    """Decoder layers in the head (Ls). Each step waits for them, so the speed-up is L' L / (Ls n +
-    L)."""
+    """Decoder layers in the head (Ls). Each step waits for them: with L target layers, n stages and
+    acceptance length L', the speed-up is L' L / (Ls n + L)."""
 
     def __post_init__(self) -> None:
-        # With one stage there is nothing to draft while a token travels.
+        # With one stage no token is in flight, so there is nothing to draft meanwhile.
         check_ranges(self, {"num_stages": "[2, inf)", "num_layers": "[1, inf)"}, "model.")
 
 
@@ -133,7 +133,7 @@ class PPSD(StagedDraft):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Run ``rows`` as a CUDA graph calls it."""
+        """Run ``rows`` with the arguments of a CUDA graph's call."""
         return self.rows(stream_RH, positions_R=positions_R, caches=caches, visible_RC=visible_RC)
 
 

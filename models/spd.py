@@ -57,15 +57,15 @@ class SPDConfig(StagedDraftConfig):
     """newest: only the newest token's stream passes the head's layers. all: the streams of all
     depths do."""
     timing: Literal["input_states", "output_states"] = "input_states"
-    """States the head reads. input_states: before a step. output_states: after it, one stage deeper
-    with fewer depths. Decode with the same timing."""
+    """States the head reads. input_states: before a step. output_states: after it, each token one
+    stage deeper, so depth 0 is missing. Decode with the same timing."""
     tokens_per_step: int = 1
     """Draft tokens per branch and step, one forward each; useful if Ls < L / n leaves time for
     several. They enter together with the same depth. Decode with the same number."""
 
     def __post_init__(self) -> None:
         check_ranges(self, {"num_stages": "[1, inf)", "num_layers": "[1, inf)"}, "model.")
-        # They are drafted beside the target's layers; with output states the stages wait for each.
+        # The head drafts while the stages run; with output states they wait for each draft token.
         most = 1 if self.lead else self.num_target_layers or "inf"  # 0 layers: not known yet
         check_ranges(self, {"tokens_per_step": f"[1, {most}]"}, "model.")
         if self.max_in_flight < 1:
@@ -95,7 +95,7 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def lead(self) -> int:
-        """Stages that the newest token, at depth 0, has passed: 1 with output states, else 0."""
+        """Stages that the newest token has passed: 1 with output states, else 0."""
         return int(self.timing == "output_states")
 
     @property
@@ -409,7 +409,7 @@ class SPD(StagedDraft):
         positions_R: Tensor,
         visible_RC: Tensor,
     ) -> None:
-        """Run ``extend`` on tensors only; cache rows include these R ones."""
+        """Run ``extend`` on tensors only; the C cache rows include the R new ones."""
         stream_RH = self.feature(taps, self.config.max_in_flight)
         cos, sin = self.rotary.of_heads(positions_R, stream_RH.dtype)
         for index, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=True)):

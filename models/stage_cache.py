@@ -1,8 +1,8 @@
 """Messages to a pipeline stage (``Segment``, ``KeepRows``), and the stage's cache.
 
-A stage mirrors the controller's sequence in one order: the committed prefix, then the speculative
-rows S[0:m). A segment is data; ``KeepRows(I, a)`` is the only control message: it commits, prunes,
-rolls back and flushes, and its arithmetic is defined here once.
+A stage mirrors the controller's sequence in the same order: the committed prefix, then the
+speculative rows S[0:m). A segment is data; ``KeepRows(I, a)`` is the only control message: it
+commits, prunes, rolls back and flushes, and its arithmetic is defined here once.
 
 Shape suffixes: l segment rows, S mask columns, H hidden, C rows in use, N key/value heads, D head
 size, W channels and K inputs in the short convolution, T rows per call, B rows per call with
@@ -23,9 +23,9 @@ MIN_CAPACITY = 128  # rows; buffers double from here, so n appends cost O(n) cop
 class KeepRows:
     """Message: retain rows I in the ordered token tree S, and commit the first a among them.
 
-    A holder with rows S[lo:hi) keeps its rows [i - lo for i in I if lo <= i < hi] and the mask
-    columns [i for i in I[a:] if i < hi]: committed rows are visible to everything and need no
-    column. Positions never change. S itself becomes S[I[a:]].
+    A cache or segment with rows S[lo:hi) keeps its rows [i - lo for i in I if lo <= i < hi] and
+    the mask columns [i for i in I[a:] if i < hi]: committed rows are visible to everything and need
+    no column. Positions never change. S itself becomes S[I[a:]].
     """
 
     rows: tuple[int, ...]

@@ -20,7 +20,7 @@ from pipedraft.models.banded_attention import EVERY, Band, Place, banded_attenti
 
 @dataclass(frozen=True)
 class Fill:
-    """Tokens in flight per example in a pass: along the first axis, or along T in a packed row."""
+    """Tokens in flight per example; examples follow the first axis, or T in a packed row."""
 
     occupancy: Sequence[int]
     lengths: Sequence[int] | None
@@ -70,8 +70,8 @@ def structural_attention(
             example sees block r.
         values: like keys.
         occupancy: B integers a in 1..n, tokens in flight per example.
-        depth: d in 0..n for all rows, one sequence of rows per example. Or several depths: their
-            sequences follow one another. Those at depth d belong to the examples in block
+        depth: d in 0..n for all rows, one sequence of rows per example. Or several depths, whose
+            sequences follow one another: depth d has one sequence for each example in block
             block_of_depth[d].
         block_of_depth: block for depths 0..n; default 0..R-1. Depths may share a block.
         lengths: document lengths in a packed row. The documents are then the examples, along the

@@ -221,7 +221,7 @@ class Stage:
             hidden_lH, collected = self.graphs.forward(*call)
         else:
             visible_lS = segment.visible.to(self.device)
-            parents = segment.parents if self.cache.recurrent_layers else None  # else the mask does
+            parents = segment.parents if self.cache.recurrent_layers else None  # attention: masks
             positions_C = self.cache.begin(segment.positions.to(self.device), parents)
             rows_lH = self._enter(entering)
             hidden_lH, collected = self._run(rows_lH, positions_C, visible_lS, taps, is_wanted)
@@ -341,7 +341,7 @@ class StagedTarget:
         last = self.stages[-1]
         if last.graphs is not None:
             read = (*self._norm.parameters(), *self._lm_head.parameters())
-            read += tuple(self._lm_head.buffers())  # a quantized head may have these alone
+            read += tuple(self._lm_head.buffers())  # a quantized head may have only buffers
             # Graphs read these addresses, so other weights need other graphs.
             key = ("choose", *((id(weight), weight.data_ptr()) for weight in read))
             self._graphs = borrow_for(last.layers[0], self, key, partial(Graphs, last.device))
@@ -361,7 +361,7 @@ class StagedTarget:
             stage.reset()
 
     def set_bitwise(self, is_on: bool) -> None:
-        """Let every row's numbers depend on its own past alone; see ``bitwise.py``."""
+        """Make every row's numbers depend only on its own past; see ``bitwise.py``."""
         if is_on:
             bitwise.check_bitwise(self.model.get_decoder().config)
         # Rounded weights do this always, and without padding.
@@ -434,7 +434,7 @@ class StagedTarget:
         return _logits(self._norm, self._lm_head, self._config, hidden_lH)
 
     def can_choose(self, num_rows: int) -> bool:
-        """Return True if ``choose`` takes this many rows: on a GPU, a few."""
+        """Return True if ``choose`` accepts this many rows: only a few, and only on a GPU."""
         return (
             self._graphs is not None and not self._is_bitwise and num_rows <= stage_calls.MAX_ROWS
         )

@@ -153,7 +153,7 @@ def _read(
     options = LoadStateDictConfig(
         device_map={"": device},
         dtype=model.dtype,
-        weight_mapping=rules,  # type: ignore[arg-type]  # of their base class, by its maker
+        weight_mapping=rules,  # type: ignore[arg-type]  # annotated as their base class
     )
     with explained("target", name):
         found, _ = convert_and_load_state_dict_in_model(model, slices, options)

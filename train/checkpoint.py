@@ -323,7 +323,7 @@ class TrainingState:
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address
 
-        plain = [LossScaler, ZeroStageEnum, fragment_address]  # numbers and nothing that acts
+        plain = [LossScaler, ZeroStageEnum, fragment_address]  # these hold only plain values
 
         class TensorsAndValues(TorchCheckpointEngine):
             """Checkpoint reader for tensors and plain values only.

@@ -134,8 +134,8 @@ class RunConfig:
     """Optimizer steps, instead of epochs."""
     batch_group: int | None = None
     """Number of consecutive batches with similar lengths; a multiple of the number of processes.
-    null: the number of processes at the first launch. With matching accumulation, any number of
-    processes that divides the group trains the same run, and can resume it."""
+    null: the number of processes at the first launch. Any number of processes that divides the
+    group trains the same run, and can resume it, if processes times accumulation is the same."""
     max_minutes: float | None = None
     """Wall-clock minutes for this launch, loading included; the run then saves and ends at the next
     step. The same command resumes it."""
@@ -261,7 +261,7 @@ def parse_run(
     default = next(iter(methods)) if wants_help else None
     method = _peek_method(arguments, list(methods), default)
     if wants_help:
-        # Not from the cache: parsers made before the setting lack the docstrings.
+        # Not from the cache: parsers made before set_parsing_settings lack the docstrings.
         parser = make_parser(method, methods, example)
     else:
         parser = parser_of(method, tuple(methods.items()), example)

@@ -41,7 +41,7 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 
 
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
-    """Return a block's supervised row count at each position, and the documents' slices.
+    """Return the number of supervised rows per anchor position, and the documents' slices.
 
     Counts are int64 [P] on the host.
 
@@ -109,7 +109,7 @@ class DFlashObjective(ChainObjective):
 
     def num_counted(self, batch: dict[str, Tensor]) -> int:
         counts_P, documents = block_lengths(batch, self.num_steps)
-        # Sampled anchors or not, their number is known without a draw.
+        # The number of anchors is known without drawing them.
         return sum(
             min(self.config.num_anchors, int((counts_P[rows] > 0).sum())) for rows in documents
         )

@@ -66,8 +66,8 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
 def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor:
     """Return bool [B, T, S]: True if step i counts at a row; see ``Eagle3TrainConfig.rows``.
 
-    A document's rows are the same alone, padded or packed. As in speculators and SpecForge, its
-    last token never counts, so a row's target distribution comes from its own document.
+    The same rows count if a document is alone, padded or packed. As in speculators and SpecForge,
+    its last token never counts, so a row's target distribution comes from its own document.
     """
     if rows == "turn":
         steps_S = torch.arange(num_steps, device=batch["loss_mask"].device)
@@ -106,14 +106,14 @@ class UnrolledObjective(ChainObjective):
         # Longest chains first: each step's rows are then a prefix of the previous step's.
         ends_M = (counted_MS * (steps_S + 1)).amax(1)
         lengths, order = ends_M.sort(descending=True, stable=True)
-        # Supervised ones among these (with turns: all). One transfer for all steps' sizes and
-        # places, because each transfer makes the host wait for the device.
+        # Find the supervised ones among them (all, if rows is "turn"). Sizes and places of all
+        # steps take one transfer, because each transfer makes the host wait for the device.
         flags_SM = counted_MS[order].T
         counts_S = flags_SM.sum(1)
         sizes = torch.stack([(lengths[:, None] > steps_S).sum(0), counts_S]).tolist()
         counts = sizes[0]
         picked = flags_SM.nonzero()[:, 1].split(sizes[1])
-        # Later steps run on fewer rows, but never fewer than a product handles as fast.
+        # Later steps need fewer rows; rounded up, because each new count prepares a kernel anew.
         rows = [order[: cpu.whole_rows(count)] for count in counts]
         # Only now: the transfer above would have waited for the target's forward, too.
         taps = self.hidden(batch)

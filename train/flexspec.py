@@ -44,9 +44,9 @@ class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
 
 
 def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Sum acceptance probabilities for chains with 1 .. depth draft tokens below each row.
+    """Sum acceptance probabilities for chains with 1 .. depth draft tokens after each row.
 
-    The sequence stands in for draft tokens, as if all earlier ones were accepted.
+    The sequence's own tokens replace draft tokens, as if all earlier ones were accepted.
 
     Args:
         rates_M: acceptance probability for the draft token after each supervised row.
@@ -74,8 +74,8 @@ class FlexSpecObjective(DraftObjective):
     """l1 * mean_H (W_p h_d - h_t)^2 + l2 * T^2 * KL(target || draft), at the same positions.
 
     h_t is the target's hidden state after its final norm, h_d the vocabulary projection's input
-    (equations 5 and 6 in the paper). Both terms are summed over rows before an assistant token. W_p
-    does not belong to the draft.
+    (equations 5 and 6 in the paper). Both terms are summed over rows before an assistant token. The
+    matrix W_p is trained, too, but is not part of the draft.
     """
 
     draft_class: ClassVar[type[Draft]] = FlexSpec
@@ -134,7 +134,7 @@ class FlexSpecObjective(DraftObjective):
             sums["regression"] = regression.detach()
         if not config.draft_vocab_size:
             del sums["mass_outside"]
-        if temperature != 1:  # not the acceptance under the decoded distribution
+        if temperature != 1:  # it compares the scaled distributions, which decoding never uses
             del sums["acceptance"]
         if depth is not None:
             sums |= self._survival(hidden_MH, wanted_MH, labeled_BS, depth)

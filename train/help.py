@@ -36,7 +36,7 @@ to resume."""
 
 
 def answer_early(words: Sequence[str]) -> None:
-    """Print the help and exit; else return."""
+    """Print the help and exit if ``words`` ask for it."""
     if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
         print(SHORT_HELP)
         sys.exit(0)

@@ -330,7 +330,7 @@ class Stopping:
 
     def _note(self, number: int, frame: object) -> None:
         now = time.monotonic()
-        # A handler runs between any two instructions, so it notes and the loop acts.
+        # A handler may run between any two instructions: it only notes the signal, the loop acts.
         if self.received is None:
             self.received, self.received_at = number, now
         elif now - self.received_at > REPEAT_S:
@@ -417,7 +417,7 @@ def shard_target(target: PreTrainedModel, accelerator: Accelerator) -> None:
     layer. Embedding, final norm and LM head stay whole: the teacher reads them outside the model's
     forward. All processes must run the target equally often; the loop does this.
     """
-    # Parts inside a node, copies over nodes: layers are gathered over its fast links only.
+    # Shard inside each node, replicate across nodes: gathering then uses only fast links.
     world, local = accelerator.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     shape = (world // local, local) if 0 < local < world and world % local == 0 else (world,)
     names = ("copies", "parts")[-len(shape) :]

@@ -303,7 +303,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return metrics on the first validation rows, split over the processes, if any."""
+        """Return metrics on the first validation rows (if any), split over the processes."""
         rows = list(range(min(self.config.evaluation.max_rows, len(self.data.valid))))
         if not rows:
             return {}
@@ -359,7 +359,7 @@ class Trainer:
             metrics["score"] = metrics[DECODED_LENGTH]
 
     def _save_best(self, metrics: dict[str, float], weights: dict[str, Tensor]) -> bool:
-        """Return True after replacing best/; without validation rows the newest is the best."""
+        """Replace best/ if the score is higher or no row is for validation; return True if so."""
         progress = self.progress
         if metrics:
             if metrics["score"] <= progress.best_score:

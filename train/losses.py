@@ -271,7 +271,7 @@ def _chunks(
 
 
 def _take(p_CU: Tensor, rows: slice | Tensor, first: int) -> Tensor:
-    """Return rows, numbered from ``first``."""
+    """Return ``rows``; the number of p's first row is ``first``."""
     if isinstance(rows, slice):
         return p_CU[rows.start - first : rows.stop - first]
     return p_CU.index_select(0, rows - first)
@@ -331,7 +331,7 @@ def _compare(
         # log q itself is never stored, only its sum with the labels.
         divergence_C = negentropy_C + log_z_C - draft_CU.mul_(labels_CU).sum(-1)
     elif kind in ("rkl", "jsd"):
-        # q weighs the slope: its mean under q is the loss, and centers the gradient.
+        # The slope's mean under q is the loss (jsd: plus a rest); subtract it for the gradient.
         log_q_CU, log_p_CU = draft_CU.sub_(log_z_C[:, None]), _above_zero(p_CU).log()
         if kind == "jsd":
             log_m_CU = _above_zero((p_CU + q_CU) / 2).log()

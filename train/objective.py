@@ -37,7 +37,7 @@ from pipedraft.train.losses import DistillationLoss, Divergence, LossKind, chunk
 if TYPE_CHECKING:
     from pipedraft.train.features.reader import Features
 
-EVALUATED_DEPTH = 7  # as EAGLE-3 trains, so that the scores of all heads compare
+EVALUATED_DEPTH = 7  # EAGLE-3's training depth, for all heads, so their scores are comparable
 
 
 class LossOutput(NamedTuple):
@@ -93,7 +93,7 @@ class DivergenceConfig(StartConfig):
     drop them as SpecForge and SPD's authors do."""
     teacher_vocabulary: Literal["target", "draft"] = "target"
     """draft: training computes teacher logits over the draft vocabulary only, so its metrics ignore
-    missing tokens; validation computes all of them."""
+    all other tokens; validation computes the whole target vocabulary's."""
 
     @property
     def measure(self) -> LossKind:
@@ -115,7 +115,7 @@ class DivergenceConfig(StartConfig):
 
 
 def load_start(place: str, kind: type[Draft]) -> Draft:
-    """Load the trained draft this run starts from, on the CPU; ValueError: of another method."""
+    """Load the trained draft this run starts from, on the CPU; ValueError: its method differs."""
     with torch.device("cpu"):  # also inside a meta-device context
         draft = load_untied(resolve_folder(place))
     # isinstance would accept a DSpark head as a DFlash head
@@ -391,7 +391,7 @@ class ChainObjective(DraftObjective):
         return LossOutput(result.loss, counts_S[0], sums)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return rates by draft position, each given acceptance before it, and tokens per round."""
+        """Return rates by position, given that all earlier ones accept, and tokens per round."""
         metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
         steps = range(1, self.num_steps + 1)
         if self.draft_vocab_size:

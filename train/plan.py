@@ -2,7 +2,7 @@
 
     python -m pipedraft.train --plan configs/spd/qwen3_5_4b_n4.yaml
 
-Networks on the meta device count the parameters. The draft runs one training step and one
+Parameters are counted in networks on the meta device. The draft runs one training step and one
 evaluation on fake tensors with the run's shapes, so bytes and FLOPs equal the real ones. The
 target's kernels differ by family, so its forward's memory is estimated as one layer's largest
 tensors. Only the target's config.json is read.

@@ -55,7 +55,7 @@ class Steps:
         # Nothing to send: arrived at once, even in an outage.
         if not amount:
             return start_s
-        # A constant's period is infinite: its phase is the time, and no period is divided off.
+        # A constant's period is infinite, so the remainder is the time itself.
         phase_s = start_s % self.period_s
         piece = self._piece(phase_s)
         before = self._sums[piece] + self.values[piece] * (phase_s - self.starts_s[piece])

@@ -185,8 +185,8 @@ class Estimates:
         cost = kind(shape, self.link.state, max_length)
         if not early:
             return cost
-        # Time for a pass over the row testing a round's first draft token. Without q the
-        # target knows the correction itself, and starts while its result travels.
+        # The row that tests a round's first draft token may be computed while the edge drafts, and
+        # without q also during the round trip, because the target knows the correction itself.
         spare_s = 0.0 if needs_q else self.link.state.round_trip_s
         # A pass that would end after the batch's arrival is not started (TargetSession._num_due).
         time_s_K = spare_s + self.draft_s * np.arange(1, max_length + 1)

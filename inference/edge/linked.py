@@ -195,7 +195,7 @@ class LinkedPipeline(Pipeline):
         self.target.eos_token_ids = tuple(reply.eos_token_ids)
         self.target.max_positions, self.target.vocab_size = reply.max_positions, reply.vocab_size
         self._tokens.append(reply.token)
-        # The draft contains that block: with another target's it would guess badly.
+        # The draft contains a copy of this block: with another target's it would guess badly.
         if opening.anchor not in ("", reply.anchor):
             self.fallback = (
                 f"the draft's anchor is {opening.anchor[:12]}, the target's last block "
@@ -223,7 +223,7 @@ class LinkedPipeline(Pipeline):
         Args:
             certain: the root, if unknown to the target.
             q: sampling probability of each draft token, if the rule needs it.
-            is_early: more draft tokens in this batch follow; the target may compute these now.
+            is_early: more draft tokens in this batch follow; the target may compute ``ids`` now.
         """
         batch = self.batch
         assert batch is not None
@@ -252,7 +252,7 @@ class LinkedPipeline(Pipeline):
     ) -> messages.Preverify | Verify:
         next_s = (batch.size - batch.num_drafted) * self.estimates.draft_s
         if kind is Verify:
-            # Counted from the result: a way down, drafting, a way up.
+            # From the result until the next batch arrives: way down, drafting, way up.
             next_s = self.estimates.link.state.round_trip_s + batch.size * self.estimates.draft_s
         prefix = self._prefix(self._tokens + self._sent, certain)
         return self._next(kind, **prefix, ids=ids, q=q, next_s=next_s)
@@ -302,7 +302,7 @@ class LinkedPipeline(Pipeline):
             self._message_bytes = {
                 "up_bytes": num_bytes + self.estimates.header_bytes,
                 "up_bytes_per_token": math.ceil((num_longer - num_bytes) / 8),
-                # A verdict has about as many fields.
+                # A result has about as many fields as a request without draft tokens.
                 "down_bytes": num_bytes + self.estimates.header_bytes,
                 "reject_bytes": verifier.payload_bytes(last + 1),
             }

@@ -41,7 +41,7 @@ TRIAL_TOKENS = 32
 TOLERANCE = 1.25
 """Tolerated slowdown: the estimate for the target alone ignores the server's other sessions."""
 LEAST_WAITS = 4
-"""Minimum number of tokens before the time spent waiting for them is compared, too."""
+"""Minimum number of recent tokens for comparing the time spent waiting for them, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class RemotePipeline(LinkedPipeline):
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
-        # A new output: trouble in the last one must not shorten its patience.
+        # Trouble in the last output must not shorten this one's patience.
         self.connection.patience.progressed()
         return super().prefill(input_ids, taps, verifier)
 
@@ -140,7 +140,7 @@ class RemotePipeline(LinkedPipeline):
                 f"server: its target {about.target} has another tokenizer than this side; give "
                 "the draft, or --tokenizer, of that target"
             )
-        # The output so far is the first target's; another one must not continue it.
+        # The first target computed the output so far; another target must not continue it.
         if about.weights != first.weights:
             raise ValueError(
                 f"server: it came back with another target than {first.target} as it was; begin "
@@ -180,7 +180,7 @@ class RemotePipeline(LinkedPipeline):
         self._times_s, self._drafting_s = [], 0.0  # the draft did not cause the outage
         self._restart()
         self.estimates = self._begin()
-        # The server counts from its prompt, and the next one includes the output so far.
+        # The server counts new tokens, and its next prompt includes the output so far.
         left = self._max_new_tokens - (len(tokens) - self._num_prompt)
         self.settings = msgspec.structs.replace(self.settings, max_new_tokens=left)
 
@@ -227,7 +227,7 @@ class RemotePipeline(LinkedPipeline):
         if self.keeps_drafting or self._streams:
             return
         num_certain = max(TRIAL_TOKENS - num_pending, 0)
-        # Before any later token only drafting counts: other clients' prompts may cause delays.
+        # With too few tokens only drafting time counts: other clients' prompts may cause waits.
         trial_s = self._drafting_s
         if len(self._times_s) > num_certain:
             trial_s = self.now() - self._times_s[-1 - num_certain]
@@ -275,7 +275,7 @@ class RemotePipeline(LinkedPipeline):
         self._stream.send(request)
 
     def _wait(self) -> None:
-        # Found while drafting; raised here, where ``tick`` can reopen the session.
+        # The loss was found while drafting; raise it here, where ``tick`` can reopen the session.
         if self._lost is not None:
             raise self._lost
         self._take(waits=True)

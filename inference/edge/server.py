@@ -95,7 +95,7 @@ class Server:
         """
         grpc = self._grpc
         message_bytes = self.limits.max_message_kb * 2**10
-        # Streams beyond the sessions: Describe, and the refusals.
+        # More streams than sessions: Describe and refused calls need streams, too.
         options = wire.server_options(message_bytes, 2 * self.limits.max_sequences + 16)
         self._server = grpc.aio.server(options=options)
         methods = {
@@ -170,7 +170,7 @@ class Server:
             self.num_passes += 1
             self.num_session_passes += len(batch)
             for session in batch:
-                # A long pass is not the edge's silence, and ``_next_batch`` takes the oldest first.
+                # The edge was not silent during its pass; ``_next_batch`` now takes others first.
                 session.seen_s = time.monotonic()
                 # Before ``finish`` ends the prefill.
                 session.num_passes += not session.core.wants_prefill
@@ -338,7 +338,7 @@ def measure(target: SharedTarget) -> tuple[float, float, int]:
         )
         hidden_RH = stage.forward(segment).hidden
         assert hidden_RH is not None
-        # Copy to the host, as a result needs it: a GPU may still be computing.
+        # Copy to the host, as for a result: before that, a GPU may still be computing.
         staged.logits(hidden_RH).cpu()
         stage.keep(KeepRows((), 0))
         return time.perf_counter() - started_s

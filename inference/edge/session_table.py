@@ -46,7 +46,7 @@ class HeldSession:
     reserved_bytes: int
     opened_s: float
     seen_s: float
-    """Time of the edge's last message."""
+    """Time of the edge's last message or pass, or of the last check while the edge waited."""
     num_passes: int = 0
     """Target passes after the prompt's."""
     end: SessionRefused | None = None
@@ -77,7 +77,7 @@ class HeldSession:
         while (reply := await self._replies.get()) is not None:
             yield reply
             self._num_unread -= len(reply)
-            # Only once empty: else a slow edge would flip it with every reply.
+            # Only once the queue is empty: else a slow edge would flip the event with every reply.
             if not self._num_unread:
                 self.drained.set()
 

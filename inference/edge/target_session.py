@@ -128,7 +128,7 @@ class TargetSession:
 
     def receive(self, request: Request, now_s: float) -> list[Reply]:
         """Accept a request; return the answers that need no forward pass."""
-        # Bounds what an edge can make this side store; the gap in ``seq`` ends the session.
+        # Bounds the stored requests: a dropped one leaves a gap in ``seq``, which ends the session.
         if len(self._waiting) < messages.WINDOW:
             self._waiting.append((request, now_s))
         return [] if self.is_running or self.wants_prefill else self._proceed(now_s)
@@ -436,7 +436,7 @@ class TargetSession:
             replies.append(opened)
         else:
             self._segment = None
-            # Never a prefill's time: this one estimates passes over a few rows.
+            # Never a prefill's time: the estimate is for passes over few rows.
             self._forward_s = now_s - self._started_s
             self._logits.extend(computed_RV)
         return replies + self._proceed(now_s)

@@ -88,7 +88,7 @@ class Pipeline(ABC):
         return {}
 
     def features_with(self, waiting: Sequence[int]) -> Mapping[int, Tensor]:
-        """Return ``features``, with the embeddings of draft tokens injected after these rows."""
+        """Return ``features``; layer 0 also has the embeddings of tokens waiting to be injected."""
         features = self.features()
         # Layer 0 needs no stage: the draft can have embeddings before the target has run.
         if waiting and 0 in features:
@@ -125,7 +125,7 @@ class Pipeline(ABC):
         """Record ``num_tokens`` drafted since the time ``started_s`` (by ``now``)."""
 
     def close(self) -> int | None:
-        """End the sequence; return target passes after the prompt if no steps count (a link)."""
+        """End the sequence; a link, which counts no steps, returns its passes after the prompt."""
         return None
 
     def abandon(self) -> None:  # noqa: B027 (may stay empty)
@@ -186,7 +186,7 @@ class FeatureStore:
         """Prune; return the committed rows [a, H] for every layer."""
         most = max((rows.end - rows.start for rows in self._rows.values()), default=0)
         places, committed = keep.cached(most), {}
-        index_R = None  # One index for all layers: each one costs a copy to the GPU.
+        index_R = None  # One index for all layers: each index costs a copy to the GPU.
         if not _are_neighbors(places):
             device = next(iter(self._rows.values())).view().device
             index_R = torch.tensor(places, device=device)

@@ -122,7 +122,7 @@ class LocalPipeline(Pipeline):
         return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
 
     def leave_stage(self, index: int, output: Segment, logits_RV: Tensor | None = None) -> None:
-        """Pass rows on to the next stage, or judge them, by logits for ``judged_rows`` if known."""
+        """Pass rows on, or judge them after the last stage; ``logits_RV``: for ``judged_rows``."""
         start, end = self.target.boundaries[index : index + 2]
         own = [layer for layer in self._deeper if start < layer <= end]
         # Only this stage's layers: earlier ones were appended when the rows left their stage.
@@ -190,8 +190,8 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
 def _can_join(pipeline: LocalPipeline, index: int) -> bool:
     """Return True if a sequence's rows may share the stage's next pass."""
     stage = pipeline.target.stages[index]
-    # A rounded target's prompt attends behind a mask. In a shared pass each row would attend alone,
-    # with other bits.
+    # A rounded target's prompt attends with a mask. In a shared pass each row would attend alone,
+    # which gives other last bits.
     is_masked = stage.is_rounded and pipeline.is_prefilling
     return can_run_together(stage) and not is_masked
 

@@ -95,7 +95,7 @@ class Watch:
 
     def start(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        # An own client: a hanging request does not block the process group's.
+        # A separate client: its hanging request does not block the process group's requests.
         self.store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -168,8 +168,8 @@ class Watch:
     def _look_here(self) -> None:
         notified_s = -REPEAT_S
         while not self._stopping.is_set():
-            # No timeout: after a stop (Ctrl-Z, a debugger) longer than it, Python makes up a signal
-            # from uninitialized memory.
+            # No timeout: after a longer stop (Ctrl-Z, a debugger), Python makes up a signal from
+            # uninitialized memory.
             received = signal.sigtimedwait(SIGNALS, 0)
             if received is None:
                 self._stopping.wait(BEAT_S)
@@ -179,7 +179,7 @@ class Watch:
                     self.on_signal()
                 notified_s = time.monotonic()
             elif received is not None:
-                # A launcher ends all ranks if one is gone; this rank's own finding tells more.
+                # A launcher ends all ranks if one is gone. Wait: this rank may find the cause.
                 time.sleep(BEAT_S)
                 self.fail(f"ended by {signal.Signals(received.si_signo).name}")
             if self._stopping.is_set():

@@ -356,7 +356,7 @@ class ArgmaxVerifier(Verifier):
                 tests.append(child is not None)
             if child is None:
                 drawn = tree.child(path[-1], own)
-                # The sampled child failed the test, so its own result has been used up.
+                # If the sampled child has returned already, its own result has been used up.
                 spent = drawn is not None and drawn < len(verdicts_R)
                 return Verdict(path, own, tests, restarts=spent)
             if child >= len(verdicts_R):

@@ -125,7 +125,7 @@ GREEDY = TokenChoice("greedy", NO_NUMBERS, lambda logits_RV, _: logits_RV.argmax
 
 def sampled_tokens(filters: TokenFilters, logits_RV: Tensor, numbers: Tensor) -> Tensor:
     """Sample as ``draw_on_device`` does; ``numbers``: the temperature, then one per row."""
-    # The temperature is data: clients of a server choose it, and each constant needs a graph.
+    # The temperature is data: clients choose it, and a constant would need a graph per value.
     scaled_RV = filters.apply(logits_RV.double() / numbers[0])
     return drawn_tokens(torch.softmax(scaled_RV, -1), numbers[1 : 1 + len(logits_RV)])
 

@@ -86,7 +86,7 @@ class BlockVerifier(SampledVerifier):
             self.reject(path[-1], tree.tokens[node.row])
         uniform = self.random.uniform(tree.position(node.row) + 1, "residual")
         tests = [True] * (len(path) - 1) + [False] * bool(tree.children(node.row))
-        # The token may be an unsampled child; its row has returned already.
+        # Restart: the token may be an untested child, whose row has returned already.
         return Verdict([each.row for each in path], draw(node.p_V, uniform), tests, restarts=True)
 
     def _open(self, tree: TokenTree, row: int, weight: float, verdicts_R: Tensor) -> _Node:
@@ -176,7 +176,7 @@ class RecursiveVerifier(SampledVerifier):
                 tests.append(accepted is not None)
             if accepted is None:
                 token = draw(p_V, self.random.uniform(position, "residual"))
-                # The token may be an unsampled child; its row has returned already.
+                # Restart: the token may be an untested child, whose row has returned already.
                 return Verdict(path, token, tests, restarts=True)
             path.append(accepted)
 
@@ -322,7 +322,7 @@ class TopKVerifier(RejectionVerifier):
         tail_V = p_V.clone()
         tail_V[ids_K] = 0
         tail_mass = float(tail_V.sum())
-        # Numbered on: a request for more must not repeat samples sent before.
+        # Numbered from ``first``: a request for more must not repeat samples sent before.
         attempts = range(first, first + count) if tail_mass else range(0)
         uniforms = [self.random.uniform(position, "tail", attempt) for attempt in attempts]
         samples_M = ids_K.new_tensor([draw(tail_V, u) for u in uniforms])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Schedule):
     name: ClassVar[str] = "autoregressive"
-    # Trees then give the same output, and stages return only token ids.
+    # With gumbel, trees give the same output, and stages return only token ids.
     own_rule = "gumbel"
 
     def run(self, session: Session) -> None:

@@ -78,11 +78,11 @@ class FlowSpec(PrunedPP):
                     fresh = replace(self.tree, depth=depth, num_tokens=self.expansion_tokens)
                     costs = session.step_sampling(self.expansion_tokens).costs
                     session.grow_tree(fresh, costs, by_score=not self.level_order)
-                # In the first n - 1 steps nothing can return; an empty return there is no pruning.
+                # Nothing can return in the first n - 1 steps; later, an empty return means pruning.
                 elif num_steps >= session.num_stages and self.refill_depth:
                     session.deepen_tree(self.refill_depth, self.refill_tokens)
 
 
 def beside_step(session: Session, asked: int | None, most: int) -> int:
-    """Return the draft forwards per step; None: as many as fit with one row per stage."""
+    """Return ``asked``, or up to ``most`` draft forwards that fit a step with one row per stage."""
     return asked or min(most, session.clock.hidden_forwards())

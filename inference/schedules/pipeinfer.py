@@ -58,14 +58,14 @@ class PipeInfer(Schedule):
     recovery: float = 0.0
     """Amount added to accept and split per micro-batch since the last verification result."""
     decay: float = 0.0
-    """Amount subtracted from accept and split per empty micro-batch since that result."""
+    """Amount subtracted from accept and split per empty micro-batch since the last result."""
     give_up: float = 0.1
     """Pause the draft while its recent acceptance rate is below this. Each pause is twice as long
     as the one before, so a useless draft costs the stages little. 0: never pause."""
     restart: bool = False
     """Restart the draft at the root after every verification result, as published; the root's run
-    uses the next entry to the first stage. In-flight draft tokens stay. The tree merges their
-    copies: a copy costs an entry, or a place in its micro-batch, but no row."""
+    uses the next entry to the first stage. In-flight draft tokens stay. If they are drafted
+    again, the tree merges the copies: each costs an entry, or a micro-batch place, but no row."""
     max_in_flight: int | None = None
     """Stop drafting while the tree has this many rows; None: no limit."""
 
@@ -167,7 +167,7 @@ class PipeInfer(Schedule):
         rows: list[int] = []
         leaves, num_branches = [start], 1
         while leaves and len(rows) < size and not (rows and interrupted()):
-            # Only a new chain is known in advance; an existing child would continue its branch.
+            # Only a new chain asks for several levels; a branch with a child goes on below it.
             is_new = self.branches == 1 and not any(tree.children(leaf) for leaf in leaves)
             for best_2QW in source.best_levels(
                 tree,

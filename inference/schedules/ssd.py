@@ -64,7 +64,7 @@ class SSD(Schedule):
                 session.draft_alone()
             session.inject()
             _flatten(session.tree.scores)
-            # Rows of the batch, whose further children are the outcomes, then the newest rows.
+            # First the batch's rows, whose further children are the outcomes; then the newest rows.
             left, leaves = self.draft_tokens + 1 if drafts else 0, list(range(len(session.tree)))
             returned = None
             while returned is None:
@@ -102,7 +102,7 @@ class SSD(Schedule):
             beams=beams,
         ):
             found = _children(session, leaves, *best_2QW.tolist())
-            # Sorting by loss first: this picks the best outcomes over the whole batch, not per row.
+            # Sort by loss (negative score): the best outcomes over the whole batch, not per row.
             if outcomes and not done:
                 found = sorted(found)[:outcomes]
             leaves = [session.tree.add(leaf, token, -loss) for loss, leaf, token in found]

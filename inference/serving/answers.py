@@ -115,7 +115,7 @@ class Choice(Observer):
         self.last_s = now_s
         self._num_new += 1
         is_stop = token in self.asked.stop_token_ids or not self.asked.skip_special_tokens
-        # As in vLLM, such an end adds no text.
+        # As in vLLM, an end token adds no text.
         if not (is_stop and token in self.end_ids):
             self._rest += self.stream.add(token)
         self._cut()
@@ -143,7 +143,7 @@ class Choice(Observer):
         if result is not None and not self.is_stopped:
             self._rest += self.stream.rest()
             self._cut()
-        # Before the last piece: once it is read, ``Admissions.running`` looks here.
+        # Set before the last piece: after reading that, ``Admissions.running`` checks this flag.
         self.has_ended = True
         self.metrics.ended(self)
         self._tell(len(self._rest), is_last=True)

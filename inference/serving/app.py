@@ -159,7 +159,7 @@ class Service:
         choices = self.admissions.admit(client, asked, tell)
         answer = HttpAnswer(asked, self.names[0], choices, pieces)
         with contextlib.ExitStack() as stack:
-            # Entered here also for a stream: a refusal can still have its own status.
+            # Entered before a stream starts, too: a refusal can then still have its own status.
             stack.enter_context(self.admissions.running(client, choices))
             if asked.stream:
                 return EventStream(self, answer, stack.pop_all(), headers)
@@ -341,7 +341,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        # Needs no key: load balancers have none. The last state wins: "failed" says more.
+        # Needs no key: load balancers have none. "failed" hides "draining": it tells more.
         states = {
             "draining": service.admissions.is_draining,
             "failed": service.decoder.failure is not None,

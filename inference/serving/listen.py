@@ -135,7 +135,7 @@ async def serve(server: HttpServer, service: Service, listener: socket.socket) -
             loop.call_soon_threadsafe(end)
 
     service.end = service.decoder.on_failure = end_from_elsewhere
-    is_alone = isinstance(service.engine.pipeline, LocalPipeline)  # else the watch handles them
+    is_alone = isinstance(service.engine.pipeline, LocalPipeline)  # else Watch gets signals
     if is_alone and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)
@@ -143,7 +143,7 @@ async def serve(server: HttpServer, service: Service, listener: socket.socket) -
     waiting = asyncio.create_task(ended.wait())
     await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    # Before uvicorn ends: that one waits only LEAVE_S for open answers.
+    # Before uvicorn ends, because uvicorn waits only LEAVE_S for open answers.
     await service.drain(hurry)
     server.should_exit = True
     await running

@@ -45,7 +45,7 @@ class DraftSampling:
 
     @property
     def graph_key(self) -> tuple[object, ...] | None:
-        """Key of a graph with ``child_scores``; None: no graph, as launches depend on data."""
+        """Key of a graph with ``child_scores``; None: no graph, because launches depend on data."""
         filters = self.rule.filters
         if filters.top_p < 1 or filters.typical_p < 1:
             return None

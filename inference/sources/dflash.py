@@ -194,8 +194,8 @@ class GraphBlocks(GraphText):
     ) -> Tensor:
         """Return tokens and log-probabilities for each depth's best tokens: float64 [2, D, W], CPU.
 
-        D and W may be larger than requested. ``position`` is the first depth's token's. The host
-        waits here, once.
+        D and W may be larger than requested. ``position``: of the token at the first depth. The
+        host waits here, once.
         """
         self._num_depths = max(self._num_depths, num_depths)
         self._width = max(self._width, width)

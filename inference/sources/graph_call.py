@@ -71,7 +71,7 @@ class ChildQuery:
 
     @property
     def key(self) -> tuple[object, ...] | None:
-        """Key of a graph with this query; None: no graph, as launches depend on device data."""
+        """Key of a graph with this query; None: no graph, because launches depend on data."""
         rule = () if self.sampling is None else self.sampling.graph_key
         if rule is None:
             return None

@@ -104,7 +104,7 @@ class GraphRows(RowCache):
         self._reserve(leading + len(names) + call.query.levels * call.query.beams)
         slots = [*range(leading, leading + len(names))]
         self._move([x for x in zip(self._slots, slots, strict=False) if x[0] != x[1]])
-        # The last text row is the last one with this name.
+        # The last text row is the last row named TEXT.
         before = dict(zip(names[:first], slots, strict=False)).get(TEXT, leading - 1)
         zeros = self._num_places + MAX_ROWS
         return Places(

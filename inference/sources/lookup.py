@@ -33,7 +33,7 @@ class Followers:
         self.kind, self.vocab_size = kind, vocab_size
         self._text_N = torch.zeros(0, dtype=torch.int64)
         self._length_N = torch.zeros(1, dtype=torch.int64)
-        """Per place 0 .. N: length of the longest context ending there and at the text's end."""
+        """Per place 0 .. N: length of the longest context ending both there and at the end."""
 
     def extend(self, token: int) -> None:
         """Append one token to the text."""
@@ -41,7 +41,7 @@ class Followers:
         self._length_N = self._lengthened(self._length_N, token)
 
     def _lengthened(self, length_N: Tensor, token: int) -> Tensor:
-        """Return the lengths at each place's next place, after one more token at the end."""
+        """Return the lengths after one more token: place i + 1 extends place i's, or is 0."""
         next_N = torch.where(self._text_N == token, length_N + 1, 0)
         return torch.nn.functional.pad(next_N, (1, 0))
 

@@ -64,7 +64,7 @@ class PPSDSource(DraftSource):
 
     def keep(self, keep: KeepRows) -> None:
         path, retained = keep.rows[: keep.num_committed], keep.rows[keep.num_committed :]
-        # These are text already; observe gets their states next and must skip them.
+        # Computed rows on the path are text already; observe gets their states next and skips them.
         self._num_moved = sum(row in self._rows.known for row in path)
         names = {row: place for place, row in enumerate(retained)}
         self._rows.rename(names | dict.fromkeys(path, TEXT))
@@ -78,7 +78,7 @@ class PPSDSource(DraftSource):
         if stream_H is None or len(stream_H) <= leaves[-1]:
             return 0
         needed = tree.visible(0, len(tree))[leaves].any(0).nonzero()[:, 0].tolist()
-        # A leaf without a child from an earlier call has its output already.
+        # A leaf left childless by an earlier call has its output already.
         new = [row for row in needed if row not in self._rows.known]
         self.num_forwards += bool(new)
         if isinstance(self._rows, GraphRows):

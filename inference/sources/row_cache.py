@@ -91,7 +91,7 @@ class RowCache:
     def restart(self) -> None:
         """Start a new sequence."""
         self._num_leading = 0
-        """Text rows before all other rows: most rows, which need no name."""
+        """Number of text rows before all other rows; most rows are among them, and need no name."""
         self._names: list[int] = []
         """Name of each cached row after the leading text rows, in key-value order."""
         self.layers = [KeyValues() for _ in range(self._num_layers)]

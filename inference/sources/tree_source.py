@@ -73,9 +73,9 @@ class TreeSource(DraftSource):
 
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
     reads_features = True
-    """True if a row's result depends on the target's current hidden states. If so, of two rows for
-    one draft token the later one counts, else the earlier one, whose cache place is between its
-    parent's and its children's."""
+    """True if a row's result depends on the target's current hidden states. Of two rows for one
+    draft token, True keeps the later one. False keeps the earlier one, whose cache place is between
+    its parent's and its children's."""
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
@@ -181,7 +181,7 @@ class TreeSource(DraftSource):
     def _logits(self, tree: TokenTree, rows: list[int]) -> Tensor:
         if self._graph_rows is not None:
             return self._query(self._graph_rows, tree, rows, ChildQuery())
-        # A leaf without a child from an earlier call has its output already.
+        # A leaf left childless by an earlier call has its output already.
         names = {row: self._name(tree, row) for row in rows}
         missing = [row for row in rows if row and names[row] not in self._outputs]
         if missing:
@@ -291,7 +291,7 @@ class TreeSource(DraftSource):
         """
         self._adopt_fresh()
         known, rows = {0, *self._known}, range(1, len(tree))
-        # Rows from elsewhere wait for their parents, the root's children for its new state.
+        # A new row waits for its parent's output, a child of the root for the root's new state.
         ready = known - {0} if self._root_waits else known
         waiting = [row for row in rows if row not in known and tree.parents[row] in ready]
         if again:
@@ -447,7 +447,7 @@ class TextSource(TreeSource):
     def _restart(self) -> None:
         super()._restart()
         self._num_taken_in = 0
-        """Observed tokens, from the next one on, already turned into text by a ``KeepRows``."""
+        """Number of the next observed tokens that a ``KeepRows`` has turned into text already."""
 
     def begin(self, features: Features, tokens: list[int]) -> None:
         self._restart()

@@ -297,7 +297,7 @@ class Measured:
             shown = f"{run.schedule}, n = {run.stages}, T = {run.sampling}, W = {run.tree_width}"
             shown += f", {run.tree}" if run.tree else ""
             prompts = self.manifest.prompts[run.benchmark]
-            # Prompts in a benchmark's form are not the benchmark.
+            # Without data_dir the prompts only imitate the benchmark: its name gets a prefix.
             is_own = self.manifest.config.data_dir is None
             prefix = "pipedraft-" * (is_own and not run.benchmark.startswith("pipedraft-"))
             kind, length = prefix + run.benchmark, run.equivalent_acceptance_length

@@ -20,14 +20,14 @@ CHAIN_LENGTH = 3
 
 
 def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
-    """Return acceptance rates by draft position, each given acceptance at the one before."""
+    """Return acceptance rates by draft position, given that all earlier positions are accepted."""
     counts = [run.position_tests for run in runs], [run.position_accepts for run in runs]
     tests, accepts = ([sum(x) for x in zip_longest(*rows, fillvalue=0)] for rows in counts)
     return [a / t for a, t in zip(accepts, tests, strict=True) if t]
 
 
 def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
-    """Group an evaluation's chain entries by sampling; keep the longest chain's, one per benchmark.
+    """Group entries by sampling, one per benchmark: only those with the longest evaluated chain.
 
     Raises:
         ValueError: this checkpoint has no evaluated chain.

@@ -241,8 +241,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             line += f" --speculative-num-steps {self.num_tokens} --speculative-eagle-topk 1"
         elif self.description["architecture"].get("sample_from_anchor") is not False:
             return line  # its configuration sets the length
-        # A chain's pass also has the target's own token. SGLang takes a block whose anchor gives no
-        # draft token for one longer than it is.
+        # A chain's pass also has the target's own token. SGLang overestimates a block's length by
+        # one if its anchor gives no draft token.
         return f"{line} --speculative-num-draft-tokens {self.num_tokens + 1}"
 
 
@@ -267,7 +267,7 @@ def sglang_config(head: Eagle3) -> Config:
         "draft_vocab_size": len(head.draft_ids),
         "torch_dtype": "float32",
     }
-    # SpecForge's norm_output has another meaning; TensorRT-LLM's name for ours separates them.
+    # SpecForge's norm_output has another meaning, so ours is written under TensorRT-LLM's name.
     post = {"return_hidden_post_norm": True} if head.config.norm_output else {}
     if post or layers != (2, last // 2, last - 3):
         config["eagle_config"] = {
@@ -472,7 +472,7 @@ def block_speculators_config(head: DFlash, target: HeadTarget) -> Config:
         "aux_hidden_state_layer_ids": list(config.feature_layers),
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.first_row == 0,
-        # There are no windows; vLLM reads false as a causal block all the same.
+        # The layers have no windows, yet vLLM would read false as a causal block.
         "sliding_window_non_causal": True,
         **own,
     }
@@ -523,7 +523,7 @@ def _layer_config(head: Draft) -> Config:
 # -- the form that engines assume -------------------------------------------------------------
 
 # Most engines load other forms without a message, and then accept fewer draft tokens. So every
-# difference is converted, with the same draft tokens, or refused by name.
+# difference is either converted without changing the draft tokens, or refused by name.
 
 
 def no_place(layout: str, name: str, value: object, why: str = "") -> ValueError:

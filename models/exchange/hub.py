@@ -89,7 +89,7 @@ def fill_upload(
     else:
         description = read_description(folder)
         load_untied(folder)  # refuses weights that nobody could load
-        if target is not None:  # only another address of the very same weights
+        if target is not None:  # may only be another address of the same weights
             reference = TargetReference(**description["target"])
             reference.check_fingerprint(read_target(target, None).fingerprint)
             description["target"] |= {"name": target, "revision": None}
@@ -212,7 +212,7 @@ def push(
 def _check_content(api: HfApi, folder: Path, info: ModelInfo, *, is_new_branch: bool) -> None:
     """Refuse to overwrite other content, or to mix files with another model's.
 
-    A new branch begins with the main branch's files, and may become another draft.
+    A new branch begins with the main branch's files, and may replace them by another draft.
     """
     names = {sibling.rfilename for sibling in info.siblings or ()}
     if not any(name == CONFIG_FILE or name.endswith(WEIGHTS_SUFFIXES) for name in names):

@@ -144,7 +144,7 @@ class Peer:
         return ValueError(f"--from: {self.name!r} has {key} {value!r}; {fix}")
 
     def check(self, key: str, value: object, wanted: object) -> None:
-        """Refuse a setting that has another value; it may also be missing or null."""
+        """Refuse a value other than ``wanted``; a missing or null setting passes."""
         if value not in (None, wanted):
             raise self.refuse(key, value, f"only {wanted!r} can be expressed here")
 

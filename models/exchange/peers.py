@@ -97,7 +97,7 @@ def import_head(
 
 
 class _EngineSettings(msgspec.Struct):
-    """SGLang's ``eagle_config``; it counts the layers' outputs."""
+    """SGLang's ``eagle_config``; its layer ids number outputs, not inputs."""
 
     use_aux_hidden_state: bool = True
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
@@ -125,7 +125,7 @@ def _eagle3(peer: Peer) -> Eagle3:
     given = peer.convert(settings, _Eagle3Settings)
     layer = peer.layer(inner or settings)
     peer.check_all(settings, **ONE_LAYER, target_hidden_size=layer.hidden_size)
-    if not is_vllm:  # SpecForge's norm_output differs: does the LM head read normed states?
+    if not is_vllm:  # in SpecForge norm_output means that the LM head reads normed states
         peer.check_all(settings, norm_output=True)
     weights = {key.replace("layers.0.", "midlayer."): value for key, value in peer.weights.items()}
     weights, draft_ids = peer.vocabulary(weights, given.draft_vocab_size)
@@ -216,7 +216,7 @@ KINDS: dict[str, dict[str, type[DFlash]]] = {
         "DSparkDraftModel": DSpark,
     },
 }
-"""Key in config.json -> its values."""
+"""Key in config.json -> its value -> head class."""
 BLOCK_SETTINGS = {
     *("mask_token_id", "target_layer_ids", "block_size", "causal", "pure_draft_prefix_len"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),

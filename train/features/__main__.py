@@ -47,7 +47,7 @@ class FeatureOptions(Options):
     dtype: Literal["fp32", "bf16", "int8"] = "bf16"
     """storage dtype"""
     also: tuple[str, ...] = option((), metavar="CONFIG", repeated=True)
-    """configuration of another head to read the same states; repeatable"""
+    """configuration of another head that will read the same states; repeatable"""
     shard_mb: float = option(512.0, metavar="MB", flag="--shard_mb")
     """size per file, in MB"""
     engine: Literal["vllm"] | None = None

@@ -139,7 +139,7 @@ class ServedStates:
                 if len(body) > MAX_REPLY_BYTES:
                     raise FeaturesLost(f"features: {url} answers with more than a megabyte")
         said = " ".join(body[:300].decode("utf-8", "replace").split())
-        # These faults may pass, or spare another server; every other refusal is final.
+        # These faults may pass, or another server may not have them; other refusals are final.
         if response.status_code >= 500 or response.status_code in (408, 429):
             raise _Unavailable(f"HTTP {response.status_code}: {said}")
         if response.status_code != 200:

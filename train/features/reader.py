@@ -268,7 +268,7 @@ def load_embedding_and_head(
 
 
 TIE = 0.5
-"""Largest gap in nats from rounding between the best token here and the server's next token."""
+"""Largest logit gap, in nats, that rounding explains between our best and the server's token."""
 
 
 @torch.no_grad()
