@@ -52,7 +52,7 @@ class CardSource:
     description: Description
     """config.json from the draft's checkpoint."""
     place: str = "THIS_FOLDER"
-    """Value for the reader's --checkpoint: the repository, once the draft has one."""
+    """Value of --checkpoint in the card's commands: the repository, once the draft has one."""
     revision: str | None = None
     """Repository branch, if it is not the main one."""
     layout: str | None = None
