@@ -28,7 +28,7 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
     """Maximum blocks per document and step; anchors are sampled anew every time."""
     position_weights: Literal["decay", "dpace"] = "decay"
     """Loss weights within a block. decay: exp(-i / decay_gamma) for draft token i, from 0. dpace:
-    D-PACE, by the block prefix's probability."""
+    D-PACE's weights, from the probabilities of the block's prefixes."""
     decay_gamma: float = 7.0
     """Decay length in draft tokens; the paper has 7 for blocks of 16, 5 for 10, 4 for 8."""
     dpace_alpha: float = 0.5

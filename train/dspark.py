@@ -23,7 +23,7 @@ class DSparkTrainConfig(DSparkConfig, DFlashTrainConfig):
     loss: Divergence = "ce_l1"
     """Loss per row, with the same choices as for DFlash. ce_l1 is the paper's: 0.1 ce + 0.9 l1."""
     decay_gamma: float = 4.0
-    """4 is the paper's value for blocks of 7."""
+    """Decay length in draft tokens; the paper has 4 for blocks of 7."""
     confidence_weight: float = 1.0
     """Weight for the confidence loss, relative to 1 for the divergence."""
 

@@ -40,7 +40,7 @@ class SPDTrainConfig(SPDConfig, DivergenceConfig):
     start: Literal["deepest", "ridge"] = "deepest"
     """Initial projection of the newest token. deepest: identity, so the stream starts as the
     embedding. ridge: the linear map from embeddings to normed final states with the best fit on
-    training rows; an LM head can read it from the first step on."""
+    training rows, so an LM head can read the stream from the first step on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
