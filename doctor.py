@@ -99,6 +99,7 @@ def check_gpu() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         yield Finding("ok", "device", str(resolve_device("auto")))
+        yield from check_kernels()
         return
     device = torch.device("cuda", torch.cuda.current_device())
     yield Finding("ok", "device", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
@@ -120,6 +121,17 @@ def check_gpu() -> Iterator[Finding]:
         detail = f"without {' and '.join(missing)} they run as Python loops over chunks, in float32"
         fix = "before a Qwen3.5 target pip install 'pipedraft[linear-attention]' causal-conv1d"
         yield Finding("warning", "recurrent layers", detail, fix)
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Compile the kernels with which a CPU decodes."""
+    from pipedraft.models import kernels
+
+    if kernels.library() is not None:
+        yield Finding("ok", "CPU kernels", "compiled")
+        return
+    detail = "not compiled, so a CPU decodes more slowly, without int8 and int4"
+    yield Finding("warning", "CPU kernels", detail, "install g++")
 
 
 def check_target(folder: Path) -> Iterator[Finding]:

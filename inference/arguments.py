@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
 FloatDtype = Literal["auto", "float32", "bfloat16", "float16"]
-Dtype = Literal[FloatDtype, "int8"]
+Dtype = Literal[FloatDtype, "int8", "int4"]
 MAX_SECONDS = 1_000_000
 
 
@@ -163,7 +163,7 @@ class PlaceOptions(Options):
     """device for target and draft: cpu, cuda or cuda:N; auto: an accelerator if there is one"""
     dtype: Dtype = "auto"
     """dtype for target and draft; auto: float32 on a CPU, the target's stored dtype on a GPU; on a
-    CPU, float16 and int8 round the weights, and sums are float32"""
+    CPU, float16, int8 and int4 round the weights, and sums are float32"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,17 +6,16 @@ Call ``lay_out(module)`` once before decoding; enter ``muon_in_float32`` around 
 # ... any leading axes, H and G columns, M and N rows, V vocabulary
 # W entries per block, K blocks per row
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from math import gcd
 
 import torch
-import torch.nn.functional as F
-from psutil import virtual_memory
 from torch import Tensor, nn
 from torch.optim import _muon
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_orthogonalize
+
+from pipedraft.models import kernels
 
 ROW_MULTIPLE = 32  # few distinct row counts: kernels are prepared anew for each
 
@@ -24,27 +23,18 @@ ROW_MULTIPLE = 32  # few distinct row counts: kernels are prepared anew for each
 # -- products with few rows ------------------------------------------------------------------
 
 LEAST_WEIGHTS = 1 << 18
-"""Minimum weights in a laid-out layer; with fewer, the operator's overhead (11 us) dominates."""
-LEAST_ROWS, MOST_ROWS = 4, 64
-MOST_TRANSPOSED = 3
-"""Maximum rows to multiply by the transposed copy, on CPUs without AVX-512."""
+"""Minimum weights in a laid-out layer; with fewer, the call's overhead dominates."""
+MOST_ROWS = 64
 
 
 def lay_out(module: nn.Module) -> None:
     """Switch a module's large linear layers to the fastest matrix product for few rows.
 
-    The first such product makes a copy as large as the weights. Nothing is changed if all copies
-    would take more than half the free memory.
-
-    On an AVX-512 CPU, oneDNN computes the product, and the copy has oneDNN's layout. With 382 MB
-    of weights, four rows then take 24 instead of 42 ms on one Zen 4 core. On other CPUs, a layer
-    with more outputs than inputs multiplies up to three rows by a transposed copy. All other
-    products of several rows treat the rows as columns there. docs/lab/log.md has times.
+    That is a compiled kernel (``kernels.py``). Without a compiler, rows are columns of a product.
     """
-    large = [x for x in module.modules() if type(x) is nn.Linear and _is_large(x.weight)]
-    if 2 * sum(layer.weight.nbytes for layer in large) <= virtual_memory().available:
-        for layer in large:
-            layer.__class__ = LaidOutLinear  # the same object, so names and references stay
+    for layer in module.modules():
+        if type(layer) is nn.Linear and _is_large(layer.weight):
+            layer.__class__ = FewRowsLinear  # the same object, so names and references stay
 
 
 def _is_float32_on_cpu(x_H: Tensor) -> bool:
@@ -52,29 +42,15 @@ def _is_float32_on_cpu(x_H: Tensor) -> bool:
     return is_float32 and x_H.device.type == "cpu"
 
 
-@cache
-def _has_onednn_product() -> bool:
-    """Return True if oneDNN computes float32 products faster, as on an AVX-512 CPU."""
-    is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return is_avx512 and torch.backends.mkldnn.is_available()
-
-
 def _is_large(weight_GH: Tensor) -> bool:
     return weight_GH.device.type in ("cpu", "meta") and weight_GH.numel() >= LEAST_WEIGHTS
 
 
-class LaidOutLinear(nn.Linear):
+class FewRowsLinear(nn.Linear):
     """Linear layer with a faster product for few rows in inference mode; see ``lay_out``.
 
     Decoding uses inference mode; transformers' ``generate``, the reference, does not.
     """
-
-    _copy: tuple[tuple[int, int], Tensor] | None = None
-    """The copied weight's identity, and the copy."""
-
-    def __getstate__(self) -> dict[str, object]:
-        """Return state for deepcopy and pickle, which cannot handle oneDNN's layout."""
-        return {name: value for name, value in self.__dict__.items() if name != "_copy"}
 
     def forward(self, input: Tensor) -> Tensor:
         weight_GH = self.weight
@@ -88,40 +64,16 @@ class LaidOutLinear(nn.Linear):
         ):
             return super().forward(input)
         rows_MH = input.reshape(num_rows, -1)
-        has_more_outputs = len(weight_GH) > weight_GH.shape[1]
-        if _has_onednn_product():
-            out_MG = self._laid_out(rows_MH)
-        elif num_rows == 1 and not has_more_outputs:
+        if kernels.can_multiply(weight_GH):
+            out_MG = kernels.product(kernels.weight(weight_GH, None, self.bias), rows_MH)
+        elif num_rows == 1:
             return super().forward(input)
         else:
-            if num_rows <= MOST_TRANSPOSED and has_more_outputs:
-                # Each input is added to many sums at once, faster than one sum after the other.
-                out_MG = rows_MH @ self._copied(lambda weight_GH: weight_GH.T.contiguous())
-            else:
-                # MKL multiplies a large matrix by few columns faster than few rows by the matrix.
-                out_MG = (weight_GH @ rows_MH.T).T.contiguous()
+            # MKL multiplies a large matrix by few columns faster than few rows by the matrix.
+            out_MG = (weight_GH @ rows_MH.T).T.contiguous()
             if self.bias is not None:
                 out_MG += self.bias
         return out_MG.view(*input.shape[:-1], -1)
-
-    def _copied(self, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the weight's copy, made again if the weight was trained, merged or moved."""
-        weight_GH = self.weight
-        version = 0 if weight_GH.is_inference() else weight_GH._version  # those count none
-        identity = (weight_GH.data_ptr(), version)
-        if self._copy is None or self._copy[0] != identity:
-            self._copy = (identity, make(weight_GH.detach()))
-        return self._copy[1]
-
-    def _laid_out(self, rows_MH: Tensor) -> Tensor:
-        laid_out_GH = self._copied(lambda w: torch.ops.mkldnn._reorder_linear_weight(w, 8))
-        # Fewer rows than four run slower than four; padding also gives one row the numbers of many.
-        num_rows = len(rows_MH)
-        missing = max(LEAST_ROWS - num_rows, 0)
-        rows_MH = F.pad(rows_MH, (0, 0, 0, missing)).contiguous()
-        # The operator that torch's own compiler uses for oneDNN's float32 product.
-        product = torch.ops.mkldnn._linear_pointwise
-        return product(rows_MH, laid_out_GH, self.bias, "none", [], "")[:num_rows]
 
 
 # -- logits --------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Decoder layers for few rows on a CPU: transformers' arithmetic in fewer calls.
 
 One product computes queries, keys and values, another one gate and up. We join their weights in
-memory once, and transformers' modules keep views, so nothing is stored twice.
+memory once, and transformers' modules keep views, so nothing is stored twice. Compiled kernels
+(``kernels.py``) run all but attention in two calls per layer; without a compiler torch does.
 """
 
 # R rows, H hidden, N query heads, J key heads, D head size, G joined outputs, I intermediate size
@@ -16,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipedraft.files import Values
-from pipedraft.models.cpu import MOST_ROWS, LaidOutLinear
+from pipedraft.models import kernels
+from pipedraft.models.cpu import MOST_ROWS, FewRowsLinear
 from pipedraft.models.families import PLAIN
-from pipedraft.models.rounded import JOINED, RoundedPart
+from pipedraft.models.rounded import JOINED, RoundedLinear, RoundedPart
 
 HFModule: TypeAlias = Any
 """One of transformers' modules: its submodules and settings are known by name, not by type."""
@@ -41,10 +43,15 @@ class PlainLayer:
         with torch.inference_mode(False), torch.no_grad():
             self.query_key_value, self.gate_up = _join(projections), _join(gates)
         self._identity = _identity(layer)
+        self._kernels = self._fitted()
 
     def is_current(self, layer: nn.Module) -> bool:
         """Return False once a module or weight was replaced: moved, merged or loaded."""
         return self._identity == _identity(layer)
+
+    @property
+    def takes_many_rows(self) -> bool:
+        return self._kernels is not None or isinstance(self.attention.q_proj, RoundedPart)
 
     def __call__(
         self,
@@ -57,9 +64,11 @@ class PlainLayer:
         """Return the layer's output [1, R, H], as transformers' layer does.
 
         Args:
-            turn: from ``_turning``.
+            turn: cosines and signed sines, from ``_turning``.
             cache: ``update(keys, values, layer_idx)`` returns all keys and values.
         """
+        if self._kernels is not None:
+            return self._run_kernels(self._kernels, hidden_1RH, turn, cache, attend)
         first, second = self.norms
         cos_R1D, sin_R1D = turn
         rows_RH = hidden_1RH[0]
@@ -78,6 +87,54 @@ class PlainLayer:
         rows_RH = rows_RH + self.attention.o_proj(attended_1NRD[0].transpose(0, 1).flatten(1))
         gate_RI, up_RI = self.gate_up(_norm(second, rows_RH)).chunk(2, -1)
         return (rows_RH + self.mlp.down_proj(F.silu(gate_RI) * up_RI))[None]
+
+    def _fitted(self) -> kernels.Layer | None:
+        """Return the layer for the kernels; None: no compiler, or sizes they do not take."""
+        if kernels.library() is None:
+            return None
+        joined = self.query_key_value, self.attention.o_proj, self.gate_up, self.mlp.down_proj
+        weights = [_kernel_weight(part) for part in joined]
+        norms = [*self.norms]
+        norms += [self.attention.q_norm, self.attention.k_norm] if self.has_head_norms else []
+        # The kernels take whole vectors of rows and of half a head, without padding.
+        is_whole = self.head_size % (2 * kernels.WIDTH) == 0
+        is_whole &= self.head_size <= kernels.MOST_HEAD_SIZE
+        for part, own in zip(joined, weights, strict=True):
+            is_whole &= own.inputs == part.in_features and own.inputs % kernels.WIDTH == 0
+        if not is_whole or any(norm.weight.dtype != torch.float32 for norm in norms):
+            return None
+        addresses = [norm.weight.data_ptr() for norm in norms] + [None] * (4 - len(norms))
+        heads = self.query_key_value.out_features // self.head_size
+        return kernels.Layer(
+            *weights,
+            *addresses,
+            self.norms[0].variance_epsilon,
+            self.attention.scaling,
+            self.gate_up.in_features,
+            heads - 2 * self.num_values,
+            self.num_values,
+            self.head_size,
+        )
+
+    def _run_kernels(
+        self,
+        layer: kernels.Layer,
+        hidden_1RH: Tensor,
+        turn: tuple[Tensor, Tensor],
+        cache: HFModule,
+        attend: Attend,
+    ) -> Tensor:
+        heads_1NRD = kernels.before_attention(layer, hidden_1RH, *turn)
+        sizes = (layer.heads, layer.kv_heads, layer.kv_heads)
+        query, keys, values = heads_1NRD.split(sizes, 1)
+        keys, values = cache.update(keys, values, self.attention.layer_idx)
+        attended_1NRD = attend(query, keys, values, scale=layer.scale)
+        return kernels.after_attention(layer, hidden_1RH, attended_1NRD.transpose(1, 2))
+
+
+def _kernel_weight(part: HFModule) -> kernels.Weight:
+    is_rounded = isinstance(part, RoundedLinear)
+    return part.kernel_weight() if is_rounded else kernels.weight(part.weight, None, part.bias)
 
 
 def _turning(position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -124,10 +181,8 @@ class PlainLayers:
         """
         if not self._is_checked:
             self._plain, self._is_checked = self._find(), True
-        is_few = num_rows <= MOST_ROWS
-        if not self._plain or not (
-            is_few or isinstance(self._plain[0].attention.q_proj, RoundedPart)
-        ):
+        # Without kernels, transformers' products of many rows are as fast.
+        if not self._plain or (num_rows > MOST_ROWS and not self._plain[0].takes_many_rows):
             return [
                 partial(layer, attention_mask=masks[kind], past_key_values=cache, **places[kind])
                 for layer, kind in zip(self._layers, self._kinds, strict=True)
@@ -167,7 +222,7 @@ def _is_plain(layer: nn.Module) -> bool:
 def _can_join(part: HFModule) -> bool:
     if isinstance(part, RoundedPart):
         return True
-    if type(part) not in (nn.Linear, LaidOutLinear) or part._forward_hooks:
+    if type(part) not in (nn.Linear, FewRowsLinear) or part._forward_hooks:
         return False
     # An optimizer would go on updating the weights that the views replace.
     is_frozen = type(part.weight) is nn.Parameter and not part.weight.requires_grad
@@ -196,7 +251,8 @@ def _join(parts: Sequence[HFModule]) -> nn.Module:
     """Join weights and biases into one layer; the parts then hold views."""
     if isinstance(parts[0], RoundedPart):
         return parts[0].joined
-    joined = type(parts[0])(1, 1, bias=parts[0].bias is not None, device="meta")
+    sizes = parts[0].in_features, sum(part.out_features for part in parts)
+    joined = type(parts[0])(*sizes, bias=parts[0].bias is not None, device="meta")
     for name in ("weight", "bias"):
         if (whole := getattr(joined, name)) is None:
             continue

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from pipedraft.models import kernels
 from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
 from pipedraft.models.families import PLAIN
 from pipedraft.models.layers import grouped_attention
@@ -33,6 +34,8 @@ MAX_ROWS = 64
 """Maximum rows per graph; longer segments gain nothing, as their kernels run long enough."""
 MIN_COLUMNS = 32
 """Minimum mask columns, so smaller speculative sets share a graph."""
+KERNEL_ROWS = 3
+"""Maximum rows for our attention kernel on a CPU; torch's is faster with more."""
 READ_BY_HOST = ("dynamic", "longrope")
 """Rotary types whose table depends on the longest position, which the host must read."""
 
@@ -200,7 +203,10 @@ def masked(
     mask: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Run attention [1, N, l, D] by torch's kernel, query heads sharing key heads."""
+    """Run attention [1, N, l, D], query heads sharing key heads."""
+    if mask is not None and query_1NlD.shape[2] <= KERNEL_ROWS and kernels.can_attend(query_1NlD):
+        scale = query_1NlD.shape[-1] ** -0.5 if scale is None else scale
+        return kernels.attend(query_1NlD, keys_1JCD, values_1JCD, mask, scale)
     is_shared = query_1NlD.shape[1] != keys_1JCD.shape[1]
     inputs = (query_1NlD, keys_1JCD, values_1JCD, mask)
     return F.scaled_dot_product_attention(*inputs, scale=scale, enable_gqa=is_shared)

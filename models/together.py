@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipedraft.models import kernels
 from pipedraft.models.bitwise import RowByRow, pad, row_by_row, rows_of_a_pass
 from pipedraft.models.families import has_latents
 from pipedraft.models.layers import grouped_attention
 from pipedraft.models.stage_cache import Segment
-from pipedraft.models.stage_calls import attending_by, masked
+from pipedraft.models.stage_calls import Attend, attending_by, masked
 
 if TYPE_CHECKING:
     from pipedraft.models.target import Stage
@@ -61,7 +62,7 @@ def forward_together(
     rows_RH, positions_R = torch.cat(parts), torch.cat(own_positions)
     attending: list[_Masked | RowByRow] = [
         row_by_row(stage, segment.visible.to(first.device))
-        if stage.is_rounded or stage.is_bitwise
+        if stage.is_bitwise
         else _Masked(stage, segment, positions_C, rows_RH.dtype)
         for stage, segment, positions_C in zip(stages, segments, known, strict=True)
     ]
@@ -122,7 +123,9 @@ class _Masked:
         self, stage: "Stage", segment: Segment, positions_C: Tensor, dtype: torch.dtype
     ) -> None:
         self._cache = stage.cache
-        self._attend = grouped_attention if stage.groups > 1 else masked
+        self._attend: Attend = grouped_attention if stage.groups > 1 else masked
+        if stage.is_rounded:
+            self._attend = kernels.attend  # a row's bits do not depend on the other rows
         self._known: tuple[Tensor, Tensor] | None = None
         self._kind = ""
         visible_lS = segment.visible.to(stage.device)

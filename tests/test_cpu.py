@@ -11,21 +11,24 @@ from conftest import tiny_llama
 from decode_runs import PROMPTS, decode_exactly, engine_for, friendly_module
 from torch.optim import _muon
 
-from pipedraft.models import cpu
+from pipedraft.models import cpu, kernels
 from pipedraft.models.cpu import argmax, lay_out, muon_in_float32, torch_orthogonalize
 
 
-@pytest.fixture(autouse=True)
-def any_cpu_counts_as_avx512(monkeypatch):
-    """Test oneDNN's products also where torch's own would be taken."""
-    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: True)
+@pytest.fixture(params=["kernels", "no compiler"])
+def is_compiled(request, monkeypatch):
+    """Run a test with the compiled kernels, and with torch alone."""
+    if request.param == "kernels" and kernels.library() is None:
+        pytest.skip("no C++ compiler")
+    if request.param == "no compiler":
+        monkeypatch.setattr(kernels, "library", lambda: None)
+    return request.param == "kernels"
 
 
 def large_layer(has_bias=False):
-    """Return a layer with enough weights to be laid out, before its copy is made."""
     layer = torch.nn.Linear(256, cpu.LEAST_WEIGHTS // 256, bias=has_bias).requires_grad_(False)
     lay_out(torch.nn.Sequential(layer))
-    assert type(layer) is cpu.LaidOutLinear
+    assert type(layer) is cpu.FewRowsLinear
     return layer
 
 
@@ -37,8 +40,8 @@ def product(layer, x):
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 8, cpu.MOST_ROWS])
-def test_few_rows_times_a_laid_out_weight_are_the_product(rows, has_bias):
+@pytest.mark.parametrize("rows", [1, 3, 8, cpu.MOST_ROWS])
+def test_few_rows_times_a_laid_out_weight_are_the_product(rows, has_bias, is_compiled):
     layer = large_layer(has_bias)
     wide = torch.randn(rows, 300)
     for x in (wide[:, :256].contiguous(), wide[:, 44:], torch.randn(1, rows, 256)):
@@ -46,44 +49,22 @@ def test_few_rows_times_a_laid_out_weight_are_the_product(rows, has_bias):
         with torch.inference_mode():
             found = layer(x)
         assert found.shape == exact.shape and (found - exact).abs().max() < tolerance
-    assert layer._copy is not None
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 4, cpu.MOST_ROWS])
-def test_without_avx512_few_rows_are_the_columns_of_the_product(rows, has_bias, monkeypatch):
-    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: False)
-    layer = large_layer(has_bias)
-    for x in (torch.randn(rows, 300)[:, 44:], torch.randn(1, rows, 256)):
-        exact, tolerance = product(layer, x)
-        with torch.inference_mode():
-            found = layer(x)
-        assert found.shape == exact.shape and (found - exact).abs().max() < tolerance
         assert found.is_contiguous()
-    assert (layer._copy is None) == (rows > cpu.MOST_TRANSPOSED)
 
 
-@pytest.mark.parametrize("is_avx512", [True, False])
-def test_a_laid_out_weight_that_changes_is_laid_out_again(is_avx512, monkeypatch):
-    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: is_avx512)
+def test_a_laid_out_weight_may_change(is_compiled):
     layer, x = large_layer(), torch.randn(3, 256)
     changes = (
         lambda weight: weight.mul_(2),
         lambda weight: setattr(layer, "weight", torch.nn.Parameter(weight + 1, False)),
         lambda weight: setattr(weight, "data", torch.randn_like(weight)),
+        lambda weight: setattr(weight, "data", torch.randn(256, len(weight)).T),  # not contiguous
     )
     for change in changes:
-        with torch.inference_mode():
-            layer(x)
         change(layer.weight)
         exact, tolerance = product(layer, x)
         with torch.inference_mode():
             assert (layer(x) - exact).abs().max() < tolerance
-    twin = deepcopy(layer)
-    twin.weight.mul_(3)
-    exact, tolerance = product(twin, x)
-    with torch.inference_mode():
-        assert (twin(x) - exact).abs().max() < tolerance
 
 
 def test_many_rows_gradients_other_dtypes_and_small_layers_take_the_usual_way():
@@ -99,7 +80,6 @@ def test_many_rows_gradients_other_dtypes_and_small_layers_take_the_usual_way():
     with torch.inference_mode():
         rounded = deepcopy(layer).bfloat16()
         assert torch.equal(rounded(x.bfloat16()), F.linear(x.bfloat16(), rounded.weight))
-    assert layer._copy is None and rounded._copy is None
     small = torch.nn.Linear(24, 40)
     lay_out(small)
     assert type(small) is torch.nn.Linear
@@ -107,47 +87,28 @@ def test_many_rows_gradients_other_dtypes_and_small_layers_take_the_usual_way():
 
 def laid_out_engine(monkeypatch, tree_width):
     monkeypatch.setattr(cpu, "LEAST_WEIGHTS", 1)
-    target = tiny_llama(layers=4)
+    target = tiny_llama(layers=4, hidden=128)  # heads of 32 entries, as the kernels take them
     module = friendly_module(target, num_stages=2)
     lay_out(module)
     way = {"schedule": "spd", "num_stages": 2, "tree_width": tree_width, "max_new_tokens": 24}
     return engine_for(target, draft=module, **way)
 
 
-@pytest.mark.parametrize(("tree_width", "is_avx512"), [(1, True), (1, False), (4, True)])
-def test_laid_out_layers_decode_what_transformers_generates(tree_width, is_avx512, monkeypatch):
-    """The reference runs the same layers, but outside inference mode, so with torch's products.
-
-    Layers joined by plain_layers run within the joined layer."""
-    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: is_avx512)
+@pytest.mark.parametrize("tree_width", [1, 4])
+def test_laid_out_layers_decode_what_transformers_generates(tree_width, is_compiled, monkeypatch):
+    """The reference runs the same layers, but outside inference mode, so with torch's products."""
     engine = laid_out_engine(monkeypatch, tree_width)
     for prompt in PROMPTS:
         decode_exactly(engine, prompt)
-    named = engine.target.model.named_modules()
-    names = ("o_proj", "down_proj", "lm_head") if is_avx512 else ("lm_head",)
-    layers = [x for name, x in named if name.endswith(names)]
-    assert layers and all(layer._copy is not None for layer in layers)
+    layer = engine.target.stages[0].plain._plain[0]
+    assert (layer._kernels is not None) == is_compiled
 
 
-@pytest.mark.parametrize("is_avx512", [True, False])
-def test_a_wrong_copy_of_a_weight_is_found_by_the_text(is_avx512, monkeypatch):
-    monkeypatch.setattr(cpu, "_has_onednn_product", lambda: is_avx512)
-    engine, copied = laid_out_engine(monkeypatch, 1), cpu.LaidOutLinear._copied
-
-    def upside_down(layer, make):
-        return copied(layer, lambda weight_GH: make(weight_GH.flip(0)))
-
-    monkeypatch.setattr(cpu.LaidOutLinear, "_copied", upside_down)
+def test_a_wrong_product_is_found_by_the_text(monkeypatch):
+    engine, multiply = laid_out_engine(monkeypatch, 1), kernels.product
+    monkeypatch.setattr(kernels, "product", lambda own, rows: multiply(own, rows).flip(-1))
     with pytest.raises(AssertionError):
         decode_exactly(engine, PROMPTS[0])
-
-
-def test_nothing_is_laid_out_without_memory_for_a_second_copy(monkeypatch):
-    free = cpu.virtual_memory()._replace(available=2 * 4 * cpu.LEAST_WEIGHTS - 1)
-    monkeypatch.setattr(cpu, "virtual_memory", lambda: free)
-    layer = torch.nn.Linear(256, cpu.LEAST_WEIGHTS // 256)
-    lay_out(layer)
-    assert type(layer) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 96, 300, 4096])

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from pretended_device import pretended_cuda
 
 from pipedraft import doctor
+from pipedraft.models import kernels
 
 ASSETS = REPOSITORY / "assets"
 
@@ -34,6 +35,12 @@ def test_a_sound_environment_has_no_failure(monkeypatch, capfd):
     assert all(entry["status"] != "failure" for entry in found.values())
     detail = found["embedded target"]["detail"]
     assert "sums right" in detail and detail.endswith("decodes")
+
+
+def test_a_machine_without_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    finding = only(doctor.check_kernels())
+    assert (finding.status, finding.fix) == ("warning", "install g++")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "SHA256SUMS"])
@@ -84,7 +91,7 @@ def test_versions_are_compared_with_what_the_package_requires(monkeypatch):
 
 
 def test_a_gpu_is_tried_and_what_recurrent_layers_lack_is_named(monkeypatch):
-    assert only(doctor.check_gpu()).detail == "cpu"
+    assert [finding.detail for finding in doctor.check_gpu()][0] == "cpu"
     with pretended_cuda():
         device, training, layers = doctor.check_gpu()
         assert device.status == "ok"

@@ -1,5 +1,7 @@
 """Rounded and joined weights: products, passes, loading. test_bitwise.py compares decoded texts."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from conftest import REPOSITORY, tiny_llama, tiny_mistral, tiny_qwen3
@@ -10,9 +12,7 @@ from tiny_drafts import make_head
 from pipedraft.models import plain_layers, rounded
 from pipedraft.models.cpu import MOST_ROWS
 from pipedraft.models.rounded import (
-    KINDS,
-    HalfLinear,
-    Int8Linear,
+    DTYPES,
     RoundedLinear,
     RoundedPart,
     dtype_of,
@@ -26,7 +26,7 @@ ASSETS = str(REPOSITORY / "assets" / "target")
 MAKERS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "mistral": tiny_mistral}
 
 
-EVERY_DTYPE = pytest.mark.parametrize("dtype", KINDS, ids=str)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def rounded_target(dtype, family="llama", **sizes):
@@ -36,52 +36,13 @@ def rounded_target(dtype, family="llama", **sizes):
     return target
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_product_is_the_rounded_weights_and_a_row_has_the_same_bits_alone(has_bias):
+@EVERY_DTYPE
+def test_a_part_of_a_joined_layer_has_the_bits_of_the_layer(dtype):
     torch.manual_seed(0)
-    weight, bias = torch.randn(48, 80), torch.randn(48) if has_bias else None
-    weight[5] = 0
-    x = torch.randn(9, 80) * torch.tensor([1.0] * 79 + [40.0])  # an outlier, as in real states
-    x[3] = 0
-    layer = Int8Linear(weight, bias, keep_weight=False)
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    exact = x.double() @ ((weight / scale.clamp(min=1e-30)).round() * scale).double().T
-    exact += 0 if bias is None else bias
-    together = layer(x)
-    assert (together - exact).abs().max() < 2e-3 * exact.abs().max()
-    assert (together - x @ weight.T - (0 if bias is None else bias)).abs().max() > 1e-3
-    check_rows(layer, x)
-
-
-def check_rows(layer, x):
-    """A row has the same bits alone, and in a part of the layer."""
-    together = layer(x)
-    assert torch.equal(together, torch.cat([layer(row) for row in x.split(1)]))
-    assert torch.equal(together, torch.cat([layer(x[:4]), layer(x[4:])]))
-    joined = RoundedPart(layer, slice(10, 30))
-    assert torch.equal(joined(x), together[:, 10:30])
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [9, 63, 130])
-def test_a_product_of_16_bit_weights_rounds_nothing_else(num_rows, has_bias):
-    torch.manual_seed(0)
-    weight, bias = torch.randn(48, 640), torch.randn(48) if has_bias else None
-    x = 1000 * torch.randn(num_rows, 640)  # beyond float16 with its sums
-    layer = HalfLinear(weight, bias, keep_weight=False)
-    exact = x.double() @ weight.half().double().T + (0 if bias is None else bias)
-    assert (layer(x) - exact).abs().max() < 1e-5 * exact.abs().max()
-    check_rows(layer, x)
-
-
-def test_without_padding_some_row_has_other_bits(monkeypatch):
-    """Known-bad on processors whose kernel sums in several orders."""
-    if rounded.even_rows() == 1:
-        pytest.skip("this CPU's kernels all sum in one order")
-    monkeypatch.setattr(rounded, "even_rows", lambda: 1)
-    layer, x = HalfLinear(torch.randn(48, 640), None, keep_weight=False), torch.randn(13, 640)
-    with pytest.raises(AssertionError):
-        check_rows(layer, x)
+    layer = RoundedLinear(torch.randn(48, 80), torch.randn(48), dtype, keep_weight=False)
+    x = torch.randn(9, 80)
+    assert torch.equal(RoundedPart(layer, slice(10, 30))(x), layer(x)[:, 10:30])
+    assert torch.equal(deepcopy(layer)(x), layer(x))
 
 
 @EVERY_DTYPE

@@ -8,7 +8,8 @@ from staged_targets import tiny
 
 from pipedraft.inference.edge.session_messages import Open, Preverify, Settings
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
-from pipedraft.models.rounded import HalfLinear, Int8Linear, even_rows, round_target
+from pipedraft.models import kernels
+from pipedraft.models.rounded import round_target
 from pipedraft.models.target import KeepRows, Segment, StagedTarget
 from pipedraft.models.together import can_run_together, forward_together
 
@@ -62,7 +63,7 @@ def test_rows_of_several_texts_are_what_each_gives_alone(name):
         torch.testing.assert_close(together, alone, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.int4])
 @pytest.mark.parametrize("name", ["qwen3", "sliding"])
 def test_rounded_targets_give_a_row_the_same_bits_among_several_texts(name, dtype):
     model = TARGETS[name]()
@@ -70,23 +71,24 @@ def test_rounded_targets_give_a_row_the_same_bits_among_several_texts(name, dtyp
     assert all((together == alone).all() for together, alone in run_both_ways(model, turns=12))
 
 
-def unpadded(self, rows_MH):
-    return torch.ops.quantized.linear_dynamic_fp16(rows_MH, self._packed)
+def by_torch(own, rows_MH, product=kernels.product):
+    """Products whose order of sums depends on the number of rows, as libraries' do."""
+    doubled = product(own, rows_MH)
+    return doubled + len(rows_MH) * 1e-7
 
 
-def with_one_scale(self, rows_MH, product=Int8Linear.product):
+def with_one_scale(own, rows_MH, product=kernels.product):
     """Round inputs by the largest one in the pass."""
     step = rows_MH.abs().max() / 2**12
-    return product(self, (rows_MH / step).round() * step)
+    return product(own, (rows_MH / step).round() * step)
 
 
-@pytest.mark.parametrize(("kind", "mutant"), [(HalfLinear, unpadded), (Int8Linear, with_one_scale)])
-def test_products_that_depend_on_other_texts_would_be_noticed(kind, mutant, monkeypatch):
-    if kind is HalfLinear and even_rows() == 1:
-        pytest.skip("this CPU has one order of sums for every number of rows")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.int4])
+@pytest.mark.parametrize("mutant", [by_torch, with_one_scale])
+def test_products_that_depend_on_other_texts_would_be_noticed(mutant, dtype, monkeypatch):
     model = TARGETS["qwen3"]()
-    round_target(model, {HalfLinear: torch.float16, Int8Linear: torch.int8}[kind])
-    monkeypatch.setattr(kind, "product", mutant)
+    round_target(model, dtype)
+    monkeypatch.setattr(kernels, "product", mutant)
     assert not all((together == alone).all() for together, alone in run_both_ways(model, turns=12))
 
 

@@ -1,0 +1,364 @@
+// Decoder layers for few rows on a CPU. kernels.py compiles this file for the machine it runs on.
+//
+// A weight is read once for up to ROWS rows. A row's sums run in one order, whichever rows are computed
+// with it, so its result has the same bits alone. Sums are float32; weights are float32 or rounded.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int WIDTH = 16;
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef float Unaligned __attribute__((vector_size(4 * WIDTH), aligned(4)));
+
+// Rows and channels per tile, as many as registers hold sums for.
+#if defined(__AVX512F__)
+constexpr int ROWS = 6, CHANNELS = 4;
+#else
+constexpr int ROWS = 2, CHANNELS = 2;
+#endif
+constexpr int64_t ROWS_IN_CACHE = 4 * ROWS, LEAST_PARALLEL = 1 << 17;
+
+enum Kind { FLOAT32, FLOAT16, INT8, INT4 };
+
+// An int4 block as in GGUF's Q4_1: 32 weights w = scale * nibble + least. The low nibbles come first.
+constexpr int BLOCK = 32;
+struct Block {
+    uint16_t scale, least;
+    uint8_t nibbles[BLOCK / 2];
+};
+
+constexpr int64_t row_bytes(int kind, int64_t inputs) {
+    switch (kind) {
+    case FLOAT32: return 4 * inputs;
+    case FLOAT16: return 2 * inputs;
+    case INT8: return inputs;
+    default: return inputs / BLOCK * sizeof(Block);
+    }
+}
+
+inline Floats load(const float *from) { return *reinterpret_cast<const Unaligned *>(from); }
+inline void store(float *to, Floats x) { *reinterpret_cast<Unaligned *>(to) = x; }
+inline Floats fill(float x) { return x - Floats{}; }
+
+inline Floats multiply_add(Floats a, Floats b, Floats sum) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#else
+    return a * b + sum;
+#endif
+}
+
+inline float to_float(uint16_t half) {
+#if defined(__F16C__)
+    return _cvtsh_ss(half);
+#else
+    _Float16 value;
+    memcpy(&value, &half, 2);
+    return (float)value;
+#endif
+}
+
+inline float sum(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    for (int half = WIDTH / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+#endif
+}
+
+// Widening 16 bytes and halves one by one is what compilers make of the plain loop, so we name the instructions.
+inline Ints widen(const int8_t *from) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    Ints x;
+    for (int i = 0; i < WIDTH; i++) x[i] = from[i];
+    return x;
+#endif
+}
+
+inline Ints widen(const uint8_t *from) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    Ints x;
+    for (int i = 0; i < WIDTH; i++) x[i] = from[i];
+    return x;
+#endif
+}
+
+inline Floats widen(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#else
+    Floats x;
+    for (int i = 0; i < WIDTH; i++) x[i] = to_float(from[i]);
+    return x;
+#endif
+}
+
+// Return weights [first, first + WIDTH) of a row.
+template <int kind> inline Floats weights(const char *row, int64_t first) {
+    if constexpr (kind == FLOAT32) {
+        return load((const float *)row + first);
+    } else if constexpr (kind == FLOAT16) {
+        return widen((const uint16_t *)row + first);
+    } else if constexpr (kind == INT8) {
+        return __builtin_convertvector(widen((const int8_t *)row + first), Floats);
+    } else {
+        const Block *block = (const Block *)row + first / BLOCK;
+        const Floats scale = fill(to_float(block->scale)), least = fill(to_float(block->least));
+        const Ints bytes = widen(block->nibbles), nibbles = first % BLOCK ? bytes >> 4 : bytes & 15;
+#if defined(__AVX512F__)
+        const Floats steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const Floats table = multiply_add(steps, scale, least); // once for both halves of a block
+        return (Floats)_mm512_permutexvar_ps((__m512i)nibbles, (__m512)table);
+#else
+        return multiply_add(__builtin_convertvector(nibbles, Floats), scale, least);
+#endif
+    }
+}
+
+} // namespace
+
+extern "C" struct Weight {
+    const char *rows;   // [channels, inputs]
+    const float *scale; // [channels] for int8
+    const float *bias;  // [channels] or null
+    int64_t kind, channels, inputs;
+};
+
+namespace {
+
+// y[m, g] = x[m] . w[g] for `rows` rows and `channels` channels from `first` on.
+template <int kind, int rows, int channels>
+void tile(const Weight &w, const float *x, float *y, int64_t first) {
+    Floats sums[rows][channels] = {};
+    const int64_t bytes = row_bytes(kind, w.inputs);
+    const char *from = w.rows + first * bytes;
+#pragma GCC unroll 2
+    for (int64_t h = 0; h < w.inputs; h += WIDTH) {
+        Floats part[channels];
+#pragma GCC unroll 4
+        for (int c = 0; c < channels; c++) {
+            part[c] = weights<kind>(from + c * bytes, h);
+            if (row_bytes(kind, h) % 64 == 0) // the same place in the next tile
+                __builtin_prefetch(from + (c + channels) * bytes + row_bytes(kind, h));
+        }
+#pragma GCC unroll 6
+        for (int m = 0; m < rows; m++) {
+            Floats own = load(x + m * w.inputs + h);
+#pragma GCC unroll 4
+            for (int c = 0; c < channels; c++) sums[m][c] = multiply_add(part[c], own, sums[m][c]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+        for (int c = 0; c < channels; c++) {
+            float out = sum(sums[m][c]);
+            if (kind == INT8) out *= w.scale[first + c];
+            y[m * w.channels + first + c] = w.bias ? out + w.bias[first + c] : out;
+        }
+}
+
+template <int kind, int channels>
+void tiles(const Weight &w, const float *x, float *y, int64_t rows, int64_t first) {
+    for (int64_t m = 0; m < rows; m += ROWS) {
+        const float *own = x + m * w.inputs;
+        float *out = y + m * w.channels;
+        switch (std::min<int64_t>(rows - m, ROWS)) {
+        case 1: tile<kind, 1, channels>(w, own, out, first); break;
+        case 2: tile<kind, 2, channels>(w, own, out, first); break;
+#if defined(__AVX512F__)
+        case 3: tile<kind, 3, channels>(w, own, out, first); break;
+        case 4: tile<kind, 4, channels>(w, own, out, first); break;
+        case 5: tile<kind, 5, channels>(w, own, out, first); break;
+        case 6: tile<kind, 6, channels>(w, own, out, first); break;
+#endif
+        }
+    }
+}
+
+template <int kind> void multiply(const Weight &w, const float *x, float *y, int64_t rows) {
+    for (int64_t m = 0; m < rows; m += ROWS_IN_CACHE) {
+        const int64_t some = std::min(rows - m, ROWS_IN_CACHE);
+        const float *own = x + m * w.inputs;
+        float *out = y + m * w.channels;
+#pragma omp parallel for schedule(static) if (some * w.channels * w.inputs >= LEAST_PARALLEL)
+        for (int64_t g = 0; g < w.channels; g += CHANNELS) {
+            if (g + CHANNELS <= w.channels)
+                tiles<kind, CHANNELS>(w, own, out, some, g);
+            else
+                for (int64_t one = g; one < w.channels; one++) tiles<kind, 1>(w, own, out, some, one);
+        }
+    }
+}
+
+// exp, to 2 units in the last place between -87 and 88, where it is cut off.
+inline Floats exponential(Floats x) {
+    x = x < -87.0f ? fill(-87.0f) : x > 88.0f ? fill(88.0f) : x;
+    const Floats magic = fill(12582912.0f); // adding it rounds to an integer
+    const Floats power = multiply_add(x, fill(1.44269504f), magic) - magic;
+    const Floats rest = x - power * 0.693359375f + power * 2.12194440e-4f;
+    Floats y = fill(1.9875691500e-4f);
+    for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        y = multiply_add(y, rest, fill(term));
+    y = multiply_add(y, rest * rest, rest + 1.0f);
+    const Ints exponent = (__builtin_convertvector(power, Ints) + 127) << 23;
+    return y * (Floats)exponent;
+}
+
+// y = w x / sqrt(mean(x^2) + eps); `size` is a multiple of WIDTH.
+void norm(const float *x, const float *w, float eps, int64_t size, float *y) {
+    Floats squares = {};
+    for (int64_t i = 0; i < size; i += WIDTH) squares = multiply_add(load(x + i), load(x + i), squares);
+    const float factor = 1.0f / std::sqrt(sum(squares) / size + eps);
+    for (int64_t i = 0; i < size; i += WIDTH) store(y + i, load(x + i) * factor * load(w + i));
+}
+
+// y = x cos + [r, l] sin for x = [l, r]: the sign is in sin; `size` / 2 is a multiple of WIDTH.
+void turn(const float *x, const float *cos, const float *sin, int64_t size, float *y) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i += WIDTH) {
+        const Floats left = load(x + i), right = load(x + half + i);
+        store(y + i, left * load(cos + i) + right * load(sin + i));
+        store(y + half + i, right * load(cos + half + i) + left * load(sin + half + i));
+    }
+}
+
+float *scratch(int which, int64_t size) {
+    thread_local std::vector<float> buffers[3];
+    if ((int64_t)buffers[which].size() < size) buffers[which].resize(size);
+    return buffers[which].data();
+}
+
+} // namespace
+
+extern "C" {
+
+struct Layer {
+    Weight query_key_value, output, gate_up, down;
+    const float *input_norm, *attention_norm, *query_norm, *key_norm; // the last two may be null
+    double eps, scale;
+    int64_t hidden, heads, kv_heads, head_size;
+};
+
+// y = x W^T + b; x [rows, inputs], y [rows, channels].
+void product(const Weight *w, const float *x, float *y, int64_t rows) {
+    switch (w->kind) {
+    case FLOAT32: multiply<FLOAT32>(*w, x, y, rows); break;
+    case FLOAT16: multiply<FLOAT16>(*w, x, y, rows); break;
+    case INT8: multiply<INT8>(*w, x, y, rows); break;
+    case INT4: multiply<INT4>(*w, x, y, rows); break;
+    }
+}
+
+// Rotated queries [heads, rows, D] and keys [kv_heads, rows, D], then values like keys; cos, sin [rows, D].
+void before_attention(
+    const Layer *layer, const float *x, const float *cos, const float *sin, float *out, int64_t rows) {
+    const int64_t H = layer->hidden, D = layer->head_size, N = layer->heads, J = layer->kv_heads;
+    const int64_t channels = (N + 2 * J) * D;
+    float *normed = scratch(0, rows * H), *joined = scratch(1, rows * channels), own[512];
+    for (int64_t m = 0; m < rows; m++)
+        norm(x + m * H, layer->input_norm, layer->eps, H, normed + m * H);
+    product(&layer->query_key_value, normed, joined, rows);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t head = 0; head < N + 2 * J; head++) {
+            const float *from = joined + m * channels + head * D;
+            float *to = out + (head * rows + m) * D;
+            if (head >= N + J) {
+                memcpy(to, from, D * sizeof(float));
+                continue;
+            }
+            const float *weight = head < N ? layer->query_norm : layer->key_norm;
+            if (weight) {
+                norm(from, weight, layer->eps, D, own);
+                from = own;
+            }
+            turn(from, cos + m * D, sin + m * D, D, to);
+        }
+}
+
+// softmax(scale q k^T) v; q [heads, rows, D], k and v [kv_heads, columns, D] with `stride` floats from head to
+// head, mask [rows, columns] with 0 for visible columns, out [rows, heads D]. Hidden columns are skipped, so they
+// change no bits.
+void attend(
+    const float *q, const float *k, const float *v, const float *mask, float *out, int64_t rows, int64_t columns,
+    int64_t N, int64_t shared, int64_t D, int64_t stride, int64_t mask_stride, double scale) {
+    const int64_t whole = D / WIDTH * WIDTH;
+    std::vector<int32_t> seen(columns);
+    for (int64_t m = 0; m < rows; m++) {
+        int64_t count = 0;
+        for (int64_t c = 0; c < columns; c++)
+            if (mask[m * mask_stride + c] == 0) seen[count++] = c;
+#pragma omp parallel for schedule(static) if (N * count * D >= LEAST_PARALLEL)
+        for (int64_t head = 0; head < N; head++) {
+            const float *own = q + (head * rows + m) * D;
+            const float *keys = k + head / shared * stride, *values = v + head / shared * stride;
+            float *scores = scratch(2, count + WIDTH), largest = -INFINITY;
+            for (int64_t i = 0; i < count; i++) {
+                Floats parts = {};
+                for (int64_t d = 0; d < whole; d += WIDTH)
+                    parts = multiply_add(load(own + d), load(keys + seen[i] * D + d), parts);
+                float dot = sum(parts);
+                for (int64_t d = whole; d < D; d++) dot += own[d] * keys[seen[i] * D + d];
+                scores[i] = dot * (float)scale;
+                largest = std::max(largest, scores[i]);
+            }
+            for (int64_t i = count; i < count + WIDTH; i++) scores[i] = -INFINITY; // exp of it is cut off below
+            float total = 0;
+            for (int64_t i = 0; i < count; i += WIDTH) {
+                Floats power = exponential(load(scores + i) - largest);
+                for (int64_t j = count - i; j < WIDTH; j++) power[j] = 0;
+                store(scores + i, power);
+                total += sum(power);
+            }
+            float *to = out + (m * N + head) * D;
+            for (int64_t d = 0; d < whole; d += WIDTH) {
+                Floats mixed = {};
+                for (int64_t i = 0; i < count; i++)
+                    mixed = multiply_add(fill(scores[i]), load(values + seen[i] * D + d), mixed);
+                store(to + d, mixed / total);
+            }
+            for (int64_t d = whole; d < D; d++) {
+                float mixed = 0;
+                for (int64_t i = 0; i < count; i++) mixed += scores[i] * values[seen[i] * D + d];
+                to[d] = mixed / total;
+            }
+        }
+    }
+}
+
+// The layer's output [rows, hidden] from its input and attended [rows, heads D].
+void after_attention(const Layer *layer, const float *x, const float *attended, float *out, int64_t rows) {
+    const int64_t H = layer->hidden, I = layer->down.inputs;
+    float *normed = scratch(0, rows * H), *joined = scratch(1, rows * 2 * I), *active = scratch(2, rows * I);
+    product(&layer->output, attended, out, rows);
+    for (int64_t m = 0; m < rows; m++) {
+        for (int64_t i = 0; i < H; i += WIDTH)
+            store(out + m * H + i, load(x + m * H + i) + load(out + m * H + i));
+        norm(out + m * H, layer->attention_norm, layer->eps, H, normed + m * H);
+    }
+    product(&layer->gate_up, normed, joined, rows);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < I; i += WIDTH) {
+            const Floats gate = load(joined + 2 * m * I + i), up = load(joined + (2 * m + 1) * I + i);
+            store(active + m * I + i, gate / (1.0f + exponential(-gate)) * up);
+        }
+    product(&layer->down, active, normed, rows);
+    for (int64_t i = 0; i < rows * H; i += WIDTH) store(out + i, load(out + i) + load(normed + i));
+}
+}
