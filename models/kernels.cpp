@@ -26,9 +26,9 @@ constexpr int ROWS = 6, CHANNELS = 4;
 #else
 constexpr int ROWS = 2, CHANNELS = 2;
 #endif
-constexpr int64_t ROWS_IN_CACHE = 4 * ROWS, LEAST_PARALLEL = 1 << 17;
+constexpr int64_t CHUNK = 32, FIRST_CACHE = 36 << 10, LEAST_PARALLEL = 1 << 17;
 
-enum Kind { FLOAT32, FLOAT16, INT8, INT4 };
+enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 };
 
 // An int4 block as in GGUF's Q4_1: 32 weights w = scale * nibble + least. The low nibbles come first.
 constexpr int BLOCK = 32;
@@ -40,7 +40,8 @@ struct Block {
 constexpr int64_t row_bytes(int kind, int64_t inputs) {
     switch (kind) {
     case FLOAT32: return 4 * inputs;
-    case FLOAT16: return 2 * inputs;
+    case FLOAT16:
+    case BFLOAT16: return 2 * inputs;
     case INT8: return inputs;
     default: return inputs / BLOCK * sizeof(Block);
     }
@@ -99,7 +100,17 @@ inline Ints widen(const uint8_t *from) {
 #endif
 }
 
-inline Floats widen(const uint16_t *from) {
+inline Ints widen_integers(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#else
+    Ints x;
+    for (int i = 0; i < WIDTH; i++) x[i] = from[i];
+    return x;
+#endif
+}
+
+inline Floats widen_halves(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #else
@@ -109,27 +120,47 @@ inline Floats widen(const uint16_t *from) {
 #endif
 }
 
-// Return weights [first, first + WIDTH) of a row.
-template <int kind> inline Floats weights(const char *row, int64_t first) {
-    if constexpr (kind == FLOAT32) {
-        return load((const float *)row + first);
-    } else if constexpr (kind == FLOAT16) {
-        return widen((const uint16_t *)row + first);
-    } else if constexpr (kind == INT8) {
-        return __builtin_convertvector(widen((const int8_t *)row + first), Floats);
-    } else {
-        const Block *block = (const Block *)row + first / BLOCK;
-        const Floats scale = fill(to_float(block->scale)), least = fill(to_float(block->least));
-        const Ints bytes = widen(block->nibbles), nibbles = first % BLOCK ? bytes >> 4 : bytes & 15;
+// Reads a row's weights, WIDTH at a time. `begin` is called at the start of each int4 block.
+template <int kind> struct Reader {
+    Floats table; // int4: the block's 16 values
+
+    inline void begin(const char *row, int64_t first) {
 #if defined(__AVX512F__)
-        const Floats steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const Floats table = multiply_add(steps, scale, least); // once for both halves of a block
-        return (Floats)_mm512_permutexvar_ps((__m512i)nibbles, (__m512)table);
-#else
-        return multiply_add(__builtin_convertvector(nibbles, Floats), scale, least);
+        if constexpr (kind == INT4) {
+            const Block *block = (const Block *)row + first / BLOCK;
+            int32_t pair;
+            memcpy(&pair, block, 4);
+            const __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(pair));
+            const __m512 scale = _mm512_broadcastss_ps(both);
+            const __m512 least = _mm512_broadcastss_ps(_mm_movehdup_ps(both));
+            const Floats steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            table = multiply_add(steps, (Floats)scale, (Floats)least);
+        }
 #endif
     }
-}
+
+    inline Floats weights(const char *row, int64_t first) const {
+        if constexpr (kind == FLOAT32) {
+            return load((const float *)row + first);
+        } else if constexpr (kind == FLOAT16) {
+            return widen_halves((const uint16_t *)row + first);
+        } else if constexpr (kind == BFLOAT16) { // the upper half of a float
+            return (Floats)(widen_integers((const uint16_t *)row + first) << 16);
+        } else if constexpr (kind == INT8) {
+            return __builtin_convertvector(widen((const int8_t *)row + first), Floats);
+        } else {
+            const Block *block = (const Block *)row + first / BLOCK;
+            const Ints bytes = widen(block->nibbles);
+#if defined(__AVX512F__) // the instruction reads the lowest four bits
+            return (Floats)_mm512_permutexvar_ps((__m512i)(first % BLOCK ? bytes >> 4 : bytes), (__m512)table);
+#else
+            const Ints nibbles = first % BLOCK ? bytes >> 4 : bytes & 15;
+            const Floats scale = fill(to_float(block->scale)), least = fill(to_float(block->least));
+            return multiply_add(__builtin_convertvector(nibbles, Floats), scale, least);
+#endif
+        }
+    }
+};
 
 } // namespace
 
@@ -146,6 +177,7 @@ namespace {
 template <int kind, int rows, int channels>
 void tile(const Weight &w, const float *x, float *y, int64_t first) {
     Floats sums[rows][channels] = {};
+    Reader<kind> readers[channels];
     const int64_t bytes = row_bytes(kind, w.inputs);
     const char *from = w.rows + first * bytes;
 #pragma GCC unroll 2
@@ -153,7 +185,8 @@ void tile(const Weight &w, const float *x, float *y, int64_t first) {
         Floats part[channels];
 #pragma GCC unroll 4
         for (int c = 0; c < channels; c++) {
-            part[c] = weights<kind>(from + c * bytes, h);
+            if (h % BLOCK == 0) readers[c].begin(from + c * bytes, h);
+            part[c] = readers[c].weights(from + c * bytes, h);
             if (row_bytes(kind, h) % 64 == 0) // the same place in the next tile
                 __builtin_prefetch(from + (c + channels) * bytes + row_bytes(kind, h));
         }
@@ -169,7 +202,7 @@ void tile(const Weight &w, const float *x, float *y, int64_t first) {
 #pragma GCC unroll 4
         for (int c = 0; c < channels; c++) {
             float out = sum(sums[m][c]);
-            if (kind == INT8) out *= w.scale[first + c];
+            if (w.scale) out *= w.scale[first + c];
             y[m * w.channels + first + c] = w.bias ? out + w.bias[first + c] : out;
         }
 }
@@ -192,19 +225,24 @@ void tiles(const Weight &w, const float *x, float *y, int64_t rows, int64_t firs
     }
 }
 
-template <int kind> void multiply(const Weight &w, const float *x, float *y, int64_t rows) {
-    for (int64_t m = 0; m < rows; m += ROWS_IN_CACHE) {
-        const int64_t some = std::min(rows - m, ROWS_IN_CACHE);
+// Channels [first, end). Rows are taken in parts that stay in the first cache, weights are then in the second.
+template <int kind>
+void channels(const Weight &w, const float *x, float *y, int64_t rows, int64_t first, int64_t end) {
+    const int64_t part = std::max<int64_t>(ROWS, FIRST_CACHE / (4 * w.inputs) / ROWS * ROWS);
+    for (int64_t m = 0; m < rows; m += part) {
+        const int64_t some = std::min(rows - m, part);
         const float *own = x + m * w.inputs;
         float *out = y + m * w.channels;
-#pragma omp parallel for schedule(static) if (some * w.channels * w.inputs >= LEAST_PARALLEL)
-        for (int64_t g = 0; g < w.channels; g += CHANNELS) {
-            if (g + CHANNELS <= w.channels)
-                tiles<kind, CHANNELS>(w, own, out, some, g);
-            else
-                for (int64_t one = g; one < w.channels; one++) tiles<kind, 1>(w, own, out, some, one);
-        }
+        int64_t g = first;
+        for (; g + CHANNELS <= end; g += CHANNELS) tiles<kind, CHANNELS>(w, own, out, some, g);
+        for (; g < end; g++) tiles<kind, 1>(w, own, out, some, g);
     }
+}
+
+template <int kind> void multiply(const Weight &w, const float *x, float *y, int64_t rows) {
+#pragma omp parallel for schedule(static) if (rows * w.channels * w.inputs >= LEAST_PARALLEL)
+    for (int64_t first = 0; first < w.channels; first += CHUNK)
+        channels<kind>(w, x, y, rows, first, std::min(first + CHUNK, w.channels));
 }
 
 // exp, to 2 units in the last place between -87 and 88, where it is cut off.
@@ -261,6 +299,7 @@ void product(const Weight *w, const float *x, float *y, int64_t rows) {
     switch (w->kind) {
     case FLOAT32: multiply<FLOAT32>(*w, x, y, rows); break;
     case FLOAT16: multiply<FLOAT16>(*w, x, y, rows); break;
+    case BFLOAT16: multiply<BFLOAT16>(*w, x, y, rows); break;
     case INT8: multiply<INT8>(*w, x, y, rows); break;
     case INT4: multiply<INT4>(*w, x, y, rows); break;
     }

@@ -57,9 +57,13 @@ class Layer(ctypes.Structure):
     )
 
 
-FLOAT32, FLOAT16, INT8, INT4 = range(4)
-KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.int8: INT8, torch.uint8: INT4}
-"""By the packed weights' dtype."""
+KINDS = {
+    dtype: kind
+    for kind, dtype in enumerate(
+        (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8)
+    )
+}
+"""kernels.cpp's ``Kind`` by the packed weights' dtype; int4 blocks are bytes."""
 
 
 @cache
@@ -147,13 +151,13 @@ def pack(weight_GH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     w = scale q + least with q = 0 .. 15, both in float16.
 
     Args:
-        dtype: float16, int8 or int4.
+        dtype: float16, bfloat16, int8 or int4.
     """
     num_inputs = weight_GH.shape[1]
     step = BLOCK if dtype == int4 else WIDTH
     weight_GH = torch.nn.functional.pad(weight_GH.float(), (0, -num_inputs % step))
-    if dtype == torch.float16:
-        return weight_GH.half(), None
+    if dtype.is_floating_point:
+        return weight_GH.to(dtype), None
     if dtype == torch.int8:
         scale_G = (weight_GH.abs().amax(1) / 127).clamp(min=1e-30)
         return (weight_GH / scale_G[:, None]).round().to(torch.int8), scale_G

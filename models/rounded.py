@@ -1,4 +1,4 @@
-"""Round target and draft weights on a CPU: ``--dtype float16``, ``int8`` and ``int4``.
+"""Round target and draft weights on a CPU: ``--dtype`` float16, bfloat16, int8 and int4.
 
 Inputs and sums stay in float32, as do embeddings, norms and attention. A row's numbers never depend
 on the other rows, so drafts change no token.
@@ -18,7 +18,7 @@ from pipedraft.models.families import PLAIN
 
 JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 """Linear layers in a decoder layer with the same input: block -> names."""
-DTYPES = (torch.float16, torch.int8, kernels.int4)
+DTYPES = (torch.float16, torch.bfloat16, torch.int8, kernels.int4)
 
 
 class RoundedLinear(nn.Module):
@@ -76,10 +76,10 @@ def dtype_of(model: PreTrainedModel) -> torch.dtype:
 
 
 def rounds(dtype: torch.dtype, config: PreTrainedConfig, device: torch.device | str) -> bool:
-    """Return True if a dtype rounds only weights: float16, int8 and int4 on a CPU.
+    """Return True if a dtype rounds only weights: all but float32 on a CPU.
 
-    Without a compiler, and in families without a pass in ``plain_layers``, float16 computes in half
-    precision.
+    Without a compiler, and in families without a pass in ``plain_layers``, float16 and bfloat16
+    also round what is computed.
 
     Raises:
         ValueError: int8 or int4 on another device, in such a family or without a compiler.
