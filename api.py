@@ -196,7 +196,7 @@ def load(
             a model as an object; "ngram"; "suffix"; or None to decode without a draft.
         device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
         dtype: float32, bfloat16, float16, int8, int4; auto: float32 on a CPU, the target's stored
-            dtype on a GPU. On a CPU float16, int8 and int4 round the weights, and sum in float32.
+            dtype on a GPU. On a CPU all but float32 round only the weights, and sum in float32.
         tokenizer: for a target object not loaded from a folder.
 
     Raises:

@@ -163,7 +163,7 @@ class PlaceOptions(Options):
     """device for target and draft: cpu, cuda or cuda:N; auto: an accelerator if there is one"""
     dtype: Dtype = "auto"
     """dtype for target and draft; auto: float32 on a CPU, the target's stored dtype on a GPU; on a
-    CPU, float16, int8 and int4 round the weights, and sums are float32"""
+    CPU, all but float32 round only the weights, and sums are float32"""
 
 
 @dataclass(frozen=True, kw_only=True)

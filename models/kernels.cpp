@@ -26,7 +26,7 @@ constexpr int ROWS = 6, CHANNELS = 4;
 #else
 constexpr int ROWS = 2, CHANNELS = 2;
 #endif
-constexpr int64_t CHUNK = 32, FIRST_CACHE = 36 << 10, LEAST_PARALLEL = 1 << 17;
+constexpr int64_t CHUNK = 32, FIRST_CACHE = 36 << 10, MOST_INPUTS = 768, LEAST_PARALLEL = 1 << 17;
 
 enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 };
 
@@ -173,15 +173,27 @@ extern "C" struct Weight {
 
 namespace {
 
+// Inputs [begin, end) of a product. `sums` [rows, CHUNK] keeps unfinished sums from one range to the next, so
+// that ranges change no bits.
+struct Range {
+    int64_t begin, end;
+    Floats *sums;
+};
+
 // y[m, g] = x[m] . w[g] for `rows` rows and `channels` channels from `first` on.
 template <int kind, int rows, int channels>
-void tile(const Weight &w, const float *x, float *y, int64_t first) {
+void tile(const Weight &w, const float *x, float *y, int64_t first, const Range &range, Floats *kept) {
     Floats sums[rows][channels] = {};
+    if (range.begin > 0)
+#pragma GCC unroll 6
+        for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+            for (int c = 0; c < channels; c++) sums[m][c] = kept[m * CHUNK + c];
     Reader<kind> readers[channels];
     const int64_t bytes = row_bytes(kind, w.inputs);
     const char *from = w.rows + first * bytes;
 #pragma GCC unroll 2
-    for (int64_t h = 0; h < w.inputs; h += WIDTH) {
+    for (int64_t h = range.begin; h < range.end; h += WIDTH) {
         Floats part[channels];
 #pragma GCC unroll 4
         for (int c = 0; c < channels; c++) {
@@ -197,6 +209,13 @@ void tile(const Weight &w, const float *x, float *y, int64_t first) {
             for (int c = 0; c < channels; c++) sums[m][c] = multiply_add(part[c], own, sums[m][c]);
         }
     }
+    if (range.end < w.inputs) {
+#pragma GCC unroll 6
+        for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+            for (int c = 0; c < channels; c++) kept[m * CHUNK + c] = sums[m][c];
+        return;
+    }
 #pragma GCC unroll 6
     for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
@@ -208,34 +227,42 @@ void tile(const Weight &w, const float *x, float *y, int64_t first) {
 }
 
 template <int kind, int channels>
-void tiles(const Weight &w, const float *x, float *y, int64_t rows, int64_t first) {
+void tiles(const Weight &w, const float *x, float *y, int64_t rows, int64_t first, const Range &range) {
     for (int64_t m = 0; m < rows; m += ROWS) {
         const float *own = x + m * w.inputs;
         float *out = y + m * w.channels;
+        Floats *kept = range.sums + m * CHUNK + first % CHUNK;
         switch (std::min<int64_t>(rows - m, ROWS)) {
-        case 1: tile<kind, 1, channels>(w, own, out, first); break;
-        case 2: tile<kind, 2, channels>(w, own, out, first); break;
+        case 1: tile<kind, 1, channels>(w, own, out, first, range, kept); break;
+        case 2: tile<kind, 2, channels>(w, own, out, first, range, kept); break;
 #if defined(__AVX512F__)
-        case 3: tile<kind, 3, channels>(w, own, out, first); break;
-        case 4: tile<kind, 4, channels>(w, own, out, first); break;
-        case 5: tile<kind, 5, channels>(w, own, out, first); break;
-        case 6: tile<kind, 6, channels>(w, own, out, first); break;
+        case 3: tile<kind, 3, channels>(w, own, out, first, range, kept); break;
+        case 4: tile<kind, 4, channels>(w, own, out, first, range, kept); break;
+        case 5: tile<kind, 5, channels>(w, own, out, first, range, kept); break;
+        case 6: tile<kind, 6, channels>(w, own, out, first, range, kept); break;
 #endif
         }
     }
 }
 
-// Channels [first, end). Rows are taken in parts that stay in the first cache, weights are then in the second.
+// Channels [first, end). A part of the rows and a range of inputs stay in the first cache, the weights then in
+// the second.
 template <int kind>
 void channels(const Weight &w, const float *x, float *y, int64_t rows, int64_t first, int64_t end) {
-    const int64_t part = std::max<int64_t>(ROWS, FIRST_CACHE / (4 * w.inputs) / ROWS * ROWS);
+    const int64_t inputs = rows > 1 ? std::min(w.inputs, MOST_INPUTS) : w.inputs;
+    const int64_t part = std::max<int64_t>(ROWS, FIRST_CACHE / (4 * inputs) / ROWS * ROWS);
+    thread_local std::vector<Floats> sums;
+    if (inputs < w.inputs) sums.resize(part * CHUNK);
     for (int64_t m = 0; m < rows; m += part) {
         const int64_t some = std::min(rows - m, part);
         const float *own = x + m * w.inputs;
         float *out = y + m * w.channels;
-        int64_t g = first;
-        for (; g + CHANNELS <= end; g += CHANNELS) tiles<kind, CHANNELS>(w, own, out, some, g);
-        for (; g < end; g++) tiles<kind, 1>(w, own, out, some, g);
+        for (int64_t h = 0; h < w.inputs; h += inputs) {
+            const Range range = {h, std::min(h + inputs, w.inputs), sums.data()};
+            int64_t g = first;
+            for (; g + CHANNELS <= end; g += CHANNELS) tiles<kind, CHANNELS>(w, own, out, some, g, range);
+            for (; g < end; g++) tiles<kind, 1>(w, own, out, some, g, range);
+        }
     }
 }
 

@@ -107,8 +107,7 @@ def round_target(model: PreTrainedModel, dtype: torch.dtype) -> None:
         for block, names in JOINED.items():
             _join(getattr(layer, block), names, dtype)
     for parent, name, linear in _linear_layers(model):
-        is_head = linear is model.lm_head
-        setattr(parent, name, RoundedLinear(linear.weight, linear.bias, dtype, keep_weight=is_head))
+        _replace(parent, name, linear, dtype, is_head=linear is model.lm_head)
 
 
 @torch.no_grad()
@@ -119,10 +118,15 @@ def round_draft(draft: nn.Module, dtype: torch.dtype) -> None:
     """
     for parent, name, linear in _linear_layers(draft):
         if name.endswith("_proj") or name == "lm_head":
-            is_head = name == "lm_head"
-            setattr(
-                parent, name, RoundedLinear(linear.weight, linear.bias, dtype, keep_weight=is_head)
-            )
+            _replace(parent, name, linear, dtype, is_head=name == "lm_head")
+
+
+def _replace(
+    parent: nn.Module, name: str, linear: nn.Linear, dtype: torch.dtype, *, is_head: bool
+) -> None:
+    # An LM head in int4 would change many tokens; GGUF files, too, keep more of its bits.
+    dtype = torch.int8 if is_head and dtype == kernels.int4 else dtype
+    setattr(parent, name, RoundedLinear(linear.weight, linear.bias, dtype, keep_weight=is_head))
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:

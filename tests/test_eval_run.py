@@ -301,7 +301,7 @@ def test_command_writes_every_file_and_prints_the_table(folders, engine, capsys)
 
 
 def test_bitwise_of_the_command_is_every_methods(folders, engine) -> None:
-    words = ["--limit", "1", "--bitwise", "--dtype", "bfloat16"]
+    words = ["--limit", "1", "--bitwise"]
     assert status(command(folders, *words)) == 0
     assert all(config.bitwise for config, *_ in engine.log) and engine.log
     checks = [

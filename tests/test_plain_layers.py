@@ -9,7 +9,7 @@ from decode_runs import PROMPTS, decode_exactly, engine_for
 from staged_targets import chain_segment, tiny
 from tiny_drafts import make_head
 
-from pipedraft.models import plain_layers, rounded
+from pipedraft.models import kernels, plain_layers, rounded
 from pipedraft.models.cpu import MOST_ROWS
 from pipedraft.models.rounded import (
     DTYPES,
@@ -103,9 +103,17 @@ def test_other_families_and_devices_are_refused_or_run_in_half_precision():
         rounded.rounds(torch.int8, llama, "cuda:1")
     whole = load_target(ASSETS, dtype=torch.float16, may_round=False)  # as training reads weights
     assert dtype_of(whole) == whole.model.layers[0].mlp.up_proj.weight.dtype == torch.float16
-    given = [(torch.float16, llama, "cpu"), (torch.float16, other, "cpu")]
-    given += [(torch.float16, llama, "cuda"), (torch.bfloat16, llama, "cpu")]
-    assert [rounded.rounds(*each) for each in given] == [True, False, False, False]
+    for half in (torch.float16, torch.bfloat16):
+        given = [(half, llama, "cpu"), (half, other, "cpu"), (half, llama, "cuda")]
+        assert [rounded.rounds(*each) for each in given] == [True, False, False]
+    assert not rounded.rounds(torch.float32, llama, "cpu")
+
+
+def test_without_compiler_halves_compute_in_half_precision_and_int8_is_refused(monkeypatch):
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    assert load_target(ASSETS, dtype=torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="--dtype: int4 needs a C.. compiler; install g.. or give"):
+        load_target(ASSETS, dtype=kernels.int4)
 
 
 # -- joined weights in float32 -----------------------------------------------------------------

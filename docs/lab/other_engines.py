@@ -5,16 +5,17 @@
     VLLM/bin/python docs/lab/other_engines.py vllm:float32:out/vllm_eagle3 out/prompts.json
     OPENVINO/bin/python docs/lab/other_engines.py openvino:out/ov_int8 out/prompts.json
 
-Set OMP_NUM_THREADS=1. The first line writes six prompts, and our float32 output without a draft.
+Set OMP_NUM_THREADS. The first line writes six prompts, and our float32 output without a draft.
 out/vllm_eagle3 is assets/heads/smollm2_eagle3 in speculators' layout; docs/engines.md says how to
 install vLLM, and eval/engine_parity.py which environment variables it needs. For OpenVINO: `pip
 install openvino-genai==2026.4.1 optimum-intel nncf`, `pip uninstall torchvision`, and `optimum-cli
 export openvino --model out/smollm2 --task text-generation-with-past --weight-format int8
-out/ov_int8`.
+out/ov_int8` (or fp32, or int4 with `--group-size 64`). llama_cpp.mjs is the same for llama.cpp.
 """
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,8 @@ def openvino(folder: str, _: None) -> Decode:
     import openvino_genai as genai
     from openvino import Tensor
 
-    settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
     model = genai.LLMPipeline(folder, "CPU", ATTENTION_BACKEND="SDPA", **settings)
 
     def decode(ids: list[int], count: int) -> list[int]:

@@ -2,9 +2,9 @@
 
     python docs/lab/same_tokens.py int8 --ppsd out/ppsd --flexspec out/flexspec
 
-Decodes with the target and the heads in assets, greedy and at temperature 1 (rule gumbel).
-bfloat16 is decoded with `bitwise`. In float32, greedy decoding is compared with transformers'
-`generate` too. Prints a line per run: how many outputs are equal.
+Decodes with the target and the heads in assets, greedy and at temperature 1 (rule gumbel). In
+float32, greedy decoding is compared with transformers' `generate` too. Prints a line per run: how
+many outputs are equal.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def encoded_prompts(model: Model, count: int) -> list[list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("dtype", choices=["float32", "float16", "int8", "bfloat16"])
+    parser.add_argument("dtype", choices=["float32", "bfloat16", "float16", "int8", "int4"])
     parser.add_argument("--ppsd", type=Path, help="folder: a PPSD head for the target")
     parser.add_argument("--flexspec", type=Path, help="folder: a FlexSpec draft for the target")
     parser.add_argument("--prompts", type=int, default=200)
@@ -59,11 +59,10 @@ def main() -> None:
     drafts = {name: HEADS / name for name in ("spd_n4", "eagle3")} | {"target": TARGET}
     drafts |= {name: getattr(options, name) for name in ("ppsd", "flexspec")}
     model = pipedraft.load(TARGET, dtype=options.dtype)
-    rows = encoded_prompts(model, options.prompts)
-    way = {"bitwise": options.dtype == "bfloat16", "max_new_tokens": options.new_tokens}
+    rows, count = encoded_prompts(model, options.prompts), options.new_tokens
 
     def outputs(model: Model, **settings: object) -> list[list[int]]:
-        found = (model.generate(ids, **way, **settings) for ids in rows)
+        found = (model.generate(ids, max_new_tokens=count, **settings) for ids in rows)
         return [[token.id for token in answer.tokens] for answer in found]
 
     def report(name: str, found: list[list[int]], expected: list[list[int]]) -> None:
@@ -72,8 +71,7 @@ def main() -> None:
 
     alone = {temperature: outputs(model, temperature=temperature) for temperature in (0.0, 1.0)}
     if options.dtype == "float32":
-        size = options.new_tokens
-        theirs = [generate_greedy(model.target, ids, max_new_tokens=size) for ids in rows]
+        theirs = [generate_greedy(model.target, ids, max_new_tokens=count) for ids in rows]
         report("transformers", theirs, alone[0.0])
     for draft, runs in RUNS.items():
         if drafts[draft] is None:
