@@ -120,9 +120,9 @@ inline Floats widen_halves(const uint16_t *from) {
 #endif
 }
 
-// Reads a row's weights, WIDTH at a time. `begin` is called at the start of each int4 block.
+// Reads a row's weights, one block of BLOCK at a time.
 template <int kind> struct Reader {
-    Floats table; // int4: the block's 16 values
+    Floats table; // the block's 16 values in int4
 
     inline void begin(const char *row, int64_t first) {
 #if defined(__AVX512F__)
@@ -139,22 +139,24 @@ template <int kind> struct Reader {
 #endif
     }
 
-    inline Floats weights(const char *row, int64_t first) const {
+    // Half a block.
+    inline Floats weights(const char *row, int64_t first, int half) const {
+        const int64_t at = first + half * WIDTH;
         if constexpr (kind == FLOAT32) {
-            return load((const float *)row + first);
+            return load((const float *)row + at);
         } else if constexpr (kind == FLOAT16) {
-            return widen_halves((const uint16_t *)row + first);
+            return widen_halves((const uint16_t *)row + at);
         } else if constexpr (kind == BFLOAT16) { // the upper half of a float
-            return (Floats)(widen_integers((const uint16_t *)row + first) << 16);
+            return (Floats)(widen_integers((const uint16_t *)row + at) << 16);
         } else if constexpr (kind == INT8) {
-            return __builtin_convertvector(widen((const int8_t *)row + first), Floats);
+            return __builtin_convertvector(widen((const int8_t *)row + at), Floats);
         } else {
             const Block *block = (const Block *)row + first / BLOCK;
             const Ints bytes = widen(block->nibbles);
 #if defined(__AVX512F__) // the instruction reads the lowest four bits
-            return (Floats)_mm512_permutexvar_ps((__m512i)(first % BLOCK ? bytes >> 4 : bytes), (__m512)table);
+            return (Floats)_mm512_permutexvar_ps((__m512i)(half ? bytes >> 4 : bytes), (__m512)table);
 #else
-            const Ints nibbles = first % BLOCK ? bytes >> 4 : bytes & 15;
+            const Ints nibbles = half ? bytes >> 4 : bytes & 15;
             const Floats scale = fill(to_float(block->scale)), least = fill(to_float(block->least));
             return multiply_add(__builtin_convertvector(nibbles, Floats), scale, least);
 #endif
@@ -192,21 +194,41 @@ void tile(const Weight &w, const float *x, float *y, int64_t first, const Range 
     Reader<kind> readers[channels];
     const int64_t bytes = row_bytes(kind, w.inputs);
     const char *from = w.rows + first * bytes;
-#pragma GCC unroll 2
-    for (int64_t h = range.begin; h < range.end; h += WIDTH) {
-        Floats part[channels];
+    if constexpr (rows == 1) {
+        // By blocks, for the speed of memory. GCC keeps the sums of several rows in registers only below.
+        for (int64_t h = range.begin; h < range.end; h += BLOCK) {
 #pragma GCC unroll 4
-        for (int c = 0; c < channels; c++) {
-            if (h % BLOCK == 0) readers[c].begin(from + c * bytes, h);
-            part[c] = readers[c].weights(from + c * bytes, h);
-            if (row_bytes(kind, h) % 64 == 0) // the same place in the next tile
-                __builtin_prefetch(from + (c + channels) * bytes + row_bytes(kind, h));
+            for (int c = 0; c < channels; c++) {
+                const char *ahead = from + (c + channels) * bytes + row_bytes(kind, h); // in the next tile
+                __builtin_prefetch(ahead);
+                if (kind == FLOAT32) __builtin_prefetch(ahead + 64);
+                readers[c].begin(from + c * bytes, h);
+            }
+            const Floats left = load(x + h), right = load(x + h + WIDTH);
+#pragma GCC unroll 4
+            for (int c = 0; c < channels; c++)
+                sums[0][c] = multiply_add(readers[c].weights(from + c * bytes, h, 0), left, sums[0][c]);
+#pragma GCC unroll 4
+            for (int c = 0; c < channels; c++)
+                sums[0][c] = multiply_add(readers[c].weights(from + c * bytes, h, 1), right, sums[0][c]);
         }
-#pragma GCC unroll 6
-        for (int m = 0; m < rows; m++) {
-            Floats own = load(x + m * w.inputs + h);
+    } else {
+#pragma GCC unroll 2
+        for (int64_t h = range.begin; h < range.end; h += WIDTH) {
+            const int half = h % BLOCK != 0;
+            Floats part[channels];
 #pragma GCC unroll 4
-            for (int c = 0; c < channels; c++) sums[m][c] = multiply_add(part[c], own, sums[m][c]);
+            for (int c = 0; c < channels; c++) {
+                if (!half) readers[c].begin(from + c * bytes, h);
+                part[c] = readers[c].weights(from + c * bytes, h - half * WIDTH, half);
+                if (row_bytes(kind, h) % 64 == 0) __builtin_prefetch(from + (c + channels) * bytes + row_bytes(kind, h));
+            }
+#pragma GCC unroll 6
+            for (int m = 0; m < rows; m++) {
+                const Floats own = load(x + m * w.inputs + h);
+#pragma GCC unroll 4
+                for (int c = 0; c < channels; c++) sums[m][c] = multiply_add(part[c], own, sums[m][c]);
+            }
         }
     }
     if (range.end < w.inputs) {

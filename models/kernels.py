@@ -29,9 +29,8 @@ COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS = 120
 int4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # not in torch's stubs
 BLOCK = 32
-"""Weights per int4 block, with a scale and a least weight."""
-WIDTH = 16
-"""Weights must have a multiple of these inputs, and a layer's heads of twice as many entries."""
+"""Inputs of weights and entries of a layer's heads must be multiples of this. An int4 block has as
+many weights, a scale and a least weight."""
 MOST_HEAD_SIZE = 512
 
 logger = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ def _cpu_features() -> bytes:
 
 def can_multiply(weight_GH: Tensor) -> bool:
     """Return True if there are kernels, and they take this float32 weight as it is."""
-    fits = weight_GH.shape[1] % WIDTH == 0 and weight_GH.is_contiguous()
+    fits = weight_GH.shape[1] % BLOCK == 0 and weight_GH.is_contiguous()
     return fits and library() is not None
 
 
@@ -153,9 +152,7 @@ def pack(weight_GH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     Args:
         dtype: float16, bfloat16, int8 or int4.
     """
-    num_inputs = weight_GH.shape[1]
-    step = BLOCK if dtype == int4 else WIDTH
-    weight_GH = torch.nn.functional.pad(weight_GH.float(), (0, -num_inputs % step))
+    weight_GH = torch.nn.functional.pad(weight_GH.float(), (0, -weight_GH.shape[1] % BLOCK))
     if dtype.is_floating_point:
         return weight_GH.to(dtype), None
     if dtype == torch.int8:

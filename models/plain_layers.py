@@ -97,10 +97,10 @@ class PlainLayer:
         norms = [*self.norms]
         norms += [self.attention.q_norm, self.attention.k_norm] if self.has_head_norms else []
         # The kernels take whole vectors of rows and of half a head, without padding.
-        is_whole = self.head_size % (2 * kernels.WIDTH) == 0
+        is_whole = self.head_size % kernels.BLOCK == 0
         is_whole &= self.head_size <= kernels.MOST_HEAD_SIZE
         for part, own in zip(joined, weights, strict=True):
-            is_whole &= own.inputs == part.in_features and own.inputs % kernels.WIDTH == 0
+            is_whole &= own.inputs == part.in_features and own.inputs % kernels.BLOCK == 0
         if not is_whole or any(norm.weight.dtype != torch.float32 for norm in norms):
             return None
         addresses = [norm.weight.data_ptr() for norm in norms] + [None] * (4 - len(norms))

@@ -33,7 +33,7 @@ def test_users_share_passes_for_free_only_if_a_row_is_free():
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_every_schedule_has_the_tokens_of_autoregressive_decoding(capsys, dtype):
     run_module("docs/lab/same_tokens.py", [dtype, "--prompts=1", "--new-tokens=4"])
     lines = capsys.readouterr().out.splitlines()
