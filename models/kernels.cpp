@@ -221,7 +221,8 @@ void tile(const Weight &w, const float *x, float *y, int64_t first, const Range 
             for (int c = 0; c < channels; c++) {
                 if (!half) readers[c].begin(from + c * bytes, h);
                 part[c] = readers[c].weights(from + c * bytes, h - half * WIDTH, half);
-                if (row_bytes(kind, h) % 64 == 0) __builtin_prefetch(from + (c + channels) * bytes + row_bytes(kind, h));
+                if (row_bytes(kind, h) % 64 == 0)
+                    __builtin_prefetch(from + (c + channels) * bytes + row_bytes(kind, h));
             }
 #pragma GCC unroll 6
             for (int m = 0; m < rows; m++) {
