@@ -4,7 +4,7 @@ Libraries choose kernels by shape, and each kernel sums in its own order. So in 
 logits depend on the other rows. Here every matrix product is padded to the same row count, and each
 row attends alone to its ancestors in order, exactly as in autoregressive decoding. A product
 has 16 rows on a CPU. On a GPU it has one, because outputs differed with 16. Rounded weights
-(``rounded.py``) need no padding, so their targets use only ``RowByRow``.
+(``rounded.py``) do not need this.
 """
 
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size

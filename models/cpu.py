@@ -64,7 +64,7 @@ class FewRowsLinear(nn.Linear):
         ):
             return super().forward(input)
         rows_MH = input.reshape(num_rows, -1)
-        if kernels.can_multiply(weight_GH):
+        if weight_GH.device == input.device and kernels.can_multiply(weight_GH):
             out_MG = kernels.product(kernels.weight(weight_GH, None, self.bias), rows_MH)
         elif num_rows == 1:
             return super().forward(input)

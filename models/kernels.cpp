@@ -9,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -59,14 +59,13 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 #endif
 }
 
+// A half has a float's bits with a shorter exponent; finite ones only.
 inline float to_float(uint16_t half) {
-#if defined(__F16C__)
-    return _cvtsh_ss(half);
-#else
-    _Float16 value;
-    memcpy(&value, &half, 2);
-    return (float)value;
-#endif
+    const uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+    float size;
+    memcpy(&size, &bits, 4);
+    size *= 0x1p112f; // exponents count from 15 and from 127
+    return half & 0x8000 ? -size : size;
 }
 
 inline float sum(Floats x) {
@@ -416,16 +415,17 @@ void attend(
                 total += sum(power);
             }
             float *to = out + (m * N + head) * D;
+            const float factor = total > 0 ? 1 / total : 0; // a row that sees nothing has zeros
             for (int64_t d = 0; d < whole; d += WIDTH) {
                 Floats mixed = {};
                 for (int64_t i = 0; i < count; i++)
                     mixed = multiply_add(fill(scores[i]), load(values + seen[i] * D + d), mixed);
-                store(to + d, mixed / total);
+                store(to + d, mixed * factor);
             }
             for (int64_t d = whole; d < D; d++) {
                 float mixed = 0;
                 for (int64_t i = 0; i < count; i++) mixed += scores[i] * values[seen[i] * D + d];
-                to[d] = mixed / total;
+                to[d] = mixed * factor;
             }
         }
     }

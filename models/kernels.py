@@ -11,10 +11,12 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from contextlib import suppress
 from functools import cache
+from itertools import product as product_of
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor
 from pipedraft.files import write_atomically
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS = 120
 int4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # not in torch's stubs
@@ -67,17 +69,20 @@ KINDS = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Compile and load the kernels; None: no compiler, or it failed (logged once)."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    """Compile and load the kernels; None: no compiler can (logged once)."""
+    compilers = [found for name in COMPILERS if (found := shutil.which(name))]
+    if not compilers:
         logger.info("no C++ compiler (%s): CPU decoding is slower", ", ".join(COMPILERS))
-        return None
-    try:
-        found = _load(compiler)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        logger.warning("%s cannot compile %s: %s", compiler, SOURCE.name, said.strip()[-500:])
-        return None
+    for compiler, threads in product_of(compilers, (("-fopenmp",), ())):
+        try:
+            return _typed(_load((compiler, *FLAGS, *threads)))
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            logger.warning("%s cannot compile %s: %s", compiler, SOURCE.name, said.strip()[-500:])
+    return None
+
+
+def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     arguments = {
         "product": [pointer] * 3 + [size],
@@ -91,24 +96,32 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def _load(compiler: str) -> ctypes.CDLL:
+def _load(command: tuple[str, ...]) -> ctypes.CDLL:
     """Load the library from the cache, or compile it.
 
     Raises:
-        OSError, subprocess.SubprocessError: no folder is writable, or the compiler failed.
+        OSError, subprocess.SubprocessError: the compiler failed, or its library cannot be loaded.
     """
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=20, check=True)
+    version = subprocess.run(
+        [command[0], "--version"], capture_output=True, timeout=20, check=True
+    ).stdout
     key = hashlib.sha256()
-    for part in (SOURCE.read_bytes(), version.stdout, _cpu_features(), *map(str.encode, FLAGS)):
+    for part in (SOURCE.read_bytes(), version, _cpu_features(), *map(str.encode, command)):
         key.update(part)
     folder = Path(constants.HF_HOME, "pipedraft", "kernels")
     path = folder / f"{key.hexdigest()[:32]}.so"
     if _is_ours(path):
-        return ctypes.CDLL(str(path))
+        with suppress(OSError):  # damaged, or on a file system without programs
+            return ctypes.CDLL(str(path))
     with tempfile.TemporaryDirectory() as private:
         built = Path(private, path.name)
-        command = [compiler, *FLAGS, "-o", str(built), str(SOURCE)]
-        subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
+        subprocess.run(
+            [*command, "-o", str(built), str(SOURCE)],
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_SECONDS,
+            check=True,
+        )
         with suppress(OSError):  # read-only: compiled again next time
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(path, built.read_bytes())
@@ -117,12 +130,13 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return True if nobody else can have written this file."""
+    """Return True if this is a file, not a link, that nobody else can have written."""
     try:
-        found = [path.stat(), path.parent.stat()]
+        found = [path.lstat(), path.parent.lstat()]
     except OSError:
         return False
-    return all(x.st_uid == os.getuid() and not x.st_mode & 0o022 for x in found)
+    is_plain = stat.S_ISREG(found[0].st_mode) and stat.S_ISDIR(found[1].st_mode)
+    return is_plain and all(x.st_uid == os.getuid() and not x.st_mode & 0o022 for x in found)
 
 
 def _cpu_features() -> bytes:
@@ -178,7 +192,7 @@ def unpack_int4(blocks_GB: Tensor) -> Tensor:
 
 
 def weight(rows: Tensor, scale_G: Tensor | None = None, bias_G: Tensor | None = None) -> Weight:
-    """Return the structure for packed weights; keep the tensors alive."""
+    """Return the structure for packed weights; the tensors must live as long as it is used."""
     num_inputs = rows.shape[1]
     if rows.dtype == torch.uint8:
         num_inputs = num_inputs // (4 + BLOCK // 2) * BLOCK
@@ -186,10 +200,19 @@ def weight(rows: Tensor, scale_G: Tensor | None = None, bias_G: Tensor | None = 
     return Weight(*addresses, KINDS[rows.dtype], len(rows), num_inputs)
 
 
+def _check(x: Tensor, size: int) -> None:
+    """Refuse what the kernels would read wrongly: a caller's fault, or another rank's rows."""
+    if x.dtype != torch.float32 or x.device.type != "cpu" or x.shape[-1] != size:
+        raise ValueError(f"{x.dtype} rows {list(x.shape)} on {x.device}: want float32, {size} wide")
+
+
 def product(own: Weight, rows_MH: Tensor) -> Tensor:
-    """Return x W^T + b: float32 [M, G]."""
+    """Return x W^T + b: float32 [M, G]; ``rows_MH`` may lack the inputs that ``pack`` added."""
     lacking = own.inputs - rows_MH.shape[1]
-    rows_MH = torch.nn.functional.pad(rows_MH, (0, lacking)) if lacking else rows_MH.contiguous()
+    if 0 < lacking < BLOCK:
+        rows_MH = torch.nn.functional.pad(rows_MH, (0, lacking))
+    _check(rows_MH, own.inputs)
+    rows_MH = rows_MH.contiguous()
     out_MG = rows_MH.new_empty(len(rows_MH), own.channels)
     kernels = library()
     assert kernels is not None, "no kernels"
@@ -205,18 +228,20 @@ def before_attention(layer: Layer, hidden_1MH: Tensor, cos_M1D: Tensor, sin_M1D:
 
     ``sin_M1D`` has a minus sign in its first half, as in ``plain_layers``.
     """
+    _check(hidden_1MH, layer.hidden)
     kernels, num_rows = library(), hidden_1MH.shape[1]
     assert kernels is not None, "no kernels"
     shape = 1, layer.heads + 2 * layer.kv_heads, num_rows, layer.head_size
     out = hidden_1MH.new_empty(shape)
-    inputs = (x.contiguous() for x in (hidden_1MH, cos_M1D, sin_M1D))
-    addresses = [x.data_ptr() for x in (*inputs, out)]
+    # In a list, so that copies live until the call has ended.
+    tensors = [x.contiguous() for x in (hidden_1MH, cos_M1D, sin_M1D)] + [out]
+    addresses = [x.data_ptr() for x in tensors]
     kernels.before_attention(ctypes.byref(layer), *addresses, num_rows)
     return out
 
 
 def can_attend(query: Tensor) -> bool:
-    """Return True if ``attend`` takes such queries."""
+    """Return True if ``attend`` takes such queries [1, N, M, D] and keys, values alike."""
     is_float32 = query.dtype == torch.float32 and query.device.type == "cpu"
     return is_float32 and library() is not None
 
@@ -228,7 +253,17 @@ def attend(
 
     Args:
         mask_11MC: 0 for visible columns. Hidden columns change no bits.
+
+    Raises:
+        ValueError: a mask or values of another shape.
     """
+    shape = (1, 1, query_1NMD.shape[2], keys_1JCD.shape[2])
+    if mask_11MC.shape != shape or mask_11MC.dtype != torch.float32:
+        raise ValueError(f"{mask_11MC.dtype} mask {list(mask_11MC.shape)}; want float32 {shape}")
+    if keys_1JCD.shape != values_1JCD.shape:
+        raise ValueError(f"values {list(values_1JCD.shape)}: keys have {list(keys_1JCD.shape)}")
+    _check(keys_1JCD, query_1NMD.shape[3])
+    mask_11MC = mask_11MC if mask_11MC.stride(3) == 1 else mask_11MC.contiguous()
     kernels, (_, N, M, D) = library(), query_1NMD.shape
     assert kernels is not None, "no kernels"
     num_columns, stride = keys_1JCD.shape[2], keys_1JCD.stride(1)

@@ -43,7 +43,9 @@ class PlainLayer:
         with torch.inference_mode(False), torch.no_grad():
             self.query_key_value, self.gate_up = _join(projections), _join(gates)
         self._identity = _identity(layer)
-        self._kernels = self._fitted()
+        self._kernels = self._fitted(layer)
+        """Addresses of weights; ``_kept`` keeps these weights even if they are replaced."""
+        self._kept = [x for module in _read(layer) for x in module.parameters(recurse=False)]
 
     def is_current(self, layer: nn.Module) -> bool:
         """Return False once a module or weight was replaced: moved, merged or loaded."""
@@ -88,9 +90,9 @@ class PlainLayer:
         gate_RI, up_RI = self.gate_up(_norm(second, rows_RH)).chunk(2, -1)
         return (rows_RH + self.mlp.down_proj(F.silu(gate_RI) * up_RI))[None]
 
-    def _fitted(self) -> kernels.Layer | None:
-        """Return the layer for the kernels; None: no compiler, or sizes they do not take."""
-        if kernels.library() is None:
+    def _fitted(self, layer: nn.Module) -> kernels.Layer | None:
+        """Return the layer for the kernels; None: no compiler, or they do not take its parts."""
+        if kernels.library() is None or not all(map(_can_read, _read(layer))):
             return None
         joined = self.query_key_value, self.attention.o_proj, self.gate_up, self.mlp.down_proj
         weights = [_kernel_weight(part) for part in joined]
@@ -101,7 +103,7 @@ class PlainLayer:
         is_whole &= self.head_size <= kernels.MOST_HEAD_SIZE
         for part, own in zip(joined, weights, strict=True):
             is_whole &= own.inputs == part.in_features and own.inputs % kernels.BLOCK == 0
-        if not is_whole or any(norm.weight.dtype != torch.float32 for norm in norms):
+        if not is_whole:
             return None
         addresses = [norm.weight.data_ptr() for norm in norms] + [None] * (4 - len(norms))
         heads = self.query_key_value.out_features // self.head_size
@@ -222,7 +224,11 @@ def _is_plain(layer: nn.Module) -> bool:
 def _can_join(part: HFModule) -> bool:
     if isinstance(part, RoundedPart):
         return True
-    if type(part) not in (nn.Linear, FewRowsLinear) or part._forward_hooks:
+    if (
+        type(part) not in (nn.Linear, FewRowsLinear)
+        or part._forward_hooks
+        or part._forward_pre_hooks
+    ):
         return False
     # An optimizer would go on updating the weights that the views replace.
     is_frozen = type(part.weight) is nn.Parameter and not part.weight.requires_grad
@@ -230,9 +236,32 @@ def _can_join(part: HFModule) -> bool:
     return is_frozen and is_float32
 
 
+def _read(layer: HFModule) -> list[HFModule]:
+    """Return the modules whose weights the kernels read beside the joined ones."""
+    found = [layer.input_layernorm, layer.post_attention_layernorm]
+    found += [layer.self_attn.o_proj, layer.mlp.down_proj]
+    names = [name for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
+    return found + [getattr(layer.self_attn, name) for name in names]
+
+
+def _can_read(part: HFModule) -> bool:
+    """Return True if a module does no more than its weights say, and the kernels take these."""
+    if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+        return False
+    if isinstance(part, RoundedLinear):
+        return True
+    if isinstance(part, nn.Linear) and not _can_join(part):
+        return False
+    weight = getattr(part, "weight", None)
+    is_tensor = isinstance(weight, Tensor) and weight.dtype == torch.float32
+    return is_tensor and weight.device.type == "cpu" and weight.is_contiguous()
+
+
 def _identity(layer: HFModule) -> list[object]:
-    """Return the modules read by ``PlainLayer``, and the addresses of joined weights."""
-    found = [layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+    """Return the modules read by ``PlainLayer``, their weights' addresses, and who reads them."""
+    found: list[object] = [layer.self_attn, layer.mlp, *_read(layer)]
+    for part in _read(layer):
+        found += [_can_read(part), *(x.data_ptr() for x in part.parameters(recurse=False))]
     for part in [part for parts in _parts(layer) for part in parts]:
         if isinstance(part, RoundedPart):
             found.append(part.joined)

@@ -43,6 +43,8 @@ class RoundedLinear(nn.Module):
         return kernels.weight(*self._packed, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"{x.shape[-1]} features, for {self.in_features} inputs")
         out_MG = kernels.product(self.kernel_weight(), x.reshape(-1, self.in_features))
         return out_MG.view(*x.shape[:-1], self.out_features)
 
@@ -96,7 +98,10 @@ def rounds(dtype: torch.dtype, config: PreTrainedConfig, device: torch.device | 
         if not on_cpu:
             raise ValueError(f"--dtype: {name} runs on a CPU, not on {device}; give bfloat16")
         if kernels.library() is None:
-            raise ValueError(f"--dtype: {name} needs a C++ compiler; install g++ or give float32")
+            raise ValueError(
+                f"--dtype: {name} needs kernels compiled by g++ (pipedraft doctor tries it); give "
+                "float32"
+            )
     return dtype in DTYPES and is_plain and on_cpu and kernels.library() is not None
 
 

@@ -204,7 +204,9 @@ def masked(
     scale: float | None,
 ) -> Tensor:
     """Run attention [1, N, l, D], query heads sharing key heads."""
-    if mask is not None and query_1NlD.shape[2] <= KERNEL_ROWS and kernels.can_attend(query_1NlD):
+    is_small = mask is not None and query_1NlD.shape[2] <= KERNEL_ROWS
+    has_one_size = query_1NlD.shape[-1] == keys_1JCD.shape[-1] == values_1JCD.shape[-1]
+    if mask is not None and is_small and has_one_size and kernels.can_attend(query_1NlD):
         scale = query_1NlD.shape[-1] ** -0.5 if scale is None else scale
         return kernels.attend(query_1NlD, keys_1JCD, values_1JCD, mask, scale)
     is_shared = query_1NlD.shape[1] != keys_1JCD.shape[1]

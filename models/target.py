@@ -83,7 +83,7 @@ def load_target(
 
     Args:
         name_or_path: a folder, or a repository name on the Hub.
-        dtype: float16 and int8 round only the linear layers' weights on a CPU; see
+        dtype: on a CPU, all but float32 round only the linear layers' weights; see
             ``rounded.py``.
         may_round: False for code that reads these weights: float16 is then the whole model's dtype.
         attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it. None: "sdpa"
@@ -98,6 +98,8 @@ def load_target(
     config = load_config(name_or_path, revision)
     check_target(config, name_or_path)
     is_rounded = may_round and rounded.rounds(dtype, config, device)
+    if is_rounded and attention == "eager":
+        raise ValueError("attention: 'eager' cannot have rounded weights; leave it out")
     model = load_model(
         name_or_path,
         revision=revision,

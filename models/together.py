@@ -1,8 +1,7 @@
 """Run a stage's layers once for several sequences.
 
 Their rows are concatenated without padding, so projections and MLPs read their weights only once.
-Attention runs per sequence, over its own cache; with rounded weights (``rounded.py``) and
-``bitwise``, per row.
+Attention runs per sequence, over its own cache; with ``bitwise``, per row.
 """
 
 # l rows in a segment, R rows of all segments, H hidden, C cache rows, S mask columns

@@ -6,13 +6,14 @@ import subprocess
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import tiny_llama
 
-from pipedraft.models import kernels
+from pipedraft.models import kernels, plain_layers
 from pipedraft.models.kernels import attend, library, pack, product, unpack_int4, weight
 
 if library() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)
-DTYPES = (torch.float32, torch.float16, torch.int8, torch.int4)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int4)
 
 
 def packed(weight_GH, dtype):
@@ -20,8 +21,7 @@ def packed(weight_GH, dtype):
     if dtype == torch.float32:
         return weight_GH, None, weight_GH
     rows, scale_G = pack(weight_GH, dtype)
-    whole = {torch.float16: rows, torch.int8: rows, torch.int4: rows}[dtype]
-    whole = unpack_int4(whole) if dtype == torch.int4 else whole.float()
+    whole = unpack_int4(rows) if dtype == torch.int4 else rows.float()
     if scale_G is not None:
         whole = whole * scale_G[:, None]
     return rows, scale_G, whole[:, : weight_GH.shape[1]]
@@ -90,6 +90,34 @@ def test_attention_is_torchs_and_hidden_columns_change_no_bits(num_rows, size):
         assert torch.equal(alone, found[:, :, row : row + 1])
 
 
+def test_rows_that_do_not_fit_are_refused_and_a_row_that_sees_nothing_is_zero():
+    own = weight(torch.randn(8, 64))
+    rows = torch.randn(2, 64)
+    for wrong in (rows.double(), rows.bfloat16(), rows[:, :32], torch.randn(2, 65)):
+        with pytest.raises(ValueError, match="want float32, 64 wide"):
+            product(own, wrong)
+    query, keys = torch.randn(1, 2, 2, 8), torch.randn(1, 1, 3, 8)
+    mask = torch.full((1, 1, 2, 3), -1e30)
+    mask[:, :, 0] = 0
+    assert not attend(query, keys, keys, mask, 1.0)[:, :, 1].any()
+    with pytest.raises(ValueError, match="want float32"):
+        attend(query, keys, keys, mask[:, :, :1], 1.0)
+    with pytest.raises(ValueError, match="keys have"):
+        attend(query, keys, keys[..., :4], mask, 1.0)
+
+
+def test_layers_take_rows_with_gaps_and_refuse_another_stages():
+    target = tiny_llama(layers=1, hidden=128)
+    layer = plain_layers.PlainLayer(target.model.layers[0])._kernels
+    wide, turn = torch.randn(1, 5, 200), torch.randn(2, 5, 1, 64)
+    gaps = kernels.before_attention(layer, wide[..., :128], *turn[..., ::2])
+    copies = wide[..., :128].contiguous(), *turn[..., ::2].contiguous()
+    assert torch.equal(gaps, kernels.before_attention(layer, *copies))
+    for wrong in (wide[..., :64], copies[0].half()):
+        with pytest.raises(ValueError, match="want float32, 128 wide"):
+            kernels.before_attention(layer, wrong, *turn[..., ::2])
+
+
 def test_a_library_is_compiled_once_and_only_ours_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels.constants, "HF_HOME", str(tmp_path))
     compiled, run = [], subprocess.run
@@ -108,6 +136,12 @@ def test_a_library_is_compiled_once_and_only_ours_is_loaded(tmp_path, monkeypatc
     os.chmod(path.parent, 0o700)
     os.chmod(path, 0o666)
     assert load() is not None and len(compiled) == 3
+    damaged = tmp_path / "other" / path.relative_to(tmp_path)
+    damaged.parent.mkdir(parents=True, mode=0o700)
+    damaged.write_bytes(b"no library")
+    damaged.chmod(0o600)
+    monkeypatch.setattr(kernels.constants, "HF_HOME", str(tmp_path / "other"))
+    assert load() is not None and len(compiled) == 4
     assert path.stat().st_mode & 0o777 == 0o600
 
 

@@ -112,7 +112,9 @@ def test_other_families_and_devices_are_refused_or_run_in_half_precision():
 def test_without_compiler_halves_compute_in_half_precision_and_int8_is_refused(monkeypatch):
     monkeypatch.setattr(kernels, "library", lambda: None)
     assert load_target(ASSETS, dtype=torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="--dtype: int4 needs a C.. compiler; install g.. or give"):
+    with pytest.raises(
+        ValueError, match="--dtype: int4 needs kernels compiled by g.. .*; give float32"
+    ):
         load_target(ASSETS, dtype=kernels.int4)
 
 
@@ -143,6 +145,47 @@ def test_joined_weights_are_read_by_both_ways_and_joined_again_once_replaced():
     check()
     target.model.layers[0].mlp.up_proj = torch.nn.Sequential(target.model.layers[0].mlp.up_proj)
     assert not plain_layers._is_plain(target.model.layers[0])
+    check()
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+CHANGES = {
+    "output weight": lambda layer: setattr(
+        layer.self_attn, "o_proj", frozen(torch.nn.Linear(128, 128, bias=False))
+    ),
+    "output data": lambda layer: layer.self_attn.o_proj.weight.data.mul_(3),
+    "down data": lambda layer: setattr(
+        layer.mlp.down_proj.weight, "data", torch.randn_like(layer.mlp.down_proj.weight)
+    ),
+    "down strides": lambda layer: setattr(
+        layer.mlp.down_proj.weight, "data", torch.randn(*layer.mlp.down_proj.weight.shape[::-1]).T
+    ),
+    "norm": lambda layer: setattr(
+        layer.post_attention_layernorm, "weight", torch.nn.Parameter(torch.rand(128), False)
+    ),
+    "hook": lambda layer: layer.self_attn.o_proj.register_forward_hook(lambda *a: 2 * a[2]),
+    "wrapped": lambda layer: setattr(
+        layer.mlp, "down_proj", torch.nn.Sequential(layer.mlp.down_proj, torch.nn.Tanh())
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_kernels_read_may_be_replaced_between_sequences(change):
+    target = tiny_llama(layers=2, hidden=128)
+    staged, rows = StagedTarget(target, 1), torch.arange(5)
+
+    def check():
+        staged.prefill(rows)
+        hidden = staged.stages[0].forward(chain_segment(staged, torch.tensor([7, 8]))).hidden
+        expected = target(torch.tensor([[*rows, 7, 8]])).logits[0, -2:]
+        assert torch.allclose(staged.logits(hidden), expected, atol=1e-4)
+
+    check()
+    CHANGES[change](target.model.layers[1])
     check()
 
 

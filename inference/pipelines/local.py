@@ -190,7 +190,7 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
 def _can_join(pipeline: LocalPipeline, index: int) -> bool:
     """Return True if a sequence's rows may share the stage's next pass."""
     stage = pipeline.target.stages[index]
-    # A rounded target's prompt attends with a mask. In a shared pass each row would attend alone,
+    # A rounded target's prompt attends by torch's kernel. A shared pass would take our own kernel,
     # which gives other last bits.
     is_masked = stage.is_rounded and pipeline.is_prefilling
     return can_run_together(stage) and not is_masked
