@@ -181,7 +181,7 @@ def split_parts(content: Any) -> tuple[str, str]:
 
 
 def read_calls(turn: Mapping[str, Any]) -> list[Values]:
-    """Return a turn's tool calls in OpenAI's form, with the older ``function_call`` among them."""
+    """Return a turn's calls in OpenAI's form; ``function_call`` replaces ``tool_calls``."""
     calls = turn.get("tool_calls") or []
     if turn.get("function_call"):
         calls = [turn["function_call"]]

@@ -135,8 +135,8 @@ class Replayed:
 
     @property
     def one_device_speedup(self) -> float:
-        """S over autoregressive decoding with all layers on the fastest device of this cost model;
-        it includes the price of the pipeline."""
+        """S, but over autoregressive decoding with all layers on this cost model's fastest device,
+        so the pipeline's price counts."""
         fastest = max(self.cost.stages, key=lambda stage: stage.speed, default=None)
         one = () if fastest is None else (replace(fastest, link=0.0, link_row=0.0, replicas=1),)
         free = replace(self.cost, link=0.0, link_row=0.0, stages=one)

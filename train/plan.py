@@ -135,7 +135,7 @@ class RunSizes:
 
 
 class Plan:
-    """Estimator for a run: measures sizes and prints the report.
+    """Estimator for a run: measures sizes and writes the report.
 
     Raises:
         ValueError: the target has no config.json.

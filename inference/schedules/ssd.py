@@ -129,8 +129,8 @@ def _children(
 def _flatten(scores: list[float]) -> None:
     """Halve the log scores, so a row gets outcomes in proportion to its probability's square root.
 
-    Misses at a row fall with a power r of the number of tokens prepared below it. The total is
-    smallest if these numbers are proportional to P^(1 / (1 + r)), with P the probability that
+    Misses at a row fall with a power r of the number of tokens prepared below it. Misses are
+    fewest if these numbers are proportional to P^(1 / (1 + r)), with P the probability that
     verification reaches the row; r is near one.
     """
     scores[:] = [score / 2 for score in scores]

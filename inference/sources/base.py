@@ -130,13 +130,13 @@ class DraftSource:
         sampling: DraftSampling,
         beams: int = 0,
     ) -> Iterator[Tensor]:
-        """Yield children for some rows, as in ``best_children``, then perhaps for rows just added.
+        """Yield ``best_children`` of ``leaves``, then perhaps of rows the caller just added.
 
         Later levels give only each row's best child, in row order.
 
         Args:
             levels: maximum number of levels added below the rows.
-            beams: the caller will next add this many new children with the best scores; 0: unknown.
+            beams: number of best-scored new children that the caller adds next; 0: unknown.
         """
         logits_QU = self.leaf_logits(tree, leaves, features)
         yield best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)

@@ -194,7 +194,7 @@ class GraphBlocks(GraphText):
     ) -> Tensor:
         """Return tokens and log-probabilities for each depth's best tokens: float64 [2, D, W], CPU.
 
-        D and W may be larger than requested. ``position``: of the token at the first depth. The
+        D and W may be larger than requested. ``position``: that of the first depth's token. The
         host waits here, once.
         """
         self._num_depths = max(self._num_depths, num_depths)
