@@ -1,5 +1,6 @@
 """EAGLE-3 with training-time test: attention, states, rows and loss."""
 
+import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -313,6 +314,9 @@ def test_a_head_gets_candidates_and_only_they_are_trained(tmp_path):
     target = tiny_llama(layers=6, hidden=32, vocab=24)
     made = make_objective(target).draft
     made.save(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    del content["architecture"]["share_head"]  # an older file: the default counts
+    (tmp_path / "config.json").write_text(json.dumps(content))
     batch, generator = make_batch(MASKS), torch.Generator()
     data = SimpleNamespace(report=SimpleNamespace(to_dict=dict))
 

@@ -188,11 +188,14 @@ class DraftObjective(nn.Module, ABC):
         """Load the weights of a trained draft, and return it."""
         start = load_start(place, self.draft_class)
         start.reference.check_fingerprint(dict(self.reference.fingerprint))
-        given = vars(start.config) | vars(start.layer_config)
+        pairs = (start.config, self.draft.config), (start.layer_config, self.draft.layer_config)
         differing = [
-            f"{name} {given[name]}, this run {value}"
-            for name, value in (vars(self.draft.config) | vars(self.draft.layer_config)).items()
-            if given[name] != value and not (name in self.addable and given[name] is None)
+            f"{name} {found}, this run {value}"
+            for given, own in pairs
+            for name, value in vars(own).items()
+            # Not vars(given), which lacks defaults missing in the file.
+            if (found := getattr(given, name)) != value
+            and not (name in self.addable and found is None)
         ]
         if differing:
             raise ValueError(
