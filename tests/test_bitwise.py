@@ -15,6 +15,7 @@ from decode_runs import (
     way_name,
 )
 from inline_ranks import connect_inline
+from needs import NEEDS_KERNELS
 from pretended_device import pretended_cuda
 from staged_targets import chain_segment, tiny
 from tiny_drafts import make_exit
@@ -42,7 +43,10 @@ def target():
     return tiny_llama(layers=4, hidden=64, vocab=1000).to(torch.bfloat16)
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float16", "int8"])
+PARAMS = ["bfloat16", *(pytest.param(x, marks=NEEDS_KERNELS) for x in ("float16", "int8"))]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def exact(request, target):
     """Return a target, and the options for equal bits."""
     if request.param == "bfloat16":

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_llama
 from decode_runs import PROMPTS, decode_exactly, engine_for, friendly_module
+from needs import NEEDS_KERNELS
 from torch.optim import _muon
 
 from pipedraft.models import cpu, kernels
@@ -104,6 +105,7 @@ def test_laid_out_layers_decode_what_transformers_generates(tree_width, is_compi
     assert (layer._kernels is not None) == is_compiled
 
 
+@NEEDS_KERNELS
 def test_a_wrong_product_is_found_by_the_text(monkeypatch):
     engine, multiply = laid_out_engine(monkeypatch, 1), kernels.product
     monkeypatch.setattr(kernels, "product", lambda own, rows: multiply(own, rows).flip(-1))

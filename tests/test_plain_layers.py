@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, tiny_llama, tiny_mistral, tiny_qwen3
 from decode_runs import PROMPTS, decode_exactly, engine_for
+from needs import NEEDS_KERNELS
 from staged_targets import chain_segment, tiny
 from tiny_drafts import make_head
 
@@ -36,6 +37,7 @@ def rounded_target(dtype, family="llama", **sizes):
     return target
 
 
+@NEEDS_KERNELS
 @EVERY_DTYPE
 def test_a_part_of_a_joined_layer_has_the_bits_of_the_layer(dtype):
     torch.manual_seed(0)
@@ -45,6 +47,7 @@ def test_a_part_of_a_joined_layer_has_the_bits_of_the_layer(dtype):
     assert torch.equal(deepcopy(layer)(x), layer(x))
 
 
+@NEEDS_KERNELS
 @EVERY_DTYPE
 @pytest.mark.parametrize("family", MAKERS)
 def test_every_row_of_a_segment_has_the_bits_of_one_row_at_a_time(family, dtype):
@@ -67,6 +70,7 @@ def test_every_row_of_a_segment_has_the_bits_of_one_row_at_a_time(family, dtype)
     assert torch.equal(alone, logits_of([6])) and torch.equal(alone, logits_of([4, 2]))
 
 
+@NEEDS_KERNELS
 def test_masked_attention_instead_of_rows_alone_changes_bits(monkeypatch):
     """Known-bad: a pass whose rows attend together, as in float32."""
     target = StagedTarget(rounded_target(torch.int8), 1)
@@ -79,6 +83,7 @@ def test_masked_attention_instead_of_rows_alone_changes_bits(monkeypatch):
     assert torch.allclose(*found, atol=0.05) and not torch.equal(*found)
 
 
+@NEEDS_KERNELS
 @EVERY_DTYPE
 def test_a_loaded_target_and_its_parts_agree_and_keep_their_fingerprint(dtype):
     whole = load_target(ASSETS, dtype=dtype)
@@ -95,6 +100,7 @@ def test_a_loaded_target_and_its_parts_agree_and_keep_their_fingerprint(dtype):
     assert (dtype_of(whole), dtype_of(plain)) == (dtype, torch.float32)
 
 
+@NEEDS_KERNELS
 def test_other_families_and_devices_are_refused_or_run_in_half_precision():
     llama, other = (tiny(family).config for family in ("llama", "qwen3_5"))
     with pytest.raises(ValueError, match="--dtype: int8 is for targets of the families llama"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_llama, tiny_mistral, tiny_qwen3
+from needs import NEEDS_KERNELS
 from serve_runs import drafted
 from staged_targets import tiny
 
@@ -63,6 +64,7 @@ def test_rows_of_several_texts_are_what_each_gives_alone(name):
         torch.testing.assert_close(together, alone, atol=2e-4, rtol=2e-4)
 
 
+@NEEDS_KERNELS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.int4])
 @pytest.mark.parametrize("name", ["qwen3", "sliding"])
 def test_rounded_targets_give_a_row_the_same_bits_among_several_texts(name, dtype):
@@ -83,6 +85,7 @@ def with_one_scale(own, rows_MH, product=kernels.product):
     return product(own, (rows_MH / step).round() * step)
 
 
+@NEEDS_KERNELS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.int4])
 @pytest.mark.parametrize("mutant", [by_torch, with_one_scale])
 def test_products_that_depend_on_other_texts_would_be_noticed(mutant, dtype, monkeypatch):
