@@ -357,7 +357,7 @@ class Options:
             if owner not in groups and not is_short:
                 title, _, about = inspect.cleandoc(owner.__doc__ or "").partition("\n\n")
                 groups[owner] = parser.add_argument_group(title, about)
-            text = help_of(owner, part.name) if shows_help else ""
+            text = help_of(cls, part.name) if shows_help else ""
             _add(groups.get(owner, parser), part, hint, text)
 
     @classmethod

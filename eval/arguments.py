@@ -150,7 +150,8 @@ class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, 
     seed: int = option(0, metavar="N", least=0)
     """seed for sampling and bootstrap"""
     dtype: Dtype = "float32"
-    """dtype for target and draft; greedy output is exact in float32; auto: the target's stored
+    """dtype for target and draft; greedy output is exact in float32; on a CPU, the others round
+    only the weights; auto: the target's stored
     dtype on a GPU"""
     bitwise: bool = False
     """compute each token in the target bit for bit as autoregressive decoding would, and compare
@@ -340,7 +341,7 @@ class ParityOptions(FewPromptsOptions, PlaceOptions):
     max_new_tokens: int = option(48, metavar="M", least=2)
     """new tokens per answer"""
     dtype: FloatDtype = "float32"
-    """dtype for target and draft; rounding in other dtypes hides small differences"""
+    """dtype for target and draft, also of what is computed; rounding hides small differences"""
     engine: Literal["vllm"] | None = None
     """also decode the prompts in this engine, and compare its draft tokens"""
     engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")

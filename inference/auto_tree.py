@@ -24,9 +24,9 @@ BUDGET = 0.001
 class ShapeMeter:
     """Timer for rounds with different draft shapes.
 
-    The meter times each shape's rounds. Rounds with a long chain also show what shorter chains
-    would add, because they have the same first draft tokens. The meter tries a shape if it could be
-    the best one. After rounds that lost time, a shape's next trial waits for loss / BUDGET. Several
+    The meter times each shape's rounds. Rounds with a long chain also measure shorter chains,
+    because the first draft tokens are the same. The meter tries a shape if it could be the best
+    one. After a loss of time, a shape's next trial waits for loss / BUDGET. Several
     sequences may share a meter.
     """
 
@@ -94,7 +94,7 @@ class ShapeMeter:
         self._left = TRIAL if tried else 1
 
     def _may_win(self, text: str, best: str) -> bool:
-        """Return False for an untried shape that cannot win, by draft tokens' measured time."""
+        """Return False if an untried shape cannot win, by draft tokens' measured time."""
         shape, least = self._shapes[text], 0.0
         if self._times[text]:
             return True

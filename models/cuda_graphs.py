@@ -47,7 +47,7 @@ class CapturedGraph:
 
 
 class Graphs:
-    """CUDA graphs for functions of a packed tensor and rows, each captured once per key.
+    """CUDA graphs that compute from a packed tensor and rows, each captured once per key.
 
     A call is one copy to the device, one launch for the rows, and one graph.
     """
@@ -160,7 +160,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 class Packing:
-    """Lists of numbers in one int64 tensor, each with fixed room."""
+    """Number lists in one int64 tensor, each with fixed room."""
 
     def __init__(self, **sizes: int) -> None:
         self.sizes = sizes
@@ -181,7 +181,7 @@ class Packing:
 
 
 def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) -> Tensor:
-    """Return which of a buffer's columns each row must not see: bool [P, C].
+    """Return the buffer columns hidden from each row: bool [P, C].
 
     Args:
         num_visible_1: number of columns at the buffer's start, visible to all rows.

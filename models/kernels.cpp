@@ -1,6 +1,6 @@
 // Decoder layers for few rows on a CPU. kernels.py compiles this file for the machine it runs on.
 //
-// A weight is read once for up to ROWS rows. A row's sums run in one order, whichever rows are computed
+// A weight is read from memory once for many rows. A row's sums run in one order, whichever rows are computed
 // with it, so its result has the same bits alone. Sums are float32; weights are float32 or rounded.
 
 #include <algorithm>
@@ -26,7 +26,11 @@ constexpr int ROWS = 6, CHANNELS = 4;
 #else
 constexpr int ROWS = 2, CHANNELS = 2;
 #endif
-constexpr int64_t CHUNK = 32, FIRST_CACHE = 36 << 10, MOST_INPUTS = 768, LEAST_PARALLEL = 1 << 17;
+constexpr int64_t CHUNK = 32;                // channels for a thread, with their weights in the second cache
+constexpr int64_t FIRST_CACHE = 36 << 10;    // bytes of inputs that stay in the first cache
+constexpr int64_t MOST_INPUTS = 768;         // longer products run in ranges, for the same reason
+constexpr int64_t LEAST_PARALLEL = 1 << 17;  // multiplications worth starting threads
+constexpr int64_t MOST_HEAD_SIZE = 512;      // as in kernels.py
 
 enum Kind { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 };
 
@@ -78,10 +82,13 @@ inline float sum(Floats x) {
 #endif
 }
 
-// Widening 16 bytes and halves one by one is what compilers make of the plain loop, so we name the instructions.
-inline Ints widen(const int8_t *from) {
+// Compilers widen number by number in the plain loop, so we name the instructions.
+template <class Number> inline Ints widen(const Number *from) {
 #if defined(__AVX512F__)
-    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+    if constexpr (sizeof(Number) == 2)
+        return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    return (Ints)(Number(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #else
     Ints x;
     for (int i = 0; i < WIDTH; i++) x[i] = from[i];
@@ -89,37 +96,17 @@ inline Ints widen(const int8_t *from) {
 #endif
 }
 
-inline Ints widen(const uint8_t *from) {
+inline Floats to_floats(const uint16_t *halves) {
 #if defined(__AVX512F__)
-    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
-#else
-    Ints x;
-    for (int i = 0; i < WIDTH; i++) x[i] = from[i];
-    return x;
-#endif
-}
-
-inline Ints widen_integers(const uint16_t *from) {
-#if defined(__AVX512F__)
-    return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
-#else
-    Ints x;
-    for (int i = 0; i < WIDTH; i++) x[i] = from[i];
-    return x;
-#endif
-}
-
-inline Floats widen_halves(const uint16_t *from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
 #else
     Floats x;
-    for (int i = 0; i < WIDTH; i++) x[i] = to_float(from[i]);
+    for (int i = 0; i < WIDTH; i++) x[i] = to_float(halves[i]);
     return x;
 #endif
 }
 
-// Reads a row's weights, one block of BLOCK at a time.
+// Reads a row's weights by blocks: `begin`, then both halves.
 template <int kind> struct Reader {
     Floats table; // the block's 16 values in int4
 
@@ -138,15 +125,15 @@ template <int kind> struct Reader {
 #endif
     }
 
-    // Half a block.
+    // Return the WIDTH weights in one half (0 or 1) of the block at `first`.
     inline Floats weights(const char *row, int64_t first, int half) const {
         const int64_t at = first + half * WIDTH;
         if constexpr (kind == FLOAT32) {
             return load((const float *)row + at);
         } else if constexpr (kind == FLOAT16) {
-            return widen_halves((const uint16_t *)row + at);
+            return to_floats((const uint16_t *)row + at);
         } else if constexpr (kind == BFLOAT16) { // the upper half of a float
-            return (Floats)(widen_integers((const uint16_t *)row + at) << 16);
+            return (Floats)(widen((const uint16_t *)row + at) << 16);
         } else if constexpr (kind == INT8) {
             return __builtin_convertvector(widen((const int8_t *)row + at), Floats);
         } else {
@@ -267,10 +254,9 @@ void tiles(const Weight &w, const float *x, float *y, int64_t rows, int64_t firs
     }
 }
 
-// Channels [first, end). A part of the rows and a range of inputs stay in the first cache, the weights then in
-// the second.
+// Channels [first, end) of a product, for as many rows and inputs at a time as stay in the first cache.
 template <int kind>
-void channels(const Weight &w, const float *x, float *y, int64_t rows, int64_t first, int64_t end) {
+void multiply_chunk(const Weight &w, const float *x, float *y, int64_t rows, int64_t first, int64_t end) {
     const int64_t inputs = rows > 1 ? std::min(w.inputs, MOST_INPUTS) : w.inputs;
     const int64_t part = std::max<int64_t>(ROWS, FIRST_CACHE / (4 * inputs) / ROWS * ROWS);
     thread_local std::vector<Floats> sums;
@@ -291,7 +277,7 @@ void channels(const Weight &w, const float *x, float *y, int64_t rows, int64_t f
 template <int kind> void multiply(const Weight &w, const float *x, float *y, int64_t rows) {
 #pragma omp parallel for schedule(static) if (rows * w.channels * w.inputs >= LEAST_PARALLEL)
     for (int64_t first = 0; first < w.channels; first += CHUNK)
-        channels<kind>(w, x, y, rows, first, std::min(first + CHUNK, w.channels));
+        multiply_chunk<kind>(w, x, y, rows, first, std::min(first + CHUNK, w.channels));
 }
 
 // exp, to 2 units in the last place between -87 and 88, where it is cut off.
@@ -359,7 +345,7 @@ void before_attention(
     const Layer *layer, const float *x, const float *cos, const float *sin, float *out, int64_t rows) {
     const int64_t H = layer->hidden, D = layer->head_size, N = layer->heads, J = layer->kv_heads;
     const int64_t channels = (N + 2 * J) * D;
-    float *normed = scratch(0, rows * H), *joined = scratch(1, rows * channels), own[512];
+    float *normed = scratch(0, rows * H), *joined = scratch(1, rows * channels), own[MOST_HEAD_SIZE];
     for (int64_t m = 0; m < rows; m++)
         norm(x + m * H, layer->input_norm, layer->eps, H, normed + m * H);
     product(&layer->query_key_value, normed, joined, rows);

@@ -1,7 +1,7 @@
-"""Compiled CPU kernels for few rows: products with float32 or rounded weights, and decoder layers.
+"""Run products, attention and decoder layers by compiled kernels on a CPU.
 
-``kernels.cpp`` is compiled on first use, for this machine, and cached in ``HF_HOME``. A row's
-result has the same bits alone and next to any other rows.
+``kernels.cpp`` is compiled for this machine on first use, and cached in ``HF_HOME``. Weights are
+float32 or rounded. A row's result has the same bits alone and next to any other rows.
 """
 
 # M rows, H inputs, G output channels, N query heads, J key heads, D head size, C cache columns
@@ -31,15 +31,15 @@ COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS = 120
 int4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # not in torch's stubs
 BLOCK = 32
-"""Inputs of weights and entries of a layer's heads must be multiples of this. An int4 block has as
-many weights, a scale and a least weight."""
+"""Weights per int4 block. Weights' inputs and layers' head sizes must be multiples of it."""
 MOST_HEAD_SIZE = 512
+"""Maximum head size of a layer."""
 
 logger = logging.getLogger(__name__)
 
 
 class Weight(ctypes.Structure):
-    """kernels.cpp's ``Weight``: addresses, so the tensors must outlive it."""
+    """Addresses and sizes of packed weights, as in kernels.cpp; keep the tensors alive."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "scale", "bias")),
@@ -48,7 +48,7 @@ class Weight(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """kernels.cpp's ``Layer``."""
+    """Addresses and sizes of a decoder layer's weights, as in kernels.cpp; keep them alive."""
 
     _fields_ = (
         *((name, Weight) for name in ("query_key_value", "output", "gate_up", "down")),
@@ -64,12 +64,12 @@ KINDS = {
         (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8)
     )
 }
-"""kernels.cpp's ``Kind`` by the packed weights' dtype; int4 blocks are bytes."""
+"""Kinds in kernels.cpp by packed dtype; int4 blocks are bytes."""
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Compile and load the kernels; None: no compiler can (logged once)."""
+    """Compile and load the kernels; None: no compiler can. Failures are logged."""
     compilers = [found for name in COMPILERS if (found := shutil.which(name))]
     if not compilers:
         logger.info("no C++ compiler (%s): CPU decoding is slower", ", ".join(COMPILERS))
@@ -78,7 +78,8 @@ def library() -> ctypes.CDLL | None:
             return _typed(_load((compiler, *FLAGS, *threads)))
         except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", None) or str(error)
-            logger.warning("%s cannot compile %s: %s", compiler, SOURCE.name, said.strip()[-500:])
+            name = " ".join((compiler, *threads))
+            logger.warning("%s cannot compile %s: %s", name, SOURCE.name, said.strip()[-500:])
     return None
 
 
@@ -130,7 +131,7 @@ def _load(command: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return True if this is a file, not a link, that nobody else can have written."""
+    """Return True for a file, not a link, writable by this user alone."""
     try:
         found = [path.lstat(), path.parent.lstat()]
     except OSError:
@@ -140,7 +141,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _cpu_features() -> bytes:
-    """Return what decides which instructions ``-march=native`` takes."""
+    """Return the CPU features, on which ``-march=native`` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -149,7 +150,7 @@ def _cpu_features() -> bytes:
 
 
 def can_multiply(weight_GH: Tensor) -> bool:
-    """Return True if there are kernels, and they take this float32 weight as it is."""
+    """Return True if the kernels can read this float32 weight in place."""
     fits = weight_GH.shape[1] % BLOCK == 0 and weight_GH.is_contiguous()
     return fits and library() is not None
 
@@ -192,7 +193,7 @@ def unpack_int4(blocks_GB: Tensor) -> Tensor:
 
 
 def weight(rows: Tensor, scale_G: Tensor | None = None, bias_G: Tensor | None = None) -> Weight:
-    """Return the structure for packed weights; the tensors must live as long as it is used."""
+    """Describe packed weights to the kernels; keep the tensors alive."""
     num_inputs = rows.shape[1]
     if rows.dtype == torch.uint8:
         num_inputs = num_inputs // (4 + BLOCK // 2) * BLOCK
@@ -201,13 +202,13 @@ def weight(rows: Tensor, scale_G: Tensor | None = None, bias_G: Tensor | None = 
 
 
 def _check(x: Tensor, size: int) -> None:
-    """Refuse what the kernels would read wrongly: a caller's fault, or another rank's rows."""
+    """Raise ValueError for rows unfit for the kernels, such as a faulty peer's."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or x.shape[-1] != size:
         raise ValueError(f"{x.dtype} rows {list(x.shape)} on {x.device}: want float32, {size} wide")
 
 
 def product(own: Weight, rows_MH: Tensor) -> Tensor:
-    """Return x W^T + b: float32 [M, G]; ``rows_MH`` may lack the inputs that ``pack`` added."""
+    """Return x W^T + b: float32 [M, G]. Inputs are padded like the weights in ``pack``."""
     lacking = own.inputs - rows_MH.shape[1]
     if 0 < lacking < BLOCK:
         rows_MH = torch.nn.functional.pad(rows_MH, (0, lacking))
@@ -240,10 +241,11 @@ def before_attention(layer: Layer, hidden_1MH: Tensor, cos_M1D: Tensor, sin_M1D:
     return out
 
 
-def can_attend(query: Tensor) -> bool:
-    """Return True if ``attend`` takes such queries [1, N, M, D] and keys, values alike."""
-    is_float32 = query.dtype == torch.float32 and query.device.type == "cpu"
-    return is_float32 and library() is not None
+def can_attend(query_1NMD: Tensor, keys_1JCD: Tensor, values_1JCD: Tensor) -> bool:
+    """Return True if ``attend`` takes these: float32 on a CPU, all with one head size."""
+    is_float32 = query_1NMD.dtype == torch.float32 and query_1NMD.device.type == "cpu"
+    has_one_size = query_1NMD.shape[3] == keys_1JCD.shape[3] == values_1JCD.shape[3]
+    return is_float32 and has_one_size and library() is not None
 
 
 def attend(
@@ -282,6 +284,8 @@ def attend(
 
 def after_attention(layer: Layer, hidden_1MH: Tensor, attended_1MND: Tensor) -> Tensor:
     """Return the layer's output [1, M, H], with both residuals."""
+    _check(hidden_1MH, layer.hidden)
+    _check(attended_1MND, layer.head_size)
     kernels, num_rows = library(), hidden_1MH.shape[1]
     assert kernels is not None, "no kernels"
     hidden_1MH, attended_1MND = hidden_1MH.contiguous(), attended_1MND.contiguous()

@@ -29,7 +29,7 @@ from pipedraft.models.layers import (
 
 @dataclass(frozen=True, kw_only=True)
 class PPSDConfig(StagedDraftConfig):
-    """Architecture of the PPSD head, which reads the first stage's output."""
+    """PPSD head's architecture; it reads the first stage's output."""
 
     num_layers: int = 1
     """Decoder layers in the head (Ls). Each step waits for them: with L target layers, n stages and
@@ -41,9 +41,9 @@ class PPSDConfig(StagedDraftConfig):
 
 
 class PPSD(StagedDraft):
-    """Decoder layers, norm and LM head on the output of the target's first stage.
+    """Decoder layers, norm and LM head on the target's first-stage output.
 
-    Row t reads the state of position t after this stage and predicts the token at t + 1. Training
+    Row t reads position t's state after this stage and predicts the token at t + 1. Training
     and decoding compute the same function: ``forward`` for whole sequences, ``rows`` for further
     rows.
     """

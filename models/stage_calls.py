@@ -204,14 +204,12 @@ def masked(
     scale: float | None,
 ) -> Tensor:
     """Run attention [1, N, l, D], query heads sharing key heads."""
-    is_small = mask is not None and query_1NlD.shape[2] <= KERNEL_ROWS
-    has_one_size = query_1NlD.shape[-1] == keys_1JCD.shape[-1] == values_1JCD.shape[-1]
-    if mask is not None and is_small and has_one_size and kernels.can_attend(query_1NlD):
+    own = query_1NlD, keys_1JCD, values_1JCD
+    if mask is not None and query_1NlD.shape[2] <= KERNEL_ROWS and kernels.can_attend(*own):
         scale = query_1NlD.shape[-1] ** -0.5 if scale is None else scale
-        return kernels.attend(query_1NlD, keys_1JCD, values_1JCD, mask, scale)
+        return kernels.attend(*own, mask, scale)
     is_shared = query_1NlD.shape[1] != keys_1JCD.shape[1]
-    inputs = (query_1NlD, keys_1JCD, values_1JCD, mask)
-    return F.scaled_dot_product_attention(*inputs, scale=scale, enable_gqa=is_shared)
+    return F.scaled_dot_product_attention(*own, mask, scale=scale, enable_gqa=is_shared)
 
 
 Attend = Callable[..., Tensor]

@@ -43,7 +43,7 @@ def target():
     return tiny_llama(layers=4, hidden=64, vocab=1000).to(torch.bfloat16)
 
 
-PARAMS = ["bfloat16", *(pytest.param(x, marks=NEEDS_KERNELS) for x in ("float16", "int8"))]
+PARAMS = ["bfloat16", *(pytest.param(x, marks=NEEDS_KERNELS) for x in ("float16", "int8", "int4"))]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
@@ -51,7 +51,9 @@ def exact(request, target):
     """Return a target, and the options for equal bits."""
     if request.param == "bfloat16":
         return target, {"bitwise": True}
-    rounded = tiny_llama(layers=4, hidden=64, vocab=1000)
+    rounded = tiny_llama(
+        layers=4, hidden=128, vocab=1000
+    )  # heads of 32 entries: whole layers by kernels
     round_target(rounded, getattr(torch, request.param))
     return rounded, {}
 
@@ -59,7 +61,7 @@ def exact(request, target):
 def decode(target, prompt, text, way, **options) -> list[int]:
     options |= {"num_stages": 4, "max_new_tokens": TOKENS}
     if way["schedule"] == "spd":
-        base = tiny_llama(layers=4, hidden=64, vocab=1000)
+        base = tiny_llama(layers=4, hidden=target.config.hidden_size, vocab=1000)
         draft = friendly_module(base, num_stages=4, num_layers=1)
         if dtype := rounded_dtype(target):
             round_draft(draft, dtype)

@@ -12,7 +12,7 @@ from decode_runs import PROMPTS, decode_exactly, engine_for, friendly_module
 from needs import NEEDS_KERNELS
 from torch.optim import _muon
 
-from pipedraft.models import cpu, kernels
+from pipedraft.models import cpu, kernels, stage_calls
 from pipedraft.models.cpu import argmax, lay_out, muon_in_float32, torch_orthogonalize
 
 
@@ -105,12 +105,23 @@ def test_laid_out_layers_decode_what_transformers_generates(tree_width, is_compi
     assert (layer._kernels is not None) == is_compiled
 
 
+FAULTS = {
+    "product": lambda own: lambda weight, rows: own(weight, rows).flip(-1),
+    "before_attention": lambda own: lambda *x: own(*x[:3], x[3].abs()),  # turned the wrong way
+    "attend": lambda own: lambda *x: own(*x[:3], torch.zeros_like(x[3]), x[4]),  # sees siblings
+    "after_attention": lambda own: lambda *x: own(*x) - x[1],  # without a residual
+}
+
+
 @NEEDS_KERNELS
-def test_a_wrong_product_is_found_by_the_text(monkeypatch):
-    engine, multiply = laid_out_engine(monkeypatch, 1), kernels.product
-    monkeypatch.setattr(kernels, "product", lambda own, rows: multiply(own, rows).flip(-1))
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_kernel_is_found_by_the_text(name, monkeypatch):
+    engine = laid_out_engine(monkeypatch, 4)
+    monkeypatch.setattr(kernels, name, FAULTS[name](getattr(kernels, name)))
+    monkeypatch.setattr(stage_calls, "KERNEL_ROWS", 64)  # trees' attention, too
     with pytest.raises(AssertionError):
-        decode_exactly(engine, PROMPTS[0])
+        for prompt in PROMPTS:
+            decode_exactly(engine, prompt)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 96, 300, 4096])

@@ -30,9 +30,9 @@ MAKERS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "mistral": tiny_mistral}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def rounded_target(dtype, family="llama", **sizes):
+def rounded_target(dtype, family="llama", hidden=64, **sizes):
     """Target with logits so close that other bits change its texts."""
-    target = MAKERS[family](layers=4, hidden=64, vocab=1000, **sizes)
+    target = MAKERS[family](layers=4, hidden=hidden, vocab=1000, **sizes)
     round_target(target, dtype)
     return target
 
@@ -49,10 +49,13 @@ def test_a_part_of_a_joined_layer_has_the_bits_of_the_layer(dtype):
 
 @NEEDS_KERNELS
 @EVERY_DTYPE
+@pytest.mark.parametrize(
+    "hidden", [64, 128]
+)  # heads of 16 and 32: products, or whole layers by kernels
 @pytest.mark.parametrize("family", MAKERS)
-def test_every_row_of_a_segment_has_the_bits_of_one_row_at_a_time(family, dtype):
+def test_every_row_of_a_segment_has_the_bits_of_one_row_at_a_time(family, hidden, dtype):
     window = {"sliding_window": 12} if family == "mistral" else {}
-    target = StagedTarget(rounded_target(dtype, family, **window), 2)
+    target = StagedTarget(rounded_target(dtype, family, hidden, **window), 2)
     prompt, ids = torch.arange(20), torch.arange(30, 36)
 
     def logits_of(sizes):

@@ -53,8 +53,8 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
         labeled_BS: bool, rows before an assistant token.
 
     Returns:
-        Sums [depth] over products of 1 .. depth consecutive rates, and counts [depth] of rows that
-        begin a run of 1 .. depth supervised rows.
+        Sums [depth] over rows: products over 1 .. depth consecutive rates. Counts [depth]: rows
+        that begin 1 .. depth consecutive supervised rows.
     """
     # Other rows have rate 0: no chain survives its turn's end.
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipedraft.models import kernels
+from pipedraft.models.rounded import DTYPES, RoundedLinear
+
 SHAPES = {"q, k, v": (960, 576), "o": (576, 576), "gate, up": (3072, 576), "down": (576, 1536)}
 HEADS, SHARED, SIZE = 9, 3, 64
 Half = Callable[..., tuple[Tensor, ...]]
@@ -37,6 +40,10 @@ def onednn(x: Tensor, packed: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
+def own(x: Tensor, weight: Tensor) -> Tensor:
+    return kernels.product(kernels.weight(weight), x)
+
+
 def print_products() -> None:
     for name, (G, H) in {**SHAPES, "LM head": (49152, 576)}.items():
         weights = [torch.randn(G, H) for _ in range(1 + 150_000_000 // (4 * G * H))]
@@ -50,7 +57,11 @@ def print_products() -> None:
                 torch.ops.quantized.linear_dynamic_fp16,
                 [torch.ops.quantized.linear_prepack_fp16(w, None) for w in weights],
             ),
+            ("kernel", own, weights),
         ]
+        for dtype in DTYPES:
+            layers = [RoundedLinear(w, None, dtype, keep_weight=False) for w in weights]
+            ways.append((f"kernel {str(dtype)[6:]}", lambda x, layer: layer(x), layers))
         megabytes = sum(w.nbytes for w in weights) / 1e6
         for num_rows in (1, 2, 4, 8):
             print(f"{name:<9}{num_rows} rows:", end="")

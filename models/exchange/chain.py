@@ -1,7 +1,7 @@
 """Acceptance by draft position: the best chain for a launch command, and simulator settings.
 
 vLLM and SGLang can accept draft tokens at given rates instead of verifying them, so you can measure
-what a rate is worth on other hardware. Rates from a real run make the figures reproducible.
+a rate's effect on other hardware. Rates from a real run make the figures reproducible.
 """
 
 # V target vocabulary, H hidden
@@ -20,7 +20,7 @@ CHAIN_LENGTH = 3
 
 
 def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
-    """Return acceptance rates by draft position, given that all earlier positions are accepted."""
+    """Return acceptance rates by draft position, given acceptance at all earlier ones."""
     counts = [run.position_tests for run in runs], [run.position_accepts for run in runs]
     tests, accepts = ([sum(x) for x in zip_longest(*rows, fillvalue=0)] for rows in counts)
     return [a / t for a, t in zip(accepts, tests, strict=True) if t]
@@ -48,7 +48,7 @@ def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
 
 
 def validated_acceptance(description: Description) -> list[float]:
-    """Return the share of held-out rows where draft and target agree, by position."""
+    """Return by position how often draft and target agree on held-out rows."""
     metrics = description.get("training", {}).get("metrics") or {}
     names = [f"agreement_{position}" for position in range(1, len(metrics) + 1)]
     return [float(metrics[name]) for name in names if name in metrics]
@@ -85,7 +85,7 @@ def best_chain(acceptance: Sequence[float], cost: float) -> int:
 def simulated(chains: dict[str, list[MeasuredRun]]) -> Values:
     """Return both engines' simulator settings by sampling and benchmark.
 
-    vLLM's rates are unconditional: entry j is the share of rounds that accept tokens 1 .. j. Both
+    vLLM's rates are unconditional: entry j is the share of rounds accepting tokens 1 .. j. Both
     engines count the target's own token in the acceptance length.
     """
     found: Values = {}
