@@ -151,8 +151,7 @@ class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, 
     """seed for sampling and bootstrap"""
     dtype: Dtype = "float32"
     """dtype for target and draft; greedy output is exact in float32; on a CPU, the others round
-    only the weights; auto: the target's stored
-    dtype on a GPU"""
+    only the weights; auto: the target's stored dtype on a GPU"""
     bitwise: bool = False
     """compute each token in the target bit for bit as autoregressive decoding would, and compare
     outputs with autoregressive decoding instead of transformers; slower"""
