@@ -186,6 +186,7 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    draft_dtype: str = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Model:
     """Load a target and its draft.
@@ -197,6 +198,8 @@ def load(
         device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
         dtype: float32, bfloat16, float16, int8, int4; auto: float32 on a CPU, the target's stored
             dtype on a GPU. On a CPU all but float32 round only the weights, and sum in float32.
+        draft_dtype: the same names; auto: the target's. On a CPU, int8 drafts faster, and greedy
+            output stays the same.
         tokenizer: for a target object not loaded from a folder.
 
     Raises:
@@ -214,7 +217,7 @@ def load(
             tokenizer = tokenizer or load_tokenizer(name)
             model = load_target(name, dtype=resolve_dtype(dtype, place, name), device=place)
             choose_decoding_threads(model)
-        network, options = _load_network(draft, model, tokenizer)
+        network, options = _load_network(draft, model, tokenizer, draft_dtype)
     return Model(model, tokenizer, network, name, options)
 
 
@@ -222,6 +225,7 @@ def _load_network(
     draft: Place | PreTrainedModel | DraftNetwork | TrainedHead | None,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
+    dtype: str = "auto",
 ) -> tuple[DraftNetwork | None, Values | None]:
     """Return the draft, and the option of ``pipedraft eval`` that names it."""
     if draft is None:
@@ -234,9 +238,11 @@ def _load_network(
         return make_lookup(draft, target), {"draft": draft}  # type: ignore[arg-type]
     name = str(draft.folder if isinstance(draft, TrainedHead) else draft)
     if "draft_type" in read_config(model_folder(name), None, field="draft"):
-        return place_draft(load_draft(name, target), target), {"checkpoint": name}
+        head = place_draft(load_draft(name, target, dtype=dtype), target)
+        return head, {"checkpoint": name, "draft_dtype": dtype}
     tokenizer = tokenizer or load_tokenizer(str(target.name_or_path))
-    return load_draft_model(name, target, tokenizer), {"draft_model": name}
+    network = load_draft_model(name, target, tokenizer, dtype=dtype)
+    return network, {"draft_model": name, "draft_dtype": dtype}
 
 
 def custom_generate(

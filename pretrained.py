@@ -534,6 +534,17 @@ def stored_dtype(name: str, revision: str | None) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
+WEIGHT_DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+
+
+def dtype_named(name: str, option: str) -> torch.dtype:
+    """Return the weights' dtype with this name."""
+    if name not in WEIGHT_DTYPES:
+        known = ", ".join(WEIGHT_DTYPES)
+        raise ValueError(f"{option}: {name!r} is no dtype here; give auto, {known}")
+    return getattr(torch, name)
+
+
 def resolve_dtype(
     dtype: str, device: torch.device, name: str, revision: str | None = None
 ) -> torch.dtype:
@@ -543,7 +554,7 @@ def resolve_dtype(
     (before Ampere) uses float16 instead.
     """
     if dtype != "auto":
-        return getattr(torch, dtype)
+        return dtype_named(dtype, "dtype")
     stored = stored_dtype(name, revision)
     if device.type == "cpu" or stored not in (torch.bfloat16, torch.float16):
         return torch.float32

@@ -57,6 +57,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--first", type=int, help="layers of the first stage (default: two fewer than the others)")
     add("--tokens", type=int, default=128, help="of each text")
     add("--texts", type=int, default=4)
+    add("--dtype", default="float32", help="of the target, as in pipedraft inference")
+    add("--draft-dtype", default="auto", help="as in pipedraft inference")
     add("--apart", action="store_true", help="the draft on a rank of its own")
     add("--json", action="store_true", help="nothing but a line of JSON")
     add("--folder", type=Path, help=argparse.SUPPRESS)
@@ -95,9 +97,11 @@ def boundaries(args: argparse.Namespace) -> tuple[int, ...]:
 def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: int) -> Any:
     """Return an SPD head at full cost whose token is corrected as often as --acceptance asks."""
     from pipedraft.inference.sources.spd import SPDSource
+    from pipedraft.models.cpu import lay_out
     from pipedraft.models.draft import TargetReference
     from pipedraft.models.fingerprint import target_fingerprint
     from pipedraft.models.layers import LayerConfig
+    from pipedraft.models.rounded import round_head
     from pipedraft.models.spd import SPD, SPDConfig
 
     class Corrected(SPDSource):
@@ -117,6 +121,9 @@ def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: in
     torch.manual_seed(1)
     reference = TargetReference(name="random", fingerprint=target_fingerprint(target))
     draft = SPD(config, LayerConfig.from_target(target.config), reference)
+    draft.attach(target)
+    round_head(draft, args.draft_dtype, target)
+    lay_out(draft)  # as load_draft does
     return Corrected(draft.eval().requires_grad_(False))
 
 
@@ -185,7 +192,10 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 
     cut = boundaries(args)
     name = str(args.folder)
-    target = cluster.load_target(name, revision=None, num_stages=args.stages, boundaries=cut)
+    dtype = getattr(torch, args.dtype)
+    target = cluster.load_target(
+        name, revision=None, num_stages=args.stages, boundaries=cut, dtype=dtype
+    )
     common = {"num_stages": args.stages, "boundaries": cut, "max_new_tokens": args.tokens}
     plain_config = DecodeConfig.of("autoregressive", **common)
     plain_engine = Engine(target, Tokenizer(), plain_config, connect=cluster.connect)

@@ -36,9 +36,9 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def load_head(folder: Path, target: PreTrainedModel) -> Draft:
-    """Load a checkpoint made by this package, on the target's device and in its dtype."""
-    return place_draft(load_draft(str(folder), target), target)
+def load_head(folder: Path, target: PreTrainedModel, dtype: str = "auto") -> Draft:
+    """Load a checkpoint made by this package, on the target's device; auto: in its dtype."""
+    return place_draft(load_draft(str(folder), target, dtype=dtype), target)
 
 
 def read_drafts(

@@ -55,7 +55,9 @@ def _load_drafts(
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[LoadedDraft]:
     if options.draft_model is not None:
-        network = load_draft_model(options.draft_model, target, tokenizer)
+        network = load_draft_model(
+            options.draft_model, target, tokenizer, dtype=options.draft_dtype
+        )
         return [("draft model", options.draft_model, network)]
     if options.draft is not None:
         return [(options.draft, options.draft, make_lookup(options.draft, target))]
@@ -65,7 +67,7 @@ def _load_drafts(
         name = kind[0]
         if kinds.count(kind) > 1:
             name = f"{name} ({folder.parent.name}/{folder.name})"
-        loaded.append((name, str(folder), load_head(folder, target)))
+        loaded.append((name, str(folder), load_head(folder, target, options.draft_dtype)))
     return loaded
 
 

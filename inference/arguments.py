@@ -272,6 +272,9 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     outputs are equal in bfloat16, too; slower"""
     never_slower: bool = False
     """time rounds with and without the draft, and shrink or pause a draft that is slower"""
+    draft_dtype: Dtype = "auto"
+    """dtype for the draft; auto: as --dtype; on a CPU, int8 drafts faster, and greedy output stays
+    the same"""
     cost: str | None = option(None, metavar="PRESET|FILE")
     """cost model that chooses automatic draft-token budgets: h100, a100, rtx4090, jetson_orin,
     this_cpu, or a file written by eval --calibrate; default: extra tokens per pass, links and
@@ -288,7 +291,7 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
 
 ELSEWHERE = (
     *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
-    *("draft", "bitwise", "never_slower", "cost"),
+    *("draft", "draft_dtype", "bitwise", "never_slower", "cost"),
 )
 """Options refused with --server: they need the target on this machine."""
 

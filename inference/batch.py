@@ -11,6 +11,7 @@ Without ``running``, call ``batch.step()`` until it returns False.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -24,7 +25,7 @@ from pipedraft.inference.auto_tree import ShapeMeter
 from pipedraft.inference.batch_clock import BatchClock
 from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.meter import DraftMeter
+from pipedraft.inference.meter import BatchMeter
 from pipedraft.inference.pipelines import Pipeline
 from pipedraft.inference.pipelines.local import LocalPipeline, step_together
 from pipedraft.inference.pipelines.process import ProcessPipeline
@@ -233,7 +234,7 @@ class BatchEngine:
             drafts_together=draft is not None and _joins_rows(draft),
         )
         self._root, self.timeline = engine.pipeline, engine.pipeline.timeline
-        self._meter, self._shapes = DraftMeter(), ShapeMeter()
+        self._meter, self._shapes = BatchMeter(engine.target.num_stages), ShapeMeter()
         self.last_rows: list[list[int]] = []
         """Rows per stage for each sequence in the last step."""
         self._row_bytes = row_bytes(target)
@@ -392,6 +393,8 @@ class BatchEngine:
         sequences = self._taking_part()
         pipelines: list[Any] = [sequence.pipeline for sequence in sequences]
         self.clock.begin_step(pipelines)
+        started, num_live = time.perf_counter(), len(self._live)
+        has_prompt_rows = any(sequence.pipeline.is_prefilling for sequence in self._live)
         # Drafting by waiting sequences overlaps with this step, as much as fits into it.
         for sequence in self._live:
             # Forwards that do not fit make the sequence sit out further steps.
@@ -406,6 +409,9 @@ class BatchEngine:
         for sequence in sequences:
             sequence.last_step = self.clock.num_steps
         self._go_on(sequences)
+        self._meter.end_step(
+            time.perf_counter() - started, num_live, has_prompt_rows=has_prompt_rows
+        )
         self._end_those_done()
         return True
 

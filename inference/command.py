@@ -162,9 +162,10 @@ def load_engine(
         print(f"note: {line}", file=sys.stderr)
     draft: DraftNetwork | None = None
     if options.checkpoint is not None:
-        draft = place_draft(load_draft(options.checkpoint, target), target)
+        own = load_draft(options.checkpoint, target, dtype=options.draft_dtype)
+        draft = place_draft(own, target)
     elif options.draft_model is not None:
-        draft = load_draft_model(options.draft_model, target, tokenizer)
+        draft = load_draft_model(options.draft_model, target, tokenizer, dtype=options.draft_dtype)
     elif options.draft is not None:
         draft = make_lookup(options.draft, target)
     connect = LocalPipeline if cluster is None else cluster.connect

@@ -14,7 +14,7 @@ from pipedraft.inference.auto_tree import ShapeMeter
 from pipedraft.inference.config import DecodeConfig, check_prompt
 from pipedraft.inference.demands import Demands, EndMask
 from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget, check_draft
-from pipedraft.inference.meter import DraftMeter
+from pipedraft.inference.meter import BatchMeter, DraftMeter
 from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.result import DecodeResult, Observer
@@ -69,7 +69,9 @@ class Engine:
         self._source = source
         self.target = self._stage(target)
         self.pipeline = connect(self.target)
-        self.meter = DraftMeter() if config.never_slower else None
+        self.meter: DraftMeter | BatchMeter | None = None
+        if config.never_slower:
+            self.meter = DraftMeter()
         self.shapes = ShapeMeter()
         """For ``--tree auto``."""
         self._check_growth()

@@ -20,7 +20,7 @@ from pipedraft.files import Values, make_readable, packaged, read_bounded
 from pipedraft.models.cpu import lay_out
 from pipedraft.models.families import norm_factor
 from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
-from pipedraft.models.rounded import round_draft, rounded_dtype
+from pipedraft.models.rounded import round_head
 from pipedraft.models.target import (
     StagedTarget,
     fingerprint_mismatch,
@@ -352,6 +352,7 @@ def load_draft(
     *,
     revision: str | None = None,
     allow_evolved: bool = False,
+    dtype: str = "auto",
 ) -> Draft:
     """Load a draft of any type and check that it belongs to ``target``.
 
@@ -359,15 +360,16 @@ def load_draft(
         path_or_repo: checkpoint folder, a run's output folder (its best checkpoint), or Hub id.
         allow_evolved: accept a target with the same sizes but other weights, to measure the draft
             on it.
+        dtype: as in ``round_head``.
 
     Raises:
-        ValueError: missing or damaged checkpoint, unknown type, or another target's draft.
+        ValueError: missing or damaged checkpoint, unknown type, another target's draft, or a dtype
+            that does not run here.
     """
     draft = load_untied(resolve_folder(path_or_repo, revision=revision))
     draft.reference.check_fingerprint(draft.fingerprint(target), allow_evolved=allow_evolved)
     draft.attach(target)
-    if (dtype := rounded_dtype(target)) is not None:
-        round_draft(draft, dtype)
+    round_head(draft, dtype, target)
     lay_out(draft)
     return draft
 

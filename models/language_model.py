@@ -16,6 +16,7 @@ from pipedraft.models.layers import KeyValues
 from pipedraft.models.rounded import dtype_of
 from pipedraft.models.stage_calls import can_capture, folding_heads, shared_heads
 from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
+from pipedraft.pretrained import dtype_named
 
 
 class LanguageModelDraft(nn.Module):
@@ -156,21 +157,27 @@ def model_folder(name_or_path: str) -> str:
 
 
 def load_draft_model(
-    name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    name_or_path: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: str = "auto",
 ) -> LanguageModelDraft:
-    """Load a causal LM as a draft model, on the target's device and in its dtype.
+    """Load a causal LM as a draft model, on the target's device.
 
     Args:
         name_or_path: model folder, a run's output folder (its best model), or Hub id.
+        dtype: a dtype's name; auto: the target's.
 
     Raises:
         ValueError: not found, unsupported family, or a tokenizer or vocabulary different from the
             target's.
     """
     name_or_path = model_folder(name_or_path)
+    own_dtype = dtype_of(target) if dtype == "auto" else dtype_named(dtype, "draft_dtype")
     try:
         own_tokenizer = load_tokenizer(name_or_path)
-        model = load_target(name_or_path, dtype=dtype_of(target), device=target.device)
+        model = load_target(name_or_path, dtype=own_dtype, device=target.device)
     except ValueError as error:  # its message names another field: target or tokenizer
         raise ValueError(f"draft_model: {str(error).partition(': ')[2]}") from error
     _check_tokenizers(str(name_or_path), own_tokenizer, tokenizer)

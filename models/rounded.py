@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipedraft.models import kernels
 from pipedraft.models.families import PLAIN
+from pipedraft.pretrained import dtype_named
 
 JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 """Linear layers in a decoder layer with the same input: block -> names."""
@@ -115,14 +116,34 @@ def round_target(model: PreTrainedModel, dtype: torch.dtype) -> None:
         _replace(parent, name, linear, dtype, is_head=linear is model.lm_head)
 
 
+def round_head(head: nn.Module, dtype: str, target: PreTrainedModel) -> None:
+    """Round a head's weights: to a dtype's name, or auto: as the target's weights.
+
+    Raises:
+        ValueError: another dtype than auto on another device than a CPU, for a target that does
+            not compute in float32, or without a compiler.
+    """
+    rounded = rounded_dtype(target) if dtype == "auto" else dtype_named(dtype, "draft_dtype")
+    if dtype != "auto":
+        like = target.get_input_embeddings().weight
+        if like.device.type != "cpu" or like.dtype != torch.float32 or kernels.library() is None:
+            raise ValueError(
+                f"draft_dtype: {dtype} needs a CPU, a target that computes in float32, and kernels "
+                "compiled by g++ (pipedraft doctor tries it); leave it out"
+            )
+    if rounded in DTYPES:
+        round_draft(head, rounded)
+
+
 @torch.no_grad()
 def round_draft(draft: nn.Module, dtype: torch.dtype) -> None:
-    """Replace a draft's projections in attention and MLP, and its LM head.
+    """Replace a draft's projections in attention and MLP, those in lists, and its LM head.
 
     Other layers stay in float32: they are small, and some heads read parts of their weights.
     """
     for parent, name, linear in _linear_layers(draft):
-        if name.endswith("_proj") or name == "lm_head":
+        in_list = isinstance(parent, nn.ModuleList)
+        if name.endswith("_proj") or in_list or name == "lm_head":
             _replace(parent, name, linear, dtype, is_head=name == "lm_head")
 
 

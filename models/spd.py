@@ -193,15 +193,19 @@ class SPD(StagedDraft):
     def feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
         """Return g^k = FC_k(concat of the hidden states in the depth-k feature): [..., H].
 
-        Applies FC_k piece by piece, so no concatenation is written or saved for backward.
+        In training, applies FC_k piece by piece, so no concatenation is written or saved for
+        backward. In decoding, one product of few rows is faster.
         """
-        weight = self.projections[self.block_of_depth[depth]].weight
-        pieces = weight.split(self.layer_config.hidden_size, 1)
+        projection = self.projections[self.block_of_depth[depth]]
         last = self.config.num_target_layers if self.config.normed_last else None
-        first, *others = (
-            F.linear(self.norm(taps[index]) if index == last else taps[index], piece)
-            for index, piece in zip(self.feature_layers[depth], pieces, strict=True)
-        )
+        states = [
+            self.norm(taps[index]) if index == last else taps[index]
+            for index in self.feature_layers[depth]
+        ]
+        if torch.is_inference_mode_enabled():
+            return projection(torch.cat(states, -1))
+        pieces = projection.weight.split(self.layer_config.hidden_size, 1)
+        first, *others = map(F.linear, states, pieces)
         return sum(others, start=first)
 
     def _of_layer(self, index: int, rows_RH: Tensor, depths: Sequence[int]) -> Tensor:

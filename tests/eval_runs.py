@@ -171,7 +171,7 @@ def folders(tmp_path, target, tokenizer, monkeypatch):
     (draft / "model.safetensors").write_bytes(b"weights")
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "hello"}\n{"prompt": "bye"}\n{"prompt": "why"}\n')
-    monkeypatch.setattr("pipedraft.eval.command.load_head", lambda folder, target: AnyDraft())
+    monkeypatch.setattr("pipedraft.eval.command.load_head", lambda *_: AnyDraft())
     return SimpleNamespace(draft=draft, prompts=prompts, out=tmp_path / "out", root=tmp_path)
 
 

@@ -26,7 +26,7 @@ from pipedraft.inference.rules.sampled import RULES, KeyedRandom
 from pipedraft.models.bitwise import ROWS
 from pipedraft.models.families import PLAIN as PLAIN_FAMILIES
 from pipedraft.models.plain_layers import PlainLayers
-from pipedraft.models.rounded import round_draft, round_target, rounded_dtype
+from pipedraft.models.rounded import round_draft, round_head, round_target, rounded_dtype
 from pipedraft.models.stage_cache import KeepRows, Segment
 from pipedraft.models.target import StagedTarget
 from pipedraft.models.together import can_run_together
@@ -193,3 +193,30 @@ def test_every_bitwise_product_has_one_row_count(target, monkeypatch):
     engine.pipeline.open(engine.config, 0)
     stage = engine.pipeline.target.stages[0]
     assert stage.is_bitwise and not can_run_together(stage)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("dtype", ["int8", "int4", "bfloat16"])
+@pytest.mark.parametrize("way", SPD_WAYS, ids=way_name)
+def test_a_rounded_draft_leaves_a_float32_targets_text(dtype, way):
+    target = tiny_llama(layers=4, hidden=64, vocab=1000)
+    draft = friendly_module(target, num_stages=4, num_layers=1)
+    round_head(draft, dtype, target)
+    assert rounded_dtype(draft) is getattr(torch, dtype)
+    assert rounded_dtype(target) is None
+    expected = plain_text(target, PROMPT, max_new_tokens=TOKENS)
+    options = {"num_stages": 4, "max_new_tokens": TOKENS}
+    result = engine_for(target, draft=draft, **way, **options).decode(PROMPT)
+    assert result.token_ids == expected and result.num_drafted > 0
+
+
+def test_a_drafts_dtype_is_checked(target):
+    wide = tiny_llama(layers=4, hidden=64, vocab=1000)
+    draft = friendly_module(wide, num_stages=4, num_layers=1)
+    round_head(draft, "float32", wide)
+    assert rounded_dtype(draft) is None
+    with pytest.raises(ValueError, match="draft_dtype: 'int5' is no dtype here"):
+        round_head(draft, "int5", wide)
+    # This target computes in half precision: its states do not fit rounded weights' kernels.
+    with pytest.raises(ValueError, match="draft_dtype: int8 needs a CPU, a target"):
+        round_head(draft, "int8", target)

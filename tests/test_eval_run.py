@@ -333,7 +333,7 @@ def test_heads_for_other_stages_are_all_decoded(folders, engine, monkeypatch) ->
     (second / "config.json").write_text(text.replace('"num_stages": 4', '"num_stages": 8'))
     (second / "model.safetensors").write_bytes(b"weights")
 
-    def load(folder, target):
+    def load(folder, target, dtype):
         draft = AnyDraft()
         draft.num_stages = 8 if folder == second else 4
         return draft

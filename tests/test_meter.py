@@ -25,7 +25,7 @@ from tiny_drafts import make_head
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Session
-from pipedraft.inference.meter import PARTS, DraftMeter
+from pipedraft.inference.meter import PARTS, BatchMeter, DraftMeter
 
 OTHERS = [{"schedule": "spd"}, {"schedule": "pipeinfer"}]
 
@@ -66,6 +66,52 @@ def test_a_hiccup_while_drafting_is_no_verdict():
     assert run_rounds(rounds, 8_000, hiccup=0.01) > 1, "a good draft was in use nearly always"
 
 
+STEPS = {
+    1: {1.0: (4, 1.5), 0.5: (3, 1.4), 0.0: (1, 1.0)},
+    16: {1.0: (64, 9.0), 0.5: (48, 6.0), 0.0: (16, 1.5)},
+}
+"""Sequences -> part -> tokens and time of a step: drafts pay for one sequence, not for sixteen."""
+
+
+def run_steps(meter, loads):
+    """Time relative to the best part, for each number of sequences."""
+    tokens, times, drafted = dict.fromkeys(STEPS, 0), dict.fromkeys(STEPS, 0.0), meter.part
+    for load in loads:
+        count, time = STEPS[load][drafted]
+        for _ in range(load):
+            meter.count(count // load, 0.0)
+        tokens[load], times[load] = tokens[load] + count, times[load] + time
+        # Sequences choose before the step ends: the next step verifies what they draft now.
+        drafted = meter.part
+        meter.end_step(time, load, has_prompt_rows=False)
+    best = {load: max(n / t for n, t in steps.values()) for load, steps in STEPS.items()}
+    return [times[load] * best[load] / tokens[load] for load in STEPS if tokens[load]]
+
+
+def test_each_number_of_sequences_has_its_own_choice():
+    loads = [load for _ in range(20) for load in STEPS for _ in range(200)]
+    assert max(run_steps(BatchMeter(), loads)) < 1.04
+
+
+def test_a_request_in_place_of_one_that_ended_changes_nothing():
+    meter = BatchMeter()
+    run_steps(meter, [16] * 200)
+    assert meter.part == 0
+    for load in [1, 1, 16] * 20:
+        meter.count(load, 0.0)
+        meter.end_step(1.5, load, has_prompt_rows=load > 1)
+        assert meter.part == 0
+    run_steps(meter, [1] * 100)
+    assert meter.part == 1
+
+
+def test_one_choice_for_all_numbers_of_sequences_would_be_slower(monkeypatch):
+    monkeypatch.setattr(BatchMeter, "_of", lambda self, power: one)
+    one = DraftMeter()
+    loads = [load for _ in range(20) for load in STEPS for _ in range(200)]
+    assert max(run_steps(BatchMeter(), loads)) > 1.1
+
+
 class Shuffled(DraftMeter):
     """Chooses another part after every round."""
 
@@ -80,8 +126,9 @@ class Shuffled(DraftMeter):
 @pytest.fixture
 def shuffled(monkeypatch):
     monkeypatch.setattr(Shuffled, "chosen", [])
-    for module in ("engine", "batch"):
-        monkeypatch.setattr(f"pipedraft.inference.{module}.DraftMeter", Shuffled)
+    monkeypatch.setattr("pipedraft.inference.engine.DraftMeter", Shuffled)
+    # Meters made by a BatchMeter, too.
+    monkeypatch.setattr("pipedraft.inference.meter.DraftMeter", Shuffled)
 
 
 @pytest.mark.parametrize("way", [*WAYS, *OTHERS], ids=way_name)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pipedraft.inference.pipelines.process import ProcessPipeline
 from pipedraft.inference.ranks import is_launched
-from pipedraft.inference.ranks.codec import DTYPES, NAMES, Cancel, CloseRanks, DtypeName
+from pipedraft.inference.ranks.codec import Cancel, CloseRanks
 from pipedraft.inference.ranks.links import (
     ANSWER,
     CANCEL,
@@ -38,7 +38,7 @@ from pipedraft.inference.ranks.worker import SharedWorker
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
 from pipedraft.models.target_part import load_target_part
-from pipedraft.pretrained import quieten
+from pipedraft.pretrained import dtype_named, quieten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     target: str
     revision: str | None
     boundaries: tuple[int, ...]
-    dtype: DtypeName
+    dtype: str
     traces: bool
 
     @property
@@ -199,7 +199,7 @@ class Cluster:
             target=os.path.abspath(name) if os.path.isdir(name) else name,
             revision=revision,
             boundaries=cut,
-            dtype=NAMES[dtype],
+            dtype=str(dtype).removeprefix("torch."),
             traces=traces,
         )
         self._name_ranks(job)
@@ -310,7 +310,7 @@ class Cluster:
             has_embedding=has_embedding,
             has_head=has_head,
             revision=job.revision,
-            dtype=DTYPES[job.dtype],
+            dtype=dtype_named(job.dtype, "dtype"),
             device=self.device,
         )
 
