@@ -2,6 +2,7 @@
 
     python docs/lab/other_engines.py prompts out/prompts.json
     python docs/lab/other_engines.py float32:eagle3 out/prompts.json
+    python docs/lab/other_engines.py float32:int8 out/prompts.json
     VLLM/bin/python docs/lab/other_engines.py vllm:float32:out/vllm_eagle3 out/prompts.json
     OPENVINO/bin/python docs/lab/other_engines.py openvino:out/ov_int8 out/prompts.json
 
@@ -27,7 +28,9 @@ Decode = Callable[[list[int], int], list[int]]
 def ours(dtype: str, draft: str | None) -> Decode:
     import pipedraft
 
-    model = pipedraft.load(TARGET, draft=None if draft is None else HEAD, dtype=dtype)
+    head = {} if draft is None else {"draft": HEAD}
+    head |= {} if draft in (None, "eagle3") else {"draft_dtype": draft}
+    model = pipedraft.load(TARGET, dtype=dtype, **head)
     way = {} if draft is None else {"schedule": "eagle", "tree": "chain:3"}
     return lambda ids, count: [
         token.id for token in model.generate(ids, stages=1, max_new_tokens=count, **way).tokens
@@ -88,7 +91,7 @@ def write_prompts(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", help="prompts, DTYPE[:eagle3], vllm:DTYPE[:HEAD], openvino:FOLDER")
+    parser.add_argument("way", help="prompts, DTYPE[:eagle3|:DRAFT_DTYPE], vllm:DTYPE[:HEAD], openvino:FOLDER")
     parser.add_argument("prompts", type=Path, help="JSON file: written by the way prompts")
     options = parser.parse_args()
     way, path = options.way, options.prompts
