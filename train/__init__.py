@@ -1,4 +1,4 @@
-"""Training draft heads; ``pipedraft.train("eagle3", ...)`` calls ``pipedraft.api.train``."""
+"""Train draft heads. ``pipedraft.train("eagle3", ...)`` calls ``pipedraft.api.train``."""
 
 import sys
 from importlib import import_module
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class _CallableModule(ModuleType):
-    """Callable module: ``pipedraft.train`` is both package and function."""
+    """Module type that lets the package ``pipedraft.train`` be called like a function."""
 
     def __call__(self, method: str, **settings: object) -> "TrainedHead":
-        """Train a draft head; see ``pipedraft.api.train`` for the arguments."""
+        """Train a draft head. For the arguments see ``pipedraft.api.train``."""
         return import_module("pipedraft.api").train(method, **settings)
 
 

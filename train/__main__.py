@@ -1,9 +1,12 @@
-"""Train a draft head: `accelerate launch -m pipedraft.train --help`.
+"""Train a draft head. See `accelerate launch -m pipedraft.train --help`.
 
-Exit status: 0 if the run is done, or ended by max_minutes or evaluation.patience; 143 after SIGTERM
-and 130 after SIGINT (Ctrl-C), each once the step is finished and saved; 2 for bad input; 1 for a
-failure, such as a NaN or infinite loss. The launchers accelerate and torchrun report their own
-status 1 instead.
+Exit status:
+    0: the run is done, or max_minutes or evaluation.patience ended it.
+    1: a failure, such as a NaN or infinite loss.
+    2: bad input.
+    130, 143: SIGINT (Ctrl-C) or SIGTERM. The run finishes and saves the current step first.
+
+The launchers accelerate and torchrun report their own status 1 instead.
 """
 
 import argparse
@@ -68,7 +71,7 @@ RESOLVED = "# as resolved by pipedraft train\n"
 
 
 def registry() -> "dict[str, tuple[type, Any]]":
-    """Return method name -> (configuration dataclass for network and loss, objective)."""
+    """Map each method's name to its configuration dataclass (network and loss) and objective."""
     return {
         "spd": (SPDTrainConfig, SPDObjective),
         "ppsd": (PPSDTrainConfig, PPSDObjective),
@@ -86,7 +89,7 @@ def methods() -> dict[str, type]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return a parser with every option, for all methods; runs use ``parse_run``."""
+    """Return a parser with the options of all methods. Runs use ``parse_run`` instead."""
 
     whole = argparse.ArgumentParser(prog="pipedraft train")
     whole.add_argument("--plan", metavar="CONFIG", help="say what a run will take, and end")
@@ -149,7 +152,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
 
 
 def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
-    """Remove ``--plan`` from the words, and return True if it was there.
+    """Return the arguments without ``--plan``, and True if it was among them.
 
     ``--plan FILE`` becomes ``--config FILE``.
     """
@@ -174,7 +177,7 @@ def main() -> None:
 
 @needs_others()
 def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) -> "Trainer":
-    """Train with the output folder locked; ``resolved``: the configuration as YAML."""
+    """Lock the output folder and train. ``resolved`` is the configuration as YAML."""
     make_place("output_dir", run.output_dir / "config.yaml", RESOLVED.encode())
     is_first = os.environ.get("RANK", "0") == "0"
     # One lock per run, because all its processes share the folder.
@@ -185,7 +188,7 @@ def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) ->
 
 
 def train(trainer: "Trainer", resolved: str) -> None:
-    """Run the training from its newest checkpoint to its end."""
+    """Restore the newest checkpoint, if there is one, and train to the end of the run."""
     # First: if the checkpoint is refused, the run's config.yaml stays as it was.
     trainer.restore()
     if trainer.accelerator.is_main_process:

@@ -1,8 +1,9 @@
-"""Checkpoint folders, complete or absent, and the state to resume a run from.
+"""Write and read checkpoint folders and the training state in them.
 
-COMPLETE is written last: a line with size and name for every other file. Anybody who can write a
-checkpoint can also write COMPLETE, so no file is trusted: the state is JSON, safetensors, and
-DeepSpeed's files as tensors and plain values only. None of them can name code to run.
+A checkpoint folder is complete or absent. The file COMPLETE is written last and lists the size and
+name of every other file. Anybody who can write a checkpoint can also write COMPLETE, so loading
+trusts no file. The state is JSON, safetensors, and DeepSpeed's files. Of DeepSpeed's files, only
+tensors and plain values are read. So no file can name code to run.
 """
 
 import json
@@ -29,11 +30,11 @@ COMPLETE = "COMPLETE"
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make ``folder`` by one rename, after ``fill`` wrote every file into a temporary sibling.
+    """Let ``fill`` write every file into a temporary sibling folder, then rename it to ``folder``.
 
-    A kill at any moment leaves the previous folder or the new one, never a mixture: files are
-    flushed to disk before the rename, and a replaced folder is removed only after it. A replacement
-    takes two renames. Between them no folder has this name; ``recover`` restores the previous one.
+    A kill at any moment leaves the previous folder or the new one, never a mixture. Files are
+    flushed to disk before the rename, and the previous folder is removed after it. A replacement
+    takes two renames. After a kill between them, ``recover`` restores the previous folder.
     """
     temporary = partial(folder)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -43,7 +44,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def publish_folder(temporary: Path, folder: Path) -> None:
-    """Write a manifest into a filled temporary folder, flush everything, rename to ``folder``."""
+    """Add a manifest to the filled ``temporary``, flush all files, and rename it to ``folder``."""
     write_manifest(temporary)
     # All of it before the rename: after a power cut, a name must not point to lost data.
     for file in temporary.rglob("*"):
@@ -62,7 +63,7 @@ def publish_folder(temporary: Path, folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Undo a replacement killed between its two renames."""
+    """Restore the previous ``folder`` after a kill between the two renames of a replacement."""
     replaced = _replaced(folder)
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)
@@ -82,7 +83,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Describe the first file that is missing or whose size is not the manifest's; None: sound."""
+    """Compare the files' sizes with the manifest. Return the first fault, or None without one."""
     try:
         lines = (folder / COMPLETE).read_text().splitlines()
         if not lines:
@@ -108,7 +109,7 @@ def step_folder(output_dir: Path, step: int) -> Path:
 
 
 def step_folders(output_dir: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first; they may be damaged."""
+    """Return the checkpoints that have a manifest, oldest first. They may be damaged."""
     folders = sorted((output_dir / "checkpoints").glob(f"{STEP_PREFIX}*"))
     return [folder for folder in folders if (folder / COMPLETE).exists()]
 
@@ -116,10 +117,10 @@ def step_folders(output_dir: Path) -> list[Path]:
 def newest_sound(output_dir: Path) -> tuple[Path | None, list[str]]:
     """Return the newest undamaged checkpoint, and a line about each damaged newer one.
 
-    Removes the damaged ones: ``rotate`` would otherwise keep them and drop sound ones.
+    The damaged newer ones are removed. Otherwise ``rotate`` would keep them and drop sound ones.
 
     Raises:
-        ValueError: every checkpoint is damaged; none was removed.
+        ValueError: every checkpoint is damaged. None is removed in this case.
     """
     reasons: list[tuple[Path, str]] = []
     for folder in reversed(step_folders(output_dir)):
@@ -141,16 +142,16 @@ def newest_sound(output_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def tidy(output_dir: Path) -> None:
-    """Finish after a kill: restore best/ if it was being replaced, remove partial checkpoints."""
+    """Restore best/ if a kill interrupted its replacement, and remove partial checkpoints."""
     recover(output_dir / "best")
     for left in (output_dir / "checkpoints").glob(f".{STEP_PREFIX}*.partial"):
         shutil.rmtree(left)
 
 
 def rotate(output_dir: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints.
+    """Keep the newest ``keep`` checkpoints and remove the others.
 
-    Each is renamed first, so no reader sees a checkpoint with files missing.
+    An old checkpoint is renamed before its removal, so no reader sees it with files missing.
     """
     for folder in step_folders(output_dir)[:-keep]:
         shutil.rmtree(folder.rename(partial(folder)))
@@ -164,7 +165,7 @@ DEEPSPEED_TAG = "deepspeed"
 
 @dataclass
 class Progress:
-    """Progress counters and metrics for a run; saved in its checkpoints."""
+    """Progress counters and metrics of a run, saved in its checkpoints."""
 
     step: int = 0
     epoch: int = 0
@@ -190,7 +191,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Saved:
-    """Contents for progress.json: progress, and settings that a resuming launch must share."""
+    """Contents of progress.json, with the settings that a resuming launch must share."""
 
     sharding: str
     """accelerate's name for the sharding; "NO": every file holds whole tensors."""
@@ -201,7 +202,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Training state in one process; ``accelerator`` has prepared ``module`` and ``optimizers``."""
+    """Training state of one process. ``accelerator`` has prepared ``module`` and ``optimizers``."""
 
     accelerator: Accelerator
     module: Any
@@ -215,7 +216,7 @@ class TrainingState:
         return kind.value if is_sharded else "NO"
 
     def save(self, folder: Path, progress: Progress) -> None:
-        """Save this process's state into an existing folder; every process must call this."""
+        """Save this process's state into an existing folder. Every process must call this."""
         rank = self.accelerator.process_index
         if self.sharding == DistributedType.DEEPSPEED:
             # A collective call: every process writes its own files.
@@ -234,7 +235,7 @@ class TrainingState:
         """Load the state in ``folder``.
 
         Raises:
-            ValueError: the state belongs to another run, or the files hold something else.
+            ValueError: a file cannot be read, or its contents do not fit this run.
         """
         saved = self._read_progress(folder)
         if self.sharding == DistributedType.DEEPSPEED:
@@ -297,7 +298,7 @@ class TrainingState:
         }
 
     def _load_moments(self, saved: dict[str, Tensor]) -> None:
-        """Load the moments; rates, decay and betas stay the configuration's."""
+        """Load the optimizers' moments. Rates, decay and betas stay as configured."""
         states: dict[str, dict[str, Tensor]] = {}
         for full_name, value in saved.items():
             name, _, key = full_name.rpartition(":")

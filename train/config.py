@@ -95,7 +95,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One training run. ``model`` configures the network, by method."""
+    """Settings for one training run. ``method`` decides which keys ``model`` has."""
 
     method: str
     """Head to train; decides the keys under model."""
@@ -171,7 +171,7 @@ class RunConfig:
 
 
 def _refuse_nulls(kind: Any, values: Any, prefix: str = "") -> None:
-    """Refuse keys without a value: jsonargparse accepts them for any type."""
+    """Raise UsageError for a key without a value, which jsonargparse accepts for any type."""
     if isinstance(values, int | float | str | list):
         raise UsageError(f"{prefix[:-1]}: {values!r} does not fit; give a mapping")
     types = get_type_hints(kind)
@@ -184,7 +184,7 @@ def _refuse_nulls(kind: Any, values: Any, prefix: str = "") -> None:
 
 
 def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str | None) -> str:
-    """Return the method in ``--method``, or in the last ``--config`` file with one."""
+    """Return the method from ``--method``, or from the last ``--config`` file with a method."""
     # The method decides which options exist, so it is read before there is a parser.
     method, given = default, None
     words = [part for word in arguments for part in word.split("=", 1)]
@@ -215,7 +215,7 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
 
 
 def make_parser(method: str, methods: dict[str, type], example: str) -> ArgumentParser:
-    """Make the parser for a run with this method; arguments as in ``parse_run``."""
+    """Make the parser for runs with this method. For the arguments see ``parse_run``."""
     others = ", ".join(name for name in methods if name != method)
     parser = ArgumentParser(
         prog="pipedraft train",
@@ -235,14 +235,14 @@ def make_parser(method: str, methods: dict[str, type], example: str) -> Argument
 
 @cache
 def parser_of(method: str, methods: tuple[tuple[str, type], ...], example: str) -> ArgumentParser:
-    """Cache ``make_parser``: making a parser takes longer than reading a run."""
+    """Cache parsers from ``make_parser``, because making one takes longer than reading a run."""
     return make_parser(method, dict(methods), example)
 
 
 def parse_run(
     arguments: Sequence[str], methods: dict[str, type], example: str
 ) -> tuple[RunConfig, Any, str]:
-    """Read ``--config`` layers and ``--a.b value`` flags.
+    """Read a run's configuration from ``--config`` files and ``--a.b value`` flags.
 
     Args:
         methods: method name -> configuration dataclass for its network.

@@ -1,4 +1,4 @@
-"""Measure acceptance during training: decode held-out prompts with the current head."""
+"""Measure acceptance during training by decoding held-out prompts with the current head."""
 
 from torch import Tensor
 
@@ -19,13 +19,13 @@ DECODED_TAU, DECODED_LENGTH = "decoded_acceptance_length", "decoded_equivalent_a
 
 
 def first_turns(rows: Rows, count: int, *, max_positions: int) -> list[list[int]]:
-    """Return prompts from the first rows: the tokens before the assistant's first turn.
+    """Return prompts from the first rows, each with the tokens before the first assistant turn.
 
-    Rows without such a prompt are skipped.
+    Rows without tokens before an assistant turn are skipped.
 
     Args:
-        count: maximum prompts.
-        max_positions: the target's limit; longer prompts are skipped.
+        count: maximum number of prompts.
+        max_positions: the target's limit for a prompt and its answer. Longer prompts are skipped.
     """
     prompts: list[list[int]] = []
     for row in rows:
@@ -39,10 +39,12 @@ def first_turns(rows: Rows, count: int, *, max_positions: int) -> list[list[int]
 
 
 def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
-    """Return the head's own schedule with chains, as in the teacher-forced figures.
+    """Return settings to decode with the head's own schedule.
+
+    EAGLE's schedule verifies chains instead of trees, as the teacher-forced figures assume.
 
     Args:
-        num_steps: draft tokens per chain, unless the schedule fixes it.
+        num_steps: draft tokens per chain. Other schedules do not use this number.
     """
     schedule = default_schedule(draft.draft_type)
     settings: Values = {"tree": TreeShape(kind="chain", depth=num_steps)}
@@ -57,7 +59,7 @@ def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
 def decode(
     objective: DraftObjective, weights: dict[str, Tensor], prompts: list[list[int]]
 ) -> dict[str, float]:
-    """Decode prompts in this process; return tau and L' over all of them."""
+    """Decode the prompts in this process, and return tau and L' over all of them."""
     draft = objective.draft_with(weights)
     config = decode_config(draft, objective.num_steps)
     engine = Engine(objective.target, NoText(), config, draft)

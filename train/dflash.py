@@ -1,4 +1,4 @@
-"""Training objective for DFlash: blocks at random anchors, with loss on every masked row."""
+"""Training objective for DFlash, with blocks at random anchors and a loss on their masked rows."""
 
 # B batch, T positions, P = B T, A anchors, S draft tokens per block, M supervised rows
 
@@ -41,11 +41,10 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 
 
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
-    """Return the number of supervised rows per anchor position, and the documents' slices.
+    """Return how many supervised rows a block at each position has, and the documents' slices.
 
-    Counts are int64 [P] on the host.
-
-    An anchor and its labels must be in one turn: in decoding, the anchor is never a prompt token.
+    The numbers are int64 [P] on the host. An anchor and its labels must be in one turn, because in
+    decoding the anchor is never a prompt token.
     """
     mask_BT = batch["loss_mask"]
     lengths = document_lengths(batch) or [mask_BT.shape[1]] * len(mask_BT)
@@ -57,7 +56,10 @@ def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, lis
 def draw_anchors(
     counts_P: Tensor, documents: Sequence[slice], most: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Return ascending anchors per document: all with a supervised row, or ``most`` random ones."""
+    """Choose up to ``most`` anchors per document at random, and return them in ascending order.
+
+    Only positions with a supervised row can be anchors.
+    """
     anchors = []
     for rows in documents:
         found = rows.start + counts_P[rows].nonzero()[:, 0]
@@ -70,10 +72,10 @@ def draw_anchors(
 
 
 def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tensor:
-    """Return D-PACE's loss weights (arXiv:2605.18810): [A, S].
+    """Return D-PACE's loss weights [A, S] (arXiv:2605.18810).
 
-    w_i = sum_{j >= i} prod_{k <= j} ((1 - alpha) q_k + alpha), with q_k the draft's probability for
-    row k's label. Unsupervised rows are left out.
+    w_i = sum_{j >= i} prod_{k <= j} ((1 - alpha) q_k + alpha), where q_k is the draft's probability
+    for row k's label. Unsupervised rows are left out of sums and products, and have weight 0.
     """
     smooth_AS = ((1 - alpha) * correct_AS + alpha).where(counted_AS, 1.0)
     # Uncounted rows come last in a block, so they change no counted row's product.
@@ -82,11 +84,11 @@ def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tenso
 
 
 class DFlashObjective(ChainObjective):
-    """Sum over anchors and draft tokens i of w_i KL(target || row i in the block).
+    """Sum of w_i KL(target || draft) over all anchors and each draft token i in an anchor's block.
 
-    The loop divides by the number of anchors, each of which has at least one supervised row. The
-    paper's loss is the cross-entropy with the sequence's token: ``loss: ce`` equals it if the
-    target wrote the sequence greedily.
+    The training loop divides this sum by the number of anchors. Each anchor has at least one
+    supervised row. The paper's loss is the cross-entropy with the sequence's tokens. ``loss: ce``
+    equals the paper's loss if the target wrote the sequence greedily.
     """
 
     draft_class: ClassVar[type[Draft]] = DFlash
@@ -97,7 +99,7 @@ class DFlashObjective(ChainObjective):
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
-        """Build the draft, with fused layers and mask token chosen by the target."""
+        """Build the draft, with fused layers and mask token that fit the target."""
         kind = cls.draft_class.config_class
         known = {f.name: getattr(config, f.name) for f in fields(kind)}
         sizes = (int(reference.fingerprint[name]) for name in ("num_layers", "vocab_size"))
@@ -117,7 +119,7 @@ class DFlashObjective(ChainObjective):
     def forward(
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
-        """Compute one batch's loss; training and evaluation are the same."""
+        """Compute one batch's loss, in the same way for training and evaluation."""
         ids_BT = batch["input_ids"]
         counts_P, documents = block_lengths(batch, self.num_steps)
         anchors = draw_anchors(counts_P, documents, self.config.num_anchors, generator)
@@ -153,5 +155,5 @@ class DFlashObjective(ChainObjective):
     def add_loss(
         self, output: LossOutput, states_MH: Tensor, acceptance_M: Tensor, weights_M: Tensor
     ) -> LossOutput:
-        """Add a head's own loss to the divergence."""
+        """Add the head's other losses to the divergence. DFlash has none."""
         return output

@@ -1,4 +1,4 @@
-"""Training objective for DSpark: DFlash's with true previous tokens, plus the confidence loss."""
+"""Train DSpark with DFlash's loss, given the true previous tokens, and with a confidence loss."""
 
 # M supervised rows, L teacher rows, H hidden plus r, U draft vocabulary
 
@@ -33,10 +33,10 @@ class DSparkTrainConfig(DSparkConfig, DFlashTrainConfig):
 
 
 class DSparkObjective(DFlashObjective):
-    """DFlash's loss on the biased logits, plus cross-entropy between confidence c and a.
+    """DFlash's loss on the biased logits, plus cross-entropy between confidence c and label a.
 
-    a = sum_v min(p_v, q_v) is the probability to accept a draft token sampled from q. It is a label
-    without gradient. Both losses use the position weights.
+    a = sum_v min(p_v, q_v) is the probability that a draft token sampled from q is accepted. It is
+    a label without gradient. Both losses use the position weights.
     """
 
     draft_class: ClassVar[type[Draft]] = DSpark

@@ -1,4 +1,4 @@
-"""Training objective for EAGLE-1: regression of the target's hidden states, and distillation."""
+"""Training objective for EAGLE-1, by regression on the target's hidden states and distillation."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class EagleTrainConfig(EagleConfig, StartConfig):
 
 
 def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
-    """Return rows t with tokens t+1 .. t+1+depth all in one assistant turn: bool [B, T-1].
+    """Return bool [B, T-1], True at rows t with tokens t+1 .. t+1+depth all in one assistant turn.
 
     Row t reads token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` draft tokens.
     """
@@ -52,9 +52,9 @@ def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
 
 
 def counted_rows(batch: dict[str, Tensor], rows: str) -> Tensor:
-    """Return supervised rows: bool [B, T-1], since the last position has no label.
+    """Return bool [B, T-1], True at the supervised rows selected by ``EagleTrainConfig.rows``.
 
-    See ``EagleTrainConfig.rows``.
+    The last position has no row, because it has no label.
     """
     if rows == "turn":
         return chain_rows(batch["loss_mask"])
@@ -62,7 +62,7 @@ def counted_rows(batch: dict[str, Tensor], rows: str) -> Tensor:
 
 
 def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-    """Return U(-1/2, 1/2) * 512 / T, with each example's own length T as in the authors' code.
+    """Sample U(-1/2, 1/2) * 512 / T, where T is each example's own length as in the authors' code.
 
     Args:
         lengths: one per row, or one per document in a packed row.
@@ -83,18 +83,19 @@ def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Genera
 
 
 def row_lengths(lengths: list[int] | None) -> list[int] | None:
-    """Return a packed row's document lengths without its last token, which predicts nothing."""
+    """Return a packed row's document lengths without the row's last token, which has no label."""
     if lengths is None:
         return None
     return [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
 
 
 class EagleObjective(DraftObjective):
-    """SmoothL1(f', f) + w * KL(target || draft); f': predicted next hidden state, f: true one.
+    """SmoothL1(f', f) + w * KL(target || draft), summed over rows.
 
-    Both terms are summed over rows, SmoothL1 after a mean over H. The paper's second term is the
-    cross-entropy with the target's distribution. KL and cross-entropy differ by a constant, the
-    target's entropy. So gradients match the paper's, and values are comparable with SPD's.
+    f' is the predicted next hidden state and f the true one. SmoothL1 is a mean over H. The paper's
+    second term is the cross-entropy with the target's distribution. KL and cross-entropy differ by
+    a constant, the target's entropy. So gradients match the paper's, and values are comparable with
+    SPD's.
     """
 
     draft_class: ClassVar[type[Draft]] = Eagle
@@ -117,7 +118,7 @@ class EagleObjective(DraftObjective):
         """Compute one batch's loss.
 
         Args:
-            depth: evaluation: no noise, and rates for chains with this many draft tokens.
+            depth: draft tokens per chain to measure in evaluation, without noise. None: training.
         """
         draft, ids_BT = self.draft, batch["input_ids"]
         features_BTH = states_BTH = draft.feature(self.hidden(batch))
@@ -146,7 +147,7 @@ class EagleObjective(DraftObjective):
     def _deeper(
         self, batch: dict[str, Tensor], features_BTH: Tensor, depth: int
     ) -> dict[str, Tensor]:
-        """Return sums for draft tokens 2 .. depth, over rows with a chain inside the turn."""
+        """Return sums for draft tokens 2 .. depth, over rows with the chain inside one turn."""
         ids_BT, lengths = batch["input_ids"], row_lengths(document_lengths(batch))
         every_M = torch.arange(ids_BT.numel() - len(ids_BT), device=ids_BT.device)
         # This attention has no float32 kernel on CUDA; training does not need it.
@@ -170,7 +171,7 @@ class EagleObjective(DraftObjective):
         return [{"depth": EVALUATED_DEPTH}]
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Compute metrics. Evaluation adds rates per draft token, and tokens per round."""
+        """Compute metrics. In evaluation, add tokens per round and each draft token's rates."""
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement")
         metrics = {name: sums[name] / count for name in names}

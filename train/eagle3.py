@@ -1,4 +1,4 @@
-"""Training-time test: the loss on every draft token in a chain, and the EAGLE-3 objective."""
+"""Training-time test, with a loss on every draft token in a chain, and EAGLE-3's objective."""
 
 # B batch, T positions, H hidden, M rows in one step or in all of them, S steps
 
@@ -22,7 +22,7 @@ from pipedraft.train.objective import ChainObjective, DivergenceConfig, LossOutp
 
 @dataclass(frozen=True, kw_only=True)
 class UnrolledConfig(DivergenceConfig):
-    """Loss for heads trained on chains of their own states."""
+    """Loss settings for heads that are trained on chains of their own states."""
 
     num_steps: int = 7
     """Draft tokens trained per chain; 7 in the authors' code."""
@@ -47,10 +47,10 @@ class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
 
 
 def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
-    """Return supervised steps per row: int64 [B, T] in 0 .. num_steps.
+    """Return the number of supervised steps at each row, int64 [B, T] in 0 .. num_steps.
 
-    Step i counts at row t if x_{t+1} and its label x_{t+2+i} are in the same turn, so all tokens
-    between them are assistant tokens.
+    Step i counts at row t if x_{t+1} and the step's label x_{t+2+i} are in the same turn. All
+    tokens between them are then assistant tokens.
     """
     T = loss_mask_BT.shape[1]
     positions_T = torch.arange(T, device=loss_mask_BT.device)
@@ -64,10 +64,11 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
 
 
 def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor:
-    """Return bool [B, T, S]: True if step i counts at a row; see ``Eagle3TrainConfig.rows``.
+    """Return bool [B, T, S], True where step i counts at a row by the rule ``UnrolledConfig.rows``.
 
-    The same rows count if a document is alone, padded or packed. As in speculators and SpecForge,
-    its last token never counts, so a row's target distribution comes from its own document.
+    A document has the same supervised rows alone, padded or packed. As in speculators and
+    SpecForge, its last token never counts, so a row's target distribution comes from the row's own
+    document.
     """
     if rows == "turn":
         steps_S = torch.arange(num_steps, device=batch["loss_mask"].device)
@@ -84,9 +85,9 @@ def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor
 class UnrolledObjective(ChainObjective):
     """sum_i step_decay^i KL(target || draft at step i), summed over rows supervised at step i.
 
-    The loop divides by the rows at step 0 (``num_counted``), so a sequence weighs as much as for
-    any other head, and later steps, with fewer rows, weigh less. The paper's loss is the
-    cross-entropy: KL differs from it by the target's constant entropy.
+    The training loop divides by the number of rows at step 0 (``num_counted``). So a sequence
+    weighs as much as for any other head. Later steps have fewer rows and weigh less. The paper's
+    loss is the cross-entropy, which differs from KL by a constant, the target's entropy.
     """
 
     noted: ClassVar[tuple[str, ...]] = ("loss", "num_steps", "step_decay")
@@ -99,7 +100,7 @@ class UnrolledObjective(ChainObjective):
     def forward(
         self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
     ) -> LossOutput:
-        """Compute one batch's loss; training and evaluation are the same."""
+        """Compute one batch's loss, in the same way for training and evaluation."""
         draft, num_steps = self.draft, self.config.num_steps
         counted_MS = counted_steps(batch, num_steps, self.config.rows).flatten(0, 1)
         steps_S = torch.arange(num_steps, device=counted_MS.device)
@@ -134,10 +135,9 @@ class UnrolledObjective(ChainObjective):
 
 
 class Eagle3Objective(UnrolledObjective):
-    """EAGLE-3 objective: the training-time test.
+    """EAGLE-3 objective with its training-time test.
 
-    It runs the head on its own states as in decoding, and sums the losses of all draft tokens in a
-    chain.
+    The head runs on its own states as in decoding. The loss is summed over a chain's draft tokens.
     """
 
     draft_class: ClassVar[type[Draft]] = Eagle3
@@ -152,7 +152,7 @@ class Eagle3Objective(UnrolledObjective):
         return start
 
     def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
-        """Distill as usual; for a head with candidates, the teacher is its own LM head."""
+        """Distill the target, or the head's own LM head if the head has candidate layers."""
         if self.config.candidate_rank is None:
             return super().distil(hidden_MH, teacher_LH, **options)
         draft = self.draft
@@ -164,7 +164,7 @@ class Eagle3Objective(UnrolledObjective):
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle3:
-        """Build the draft, with fused layers chosen by the target's depth."""
+        """Build the draft, with fused layers that fit the target's depth."""
         known = {f.name: getattr(config, f.name) for f in fields(Eagle3Config)}
         depth = int(reference.fingerprint["num_layers"])
         return Eagle3(Eagle3Config(**known).for_target(depth), layer, reference)

@@ -1,4 +1,4 @@
-"""Training objective for FlexSpec: regression on the target's final hidden state, distillation."""
+"""Training objective for FlexSpec, by regression on final hidden states and distillation."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -44,17 +44,18 @@ class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
 
 
 def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Sum acceptance probabilities for chains with 1 .. depth draft tokens after each row.
+    """Sum the probabilities that chains with 1 .. depth draft tokens are accepted as a whole.
 
-    The sequence's own tokens replace draft tokens, as if all earlier ones were accepted.
+    A chain starts after each row. The sequence's own tokens replace its draft tokens, as if all
+    earlier ones were accepted.
 
     Args:
         rates_M: acceptance probability for the draft token after each supervised row.
-        labeled_BS: bool, rows before an assistant token.
+        labeled_BS: bool, True at rows before an assistant token.
 
     Returns:
-        Sums [depth] over rows: products over 1 .. depth consecutive rates. Counts [depth]: rows
-        that begin 1 .. depth consecutive supervised rows.
+        Sums [depth] over rows of the products of 1 .. depth consecutive rates, and counts [depth]
+        of rows that begin 1 .. depth consecutive supervised rows.
     """
     # Other rows have rate 0: no chain survives its turn's end.
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
@@ -71,11 +72,11 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
 
 
 class FlexSpecObjective(DraftObjective):
-    """l1 * mean_H (W_p h_d - h_t)^2 + l2 * T^2 * KL(target || draft), at the same positions.
+    """l1 * mean_H (W_p h_d - h_t)^2 + l2 * T^2 * KL(target || draft), summed over rows.
 
-    h_t is the target's hidden state after its final norm, h_d the vocabulary projection's input
-    (equations 5 and 6 in the paper). Both terms are summed over rows before an assistant token. The
-    matrix W_p is trained, too, but is not part of the draft.
+    The rows are those before an assistant token. h_t is the target's hidden state after its final
+    norm, and h_d is the input to the draft's vocabulary projection (equations 5 and 6 in the
+    paper). The matrix W_p is trained, too, but is not part of the draft.
     """
 
     draft_class: ClassVar[type[Draft]] = FlexSpec
@@ -114,7 +115,7 @@ class FlexSpecObjective(DraftObjective):
         """Compute one batch's loss.
 
         Args:
-            depth: evaluation: measure survival for chains with 1 .. depth draft tokens.
+            depth: maximum draft tokens per chain to measure survival in evaluation. None: training.
         """
         config, temperature = self.config, self.config.distillation_temperature
         labeled_BS = labeled_rows(batch)
@@ -150,7 +151,7 @@ class FlexSpecObjective(DraftObjective):
     def _survival(
         self, hidden_MH: Tensor, wanted_MH: Tensor, labeled_BS: Tensor, depth: int
     ) -> dict[str, Tensor]:
-        """Return sums by chain length, greedy and at temperature 1, independent of the loss."""
+        """Return survival sums by chain length at temperatures 0 and 1, independent of the loss."""
         result = self.distil(hidden_MH, wanted_MH)
         sums = {"acceptance": result.acceptance_M.sum()}
         for key, rates_M in (("T0", result.agreement_M), ("T1", result.acceptance_M)):
@@ -166,8 +167,8 @@ class FlexSpecObjective(DraftObjective):
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         """Compute metrics.
 
-        Evaluation adds measured chain survival and tokens per round: 1 + sum_j s_j, with s_j the
-        fully accepted share among chains with j draft tokens.
+        In evaluation, add measured chain survival and tokens per round, 1 + sum_j s_j. The survival
+        s_j is the fully accepted share of the chains with j draft tokens.
         """
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement", "mass_outside")

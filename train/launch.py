@@ -1,4 +1,4 @@
-"""Start a run: make its accelerator and optimizers, load its target, and handle stop requests."""
+"""Make a run's accelerator and optimizers, load its target, and handle requests to stop."""
 
 import math
 import os
@@ -103,7 +103,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
 
 @contextmanager
 def needs_others() -> Iterator[None]:
-    """Turn a lost peer into a one-line failure; use it around collective calls.
+    """Turn the error of a collective call that lost a peer into a one-line failure.
 
     Raises:
         Failure: another process has ended, or missed a collective call's timeout.
@@ -125,7 +125,7 @@ def _shard_on_cpus() -> None:
     """Enable the launcher's FSDP or DeepSpeed on CPUs.
 
     accelerate enters FSDP only from its multi-GPU type, although FSDP2 itself works over gloo.
-    DeepSpeed would compile an optional kernel for shared memory.
+    DeepSpeed would compile an optional kernel for shared memory, so this kernel is switched off.
     """
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         PartialState(cpu=True, timeout=WAIT_FOR_OTHERS)
@@ -137,7 +137,7 @@ def _shard_on_cpus() -> None:
 
 
 def gather_together(objective: "DraftObjective", accelerator: Accelerator) -> None:
-    """Let ZeRO-3 gather a prepared draft as a whole, as FSDP does."""
+    """Let ZeRO-3 gather all weights of a prepared draft together, as FSDP does."""
     if _is_zero3(accelerator):
         # The draft's attention reads its layers' weights outside their forward. By default
         # DeepSpeed gathers them during the layers' forward only.
@@ -153,7 +153,7 @@ def _is_zero3(accelerator: Accelerator) -> bool:
 
 
 def _check_trackers(config: RunConfig) -> None:
-    """Refuse trackers whose package is missing; accelerate would skip them silently."""
+    """Raise ValueError for a tracker without its package, which accelerate would silently skip."""
     installed = {str(name) for name in get_available_trackers()}
     for name in config.trackers:
         if name not in installed:
@@ -164,7 +164,7 @@ def _check_trackers(config: RunConfig) -> None:
 
 
 def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
-    """Configure DeepSpeed, which has no data loader here, and refuse options it cannot follow."""
+    """Configure DeepSpeed, which has no data loader here, and refuse options it cannot support."""
     if config.optim.name != "adamw":
         raise ValueError(
             f"optim.name: {config.optim.name!r} uses two optimizers, DeepSpeed takes one; "
@@ -189,7 +189,7 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
 
 
 def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
-    """Raise ValueError in every process if ``folder`` is not the same place for all.
+    """Raise ValueError in every process if the processes do not share ``folder`` on one disk.
 
     Several processes write a checkpoint, and one publishes it.
     """
@@ -214,7 +214,7 @@ def check_one_disk(folder: Path, accelerator: Accelerator) -> None:
 
 
 def _appears(mark: Path) -> bool:
-    """Return True if the file appears within 5 s: network file systems show new files late."""
+    """Wait up to 5 s for a file to appear, because network file systems show new files late."""
     deadline = time.monotonic() + 5
     while mark.name not in os.listdir(mark.parent):
         if time.monotonic() > deadline:
@@ -244,7 +244,7 @@ def on_main_process(accelerator: Accelerator, look: Callable[[], T]) -> T:
 def make_optimizers(
     parameters: list[tuple[str, nn.Parameter]], optim: OptimConfig
 ) -> list[Optimizer]:
-    """Make AdamW, or Muon for matrices inside decoder layers plus AdamW for the rest."""
+    """Make AdamW alone, or Muon for matrices in decoder layers and AdamW for other parameters."""
     parameters = [(name, p) for name, p in parameters if p.requires_grad]
     # Embeddings and LM heads are matrices, too, but Muon suits maps between hidden states.
     is_hidden = {n: optim.name == "muon" and p.ndim == 2 and "layer" in n for n, p in parameters}
@@ -300,7 +300,7 @@ class Stop:
 
 
 class Stopping:
-    """Collects requests to end the run after its step: SIGTERM, SIGINT, ``max_minutes``."""
+    """Collects SIGTERM, SIGINT and ``max_minutes`` as requests to end the run after its step."""
 
     def __init__(self, *, max_minutes: float | None, started: float) -> None:
         self.max_minutes, self.started = max_minutes, started
@@ -312,8 +312,8 @@ class Stopping:
     def signals(self) -> Iterator[None]:
         """Record signals that arrive inside the ``with`` body.
 
-        A second signal acts as usual. A signal ignored since the process started stays ignored, for
-        example a background job's SIGINT.
+        A second signal after ``REPEAT_S`` acts as it would without this method. A signal that was
+        ignored before the body stays ignored, for example a background job's SIGINT.
         """
         found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         self.previous = {n: handler for n, handler in found.items() if handler != signal.SIG_IGN}
@@ -338,7 +338,7 @@ class Stopping:
             signal.raise_signal(number)
 
     def wishes(self) -> dict[str, float]:
-        """Return this process's requests; the keys are always the same."""
+        """Return this process's requests, 1 or 0 for each kind. The keys are always the same."""
         minutes = (time.monotonic() - self.started) / 60
         return {
             "stop_sigterm": float(self.received == signal.SIGTERM),
@@ -378,14 +378,18 @@ def is_sharded(config: RunConfig, accelerator: Accelerator) -> bool:
 
 
 def uses_autocast(accelerator: Accelerator) -> bool:
-    """Return False for DeepSpeed: in bf16 its weights and their inputs are bfloat16 already."""
+    """Return False for DeepSpeed, which already has bfloat16 weights and inputs in a bf16 run."""
     return accelerator.distributed_type != DistributedType.DEEPSPEED
 
 
 def resolve_dtype(
     config: RunConfig, mixed_precision: str, has_autocast: bool = True
 ) -> torch.dtype:
-    """Return the target's dtype; auto: bfloat16 if stored and computed in it, else float32."""
+    """Return the target's dtype.
+
+    ``auto`` means bfloat16 if the target is stored in bfloat16 and the run computes in it, else
+    float32. In bf16 without autocast the dtype is always bfloat16.
+    """
     if mixed_precision == "bf16" and not has_autocast:
         return torch.bfloat16
     if config.target_dtype != "auto":
@@ -411,11 +415,12 @@ def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
 
 
 def shard_target(target: PreTrainedModel, accelerator: Accelerator) -> None:
-    """Shard every decoder layer over the processes; a layer is gathered when it runs (FSDP2).
+    """Shard every decoder layer over the processes with FSDP2, which gathers a layer when it runs.
 
-    Layers not loaded yet are read in parts, so neither host nor device holds more than one whole
-    layer. Embedding, final norm and LM head stay whole: the teacher reads them outside the model's
-    forward. All processes must run the target equally often; the loop does this.
+    Each process reads only its part of the layers that are not loaded yet, so neither host nor
+    device holds more than one whole layer. Embedding, final norm and LM head stay whole, because
+    the teacher reads them outside the model's forward. All processes must run the target equally
+    often, as the training loop does.
     """
     # Shard inside each node, replicate across nodes: gathering then uses only fast links.
     world, local = accelerator.num_processes, int(os.environ.get("LOCAL_WORLD_SIZE", 0))

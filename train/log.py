@@ -1,4 +1,4 @@
-"""Record a run: metrics.jsonl, trackers, speed, and failed batches."""
+"""Record a run's metrics in metrics.jsonl and trackers, its speed, and its failed batches."""
 
 import json
 import time
@@ -35,10 +35,10 @@ CLOCK_METRICS = ("tokens_per_s", "data_share", "mfu")
 
 
 class MetricsLog:
-    """Writer for metrics.jsonl: means every ``log_every_steps`` steps, and every evaluation.
+    """Writer for metrics.jsonl, with means over ``log_every_steps`` steps and each evaluation.
 
-    ``tokens_per_s``: supervised tokens in all processes, over the time since the last record,
-    evaluations and checkpoints included. For the other clock metrics see ``StepPace.report``.
+    ``tokens_per_s`` counts supervised tokens in all processes per second since the last means. This
+    time includes evaluations and checkpoints. For the other clock metrics see ``StepPace.report``.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
@@ -49,7 +49,7 @@ class MetricsLog:
             self._start_trackers()
 
     def _start_trackers(self) -> None:
-        """Start the trackers. All launches continue one wandb run, whose id is in the progress."""
+        """Start the trackers. All launches continue one wandb run, with the id in ``progress``."""
         config, progress = self.trainer.config, self.trainer.progress
         progress.tracker_id = progress.tracker_id or uuid.uuid4().hex
         folder = config.output_dir / "logs"
@@ -94,7 +94,7 @@ class MetricsLog:
             self.accelerator.log(grouped, step=progress.step)
 
     def close(self) -> None:
-        """End the trackers' runs; first upload the head to wandb if configured."""
+        """Upload the head to wandb if configured, then end the trackers' runs."""
         config = self.trainer.config
         if config.wandb_artifact and self.accelerator.is_main_process:
             run = self.accelerator.get_tracker("wandb", unwrap=True)
@@ -107,7 +107,7 @@ class MetricsLog:
 
 
 def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
-    """Drop an incomplete last line, and records after a checkpoint: the run logs them again.
+    """Drop an incomplete last line and the records that the resumed run will log again.
 
     Args:
         step: the checkpoint's step.
@@ -131,7 +131,7 @@ def truncate_log(path: Path, *, step: int, is_evaluated: bool) -> None:
 
 
 def flop_counter() -> FlopCounterMode:
-    """Count operations: ``with flop_counter() as counter:``, ``counter.get_total_flops()``."""
+    """Return a context manager that counts FLOPs. Read them with ``get_total_flops()``."""
 
     def add_product(total: Shape, left: Shape, right: Shape, *rest: object, **more: object) -> int:
         return 2 * prod(left) * right[-1]
@@ -156,24 +156,25 @@ def flop_counter() -> FlopCounterMode:
 class StepPace:
     """Sums over the steps since the last report.
 
-    Seconds waiting for batches, seconds in total, and FLOPs in all processes.
+    ``waited_s`` is the time spent waiting for batches, ``total_s`` the whole time in seconds, and
+    ``flops`` the FLOPs in all processes.
     """
 
     def __init__(self) -> None:
         self.waited_s = self.total_s = self.flops = self.flops_per_token = 0.0
 
     def flops_of(self, num_tokens: int, counter: FlopCounterMode | None) -> float:
-        """Return this process's FLOPs in a step: counted now, or per token from an earlier step.
+        """Return this process's FLOPs in a step, counted now or derived from an earlier step.
 
         Args:
-            num_tokens: padding included.
+            num_tokens: tokens in the step, padding included.
         """
         if counter is not None:
             self.flops_per_token = counter.get_total_flops() / num_tokens
         return num_tokens * self.flops_per_token
 
     def report(self, *, peak_tflops: float | None, num_processes: int) -> dict[str, float]:
-        """Return ``data_share``, and ``mfu`` if the peak is known; reset the sums."""
+        """Return ``data_share``, and ``mfu`` if the peak is known. Then reset the sums."""
         seconds = max(self.total_s, 1e-9)
         figures = {"data_share": self.waited_s / seconds}
         if peak_tflops is not None:
@@ -199,7 +200,7 @@ def save_bad_batches(
 
     Args:
         losses: place in the step's window over all processes -> loss, summed over supervised
-            tokens; all are finite if only the gradient was not.
+            tokens. All losses are finite if only the gradient was not.
         batches: place in the window -> input_ids, loss_mask, lengths.
     """
     path = output_dir / f"bad_batch-step-{step:07d}-rank-{rank}.safetensors"

@@ -1,4 +1,4 @@
-"""The one training loop: every method is an objective, every launcher is accelerate."""
+"""Training loop for all methods. A method is an objective, and accelerate handles processes."""
 
 import math
 import shutil
@@ -54,7 +54,7 @@ EVALUATED_ROWS = 8
 
 
 class Trainer:
-    """Training loop with its state: prepared objective, optimizers, data position, trackers."""
+    """Training loop with its prepared objective, optimizers, data position and screen output."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Trainer:
     # -- data -------------------------------------------------------------------------------
 
     def epoch_batches(self, epoch: int) -> list[list[int]]:
-        """Return an epoch's batches for all processes; process i mod world takes batch i."""
+        """Return an epoch's batches for all processes. Batch i is for process i mod world."""
         # The seed and the epoch decide the order, so a checkpoint needs only a place in it.
         config, group = self.config, self.progress.batch_group
         batches = packed_batches if config.packing else length_bucketed_batches
@@ -126,7 +126,7 @@ class Trainer:
         return max(1, math.ceil(per_epoch * self.config.epochs))
 
     def windows(self) -> Iterator[list[dict[str, Tensor]]]:
-        """Yield this process's batches per optimizer step, from the saved data position on."""
+        """Yield this process's batches for each optimizer step, from the saved position onward."""
         progress, per_step = self.progress, self.config.accumulation * self.world
         while True:
             batches = self.epoch_batches(progress.epoch)
@@ -158,9 +158,9 @@ class Trainer:
         return {key: x if key in OF_THE_HOST else x.to(device) for key, x in batch.items()}
 
     def generator(self, *key: int) -> torch.Generator:
-        """Return one forward pass's random generator; a resumed run repeats its numbers.
+        """Return the random generator for a forward pass. A resumed run draws the same numbers.
 
-        A training batch's key is the step, and the batch's place in the window over all processes.
+        A training batch's key is the step and the batch's place in the window over all processes.
         """
         mixed = 0
         for part in (self.config.seed, 0, *key):
@@ -171,9 +171,9 @@ class Trainer:
     # -- one optimizer step -----------------------------------------------------------------
 
     def optimize(self, window: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Run one optimizer step: the loss is the mean over all supervised tokens in the window.
+        """Run one optimizer step on the mean loss over all supervised tokens in the window.
 
-        A mean over micro-batches' means would depend on the cut into micro-batches.
+        A mean of micro-batch means would depend on how the window is cut into micro-batches.
         """
         accelerator, world = self.accelerator, self.world
         counts = torch.tensor([self.objective.num_counted(batch) for batch in window])
@@ -203,7 +203,7 @@ class Trainer:
         return {**metrics, "grad_norm": norm, "lr": rate}
 
     def _wait_for_features(self, batch: dict[str, Tensor]) -> None:
-        """Fetch a server's hidden states; if one process has lost its server, all raise."""
+        """Fetch hidden states from a server. If one process has lost its server, all raise."""
         features = self.objective.features
         if features is None or not features.may_be_lost:
             return
@@ -214,7 +214,7 @@ class Trainer:
             raise lost or FeaturesLost("features: another process has lost its server")
 
     def _set_rate(self) -> float:
-        """Set the learning rate before the backward pass: DeepSpeed steps inside it."""
+        """Set the learning rate before the backward pass, because DeepSpeed steps inside it."""
         optim = self.config.optim
         rate = optim.lr * rate_factor(self.progress.step, self.num_steps, optim)
         for optimizer in self.optimizers:
@@ -225,7 +225,7 @@ class Trainer:
     def _passes(
         self, window: list[dict[str, Tensor]], *, scale: Tensor
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Add gradients for ``scale`` times the losses' sum; return metric sums and losses."""
+        """Add the gradients of ``scale`` times each loss. Return the metric sums and the losses."""
         accelerator = self.accelerator
         sums: dict[str, Tensor] = {}
         losses: list[Tensor] = []
@@ -245,7 +245,7 @@ class Trainer:
     def _refuse(
         self, window: list[dict[str, Tensor]], losses: list[Tensor], norm: float, loss: float
     ) -> NoReturn:
-        """Save the batches with a non-finite loss, or all if every loss is finite; end the run."""
+        """Save the batches with a non-finite loss, or all if there are none, and end the run."""
         # Norm and loss cover all processes, so every process gets here at the same step.
         own = {index * self.world + self.rank: float(x) for index, x in enumerate(losses)}
         bad = {index: value for index, value in own.items() if not math.isfinite(value)}
@@ -277,7 +277,7 @@ class Trainer:
     # -- evaluation and checkpoints ---------------------------------------------------------
 
     def _prompts_to_decode(self) -> list[list[int]]:
-        """Return held-out prompts to decode in evaluations; none without a whole target."""
+        """Return held-out prompts to decode in evaluations, or none if the target is not whole."""
         evaluation, objective = self.config.evaluation, self.objective
         count, prompts = evaluation.decode_prompts, list[list[int]]()
         has_target = self.config.features is None and not is_sharded(self.config, self.accelerator)
@@ -303,7 +303,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return metrics on the first validation rows (if any), split over the processes."""
+        """Return metrics over the first validation rows (if any), which the processes share."""
         rows = list(range(min(self.config.evaluation.max_rows, len(self.data.valid))))
         if not rows:
             return {}
@@ -359,7 +359,7 @@ class Trainer:
             metrics["score"] = metrics[DECODED_LENGTH]
 
     def _save_best(self, metrics: dict[str, float], weights: dict[str, Tensor]) -> bool:
-        """Replace best/ if the score is higher or no row is for validation; return True if so."""
+        """Replace best/ after a better score or without validation rows. Return True if done."""
         progress = self.progress
         if metrics:
             if metrics["score"] <= progress.best_score:
@@ -378,7 +378,8 @@ class Trainer:
         """Load the newest undamaged checkpoint, if there is any.
 
         Raises:
-            ValueError: no checkpoint is undamaged, or the newest does not fit this run.
+            ValueError: every checkpoint is damaged, the newest does not fit this run, or ``resume``
+                is false although there is a checkpoint.
         """
         output_dir = self.config.output_dir
         folders = checkpoint.step_folders(output_dir)
@@ -411,7 +412,7 @@ class Trainer:
             truncate_log(log, step=self.progress.step, is_evaluated=is_evaluated)
 
     def _regroup(self, group: int) -> None:
-        """Keep the checkpoint's data order if it fits the processes; else take this group."""
+        """Keep the checkpoint's batch group unless the settings or processes need ``group``."""
         progress, saved = self.progress, self.progress.batch_group
         if saved != group and (self.config.batch_group is not None or saved % self.world):
             progress.batch_group = group
@@ -425,7 +426,7 @@ class Trainer:
         self.num_steps = self._count_steps()
 
     def _choose_checkpoint(self) -> Path | None:
-        """Remove partial and damaged checkpoints; return the newest sound one."""
+        """Remove partial and damaged checkpoints, and return the newest sound one."""
         checkpoint.tidy(self.config.output_dir)
         folder, damages = checkpoint.newest_sound(self.config.output_dir)
         for line in damages:
@@ -435,7 +436,7 @@ class Trainer:
     # -- the run ----------------------------------------------------------------------------
 
     def run(self) -> dict[str, float]:
-        """Train to the last step or until ``stop`` is set; return the last evaluation's metrics."""
+        """Train to the last step or until ``stop`` is set. Return the last evaluation's metrics."""
         progress = self.progress
         log = MetricsLog(self)
         self.screen.begin()
@@ -482,7 +483,7 @@ class Trainer:
             self.save(progress.metrics)
 
     def _evaluate_and_keep(self, log: MetricsLog) -> None:
-        """Evaluate and log the metrics; save the network to best/ after a better score."""
+        """Evaluate, log the metrics, and save the network to best/ after a better score."""
         progress = self.progress
         try:
             progress.metrics = metrics = self.evaluate()

@@ -3,9 +3,9 @@
 M supervised rows, L teacher rows, C rows of either kind in one chunk, H hidden size of the matrix
 at hand, V target vocabulary, U draft vocabulary (U = V without one)
 
-Logits exist for one chunk of rows at a time. Their gradient has a closed form, so the forward pass
-already computes the gradients of its inputs and drops the logits. Backward only scales the
-gradients.
+Logits exist for one chunk of rows at a time. The loss gradient for the logits has a closed form. So
+the forward pass already computes the gradients of its inputs and drops the logits. Backward only
+scales these gradients.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class LossKind:
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """Sums over rows, so micro-batches and ranks add up; divide by `count` at the end."""
+    """Loss as a sum over rows, so that micro-batches and processes add up, and metrics per row."""
 
     loss: Tensor
     """Weighted sum of the divergence; differentiable once."""
@@ -63,7 +63,7 @@ class DistillationLoss:
     """Target probability outside the draft vocabulary."""
 
     def sums(self) -> dict[str, Tensor]:
-        """Return sums over rows; the training loop adds them up for metrics."""
+        """Return the metrics summed over rows. The training loop adds these sums up."""
         return {
             "acceptance": self.acceptance_M.sum(),
             "agreement": self.agreement_M.sum(),
@@ -87,8 +87,9 @@ def chunked_distillation(
     """Distill the target's distribution p into the draft's q, summed over rows.
 
     p = softmax(teacher_hidden teacher_head^T), q = softmax(hidden head^T), temperature 1. With a
-    draft vocabulary, p' is p restricted to it and renormalized; else p' = p. a = sum_v min(p, q) is
-    the acceptance rate, with p over the target's whole vocabulary: tokens the draft lacks are lost.
+    draft vocabulary, p' is p restricted to it and renormalized. Otherwise p' = p. The acceptance
+    rate a = sum_v min(p, q) has p over the target's whole vocabulary, so tokens the draft lacks are
+    lost.
       kl         sum_v p' (log p' - log q)      SPD (arXiv:2605.30852)
       tv         1 - a                          Leviathan et al. 2023 (arXiv:2211.17192), Th. 3.5
       lk         -log a                         LK losses (arXiv:2602.23881): a is its alpha
@@ -98,27 +99,27 @@ def chunked_distillation(
       rkl        sum_v q (log q - log p')
       jsd        (KL(p' || m) + KL(q || m)) / 2, m = (p' + q) / 2
       topk_kl    kl with p' restricted to its top_k most likely tokens and renormalized
-    Deviation: SpecForge computes w from a batch's mean a; here, as in speculators, each row has its
-    own w.
+    Deviation: SpecForge computes w from a batch's mean a. Here each row has its own w, as in
+    speculators.
 
-    Products use the inputs' dtype (autocast's if enabled), everything else float32 (float64 for
-    float64 inputs). The head's gradient is summed in this precision, too, and rounded to the head's
-    dtype once, at the end. Largest memory: three [chunk_rows, V] float32 tensors and the [U, H]
-    gradient (none for a frozen head).
+    Products use the inputs' dtype, or autocast's if enabled. Everything else is in float32, or in
+    float64 for float64 inputs. The head's gradient is summed in this precision, too, and rounded to
+    the head's dtype once, at the end. The largest tensors are three [chunk_rows, V] in float32 and
+    the [U, H] gradient (none for a frozen head).
 
     Args:
         hidden_MH: input to the draft's head; supervised rows only.
         head_weight_UH: the draft's head.
-        pair_weight_UR: second head, whose logits are added; applied to the columns of ``hidden``
-            after the first H.
+        pair_weight_UR: second head. It reads the columns of ``hidden`` after the first H, and its
+            logits are added to the first head's.
         teacher_hidden_LH: input to the target's head; its H may differ.
         teacher_head_VH: the target's head; no gradient.
         teacher_index_M: teacher row for each row of hidden, ascending. Rows with the same teacher
             row share its softmax. None: row i has teacher row i, L = M.
-        teacher_rows_U: target id for every draft token, without repeats; needed if U < V.
+        teacher_rows_U: target id for every draft token, without repeats. It is needed if U < V.
         weights_M: factor for each row in the loss; metrics are not weighted.
-        chunk_rows: rows at a time, by default as many as fit CHUNK_BYTES or a processor's caches;
-            the result is independent of it up to rounding.
+        chunk_rows: rows at a time, by default as many as fit CHUNK_BYTES or a processor's caches.
+            The number changes the result only by rounding.
 
     Raises:
         ValueError: unknown kind, or mismatched shapes.
@@ -223,7 +224,7 @@ class _Distillation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, _):
-        """Scale the stored gradients in place and return them; a second backward is an error."""
+        """Scale the stored gradients in place and return them. A second call is an error."""
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were already handed to a backward")
         gradients, ctx.gradients = ctx.gradients, None
@@ -239,14 +240,14 @@ def _for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _logits(x_CH: Tensor, head_VH: Tensor, exact: torch.dtype) -> Tensor:
-    """Return logits in dtype ``exact``; a GPU accumulates in it without rounding in between."""
+    """Return logits in dtype ``exact``. A GPU also accumulates in ``exact``, without rounding."""
     if x_CH.is_cuda and x_CH.dtype != exact:
         return torch.mm(x_CH, head_VH.t(), out_dtype=exact)
     return F.linear(x_CH, head_VH).to(exact)
 
 
 def _add_product(total_UH: Tensor, left_UC: Tensor, right_CH: Tensor) -> None:
-    """total += left right, without rounding the product to its factors' dtype."""
+    """Add ``left @ right`` to ``total`` without rounding the product to its factors' dtype."""
     exact = total_UH.dtype
     if total_UH.is_cuda and left_UC.dtype != exact:
         torch.addmm(total_UH, left_UC, right_CH, out_dtype=exact, out=total_UH)
@@ -257,7 +258,7 @@ def _add_product(total_UH: Tensor, left_UC: Tensor, right_CH: Tensor) -> None:
 def _chunks(
     M: int, L: int, index_M: Tensor | None, size: int
 ) -> Iterator[tuple[int, int, list[slice]]]:
-    """Yield (first, stop) of teacher rows, and blocks of draft rows compared with them."""
+    """Yield each chunk's teacher rows (first, stop) and its blocks of draft rows."""
     stops = list(range(size, L, size)) + [L]
     ends = stops
     if index_M is not None:
@@ -271,14 +272,14 @@ def _chunks(
 
 
 def _take(p_CU: Tensor, rows: slice | Tensor, first: int) -> Tensor:
-    """Return ``rows``; the number of p's first row is ``first``."""
+    """Return the given teacher rows of a chunk p_CU that begins at teacher row ``first``."""
     if isinstance(rows, slice):
         return p_CU[rows.start - first : rows.stop - first]
     return p_CU.index_select(0, rows - first)
 
 
 def _restrict(logits_CV: Tensor, rows_U: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the target's distribution over the draft vocabulary; consumes its logits.
+    """Return the target's distribution over the draft vocabulary, and overwrite the logits.
 
     Returns:
         p_CU, renormalized.
@@ -306,18 +307,20 @@ def _compare(
     measure: LossKind,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss gradient with respect to the draft's logits; consumes their memory.
+    """Return the loss gradient with respect to the draft's logits, and overwrite the logits.
 
-    For labels l: q - l. For tv, with m = [q < p]: q (q . m - m). For lk: tv's gradient / a. For
-    others, with g the gradient with respect to q: q (g - q . g).
+    For losses with labels l, the gradient is q - l. For tv it is q (q . m - m), with m = [q < p].
+    For lk it is tv's gradient / a. For rkl and jsd it is q (g - q . g), where g is the gradient
+    with respect to q. lk_hybrid and ce_l1 mix two of these.
 
     Args:
         target_3C: from ``_restrict``.
-        dtype: for the gradient.
+        dtype: dtype of the gradient.
 
     Returns:
         gradient_CU.
-        draft_3C: loss, sum_u min(p, q) with p over the whole vocabulary, most likely target id.
+        draft_3C: loss, sum_u min(p, q) with p over the whole vocabulary, and the draft's most
+            likely token as a target id.
     """
     kind, (negentropy_C, inside_C, _) = measure.kind, target_3C
     q_CU, log_z_C, top_C = _softmax(draft_CU)
@@ -376,7 +379,7 @@ def _most_likely(p_CU: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _rates(target_3M: Tensor, draft_3M: Tensor) -> Tensor:
-    """Return rows [4, M]: loss, acceptance, agreement, and mass outside the draft vocabulary."""
+    """Stack loss, acceptance, agreement, and mass outside the draft vocabulary into [4, M]."""
     _, inside_M, target_top_M = target_3M
     loss_M, accepted_M, top_M = draft_3M
     agreed_M = (top_M == target_top_M).to(loss_M.dtype)
@@ -384,12 +387,12 @@ def _rates(target_3M: Tensor, draft_3M: Tensor) -> Tensor:
 
 
 def _above_zero(x: Tensor) -> Tensor:
-    """Clamp above 0: if an overlap rounds to 0, lk is large and has no gradient."""
+    """Clamp above 0. If an overlap rounds to 0, lk is then large and has no gradient."""
     return x.clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return probabilities, log normalizer (from the largest entry, no second exp), argmax."""
+    """Return probabilities, log normalizers and argmax. The log normalizers need no second exp."""
     top_C = cpu.argmax(logits_CV)
     probs_CV, top_C1 = logits_CV.softmax(-1), top_C[:, None]
     # The largest probability is at least 1 / V, so its log is finite.

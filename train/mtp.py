@@ -1,4 +1,4 @@
-"""Training objective for an MTP layer (FastMTP, arXiv:2509.18362): one layer, unrolled."""
+"""Training objective for an MTP layer, unrolled over several steps (FastMTP, arXiv:2509.18362)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from pipedraft.train.objective import load_start
 
 @dataclass(frozen=True, kw_only=True)
 class MTPTrainConfig(UnrolledConfig):
-    """MTP layer's loss; init_from takes the output of `pipedraft models import --from TARGET`."""
+    """MTP layer's loss. init_from takes the output of `pipedraft models import --from TARGET`."""
 
     num_steps: int = 3
     """Draft tokens trained per chain; 3 in the paper."""
@@ -29,7 +29,7 @@ class MTPObjective(UnrolledObjective):
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> MTP:
-        """Build the layer, shaped like the checkpoint in init_from."""
+        """Build the layer, with the same shape as the checkpoint in init_from if there is one."""
         if config.init_from is not None:
             start = load_start(config.init_from, MTP)
             return MTP(start.config, start.layer_config, reference)

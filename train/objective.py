@@ -1,4 +1,4 @@
-"""Training objectives: interface between methods and the training loop, and shared base classes."""
+"""Base classes for training objectives, which connect the methods with the training loop."""
 
 # B batch, T positions, P = B T, M labeled rows, L distinct labels, H hidden, S steps
 
@@ -41,7 +41,7 @@ EVALUATED_DEPTH = 7  # EAGLE-3's training depth, for all heads, so their scores 
 
 
 class LossOutput(NamedTuple):
-    """Loss and sums of one forward pass. A named tuple, so ZeRO-3 finds its tensors."""
+    """Loss and metric sums of one forward pass. ZeRO-3 can find the tensors in a named tuple."""
 
     loss: Tensor
     """SUM over this forward pass's supervised tokens, differentiable."""
@@ -52,12 +52,12 @@ class LossOutput(NamedTuple):
 
 
 def labeled_rows(batch: dict[str, Tensor]) -> Tensor:
-    """Return rows with an assistant token NEXT: bool [B, T-1]."""
+    """Return bool [B, T-1], True at rows with an assistant token NEXT."""
     return batch["loss_mask"][:, 1:].bool()
 
 
 def acceptance_length(rates: list[float]) -> float:
-    """Tokens per round for chains with these acceptance rates.
+    """Return tokens per verification round for chains with these acceptance rates.
 
     1 + sum_j prod_{i<=j} rates_i, as if draft tokens were accepted independently.
     """
@@ -115,7 +115,7 @@ class DivergenceConfig(StartConfig):
 
 
 def load_start(place: str, kind: type[Draft]) -> Draft:
-    """Load the trained draft this run starts from, on the CPU; ValueError: its method differs."""
+    """Load the draft this run starts from, on the CPU. Raise ValueError for another method."""
     with torch.device("cpu"):  # also inside a meta-device context
         draft = load_untied(resolve_folder(place))
     # isinstance would accept a DSpark head as a DFlash head
@@ -131,8 +131,8 @@ class DraftObjective(nn.Module, ABC):
     """Base class for objectives that distill a frozen target into a draft.
 
     A subclass names its draft class and implements ``summarize`` and ``forward(batch, generator)``,
-    which returns a ``LossOutput``. The default loss covers rows before an assistant token. Only
-    trained networks are submodules: the target gets no optimizer state, and is never saved.
+    which returns a ``LossOutput``. By default, ``num_counted`` counts the rows before an assistant
+    token. The target is no submodule, so it gets no optimizer state and is never saved.
     """
 
     draft_class: ClassVar[type[Draft]]
@@ -160,7 +160,7 @@ class DraftObjective(nn.Module, ABC):
     ) -> None:
         """
         Args:
-            fingerprint: the target's; None: compute it from the weights.
+            fingerprint: the target's fingerprint, by default computed from its weights.
         """
         super().__init__()
         # In a list: as an attribute the target would become a submodule, trained and saved.
@@ -209,17 +209,17 @@ class DraftObjective(nn.Module, ABC):
 
     @classmethod
     def check_start(cls, config: StartConfig) -> None:
-        """Raise ValueError if init_from holds another method's draft; needs no data."""
+        """Raise ValueError if init_from holds another method's draft. The check needs no data."""
         if config.init_from is not None:
             load_start(config.init_from, cls.draft_class)
 
     @staticmethod
     def check(config: Any, target: PreTrainedModel) -> None:
-        """Raise ValueError for a configuration that does not match the target; needs no data."""
+        """Raise ValueError if a setting does not match the target. The check needs no data."""
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
-        """Build a configuration's draft from shapes alone."""
+        """Build a configuration's draft from the target's shapes alone."""
         kind = cls.draft_class.config_class
         known: Values = {f.name: getattr(config, f.name) for f in fields(kind)}
         # The target decides this field; no option sets it.
@@ -229,12 +229,12 @@ class DraftObjective(nn.Module, ABC):
 
     @classmethod
     def num_auxiliary(cls, config: Any, layer: LayerConfig) -> int:
-        """Parameters trained in addition to the draft."""
+        """Return the number of parameters trained in addition to the draft."""
         return 0
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """Size of the draft vocabulary: the most frequent labels in the data; None: all."""
+        """Size of the draft vocabulary, which has the data's most frequent labels. None: all."""
         return vars(self.config).get("draft_vocab_size")
 
     @property
@@ -243,7 +243,7 @@ class DraftObjective(nn.Module, ABC):
 
     @property
     def num_steps(self) -> int:
-        """S: draft tokens of a chain in evaluations."""
+        """Number S of draft tokens per chain in evaluations."""
         return EVALUATED_DEPTH
 
     @property
@@ -251,9 +251,10 @@ class DraftObjective(nn.Module, ABC):
         return int(self.reference.fingerprint["num_layers"])
 
     def hidden(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
-        """Return raw hidden states [B, T, H] for the draft's layers and the last (teacher's) one.
+        """Return raw hidden states [B, T, H] for the draft's layers and the target's last layer.
 
-        They come from the target or from its stored hidden states.
+        The teacher reads the last layer. The target computes the states, unless ``features`` has
+        them stored.
         """
         ids_BT, layers = batch["input_ids"], {*self.draft.taps, self.num_target_layers}
         if self.features is None:
@@ -266,12 +267,12 @@ class DraftObjective(nn.Module, ABC):
         return hidden
 
     def teacher(self, last_BTH: Tensor, labeled_BT: Tensor) -> Tensor:
-        """Return LM head inputs [M, H] on labeled rows; last is layer L, raw."""
+        """Return LM head inputs [M, H] on labeled rows, from the last layer's raw states."""
         with torch.no_grad():
             return self._normed(last_BTH[:, :-1][labeled_BT])
 
     def _normed(self, last_LH: Tensor) -> Tensor:
-        """Return states after the final norm; the LM head turns them into the target's logits."""
+        """Apply the target's final norm. The LM head turns the result into the target's logits."""
         decoder = self.target.get_decoder()
         # The loss only multiplies by the LM head: dividing its input divides the logits.
         return decoder.norm(last_LH) / logits_divisor(decoder.config)
@@ -308,15 +309,15 @@ class DraftObjective(nn.Module, ABC):
         """Fit initial weights from training batches, which are made on demand."""
 
     def evaluation_passes(self) -> list[Values]:
-        """Return keyword arguments for each validation pass; ``name`` prefixes their sums."""
+        """Return ``forward``'s options for every validation pass. ``name`` prefixes the sums."""
         return [{}]
 
     @abstractmethod
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Compute metrics from sums; ``score`` (higher is better) selects the best checkpoint."""
+        """Compute metrics from sums. The highest ``score`` selects the best checkpoint."""
 
     def draft_with(self, weights: dict[str, Tensor]) -> Draft:
-        """Return a copy of the draft to decode with; the one in training stays as it is."""
+        """Return a copy of the draft for decoding. The draft in training stays as it is."""
         place = self.target.get_input_embeddings().weight.device
         devices = [] if place.type == "cpu" else [place]
         # A new network draws initial weights; the run's own random numbers must not move.
@@ -327,7 +328,7 @@ class DraftObjective(nn.Module, ABC):
         return place_draft(copy.eval().requires_grad_(False), self.target)
 
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
-        """Write a checkpoint; ``weights``: the whole state, possibly sharded over processes."""
+        """Write a checkpoint. ``weights`` is the whole state, gathered from all processes."""
         note = {**self.training_note, "metrics": metrics}
         self.draft.save(folder, training=note, weights=own_weights(weights))
         if self.card is not None:
@@ -341,21 +342,21 @@ def own_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class ChainObjective(DraftObjective):
-    """Base class for heads with separate loss rows for each draft token i in a chain (step i)."""
+    """Base class for heads with a loss on each draft token i of a chain, which is called step i."""
 
     @property
     def num_steps(self) -> int:
-        """S: draft tokens trained per chain."""
+        """Number S of draft tokens trained per chain."""
         return int(self.config.num_steps)
 
     def distil_labels(
         self, hidden_MH: Tensor, label_M: Tensor, taps: Mapping[int, Tensor], **options: Any
     ) -> DistillationLoss:
-        """Return the divergence for rows predicting given tokens, in row order.
+        """Return the divergence for rows that predict the tokens ``label_M``, in row order.
 
         Args:
             hidden_MH: input to the draft's LM head.
-            label_M: predicted token per row, as b T + t.
+            label_M: place of each row's predicted token, as b T + t.
             options: for ``chunked_distillation``.
         """
         # Sort by label: rows predicting the same token share the target's distribution for it.
@@ -381,7 +382,7 @@ class ChainObjective(DraftObjective):
         return replace(result, **{n: x[place_M] for n, x in rows.items() if n.endswith("_M")})
 
     def by_step(self, result: DistillationLoss, step_M: Tensor, counts_S: Tensor) -> LossOutput:
-        """Return the loss and rates per step; supervised tokens are the first step's rows."""
+        """Return the loss and each step's sums, with the first step's rows as supervised tokens."""
         zeros_S = result.loss.new_zeros(self.num_steps)
         sums_S = {
             "count": counts_S,
@@ -394,7 +395,7 @@ class ChainObjective(DraftObjective):
         return LossOutput(result.loss, counts_S[0], sums)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return rates by position, given that all earlier ones accept, and tokens per round."""
+        """Return each draft token's rates (given that earlier ones accept) and tokens per round."""
         metrics = {"loss": sums["loss"] / max(sums["count"], 1)}
         steps = range(1, self.num_steps + 1)
         if self.draft_vocab_size:
@@ -408,7 +409,7 @@ class ChainObjective(DraftObjective):
 
 
 class StagedObjective(DraftObjective):
-    """Base class for drafts on a staged target; row t predicts the token at t + 1."""
+    """Base class for drafts on a staged target. Row t predicts the token at t + 1."""
 
     noted: ClassVar[tuple[str, ...]] = ("loss",)
     draft: StagedDraft
@@ -432,10 +433,10 @@ class StagedObjective(DraftObjective):
     def add_rates(
         self, metrics: dict[str, float], rates: Mapping[str, list[float]], tokens_per_step: int = 1
     ) -> dict[str, float]:
-        """Add teacher-forced rates, and L' expected from them if draft tokens were independent.
+        """Add teacher-forced rates and the L' to expect if draft tokens were independent.
 
         Args:
-            rates: agreement and acceptance with 1, 2 .. tokens in the pipeline, or one for all.
+            rates: agreement and acceptance with 1, 2 .. tokens in flight, or one rate for all.
         """
         for key, temperature in (("agreement", 0), ("acceptance", 1)):
             # The last rate is that of a full pipeline, the usual state in decoding.
@@ -448,7 +449,7 @@ class StagedObjective(DraftObjective):
 
 
 def label_counts(data: TokenizedData, vocab_size: int) -> Tensor:
-    """Count each token's uses as an assistant token in the training rows: int64 [V]."""
+    """Count how often each token is an assistant token in the training rows, as int64 [V]."""
     real = torch.device("cpu")  # also inside a meta-device context
     counts = torch.zeros(vocab_size, dtype=torch.int64, device=real)
     # In pieces: the whole columns as Python lists would need many times their memory.

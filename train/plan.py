@@ -35,10 +35,10 @@ from pipedraft.train.objective import DraftObjective, StartConfig
 
 
 class LiveBytes(TorchDispatchMode):
-    """Memory counter: ``with LiveBytes() as memory:`` counts the storages that its block allocates.
+    """Counter for the bytes of storages that are allocated inside ``with LiveBytes() as memory:``.
 
-    Networks from ``without_numbers`` run in this block, too. Ids, masks and lengths decide shapes,
-    so they stay real: all later tensors get the same shapes as in a run.
+    Networks from ``without_numbers`` run inside this block. Ids, masks and lengths stay real,
+    because they decide shapes. So all later tensors have the same shapes as in a run.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Replace boolean masks by indices: their number is known, so the result has a shape."""
+    """Replace boolean masks by indices, so that the shape of the indexed result is known."""
     found: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool
@@ -135,7 +135,7 @@ class RunSizes:
 
 
 class Plan:
-    """Estimator for a run: measures sizes and writes the report.
+    """Estimator that measures a run's sizes and writes the report.
 
     Raises:
         ValueError: the target has no config.json.
@@ -181,7 +181,7 @@ class Plan:
         )
 
     def make_objective(self, target: PreTrainedModel, memory: LiveBytes) -> DraftObjective:
-        """Build the run's objective on fake tensors; empty tensors replace hidden states."""
+        """Build the run's objective on fake tensors, with empty tensors as hidden states."""
         config, vocab_size = self.config, self.config.vocab_size
         # Every token once, so a draft vocabulary can be chosen at any size.
         rows = pyarrow.RecordBatch.from_pydict(
@@ -231,7 +231,7 @@ class Plan:
         return max(memory.peak, self._target_bytes(rows * self.tokens, objective.draft.taps))
 
     def _target_bytes(self, tokens: int, taps: Collection[int]) -> float:
-        """Return peak bytes for the target's forward: hidden states kept, plus one layer's tensors.
+        """Return peak bytes in the target's forward, for the hidden states kept and one layer.
 
         An MLP holds three tensors with the intermediate size and three with the hidden size at
         once. A norm works on a float32 copy.
@@ -249,8 +249,8 @@ class Plan:
     def _decoder_flops(self, layers: nn.Module) -> float:
         """Return FLOPs per token in the frozen decoder's layers, counted as torch does.
 
-        Experts count by the fraction of them that a token is routed to, recurrent layers by weights
-        alone.
+        Of the experts' weights, only the fraction that a token is routed to counts. Recurrent
+        layers count by their weights alone.
         """
         weights = 0.0
         for name, parameter in layers.named_parameters():
@@ -266,9 +266,10 @@ class Plan:
     # -- the report -------------------------------------------------------------------------
 
     def memory_bytes(self, sizes: RunSizes, *, processes: int, strategy: str) -> dict[str, float]:
-        """Return one process's bytes by part; AdamW keeps two float32 values per trained weight.
+        """Return one process's bytes by part.
 
-        Each process first computes all gradients, even if a strategy shards them later.
+        AdamW keeps two float32 values per trained weight. Each process first computes all
+        gradients, even if a strategy shards them later.
         """
         run = self.run
         apart = processes if strategy != "ddp" else 1
@@ -289,7 +290,7 @@ class Plan:
         }
 
     def report(self) -> str:
-        """Return the text for ``--plan``: parameters, memory, speed."""
+        """Return the text for ``--plan``, with parameters, memory and speed."""
         run, sizes = self.run, self.measure()
         lines = [
             f"target {run.target}: {sizes.target_layers + sizes.target_ends:,} parameters, frozen, "

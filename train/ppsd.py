@@ -1,4 +1,4 @@
-"""Training objective for PPSD's early-exit head: distillation, with every row as in decoding."""
+"""Training objective that distills PPSD's early-exit head, with every row as in decoding."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,7 +25,10 @@ class PPSDTrainConfig(PPSDConfig, DivergenceConfig):
 
 
 class PPSDObjective(StagedObjective):
-    """KL(target || head) at temperature 1, summed over rows before an assistant token."""
+    """Divergence at temperature 1, summed over rows before an assistant token.
+
+    The default divergence is KL(target || head).
+    """
 
     draft_class: ClassVar[type[Draft]] = PPSD
     config: PPSDTrainConfig

@@ -1,4 +1,4 @@
-"""A training run's terminal output: its settings, a table row per log step, and its result."""
+"""Print a training run's settings, a table row for each log record, and its result."""
 
 import sys
 import time
@@ -34,7 +34,7 @@ def figures(metrics: dict[str, float]) -> str:
 
 
 class Screen:
-    """Writer to stderr, active in the main process only; metrics.jsonl has every figure."""
+    """Writer to stderr in the main process. metrics.jsonl contains every figure."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
@@ -63,7 +63,7 @@ class Screen:
         self._timed_from, self._timed_at = trainer.progress.step, time.monotonic()
 
     def step(self) -> None:
-        """Count a step; print the estimated time once the first steps are timed."""
+        """Count a step. After the first timed steps, print the estimated time left."""
         progress = self.trainer.progress
         done = progress.step - self._timed_from
         if done == 1 and not self._has_head:
@@ -89,7 +89,7 @@ class Screen:
         self.say("".join(f"{name:>{width}}" for name, width in WIDTHS.items()))
 
     def row(self, means: dict[str, float], rate: float) -> None:
-        """Write a table row; ``rate``: supervised tokens per second since the last row."""
+        """Write a table row. ``rate`` is in supervised tokens per second since the last row."""
         if not self._has_head:
             self._head()
         accepted = means.get("acceptance", means.get("acceptance_1"))

@@ -1,4 +1,4 @@
-"""Training objective for the SPD head: distillation with simulated pipeline fill."""
+"""Training objective for the SPD head, by distillation with a simulated pipeline fill."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -54,10 +54,11 @@ def sample_occupancy(
     generator: torch.Generator,
     num_full: int = 1,
 ) -> list[int]:
-    """Sample tokens in flight per example: full with ``full_probability``, else uniform below.
+    """Sample the number of tokens in flight for each example.
 
-    A full pipeline has one of the ``num_full`` largest counts, depending on the draft forward in
-    its step. Every example is sampled separately, as in the paper. Deviation: the authors' code
+    The pipeline is full with ``full_probability``. It then has one of the ``num_full`` largest
+    counts, depending on the draft forward in its step. Otherwise the count is uniform over the
+    smaller ones. Every example is sampled separately, as in the paper. Deviation: the authors' code
     samples once per micro-batch.
     """
     # The range of the partial counts below would be empty.
@@ -72,7 +73,10 @@ def sample_occupancy(
 
 
 class SPDObjective(StagedObjective):
-    """KL(target || head) at temperature 1, summed over rows before an assistant token."""
+    """Divergence at temperature 1, summed over rows before an assistant token.
+
+    The default divergence is KL(target || head).
+    """
 
     draft_class: ClassVar[type[Draft]] = SPD
     config: SPDTrainConfig
@@ -84,9 +88,10 @@ class SPDObjective(StagedObjective):
 
         W = argmin sum_t |W e_t - u_t|^2 + lambda |W|^2,  u_t = h_t / rms(h_t)
 
-        e_t is the token's embedding, h_t its state after the target's last layer, before the final
-        norm. The head's own norm then gives the LM head rows at a familiar scale. Without this the
-        stream starts as the embedding, and a tied LM head reads the token itself from it.
+        e_t is the token's embedding. h_t is the token's state after the target's last layer, before
+        the final norm. The head's own norm then gives the LM head rows at a familiar scale. Without
+        this fit, the stream starts as the embedding, and a tied LM head reads the token itself from
+        the stream.
         """
         weight_HH: Tensor = self.draft.projections[self.draft.block_of_depth[0]].weight  # type: ignore[assignment]
         if self.config.start != "ridge" or self.config.init_from is not None or weight_HH.is_meta:
@@ -129,7 +134,7 @@ class SPDObjective(StagedObjective):
         """Compute one batch's loss.
 
         Args:
-            occupancies: evaluation: run every example at each of these instead of a sample.
+            occupancies: numbers of tokens in flight to evaluate, each with all examples.
         """
         if occupancies is None:
             batch, drawn = self._fill(batch, generator)
@@ -166,7 +171,7 @@ class SPDObjective(StagedObjective):
     def _fill(
         self, batch: dict[str, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], list[int]]:
-        """Sample occupancies and sort the batch by them, fullest first (fastest for the head)."""
+        """Sample occupancies and sort the batch, fullest first, which is fastest for the head."""
         drawn = sample_occupancy(
             len(batch["lengths"]),
             self.draft.config.max_in_flight,
@@ -180,7 +185,7 @@ class SPDObjective(StagedObjective):
     def _refill(
         self, batch: dict[str, Tensor], taps: dict[int, Tensor], generator: torch.Generator
     ) -> tuple[dict[str, Tensor], dict[int, Tensor], list[int]]:
-        """Sample again; reorder the batch and the target's states accordingly."""
+        """Sample new occupancies, and reorder the batch and the target's states to match."""
         named = {f"tap{index}": x for index, x in taps.items()}
         ordered, fill = self._fill({**batch, **named}, generator)
         return ordered, {index: ordered.pop(f"tap{index}") for index in taps}, fill

@@ -1,6 +1,7 @@
 """Run the frozen target over the data once and store hidden states for training draft heads.
 
-Exit status: 0 done; 2 bad input; 1 failure. After a kill at any moment, the same command resumes.
+Exit status: 0 for success, 1 for a failure, 2 for bad input. After a kill at any moment, the same
+command resumes.
 """
 
 import sys
@@ -59,7 +60,7 @@ class FeatureOptions(Options):
 
 
 def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
-    """Return the heads for one dump, the first one from the command line."""
+    """Return the heads for one dump, from the command line and from each file in ``also``."""
     from pipedraft.train.__main__ import methods
     from pipedraft.train.config import parse_run
     from pipedraft.train.features.dump import Head

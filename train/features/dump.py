@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Head:
-    """A draft head trained from a dump: its name in tables, its run, and its network."""
+    """Draft head to train from a dump, with its name in tables, its run and its network."""
 
     name: str
     run: RunConfig
@@ -71,7 +71,7 @@ class Head:
 
 
 def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the layers needed by each head, and their union if there are several heads."""
+    """Return the layers that each head needs. For several heads, ``together`` has the union."""
     layers = {}
     for head in heads:
         draft = weightless_draft(registry()[head.run.method][1], head.model, target_config)
@@ -84,11 +84,11 @@ def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, t
 def cut_in_shards(
     run: RunConfig, data: TokenizedData, settings: Values, token_bytes: int
 ) -> tuple[list[list[list[int]]], list[int]]:
-    """Return each shard's batches and its token count; a batch is a list of row numbers.
+    """Return each shard's batches and its token count. A batch is a list of row numbers.
 
-    Validation rows follow the training rows. The batches are the same as in the run's first
-    epoch and its evaluation. So with one process and fp32 storage, training reads bit for bit the
-    hidden states that it would compute itself.
+    Validation rows are numbered after the training rows. The batches are the same as in the run's
+    first epoch and its evaluation. So with one process and fp32 storage, training reads bit for bit
+    the hidden states that it would compute itself.
     """
     lengths = row_lengths(data.train) + row_lengths(data.valid)
     num_train, group = len(data.train), settings["batch_group"]
@@ -110,7 +110,7 @@ def cut_in_shards(
 
 
 def size_table(layers: dict[str, tuple[int, ...]], hidden_size: int) -> str:
-    """Return a Markdown table of bytes per token in each dtype and per 2,048 tokens in bf16."""
+    """Return a Markdown table with a token's bytes in each dtype and the size of 2,048 in bf16."""
     lines = ["| head | layers | fp32 | bf16 | int8 | 2,048 tokens in bf16 |"]
     lines.append("|---|---|---|---|---|---|")
     for name, chosen in layers.items():
@@ -132,14 +132,14 @@ def size_text(num_bytes: float) -> str:
 
 
 class States:
-    """Runs the frozen target on rows of tokens."""
+    """Frozen target that runs on rows of token ids."""
 
     def __init__(self, target: PreTrainedModel, accelerator: Accelerator) -> None:
         self.target, self.accelerator = target, accelerator
 
     @torch.no_grad()
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
-        """Return hidden states {layer: [M, H]}, row after row."""
+        """Return hidden states {layer: [M, H]}, concatenated over rows."""
         # Mask and padding are there for collate alone: hidden states do not depend on them.
         batch = collate([{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], 0)
         ids_BT, device = batch["input_ids"], self.accelerator.device
@@ -154,9 +154,9 @@ class States:
 
 
 class Dump:
-    """A dump folder being filled.
+    """Writer that fills a dump folder.
 
-    After a kill at any moment, it resumes with its complete shards.
+    After a kill at any moment, a new writer keeps the complete shards and writes the missing ones.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class Dump:
     ) -> None:
         """
         Args:
-            shards: batches of rows per shard.
+            shards: each shard's batches, as lists of row numbers.
 
         Raises:
-            ValueError: the folder holds another dump, or its disk has too little room.
+            ValueError: the folder contains another dump, or its disk has too little room.
         """
         self.index, self.shards, self.folder = index, shards, folder
         self.data, self.accelerator = data, accelerator
@@ -181,7 +181,7 @@ class Dump:
         self.missing = on_main_process(accelerator, self._begin)
 
     def _begin(self) -> list[int]:
-        """Write the index, if there is none; return the numbers of the missing shards."""
+        """Write the index if there is none, and return the numbers of missing or damaged shards."""
         path = self.folder / INDEX
         if path.exists():
             self._check(read_index(self.folder), path)
@@ -222,10 +222,10 @@ class Dump:
             )
 
     def run(self, load: Callable[[], "States | VllmStates"]) -> None:
-        """Write the missing shards, each process its share.
+        """Write this process's share of the missing shards, then wait for the other processes.
 
         Args:
-            load: loads the target; called only if this process has a missing shard to write.
+            load: loads the target. It is called only if this process has a shard to write.
         """
         accelerator = self.accelerator
         mine = self.missing[accelerator.process_index :: accelerator.num_processes]
@@ -261,7 +261,7 @@ class Dump:
         publish(self.folder / shard_name(number), lambda place: save_file(tensors, place))
 
     def _ids(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return a batch's tokens; its rows are all for training or all for validation."""
+        """Return a batch's token ids. The rows must be all for training or all for validation."""
         num_train = len(self.data.train)
         if rows[0] < num_train:
             return self.data.train[list(rows)]["input_ids"]
@@ -275,7 +275,7 @@ class Dump:
 def dump_features(
     own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
 ) -> None:
-    """Write or resume the folder for ``pipedraft train features``."""
+    """Write the dump for ``pipedraft train features``, or complete an unfinished one in ``out``."""
     run = heads[0].run
     accelerator = make_accelerator(run)
     say = print if accelerator.is_main_process else lambda *_: None
@@ -339,7 +339,7 @@ def vllm_request(run: RunConfig, layers: tuple[int, ...], accelerator: Accelerat
 
 
 def serve_states(own: "FeatureOptions", port: int, run: RunConfig, layers: tuple[int, ...]) -> int:
-    """Serve the target's hidden states with vLLM; return its exit status."""
+    """Serve the target's hidden states with vLLM, and return vLLM's exit status."""
     request = vllm_request(run, layers, make_accelerator(run))
     folder = own.out or Path(tempfile.mkdtemp(prefix="pipedraft-states-"))
     print(f"layers {', '.join(map(str, layers))} of {run.target}, by way of {folder}", flush=True)

@@ -1,8 +1,9 @@
-"""Hidden states while training: ask vLLM servers for each batch.
+"""Get each batch's hidden states from vLLM servers while training.
 
-A server answers a completion request with the path of a safetensors file (``hidden_states``
-[tokens, layers, H], ``token_ids``), written by vLLM's ``ExampleHiddenStatesConnector``, and holds
-a lock on PATH.lock until the file is complete. So trainers and servers share a file system.
+A server answers a completion request with the path of a safetensors file, which vLLM's
+``ExampleHiddenStatesConnector`` writes. The file contains ``hidden_states`` [tokens, layers, H] and
+``token_ids``. The server holds a lock on PATH.lock until the file is complete. Trainers and servers
+therefore share a file system.
 """
 
 # M tokens in all rows, K layers, H hidden
@@ -35,7 +36,7 @@ MAX_REPLY_BYTES = 1 << 20
 
 
 class FeaturesLost(ValueError):
-    """Raised when no server can provide hidden states any more; start one, then resume the run."""
+    """Raised when no server can provide hidden states. Start one, then resume the run."""
 
 
 class _Unavailable(Exception):
@@ -43,7 +44,7 @@ class _Unavailable(Exception):
 
 
 def addresses_of(features: str) -> list[str]:
-    """Return the servers' addresses without /v1; none for a folder."""
+    """Return the servers' addresses without /v1, or an empty list if ``features`` is a folder."""
     parts = [part.strip().rstrip("/").removesuffix("/v1") for part in features.split(",")]
     if not parts[0].startswith(("http://", "https://")):
         return []
@@ -54,7 +55,7 @@ def addresses_of(features: str) -> list[str]:
 
 
 class ServedStates:
-    """Hidden states from vLLM servers; if one fails, the next one is asked."""
+    """Client for hidden states from vLLM servers. If one server fails, it asks the next one."""
 
     def __init__(
         self, addresses: Sequence[str], layers: Collection[int], hidden_size: int, *, first: int = 0
@@ -62,8 +63,9 @@ class ServedStates:
         """
         Args:
             addresses: servers with the same target and layers.
-            layers: as extracted by the servers, in ascending order.
-            first: index of this process's first server (modulo their number), to spread the load.
+            layers: layers in the servers' files, which have them in ascending order.
+            first: index of the server to ask first, modulo the number of servers. Processes give
+                different indices to spread the load.
         """
         self.layers, self.hidden_size = sorted(layers), hidden_size
         self.addresses = deque(addresses)
@@ -78,14 +80,14 @@ class ServedStates:
         self._pool = ThreadPoolExecutor(CONCURRENCY)
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return hidden states, row after row: ``layer.I`` [M, H].
+        """Return hidden states ``layer.I`` [M, H], concatenated over rows.
 
         Args:
-            rows: indices in the data set; not used.
+            rows: indices in the data set (not used).
             ids: token ids for these rows.
 
         Raises:
-            FeaturesLost: the server refuses a row, or is gone.
+            FeaturesLost: a server refuses a row, or no server works any more.
         """
         states_MKH = torch.cat([states for states, _ in self.ask(ids)])
         return {f"layer.{layer}": states_MKH[:, k] for k, layer in enumerate(self.layers)}
@@ -150,7 +152,7 @@ class ServedStates:
             raise FeaturesLost(f"features: {url} is no server of this kind: {said}") from error
 
     def _read(self, path: Path, ids: Sequence[int]) -> Tensor:
-        """Read a row's file [tokens, K, H] once its writer has released the lock; remove it."""
+        """Wait for the file's lock, return a row's states [tokens, K, H], and remove the file."""
         until_s = time.monotonic() + ANSWER_S
         lock = Path(f"{path}.lock")
         try:

@@ -1,4 +1,4 @@
-"""Train without the target's layers: read hidden states from a dump or from servers instead."""
+"""Read hidden states from a dump or from servers, to train without the target's layers."""
 
 # B batch, T positions in a padded or packed row, M positions in sequences, H hidden
 
@@ -43,9 +43,9 @@ Fetched = tuple[list[int], dict[str, Tensor]]
 
 
 class Features:
-    """Hidden states for batches, from a dump or servers, for an objective without a whole target.
+    """Source of hidden states from a dump or servers, for an objective without a whole target.
 
-    Prefetches the next batch while the current step is computed.
+    The next batch is fetched while the current step is computed.
     """
 
     def __init__(self, source: "ShardFolder | ServedStates", *, pins: bool) -> None:
@@ -64,16 +64,16 @@ class Features:
         return isinstance(self.source, ServedStates)
 
     def expect(self, batches: Sequence[tuple[list[int], list[list[int]]]]) -> None:
-        """Announce the next batches in reading order: rows, and their tokens."""
+        """Announce the rows of the next batches and the rows' token ids, in reading order."""
         self._expected.extend(batches)
 
     def read(
         self, batch: dict[str, Tensor], layers: Collection[int], dtype: torch.dtype
     ) -> dict[int, Tensor]:
-        """Return hidden states {layer: [B, T, H]}, zeros on padding.
+        """Return hidden states {layer: [B, T, H]}, with zeros at padding.
 
         Args:
-            batch: with ``rows``, each sequence's index in the data set.
+            batch: its ``rows`` are the sequences' indices in the data set.
         """
         ids_BT = batch["input_ids"]
         B, T = ids_BT.shape
@@ -93,7 +93,7 @@ class Features:
         return read
 
     def wait_for(self, batch: dict[str, Tensor]) -> FeaturesLost | None:
-        """Fetch this batch's states for ``read``; return the error if the server is lost."""
+        """Fetch this batch's states for ``read``. Return the error if the servers are lost."""
         try:
             self._ready = self._fetched(batch)
         except FeaturesLost as lost:
@@ -133,7 +133,7 @@ def _spans(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
 
 
 class ShardFolder:
-    """A dump's rows, memory-mapped: a process reads only its own rows from a shard."""
+    """Memory-mapped dump. A process reads only the rows that it needs from a shard."""
 
     def __init__(
         self,
@@ -144,13 +144,12 @@ class ShardFolder:
     ) -> None:
         """
         Args:
-            identity: the run's; see ``identity_of``.
+            identity: the run's identity (see ``identity_of``).
             layers: layers to read.
             lengths: tokens per row, training rows first.
 
         Raises:
-            ValueError: an incomplete dump, one for another target or other data, or without these
-                layers.
+            ValueError: the dump is incomplete, lacks a layer, or has another target or other data.
         """
         self.index = read_index(folder)
         other = difference(self.index.identity, identity)
@@ -179,11 +178,11 @@ class ShardFolder:
             self.start_of_row[rows] = np.cumsum(sizes) - sizes
 
     def fetch(self, rows: Sequence[int], ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return hidden states as in shards, row by row: ``layer.I`` [M, H], ``layer.I.scale`` [M].
+        """Return ``layer.I`` [M, H], and ``layer.I.scale`` [M] for int8, concatenated over rows.
 
         Args:
             rows: indices in the data set, training rows first.
-            ids: token ids for these rows; not used, only a server needs them.
+            ids: token ids for these rows (not used).
         """
         suffixes = ("", ".scale") if self.index.settings["dtype"] == "int8" else ("",)
         parts: dict[str, list[Tensor]] = {
@@ -205,7 +204,7 @@ def weightless_draft(
     config: "DataclassInstance",
     target_config: PreTrainedConfig,
 ) -> Draft:
-    """Return a configuration's draft without weights, to learn the layers it reads."""
+    """Return the configured draft without weights, to find out which layers it reads."""
     sizes: dict[str, int | str] = {
         "hidden_size": target_config.hidden_size,
         "vocab_size": target_config.vocab_size,
@@ -217,7 +216,7 @@ def weightless_draft(
 
 
 def needed_layers(draft: Draft, num_layers: int) -> tuple[int, ...]:
-    """Return the layers a dump must contain: the draft's and the teacher's, without embeddings."""
+    """Return the layers that the draft and the teacher read, without the embeddings (layer 0)."""
     return tuple(sorted({*draft.taps, num_layers} - {0}))
 
 
@@ -235,13 +234,13 @@ def load_embedding_and_head(
     config: "DataclassInstance",
     accelerator: Accelerator,
 ) -> PreTrainedModel:
-    """Load embedding, final norm, LM head, and the target layers copied into the draft.
+    """Load the target's embedding, final norm, LM head, and the layers copied into the draft.
 
-    Runs with ``features`` never execute the other layers. In sharded runs each process reads its
-    part later.
+    A run with ``features`` never executes the other layers. In a run with ``shard_target``, each
+    process reads its part of them later.
 
     Raises:
-        ValueError: nothing to load, or an option that needs whole layers.
+        ValueError: the target cannot be loaded, or an option needs whole layers.
     """
     other = "shard_target: true" if run.features is None else "features"
     name = "target_quantization" if run.target_quantization else "shard_target"
@@ -273,7 +272,7 @@ TIE = 0.5
 
 @torch.no_grad()
 def check_served(source: ServedStates, target: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Raise ValueError if a server's next token is not the LM head's on its states."""
+    """Raise ValueError if a server's next token does not follow from its states and the LM head."""
     ((states, token),) = source.ask([ids])
     decoder = target.get_decoder()
     norm = decoder.norm
@@ -296,7 +295,7 @@ def open_features(
     data: TokenizedData,
     accelerator: Accelerator,
 ) -> Features:
-    """Open a run's dump or servers; ValueError: it does not fit the run."""
+    """Open a run's dump or servers. Raise ValueError if they do not fit the run."""
     assert run.features is not None
     config = objective.target.get_decoder().config
     layers = needed_layers(objective.draft, config.num_hidden_layers)

@@ -1,13 +1,13 @@
-"""Format for stored hidden states: a folder with shards and index.json, which is written first.
+"""Store hidden states in a folder with shards and index.json, which is written first.
 
 A shard is a safetensors file, complete or absent. It contains whole rows from the data set, one
 after another, without padding:
 
     rows            int64 [R]       indices in the data set, validation rows after training rows
-    layer.I         [M, H]          after layer I, raw; index L is before the final norm
-    layer.I.scale   float32 [M]     int8 only: values are integers times their position's scale
+    layer.I         [M, H]          raw states after layer I; layer L is before the final norm
+    layer.I.scale   float32 [M]     int8 only: factor for the stored integers at each position
 
-The embeddings (layer 0) are not stored: they follow from the token ids.
+The embeddings (layer 0) are not stored, because they follow from the token ids.
 """
 
 # M positions in sequences, H hidden
@@ -46,9 +46,9 @@ DTYPES = {
 
 
 def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
-    """Return a shard's tensors by name.
+    """Return the tensors that a shard stores for one layer, by name.
 
-    int8: x = round(127 x / max|x|) max|x| / 127, with the maximum at each position.
+    int8 stores round(127 x / max|x|) and the scale max|x| / 127, with the maximum at each position.
     """
     name = f"layer.{layer}"
     if dtype == "int8":
@@ -75,7 +75,7 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
 
 
 def data_identity(split: str, dataset: Rows) -> dict[str, int | str]:
-    """Return rows, tokens and an id hash for the training or validation rows, ignoring masks."""
+    """Return a split's number of rows and tokens, and a hash of its ids. Masks are ignored."""
     digest, num_tokens = hashlib.sha256(), 0
     for lengths, flat in dataset.pieces("input_ids"):
         # Lengths count, too: the same ids may be cut into other rows.
@@ -92,10 +92,10 @@ def identity_of(
     tokenizer: PreTrainedTokenizerBase,
     data: TokenizedData,
 ) -> dict[str, int | str]:
-    """Return a run's identity for hidden states; a dump must have the same to be used for it.
+    """Return the identity of a run's hidden states. A dump for the run must have the same one.
 
     Args:
-        target_config: for the decoder.
+        target_config: configuration of the target's decoder.
     """
     assert run.target is not None
     return {
@@ -113,7 +113,7 @@ WHAT_DIFFERS = {"format": "another version of pipedraft", "tokenizer": "another 
 
 
 def difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str | None:
-    """Return the first field in which two identities differ, with both values; None if equal."""
+    """Describe the first field in which two identities differ. Return None if they are equal."""
     for name, value in wanted.items():
         if found.get(name) != value:
             side = "other data" if name.startswith(("train_", "valid_")) else "another target"
@@ -137,7 +137,7 @@ class ReadSettings(Struct):
 
 
 class Index(Struct):
-    """index.json: identity of a folder's shards, and the tokens in each when complete."""
+    """Contents of index.json. ``shard_tokens`` counts each shard's tokens once it is complete."""
 
     identity: dict[str, int | str]
     settings: Values
@@ -151,7 +151,7 @@ def shard_name(number: int) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Read a dump's index; shards may be missing."""
+    """Read a dump's index. Shards may still be missing."""
     path = folder / INDEX
     if not path.is_file():
         what = f"{folder} has no {INDEX}" if folder.is_dir() else f"no folder {folder}"
@@ -171,7 +171,7 @@ def open_shard(path: Path) -> safe_open:
     """Open a shard, memory-mapped.
 
     Raises:
-        ValueError: it is missing, or its size does not match its header.
+        ValueError: the shard is missing, or its size does not match its header.
     """
     try:
         return safe_open(path, framework="pt")

@@ -1,4 +1,4 @@
-"""Run vLLM's server for hidden states, in a process with its own environment."""
+"""Run vLLM's server for hidden states in a separate process and Python environment."""
 
 # M tokens in all rows, H hidden
 
@@ -37,7 +37,7 @@ def states_request(
     """Return vLLM's settings for this target.
 
     Args:
-        layers: layer i is the input of the target's layer i.
+        layers: numbers of the hidden states. State i is the input to the target's layer i.
         max_length: tokens in the longest row.
     """
     return {
@@ -66,14 +66,14 @@ def server_command(python: Path, request: Values, folder: Path) -> list[str | Pa
 
 
 def serve(python: Path, request: Values, folder: Path, *, host: str, port: int) -> int:
-    """Run vLLM's server until it ends; return its exit status."""
+    """Run vLLM's server until it ends, and return its exit status."""
     request["settings"] |= {"host": host, "port": port}
     command = server_command(python, request, folder)
     return subprocess.run(command, env=engine_environment(python), check=False).returncode
 
 
 class VllmStates:
-    """Private vLLM server: runs the frozen target on token rows."""
+    """Private vLLM server that runs the frozen target on rows of token ids."""
 
     def __init__(self, python: Path, request: Values, hidden_size: int) -> None:
         self._place = tempfile.TemporaryDirectory()
@@ -113,7 +113,7 @@ class VllmStates:
         self._place.cleanup()
 
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
-        """Return hidden states {layer: [M, H]}, row after row.
+        """Return hidden states {layer: [M, H]}, concatenated over rows.
 
         Raises:
             Failure: vLLM ended.
