@@ -1,6 +1,9 @@
 """Stages as processes: the controller's bookkeeping, and real ranks that agree."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from decode_runs import (
 from decode_runs import WAYS as EAGLE_WAYS
 from inline_ranks import Wire, connect_in_turns, connect_inline, decode_both
 from msgspec.structs import replace
+from needs import NEEDS_KERNELS
 from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.pipelines.local import LocalPipeline
@@ -29,6 +33,7 @@ from pipedraft.inference.ranks.worker import StageWorker
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.timeline import Timeline, chrome_trace
 
+ROOT = Path(__file__).resolve().parents[1]
 SPD_WAYS = [
     {"schedule": "autoregressive"},
     {"schedule": "spd"},
@@ -221,6 +226,23 @@ def test_two_ranks_decode_in_bfloat16_what_plain_decoding_does(parent, tmp_path)
     output = run_ranks(parent, "tests/process_agreement.py", [str(tmp_path), "host", "bitwise"], 2)
     outcome = json.loads(output.splitlines()[-1])
     assert outcome["different"] == [] and outcome["compared"]["greedy"] == 6
+
+
+@NEEDS_KERNELS
+@pytest.mark.all
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_ranks_round_their_own_layers(dtype):
+    """Known-bad: ranks knew only the dtypes that hidden states travel in, and int4 is none."""
+    command = [sys.executable, "-m", "pipedraft.inference", "--target", "assets/target"]
+    command += ["--schedule", "autoregressive", "--stages", "2", "--dtype", dtype]
+    command += ["--prompt", "What is 3 + 4?", "--max-new-tokens", "12"]
+    texts = []
+    for more in ([], ["--backend", "process", "--processes", "2"]):
+        done = subprocess.run(
+            [*command, *more], check=True, capture_output=True, text=True, cwd=ROOT, timeout=300
+        )
+        texts.append(done.stdout)
+    assert texts[0] == texts[1] and texts[0].strip()
 
 
 def test_without_a_launcher_the_process_backend_says_how_to_start(monkeypatch, capsys):
