@@ -1,4 +1,4 @@
-"""Edge and cloud: links, draft lengths, sessions and messages, gRPC server and client."""
+"""Speculative decoding with the draft on an edge device and the target on a server."""
 
 from dataclasses import dataclass
 

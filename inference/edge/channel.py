@@ -1,4 +1,4 @@
-"""Virtual link between an edge device and the cloud: arrival times and cost of messages.
+"""Compute arrival times and energy of messages on a virtual link between edge and cloud.
 
 Bandwidth and delay are piecewise constant, so transmission times are exact integrals.
 
@@ -27,7 +27,7 @@ Direction = Literal["up", "down"]
 """up: from the edge to the cloud."""
 BYTES_PER_MEGABIT = 1e6 / 8
 PACKET_BYTES = 1500
-"""Size of Ethernet's largest packet; a longer message can lose each of its packets separately."""
+"""Size of the largest Ethernet packet. A longer message is split, and any packet may be lost."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Steps:
 
     @cached_property
     def _sums(self) -> list[float]:
-        """Integral from 0 to each start, and to the end of the period."""
+        """Return the integrals from 0 to each start, and from 0 to the end of the period."""
         widths_s = (b - a for a, b in pairwise((*self.starts_s, self.period_s)))
         return [0.0, *accumulate(v * w for v, w in zip(self.values, widths_s, strict=True))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkState:
-    """Link at one moment, or an estimate of it."""
+    """State of a link at one moment, exact or estimated."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
@@ -91,7 +91,7 @@ class LinkState:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Bandwidth, latency and losses; ``Channel`` sends over it."""
+    """Bandwidth, latency and losses of a link. A ``Channel`` sends messages over the link."""
 
     up_bytes_per_s: Steps
     """Bandwidth from the edge to the cloud. 0 is an outage, during which messages wait."""
@@ -140,7 +140,7 @@ class Link:
         jitter_ms: float = 0.0,
         loss: float = 0.0,
     ) -> "Link":
-        """Build a constant link in the papers' units: Mbit/s, and milliseconds per round trip.
+        """Build a constant link from the papers' units, which are Mbit/s and milliseconds.
 
         ``down_mbps`` is ``up_mbps`` by default. Each direction gets half of ``jitter_ms``.
         """
@@ -155,7 +155,7 @@ class Link:
         )
 
     def state(self, time_s: float) -> LinkState:
-        """Return bandwidths and round trip at this moment, without jitter and loss."""
+        """Return the bandwidths and the round trip at ``time_s``, without jitter and loss."""
         return LinkState(
             up_bytes_per_s=self.up_bytes_per_s.at(time_s),
             down_bytes_per_s=self.down_bytes_per_s.at(time_s),
@@ -197,9 +197,9 @@ class _Lane(Traffic):
 
 
 class Channel:
-    """Link in use: messages queue for the bandwidth and arrive in order.
+    """Link with messages, which queue for the bandwidth and arrive in order.
 
-    Equal link, seed and calls give equal times. Each direction has its own random generator.
+    The same link, seed and calls give the same times. Each direction has its own random generator.
     """
 
     def __init__(self, link: Link, *, seed: int = 0) -> None:
@@ -215,13 +215,14 @@ class Channel:
         return self._lanes[direction]
 
     def transmit(self, now_s: float, num_bytes: int, direction: Direction) -> float:
-        """Send a message; in each direction, call this in sending order.
+        """Send a message. For each direction, call this in sending order.
 
-        A message waits until the one before it has left, and until lost packets have been resent:
-        TCP could not deliver it earlier. The link adds its header to ``num_bytes``.
+        A message waits until the one before it has left and that message's lost packets have been
+        resent, because TCP could not deliver it earlier. The link's header is added to
+        ``num_bytes``.
 
         Returns:
-            Arrival time, never before an earlier message's.
+            Arrival time, which is never before an earlier message's.
         """
         link, lane = self.link, self._lanes[direction]
         full, rest = divmod(num_bytes + link.header_bytes, PACKET_BYTES)
@@ -254,18 +255,18 @@ class Channel:
 
 
 class LinkEstimate:
-    """The edge's estimate of its link: reported bandwidth, observed round trips.
+    """Edge's estimate of its link from reported bandwidths and observed round trips.
 
-    It begins with ``state``. A new round trip weighs 1/8, as in TCP (RFC 6298).
+    The estimate begins with ``state``. A new round trip has weight 1/8, as in TCP (RFC 6298).
     """
 
     def __init__(self, state: LinkState) -> None:
         self.state = state
 
     def set_bandwidth(self, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
-        """Set the bandwidths that the radio reports (FlexSpec's R_n), unless one is 0.
+        """Set the bandwidths that the radio reports (FlexSpec's R_n), except those that are 0.
 
-        An outage's end is unknown, and no draft length helps during the outage.
+        A bandwidth of 0 is an outage. Its end is unknown, and no draft length helps until then.
         """
         self.state = replace(
             self.state,
@@ -274,9 +275,10 @@ class LinkEstimate:
         )
 
     def observe(self, network_s: float, *, up_bytes: int, down_bytes: int) -> None:
-        """Record the time for a request and its answer, without the cloud's computing time.
+        """Update the round trip from the time ``network_s`` for a request and its answer.
 
-        ``up_bytes`` and ``down_bytes`` are on the wire, headers included.
+        ``network_s`` excludes the cloud's computing time. ``up_bytes`` and ``down_bytes`` are
+        sizes on the wire, which include headers.
         """
         state = self.state
         # Sending time depends on the draft length: only the rest is a property of the link.
@@ -289,7 +291,7 @@ class LinkEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyModel:
-    """Energy model for the edge device. Constants are device-specific, without defaults."""
+    """Energy model of an edge device. The energies per token and byte have no defaults."""
 
     joules_per_draft_token: float
     joules_per_byte_up: float
@@ -303,7 +305,7 @@ class EnergyModel:
         check_ranges(self, dict.fromkeys(vars(self), "[0, inf)"), "energy.")
 
     def joules(self, channel: Channel, *, num_drafted: int, elapsed_s: float) -> dict[str, float]:
-        """Return energy by cause: draft, up, down, idle, tail."""
+        """Return joules by cause, with the keys draft, up, down, idle and tail."""
         return {
             "draft": self.joules_per_draft_token * num_drafted,
             # Headers and resent packets cost energy as well.
@@ -338,15 +340,16 @@ TRACE_COLUMNS = {
     "up_mbps": ("up_bytes_per_s", BYTES_PER_MEGABIT),
     "down_mbps": ("down_bytes_per_s", BYTES_PER_MEGABIT),
 }
-"""Column -> field of ``Link``, and factor."""
+"""For each column, the field of ``Link`` and the factor that converts to the field's unit."""
 
 
 def read_trace(path: Path, *, base: Link | None = None) -> Link:
-    """Read a CSV file with a header: ``t_ms`` from 0, and ``rtt_ms``, ``up_mbps`` or ``down_mbps``.
+    """Read a link from a CSV file with the column ``t_ms`` and some of ``TRACE_COLUMNS``.
 
-    A row is valid until the next one, and the last row as long as the row before it. Further
-    columns (signal strength) are ignored. Jitter, loss and missing columns come from ``base``. If
-    the file has round trips, jitter and loss are 0, because the measured round trips contain both.
+    ``t_ms`` starts at 0. A row is valid until the next one, and the last row for as long as the row
+    before it. Other columns, such as signal strength, are ignored. Jitter, loss and missing columns
+    come from ``base``. If the file has round trips, jitter and loss are 0, because the measured
+    round trips contain both.
     """
     rows = _trace_rows(path)
     starts_s = tuple(row["t_ms"] / 1e3 for row in rows)
@@ -373,7 +376,7 @@ def read_trace(path: Path, *, base: Link | None = None) -> Link:
 
 
 def _trace_rows(path: Path) -> list[dict[str, float]]:
-    """Return a trace's rows as numbers; a ``ValueError`` names the file and the wrong line."""
+    """Return a trace's rows as numbers. The ``ValueError`` for a wrong number names its line."""
     rows: list[dict[str, float]] = []
     reader = csv.DictReader(read_text(path, "link").splitlines())
     try:

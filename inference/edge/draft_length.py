@@ -1,8 +1,9 @@
 """Draft-length policies for the edge, and the estimates they use.
 
-The runtime asks a policy once per round (``choose``) and reports the result (``observe``). A fully
-accepted round does not tell how many more tokens would have been accepted: the count is censored.
-``Geometric`` handles this; the published rules' average of accepted over drafted tokens does not.
+The runtime calls a policy's ``choose`` before each round and ``observe`` after it. The number of
+accepted tokens is censored, because a fully accepted round does not tell how many more tokens would
+have been accepted. ``Geometric`` corrects for this. The published rules average the fraction of
+accepted draft tokens, which does not correct for censoring.
 """
 
 # K draft lengths 1..max_length, or positions in a round
@@ -16,12 +17,12 @@ import numpy as np
 from pipedraft.inference.edge.channel import LinkEstimate, LinkState
 
 MAX_AWAY = 32
-"""Maximum batches in flight: half as many as the messages that a target stores."""
+"""Maximum batches in flight. A target stores twice as many messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundShape:
-    """Compute times and message sizes for one round, headers included."""
+    """Compute times and message sizes for one round. The sizes include headers."""
 
     draft_s: float
     """Time for one draft token on the edge."""
@@ -40,7 +41,7 @@ class RoundShape:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Seconds per round by number of draft tokens, and how many tokens the round may emit."""
+    """Seconds per round for each number of draft tokens, and whether a bonus token follows."""
 
     hit_s_K: np.ndarray
     """Seconds for a round in which all draft tokens are accepted."""
@@ -54,18 +55,18 @@ class RoundCost:
 
     @classmethod
     def stop_and_wait(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
-        """FlexSpec, DSSD: draft, send, verify, answer, in sequence.
+        """Return the cost in FlexSpec and DSSD, which draft, send, verify and answer in sequence.
 
         T_step = T_fixed + K T_marg        FlexSpec Eq. 10
 
-        Beyond Eq. 10, a rejected round may take longer, because its answer is larger.
+        Unlike in Eq. 10, a round with a rejection may take longer, because its answer is larger.
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         return cls(drafted_K + away_K, drafted_K + away_K + reject_s)
 
     @classmethod
     def asynchronous(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
-        """PicoSpec: the next round is drafted while this one is in flight.
+        """Return the cost in PicoSpec, which drafts the next round while one is in flight.
 
         E[T] = a^K max(T_d, RTT + T_v) + (1 - a^K) (T_d + RTT + T_v)      PicoSpec Eqs. 5-10
         """
@@ -76,11 +77,12 @@ class RoundCost:
 
     @classmethod
     def pipelined(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
-        """PicoSpec with enough rounds in flight to hide link and cloud.
+        """Return the cost in PicoSpec with enough rounds in flight to hide link and cloud.
 
-        B = ceil((RTT + T_v) / T_d) rounds are enough. A full acceptance costs only its drafting
-        time, because earlier results arrive meanwhile. The cloud verifies all arrived rows in one
-        pass, so a round that is drafted faster than it is verified waits half a pass on average.
+        B = ceil((RTT + T_v) / T_d) rounds are enough. A fully accepted round costs only its
+        drafting time, because earlier results arrive during drafting. The cloud verifies all
+        arrived rows in one pass. A round that is drafted faster than it is verified therefore waits
+        half a pass on average.
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         verify_K = shape.verify_s + shape.verify_row_s * np.arange(1, max_length + 1)
@@ -92,17 +94,17 @@ class RoundCost:
         return len(self.hit_s_K)
 
     def expected_s(self, survival_K: np.ndarray) -> np.ndarray:
-        """Mean seconds per round with 1 to K draft tokens, [K]."""
+        """Return the mean seconds [K] per round with 1 to K draft tokens."""
         mean_s_K = survival_K * self.hit_s_K + (1 - survival_K) * self.miss_s_K
         return mean_s_K - (1 - survival_K[0]) * self.early_s_K
 
     def expected_tokens(self, survival_K: np.ndarray) -> np.ndarray:
-        """Mean tokens per round, [K]: 1 + S(1) + .. + S(K); without bonus, S(K) is left out."""
+        """Return 1 + S(1) + .. + S(K), the mean tokens [K] per round. Without bonus, omit S(K)."""
         tokens_K = 1 + np.cumsum(survival_K)
         return tokens_K if self.has_bonus else tokens_K - survival_K
 
     def best_length(self, survival_K: np.ndarray) -> int:
-        """Return the length with the most mean tokens per mean second; on ties, the shortest."""
+        """Return the length with the most mean tokens per mean second, the shortest one on ties."""
         rate_K = self.expected_tokens(survival_K) / self.expected_s(survival_K)
         return int(rate_K.argmax()) + 1
 
@@ -110,7 +112,7 @@ class RoundCost:
 def _times(
     shape: RoundShape, link: LinkState, max_length: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return seconds to draft [K], seconds until the result [K], and seconds for a rejection."""
+    """Return seconds to draft [K], then to the result [K], and extra seconds for a rejection."""
     assert link.up_bytes_per_s > 0 and link.down_bytes_per_s > 0, "an outage: ask the one before"
     number_K = np.arange(1, max_length + 1)
     up_bytes_K = shape.up_bytes + shape.up_bytes_per_token * number_K
@@ -126,7 +128,7 @@ def _times(
 
 @dataclass(kw_only=True)
 class Estimates:
-    """The draft side's estimates of compute times and link; a new measurement weighs 1/8."""
+    """Draft side's estimates of compute times and link. A new measurement has weight 1/8."""
 
     draft_s: float
     verify_s: float
@@ -145,11 +147,11 @@ class Estimates:
 
     @property
     def away_s(self) -> float:
-        """Seconds for which a batch is in flight: RTT + T_v."""
+        """Return RTT + T_v, the seconds for which a batch is in flight."""
         return self.link.state.round_trip_s + self.verify_s
 
     def window(self, batch_size: int) -> int:
-        """Number of batches in flight that keeps the target busy: ceil((RTT + T_v) / T_d)."""
+        """Return ceil((RTT + T_v) / T_d), the batches in flight that keep the target busy."""
         drafting_s = batch_size * self.draft_s
         # Free drafting can never hide the link, whatever the number in flight.
         # An exact multiple must not round up to one more.
@@ -166,10 +168,10 @@ class Estimates:
         early: bool,
         needs_q: bool,
     ) -> RoundCost:
-        """Return a round's cost at each draft length, by current estimates.
+        """Return a round's cost for each draft length from the current estimates.
 
-        ``round_bytes``: fields of ``RoundShape``; ``drafts_on`` to ``early``: the schedule's
-        values; ``needs_q``: the acceptance rule's.
+        ``round_bytes`` has the size fields of ``RoundShape``. ``drafts_on``, ``window`` and
+        ``early`` come from the schedule. ``needs_q`` comes from the acceptance rule.
         """
         shape = RoundShape(
             draft_s=self.draft_s,
@@ -194,10 +196,10 @@ class Estimates:
 
 
 class DraftLengthPolicy(ABC):
-    """Chooses a draft length from 1 to ``max_length``, round by round.
+    """Policy that chooses a draft length from 1 to ``max_length`` for each round.
 
-    Length 0 is excluded. Such a round would teach nothing about acceptance, and a cloud that
-    decodes alone can stream its tokens, with no round trip for each.
+    Length 0 is excluded, because a round without draft tokens teaches nothing about acceptance. A
+    cloud that decodes alone can instead stream its tokens, without a round trip for each one.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -207,7 +209,7 @@ class DraftLengthPolicy(ABC):
 
     @abstractmethod
     def choose(self, cost: RoundCost) -> int:
-        """Return the next round's draft length; ``cost`` covers ``max_length`` lengths."""
+        """Return the next round's draft length. ``cost`` covers the lengths 1 to ``max_length``."""
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:  # noqa: B027 (may stay empty)
         """Record a round's result."""
@@ -221,12 +223,14 @@ class Fixed(DraftLengthPolicy):
 
 
 class _Published(DraftLengthPolicy):
-    """Base of FlexSpec's published rules: a running acceptance gamma, and tokens linear in gamma.
+    """Base of FlexSpec's published rules, which treat mean tokens as linear in gamma.
+
+    gamma is a running average of the acceptance rate:
 
     gamma <- gamma + mu (tau / K - gamma)       gamma starts at 0.8; mu, not published, is 0.1 here
 
-    tau of K draft tokens are accepted; S(k) is the probability that the first k are. The estimate
-    is biased: its mean (S(1) + .. + S(K)) / K is the acceptance rate only for K = 1.
+    tau of K draft tokens are accepted. S(k) is the probability that the first k are accepted. The
+    estimate is biased, as its mean (S(1) + .. + S(K)) / K is the acceptance rate only for K = 1.
     """
 
     acceptance = 0.8
@@ -252,9 +256,9 @@ class Eq11(_Published):
 class Alg2(_Published):
     """K* = argmax (1 + gamma K) / T_step(K)      FlexSpec Algorithm 2, as published.
 
-    The slope in K has the sign of gamma T_fixed - T_marg at every K, so the best K is at an end.
-    The biased gamma is too low after long rounds and correct after rounds of one token, so K can
-    jump between both ends.
+    The slope in K has the sign of gamma T_fixed - T_marg at every K, so the best K is 1 or
+    ``max_length``. The biased gamma is too low after long rounds and correct after rounds of one
+    token, so K can jump between both values.
     """
 
     def choose(self, cost: RoundCost) -> int:
@@ -262,11 +266,12 @@ class Alg2(_Published):
 
 
 class Geometric(DraftLengthPolicy):
-    """Default: maximize the token rate, with (1 - a^(K + 1)) / (1 - a) tokens per round.
+    """Default policy, which maximizes the token rate if all positions have the same acceptance.
 
-    The acceptance rate a is the same for all positions, and is estimated from censored counts:
+    A round with K draft tokens emits (1 - a^(K + 1)) / (1 - a) tokens on average. The acceptance
+    rate a is the number of accepted tokens divided by the number of tested ones:
 
-        a = sum tau / sum (tau + [tau < K])     tau accepted of K drafted: accepted over tested
+        a = sum tau / sum (tau + [tau < K])     tau of K draft tokens are accepted
 
     This is the maximum-likelihood estimate for i.i.d. acceptance, except that old counts fade.
     """
@@ -276,10 +281,10 @@ class Geometric(DraftLengthPolicy):
     ) -> None:
         """
         Args:
-            memory: in rounds; each round multiplies the counts by 1 - 1 / memory. Infinite: no
-                fading.
+            memory: number of rounds. Each round multiplies the counts by 1 - 1 / memory. With
+                infinite memory, counts never fade.
             acceptance: prior acceptance rate.
-            weight: prior's weight, as a number of tested tokens; it does not fade.
+            weight: weight of the prior, as a number of tested tokens. It does not fade.
         """
         super().__init__(max_length)
         self.keep, self.prior, self.weight = 1 - 1 / memory, acceptance, weight
@@ -297,7 +302,7 @@ class Geometric(DraftLengthPolicy):
         return (self.accepted + self.weight * self.prior) / (self.tested + self.weight)
 
     def survival(self) -> np.ndarray:
-        """Return the probability that the first k draft tokens are all accepted, [K]: a^k."""
+        """Return [K] probabilities a^k that the first k draft tokens are all accepted."""
         return self.acceptance ** np.arange(1, self.max_length + 1)
 
     def choose(self, cost: RoundCost) -> int:
@@ -310,11 +315,11 @@ POLICIES: dict[str, type[DraftLengthPolicy]] = {
     "alg2": Alg2,
     "geometric": Geometric,
 }
-"""Policies a runtime can use."""
+"""Policies by name."""
 
 
 def parse_policy(text: str, *, max_length: int = 8) -> DraftLengthPolicy:
-    """Return the named policy: ``fixed:K``, or a key of ``POLICIES``."""
+    """Return the policy with a name, which is ``fixed:K`` or another key of ``POLICIES``."""
     name, _, size = text.partition(":")
     if name == "fixed" and size.isdecimal() and int(size) <= max_length:
         return Fixed(int(size))

@@ -1,7 +1,7 @@
-"""Target behind a virtual link: the models really compute tokens, but constants set the times.
+"""Target behind a virtual link. The models compute real tokens, but all times are simulated.
 
-Draft and target each compute one thing at a time. Messages cross a ``Channel`` in encoded form and
-are decoded on the other side.
+The draft and the target each run one forward pass at a time. Messages cross a ``Channel`` in
+encoded form and are decoded on the other side.
 """
 
 import heapq
@@ -57,9 +57,9 @@ class Times:
 
 
 class LinkPipeline(LinkedPipeline):
-    """Pipeline over a virtual link; a virtual clock goes from event to event.
+    """Pipeline to a target behind a virtual link, with a virtual clock.
 
-    Time passes while the draft computes and while a reply is awaited.
+    The clock advances from event to event while the draft computes or waits for a reply.
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class LinkPipeline(LinkedPipeline):
     ) -> None:
         """
         Args:
-            is_colocated: the draft runs next to the target, so only the prompt crosses the link.
-            token_bytes: bytes sent up with each draft token, in addition to its id.
+            is_colocated: True if the draft runs next to the target. Only the prompt then crosses
+                the link.
+            token_bytes: bytes that the edge sends with each draft token, in addition to its id.
         """
         super().__init__(target)
         self.shared, self.link, self.times, self.is_colocated = shared, link, times, is_colocated
@@ -87,9 +88,9 @@ class LinkPipeline(LinkedPipeline):
         # A prompt's losses must not depend on the prompts before it.
         seed = self.settings.seed * 1_000_003 + self.settings.prompt
         self.channel = Channel(self.link, seed=seed)
-        """This prompt's channel, with its traffic."""
+        """Channel for this prompt. It also counts the traffic."""
         self.num_passes = 0
-        """Target passes after the prompt's."""
+        """Number of target passes, without the pass over the prompt."""
         self._session: TargetSession | None = None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         # Ties in the heap keep their order; callables cannot be compared.
@@ -141,7 +142,7 @@ class LinkPipeline(LinkedPipeline):
         self._pass_time(math.inf)
 
     def _pass_time(self, until_s: float) -> None:
-        """Advance time to a moment, or to the next event if the moment is infinite."""
+        """Advance the clock to ``until_s``, or to the next event if ``until_s`` is infinite."""
         while True:
             # Before time moves: a free target starts with what has arrived.
             self._compute()
@@ -155,7 +156,7 @@ class LinkPipeline(LinkedPipeline):
                 return
 
     def _hear_of_link(self) -> None:
-        """Receive the radio's bandwidth report."""
+        """Set the estimated bandwidths to the link's current ones, as a radio would report them."""
         if not self.is_colocated:
             state = self.link.state(self._now_s)
             self.estimates.link.set_bandwidth(
@@ -184,7 +185,7 @@ class LinkPipeline(LinkedPipeline):
     # -- messages ---------------------------------------------------------------------------
 
     def _transmit(self, num_bytes: int, direction: Direction) -> float:
-        """Return a message's arrival time."""
+        """Send a message, and return its arrival time."""
         if self.is_colocated:
             return self._now_s
         return self.channel.transmit(self._now_s, num_bytes, direction)

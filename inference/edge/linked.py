@@ -1,7 +1,8 @@
-"""The draft's side of a link to the target: sends draft tokens in batches, receives results.
+"""Draft side of a link, which sends batches of draft tokens to the target and receives results.
 
-A session (``edge/session_messages.py``) covers one chain: verified tokens, then draft tokens. A
-subclass carries the messages, each reply once and in order, and reads a real or modeled clock.
+A session (``edge/session_messages.py``) covers one chain of verified tokens followed by draft
+tokens. A subclass transports the messages and reads a real or modeled clock. It delivers each reply
+once and in order.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Expected = TypeVar("Expected", bound=Reply)
 
 @dataclass
 class RemoteTarget:
-    """Remote target as seen from the draft side: one stage that verifies single chains."""
+    """Remote target, which the draft side treats as one stage that verifies single chains."""
 
     eos_token_ids: tuple[int, ...] = ()
     max_positions: int = sys.maxsize
@@ -83,7 +84,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkVerdict(Returned):
-    """Verification result for the chain, from a reply; link schedules use the last four fields."""
+    """Verification result from a reply. Link schedules use only the last four fields."""
 
     num_rows: int = 1
     verdicts: Tensor = torch.empty(0)
@@ -113,16 +114,16 @@ class LinkedPipeline(Pipeline):
         self.timeline = Timeline("draft")
         self.last_rows = []
         self.anchor = ""
-        """Hash of the draft's copy of the target's last block; "": no copy."""
+        """Hash of the draft's copy of the target's last block, or "" if the draft has none."""
         self.fallback = ""
-        """Reason why the target decodes alone although there is a draft; "": the draft is in
-        use."""
+        """Reason why the target decodes alone although there is a draft, or "" if the draft is
+        in use."""
 
     # -- what a subclass adds ---------------------------------------------------------------
 
     @abstractmethod
     def _begin(self) -> Estimates:
-        """Prepare for opening a session; return its estimates."""
+        """Prepare for opening a session, and return the session's first estimates."""
 
     draft_vocab_size = sys.maxsize
     """The draft's vocabulary size."""
@@ -132,7 +133,7 @@ class LinkedPipeline(Pipeline):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Wait for an event; append replies to ``_inbox`` with their times."""
+        """Wait for an event, and append replies with their arrival times to ``_inbox``."""
 
     # -- a sequence -------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class LinkedPipeline(Pipeline):
         self._restart()
 
     def _restart(self) -> None:
-        """Restart with a new session for the same sequence."""
+        """Reset the state for a new session of the current sequence."""
         self.batch: Batch | None = None
         self.flights: deque[Batch] = deque()
         self.num_batches = 0
@@ -180,7 +181,7 @@ class LinkedPipeline(Pipeline):
         return self._open_session(input_ids.tolist()), {}
 
     def _open_session(self, tokens: list[int]) -> int:
-        """Open a session at the target, which computes the prompt; return its next token."""
+        """Open a session. The target computes the prompt. Return the token after the prompt."""
         opening = messages.Open(
             prompt_ids=tokens,
             settings=self.settings,
@@ -221,9 +222,10 @@ class LinkedPipeline(Pipeline):
         """Send the batch's new draft tokens.
 
         Args:
-            certain: the root, if unknown to the target.
-            q: sampling probability of each draft token, if the rule needs it.
-            is_early: more draft tokens in this batch follow; the target may compute ``ids`` now.
+            certain: the root if the target does not know it, else empty.
+            q: sampling probability of each draft token if the rule needs it, else empty.
+            is_early: True if a later message continues this batch. The target may compute ``ids``
+                now.
         """
         batch = self.batch
         assert batch is not None
@@ -270,7 +272,7 @@ class LinkedPipeline(Pipeline):
         return self._stream_request is not None
 
     def stream(self, certain: list[int]) -> None:
-        """Ask the target to decode alone, from the current epoch on; ``certain``: see ``send``."""
+        """Let the target decode alone from the current epoch on. See ``send`` for ``certain``."""
         self._streams, self.batch = True, None
         # Without the draft tokens in flight: the stream replaces them.
         self._stream_request = self._next(messages.Stream, **self._prefix(self._tokens, certain))
@@ -291,7 +293,7 @@ class LinkedPipeline(Pipeline):
         self._send(request)
 
     def round_bytes(self) -> dict[str, int]:
-        """Return message sizes by ``RoundShape`` field; they are measured once."""
+        """Return message sizes by ``RoundShape`` field, measured once for each sequence."""
         if self._message_bytes is None:
             verifier, last = self.settings.verifier, self.target.vocab_size - 1
             certain = [] if self.knows_root else [0]
@@ -407,7 +409,7 @@ class LinkedPipeline(Pipeline):
         return LinkVerdict(num_accepted=num_accepted, payload=payload, outcomes=outcomes)
 
     def _accept(self, length: int) -> int:
-        """Move draft tokens up to a length to the verified ones; return their number."""
+        """Mark the draft tokens before position ``length`` as verified. Return their number."""
         count = length - len(self._tokens)
         if not 0 <= count <= len(self._sent):
             raise ValueError(
@@ -419,9 +421,9 @@ class LinkedPipeline(Pipeline):
         return count
 
     def _start_epoch(self, token: int | None) -> None:
-        """Start an epoch: batches in flight or being drafted do not continue the new sequence.
+        """Start an epoch, and drop all batches because they do not continue the new sequence.
 
-        ``token`` is the new root, if it is the target's own.
+        ``token`` is the new root if the target sampled it, else None.
         """
         self._epoch += 1
         self._sent.clear()
@@ -445,7 +447,7 @@ class LinkedPipeline(Pipeline):
         return Verdict(path[:-1], tree.tokens[last], tests)
 
     def _corrected(self, verifier: Verifier, tree: TokenTree, row: int, payload: Payload) -> int:
-        """Return the correction for a rejected token, requesting payloads as needed."""
+        """Return the correction for a rejected token. Request further payloads if needed."""
         rejected = DraftToken(tree.tokens[row], tree.draft_probabilities[row])
         payloads = [payload]
         while True:
@@ -458,5 +460,5 @@ class LinkedPipeline(Pipeline):
             payloads.append(self._next_reply(messages.Samples).payload)
 
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
-        """Do nothing: the target has already applied its result."""
+        """Do nothing, because the target has already applied its result."""
         return {}

@@ -1,8 +1,8 @@
-"""Target behind a server: the draft computes in the caller's thread, messages cross gRPC.
+"""Target behind a gRPC server. The draft computes in the caller's thread.
 
 A broken session is reopened with the output so far, at the cost of one prefill. Random numbers are
-keyed by position. Greedy outputs, and sampled ones under the rules ``match`` and ``gumbel``, are
-thus the same as in an unbroken session.
+keyed by position. Reopening therefore changes no greedy output, and no sampled output under the
+rules ``match`` and ``gumbel``.
 """
 
 import math
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 TRIAL_TOKENS = 32
 """Tokens per comparison between drafting and the target decoding alone."""
 TOLERANCE = 1.25
-"""Tolerated slowdown: the estimate for the target alone ignores the server's other sessions."""
+"""Tolerated slowdown. The time estimated for the target alone ignores other clients' sessions."""
 LEAST_WAITS = 4
-"""Minimum number of recent tokens for comparing the time spent waiting for them, too."""
+"""Minimum number of recent tokens before the time spent waiting for them is compared, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class LocalDraft:
     """Hash of the draft's copy of the target's last block; "": no copy."""
 
     def mismatch(self, about: Description) -> str:
-        """Return the reason why the draft does not match a server's target; "": it matches."""
+        """Return why the draft does not match a server's target, or "" if it matches."""
         pairs = {
             "embedding, final norm or LM head": (self.target, about.fingerprint),
             "last block": (self.anchor, about.anchor),
@@ -70,7 +70,7 @@ class LocalDraft:
 
     @torch.inference_mode()
     def measure(self, tokens: list[int]) -> float:
-        """Return seconds per draft token, without the first one, which loads kernels."""
+        """Return seconds per draft token. The first token is left out because it loads kernels."""
         source, times_s = make_source(self.network), list[float]()
         # A short text is enough: this runs before every session.
         source.begin({}, tokens[-8:])
@@ -85,7 +85,7 @@ class LocalDraft:
 
 
 class RemotePipeline(LinkedPipeline):
-    """Pipeline over one connection to a server, which decodes one sequence after the other."""
+    """Pipeline over one connection to a server, for one sequence at a time."""
 
     def __init__(
         self,
@@ -98,14 +98,14 @@ class RemotePipeline(LinkedPipeline):
     ) -> None:
         """
         Args:
-            keeps_drafting: draft even if the target alone would be faster.
-            tokenizer: vocabulary hash, compared with the server's; "": not compared.
+            keeps_drafting: True to draft even if the target alone would be faster.
+            tokenizer: vocabulary hash to compare with the server's, or "" for no comparison.
         """
         super().__init__(RemoteTarget())
         self.connection, self.draft, self.warn = connection, draft, warn
         self.keeps_drafting, self.tokenizer = keeps_drafting, tokenizer
         self.num_reopened = 0
-        """Sessions broken after their first token; each one cost a prefill."""
+        """Number of sessions that broke after their first token. Each one cost a prefill."""
         if draft is not None:
             self.draft_vocab_size = draft.network.target_vocab_size
         self._stream: SessionStream | None = None
@@ -174,7 +174,7 @@ class RemotePipeline(LinkedPipeline):
                 self._begin_again(tokens, lost)
 
     def _begin_again(self, tokens: list[int], lost: SessionLost) -> None:
-        """Prepare a session for the output so far, once the server is reachable again."""
+        """Wait for the server, then prepare a session that continues the output so far."""
         self.abandon()
         self.connection.patience.wait(lost)
         self._times_s, self._drafting_s = [], 0.0  # the draft did not cause the outage
@@ -185,7 +185,7 @@ class RemotePipeline(LinkedPipeline):
         self.settings = msgspec.structs.replace(self.settings, max_new_tokens=left)
 
     def _reopen(self, lost: SessionLost) -> int:
-        """Continue in a new session; return its first token."""
+        """Continue the output in a new session, and return that session's first token."""
         tokens = self._tokens
         self.num_reopened += 1
         self.warn(
@@ -218,11 +218,11 @@ class RemotePipeline(LinkedPipeline):
             return self._reopen(lost)
 
     def _compare(self, num_pending: int) -> None:
-        """Let the target decode alone, one token per pass, if drafting is slower than that.
+        """Let the target decode alone if drafting is slower than one target pass per token.
 
         Args:
-            num_pending: draft tokens without a result; they count as accepted. If drafting is too
-                slow even so, the fallback need not wait for the result.
+            num_pending: draft tokens without a result. They count as accepted. If drafting is too
+                slow even then, the fallback does not wait for the result.
         """
         if self.keeps_drafting or self._streams:
             return
@@ -244,7 +244,7 @@ class RemotePipeline(LinkedPipeline):
     def _waited(self) -> tuple[int, float]:
         """Return the number of recent tokens, and the time spent waiting for them.
 
-        A wait far above the median counts less: another client's prompt may have caused it.
+        A wait far above the median is clipped, because another client's prompt may have caused it.
         """
         waits_s = np.diff(self._times_s[-1 - TRIAL_TOKENS :])
         if len(waits_s) < LEAST_WAITS:
@@ -257,7 +257,7 @@ class RemotePipeline(LinkedPipeline):
             self.warn(f"{reason}; {consequence}")
 
     def close(self) -> int:
-        """End the session; return the number of target passes, or 0 after a broken session."""
+        """End the session. Return its target passes after the prompt, or 0 if unknown."""
         assert self._stream is not None
         num_passes = self._stream.close(self._next(Close))
         self._stream = None
@@ -281,13 +281,13 @@ class RemotePipeline(LinkedPipeline):
         self._take(waits=True)
 
     def verdict_waits(self) -> bool:
-        """Return True if a result waits to be read, or the next step starts with a new session."""
+        """Return True if a result has arrived, or if the session broke and must be reopened."""
         while self._lost is None and self._take(waits=False):
             pass
         return self._lost is not None or super().verdict_waits()
 
     def _take(self, *, waits: bool) -> bool:
-        """Take the next reply from the stream; return False if none has arrived."""
+        """Move the next reply from the stream to ``_inbox``. Return False if none has arrived."""
         assert self._stream is not None
         try:
             found = self._stream.take(waits=waits)

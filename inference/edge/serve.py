@@ -1,4 +1,4 @@
-"""Serve a target: verify edge devices' draft tokens, or decode alone for edges with no draft."""
+"""Serve a target that verifies edge devices' draft tokens, or decodes alone without a draft."""
 
 import asyncio
 import signal
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 async def serve(server: "Server", host: str, wanted_port: int) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal ends open sessions at once."""
+    """Serve until SIGTERM or SIGINT. A second signal ends open sessions at once."""
     loop, ended, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def end() -> None:

@@ -1,6 +1,6 @@
 """Target as a gRPC server, with one session per stream and shared forward passes.
 
-One thread computes; everything else runs on the event loop. When a pass ends, all sessions with
+One thread computes. Everything else runs on the event loop. When a pass ends, all sessions with
 rows to compute share the next pass, so no session waits for a batch to fill.
 """
 
@@ -40,7 +40,7 @@ SWEEP_S = 0.25
 
 
 class Server:
-    """Serves one target until ``stop``; ``start`` returns the port."""
+    """Server for one target. It serves from ``start`` to ``stop``."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Server:
     ) -> None:
         """
         Args:
-            tls: private key and certificate chain (PEM); None: connections in plain text.
-            tokens: every client must send one of them; (): no token is needed.
+            tls: private key and certificate chain (PEM), or None for connections in plain text.
+            tokens: access tokens. Every client must send one of them, unless there are none.
         """
         self._grpc = wire.import_grpc()
         self.target, self.limits, self.name = SharedTarget(model), limits, name
@@ -80,7 +80,7 @@ class Server:
             is_serving=True,
         )
         self.num_passes = self.num_session_passes = 0
-        """Target passes, and the sessions in each pass, summed."""
+        """Number of target passes, and the sum over passes of the sessions in each pass."""
         self._due = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target")
         self._tasks: list[asyncio.Task] = []
@@ -88,7 +88,7 @@ class Server:
     # -- life -------------------------------------------------------------------------------
 
     async def start(self, host: str, port: int) -> int:
-        """Listen for clients; return the port, a free one for 0.
+        """Listen for clients, and return the port. If ``port`` is 0, choose a free one.
 
         Raises:
             ValueError: the port is unavailable, or the certificate is unusable.
@@ -121,7 +121,7 @@ class Server:
         return self.port
 
     async def wait(self, ended: asyncio.Event) -> None:
-        """Wait until ``ended`` is set; raise an error that stopped the forward passes."""
+        """Wait until ``ended`` is set, or raise the error that stopped the forward passes."""
         waiting = asyncio.create_task(ended.wait())
         done, _ = await asyncio.wait([waiting, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -130,9 +130,9 @@ class Server:
             task.result()
 
     async def stop(self, grace_s: float, hurry: asyncio.Event) -> int:
-        """Accept no new sessions, let open ones finish, then end them; ``hurry`` ends them at once.
+        """Accept no new sessions, let open ones finish for ``grace_s`` seconds, then stop.
 
-        Return the number of sessions cut off.
+        If ``hurry`` is set, stop at once. Return the number of sessions cut off.
         """
         self.table.is_draining = True
         until_s = time.monotonic() + grace_s
@@ -199,9 +199,9 @@ class Server:
         session.finish(SessionRefused(text, "INTERNAL"))
 
     def _next_batch(self) -> list[HeldSession]:
-        """Start passes and return their sessions: all sessions with rows, plus one with a prompt.
+        """Start passes for all sessions with rows and one with a prompt. Return these sessions.
 
-        A single prompt per pass bounds the delay that new sessions cause to the others.
+        Starting one prompt at a time limits the delay that new sessions cause to the others.
         """
         batch, has_prompt = [], False
         # Longest waiting first.
@@ -276,7 +276,7 @@ class Server:
         return session
 
     async def _read(self, requests: AsyncIterator[bytes], session: HeldSession) -> None:
-        """Read requests until the stream ends; an error becomes the stream's status."""
+        """Read requests until the stream ends. An error becomes the stream's status."""
         pace = MessageRate(self.limits.max_messages_s)
         try:
             async for data in requests:
@@ -321,9 +321,9 @@ class Server:
 
 @torch.inference_mode()
 def measure(target: SharedTarget) -> tuple[float, float, int]:
-    """Measure seconds per one-row pass, seconds per further row, and key-value bytes per token.
+    """Return seconds for a one-row pass, seconds per further row, and key-value bytes per token.
 
-    These passes also load the kernels before the first client.
+    The measured passes also load the kernels before the first client.
     """
     staged = target.staged()
     (stage,) = staged.stages
@@ -351,17 +351,17 @@ def measure(target: SharedTarget) -> tuple[float, float, int]:
 
 
 def describe_failure(error: Exception) -> str:
-    """Return one line for the operator: the error, and its place in the code."""
+    """Return one line for the operator with the error and its place in the code."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text} ({Path(place.filename).name}:{place.lineno})"
 
 
 def run_batch(sessions: Sequence[TargetSession]) -> dict[TargetSession, str]:
-    """Run the sessions' passes together; after a failure, run the remaining passes one by one.
+    """Run the sessions' passes together. After a failure, run the remaining passes one by one.
 
-    Return the sessions whose own pass failed, with reasons. If the target also fails on a row
-    outside the sessions, none of them is at fault: that error is raised.
+    Return the sessions that failed alone, with reasons. If any did, the target also computes a row
+    outside the sessions. If that fails, no session is at fault, and the error is raised.
     """
     try:
         # One bad row must not end all sessions in its pass.

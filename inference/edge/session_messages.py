@@ -1,8 +1,8 @@
 """Messages between edge and cloud, and their encoding.
 
 A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., the cloud's have
-``number`` 0, 1, .... gRPC keeps their order; each side refuses a gap. Each reply names the ``seq``
-that it answers.
+``number`` 0, 1, .... gRPC keeps their order, and each side refuses a gap. Each reply names the
+``seq`` of the message that it answers.
 
 An epoch ends at every token that the cloud or the edge samples itself (a correction, a bonus),
 because tokens drafted before it do not continue the new sequence. Late messages from an ended epoch
@@ -88,7 +88,7 @@ class Settings(Message, kw_only=True):
 
     @property
     def verifier(self) -> Verifier:
-        """Return the rule with this session's random numbers; at temperature 0 ``match``."""
+        """Return the rule with this session's random numbers. At temperature 0, it is ``match``."""
         return make_verifier(
             self.rule,
             self.temperature,
@@ -100,7 +100,7 @@ class Settings(Message, kw_only=True):
 
 
 class Open(Message, kw_only=True, tag="open"):
-    """First message in a session; its ``seq`` is 0."""
+    """First message in a session, with ``seq`` 0."""
 
     prompt_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_PROMPT)]
     settings: Settings
@@ -125,7 +125,7 @@ class _OfSession(Message):
 
 
 class _Continues(_OfSession):
-    """Tokens that continue the first ``base`` ones, even if these are not all verified yet."""
+    """Continuation of the first ``base`` tokens, which need not all be verified yet."""
 
     base: Count
     prefix_hash: PrefixHash
@@ -144,11 +144,11 @@ class _DraftTokens(_Continues):
 
 
 class Preverify(_DraftTokens, tag="pre"):
-    """First draft tokens in a batch, or only the known prefix; needs no answer."""
+    """First draft tokens in a batch, or only the known prefix. Only a rejection is answered."""
 
 
 class Verify(_DraftTokens, tag="verify"):
-    """Last draft tokens in a batch; requests verification."""
+    """Last draft tokens in a batch, and a request to verify the batch."""
 
 
 class More(_OfSession, tag="more"):
@@ -159,7 +159,7 @@ class More(_OfSession, tag="more"):
 
 
 class Stream(_Continues, tag="stream"):
-    """Stop drafting: from its next token on, the cloud decodes alone."""
+    """Request that the cloud decodes alone from its next token on."""
 
 
 class Close(_OfSession, tag="close"):
@@ -206,7 +206,7 @@ class Result(_Verdict, tag="result"):
 
 
 class Reject(_Verdict, tag="reject"):
-    """The draft token at ``length`` is rejected; the epoch has ended."""
+    """The draft token at ``length`` is rejected, which ends the epoch."""
 
     payload: Payload
 
@@ -223,7 +223,7 @@ REPLIES: Codec[Reply] = Codec(Reply, max_header_bytes=2**16, max_tensor_bytes=MA
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """Server description and state; a msgpack map, readable by every version."""
+    """Description and state of a server, encoded as a msgpack map that every version can read."""
 
     protocol: int
     target: str

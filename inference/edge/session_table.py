@@ -1,6 +1,6 @@
-"""Server sessions: admission by limits, queued replies, and expiry.
+"""Table of a server's open sessions, with limits for admission, queued replies and expiry.
 
-A session lives as long as its stream. The caller passes the time.
+A session lives as long as its stream. The caller passes the current time.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ UNSENT_BYTES = 4 * 2**20
 
 
 class MessageRate:
-    """Rate limit in messages per second, with bursts of one second; the caller passes the time."""
+    """Limit of messages per second, with bursts of one second. The caller passes the time."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -69,7 +69,7 @@ class HeldSession:
             self.drained.clear()
 
     def finish(self, end: SessionRefused) -> None:
-        """End the stream after the queued replies; only the first call has an effect."""
+        """End the stream after the queued replies. Only the first call has an effect."""
         self.end = self.end or end
         self._replies.put_nowait(None)
 
@@ -86,7 +86,7 @@ class SessionTable:
     """Open sessions and their memory budget."""
 
     def __init__(self, target: SharedTarget, limits: SessionLimits, row_bytes: int) -> None:
-        """``row_bytes``: size of one token's keys and values."""
+        """Create an empty table. ``row_bytes`` is the size of one token's keys and values."""
         self.target, self.limits, self.row_bytes = target, limits, row_bytes
         self._max_positions = target.staged().max_positions
         self.held: dict[int, HeldSession] = {}
@@ -100,7 +100,7 @@ class SessionTable:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes allocated now; never more than ``reserved_bytes``."""
+        """Return the bytes allocated now, which are never more than ``reserved_bytes``."""
         return sum(session.core.cache_bytes for session in self.held.values())
 
     def open(self, opening: Open, now_s: float) -> HeldSession:
@@ -113,7 +113,7 @@ class SessionTable:
         return session
 
     def _admit(self, opening: Open) -> int:
-        """Return the bytes to reserve for a session."""
+        """Return the bytes to reserve for a session, or raise ``SessionRefused``."""
         limits, wanted = self.limits, opening.settings.max_new_tokens
         cache_bytes = limits.max_cache_mb * 2**20
         if self.is_draining:

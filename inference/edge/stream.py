@@ -1,7 +1,7 @@
-"""Client side of a session on a gRPC server: one stream per session.
+"""Client side of sessions on a gRPC server. Each session has its own stream.
 
-A broken stream is not resumed: ``SessionLost`` asks the caller to open a new session with the
-output so far.
+A broken stream is not resumed. It raises ``SessionLost``, and the caller opens a new session with
+the output so far.
 """
 
 import random
@@ -59,7 +59,7 @@ class Access:
             raise ValueError(f"--server: {self.server!r}; give host:port, as 127.0.0.1:50051")
 
     def lost(self, end: "Break") -> SessionLost:
-        """Return the exception for an ended call; raise ValueError for a permanent refusal."""
+        """Return the exception for an ended call, or raise ValueError for a permanent refusal."""
         if end.code in RECOVERABLE:
             return SessionLost(end.text)
         raise ValueError(f"server: {self.server}: {end.text} ({end.code.lower()})")
@@ -67,7 +67,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Break:
-    """End of a gRPC call: its status code and text."""
+    """End of a gRPC call, with the status code and text."""
 
     code: str
     text: str
@@ -75,7 +75,7 @@ class Break:
 
     @classmethod
     def of(cls, call: wire.Untyped) -> "Break":
-        """Read a call's end; ``call``: the finished call, or the error that it raised."""
+        """Read the end from ``call``, which is the finished call or the error that it raised."""
         # From another machine: trust no format.
         passes = str(dict(call.trailing_metadata() or ()).get(wire.NUM_PASSES))
         num_passes = int(passes) if NUMBER.fullmatch(passes) else None
@@ -93,7 +93,7 @@ class Bytes:
 
 
 class Patience:
-    """Retry limit: give up after ``give_up_s`` without a reply."""
+    """Retry limit, which is reached after ``give_up_s`` seconds without a reply."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -103,7 +103,7 @@ class Patience:
         self._since_s, self._wait_s = time.monotonic(), FIRST_WAIT_S
 
     def wait(self, lost: SessionLost) -> None:
-        """Wait before the next attempt; raise ``Failure`` if there was no reply for too long."""
+        """Wait before the next attempt, or raise ``Failure`` if the limit is reached."""
         access = self.access
         left_s = self._since_s + access.give_up_s - time.monotonic()
         if left_s < 0:
@@ -117,7 +117,7 @@ class Patience:
 
 
 class Connection:
-    """Channel to a server, for a ``with`` statement."""
+    """Channel to a server. Use it in a ``with`` statement."""
 
     def __init__(self, access: Access) -> None:
         self.grpc, self.access = wire.import_grpc(), access
@@ -140,11 +140,11 @@ class Connection:
         self._channel.close()
 
     def call(self, requests: Iterator[bytes]) -> wire.Untyped:
-        """Start a session's stream; the returned call iterates over the replies."""
+        """Start a session's stream and return its gRPC call, which iterates over the replies."""
         return self._session(requests, metadata=self._metadata)
 
     def describe(self) -> tuple[messages.Description, float]:
-        """Ask for the server's description, and measure the round trip once connected."""
+        """Wait until the server answers. Return its description and the round trip in seconds."""
         options = {"metadata": self._metadata, "timeout": self.access.connect_s}
         while True:
             try:
@@ -158,7 +158,7 @@ class Connection:
 
 
 def read_description(data: bytes) -> messages.Description:
-    """Read a server's description; raise ValueError unless the server has this version."""
+    """Decode a server's description, or raise ValueError if its protocol version is another one."""
     try:
         about = msgspec.msgpack.decode(data, type=messages.Description)
     except msgspec.MsgspecError as error:
@@ -174,10 +174,10 @@ def read_description(data: bytes) -> messages.Description:
 
 
 class SessionStream:
-    """One session's stream.
+    """Stream of one session.
 
-    A thread queues replies as they arrive, and finally the stream's end, even while the draft
-    computes.
+    A thread receives the replies, even while the draft computes. It queues each reply, and finally
+    the stream's end, for ``take``.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -205,7 +205,7 @@ class SessionStream:
         self._requests.put(data)
 
     def _get(self, timeout_s: float) -> tuple[bytes | Break, float] | None:
-        """Return the next reply, or the stream's end, with its arrival time; None on a timeout."""
+        """Return the next reply or the stream's end with its arrival time, or None on a timeout."""
         try:
             return self._arrived.get(timeout_s > 0, max(timeout_s, 0))
         except Empty:
@@ -241,7 +241,7 @@ class SessionStream:
         return reply, arrived_s
 
     def close(self, closing: messages.Close) -> int | None:
-        """End the session; return the target passes after the prompt's, or None if unknown."""
+        """End the session. Return its target passes after the prompt, or None if unknown."""
         self.send(closing)
         until_s, num_passes = time.monotonic() + CLOSING_S, None
         # Replies still in flight are useless now: only the end counts.
@@ -253,6 +253,6 @@ class SessionStream:
         return num_passes
 
     def hang_up(self) -> None:
-        """End the stream without a message; do nothing if it is over."""
+        """Cancel the stream without a ``Close``. This has no effect after the stream's end."""
         self._call.cancel()
         self._requests.put(None)

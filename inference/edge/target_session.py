@@ -1,4 +1,4 @@
-"""Target side of a session: the sequence, its cache, and verification of draft tokens.
+"""Target side of a session, which keeps the sequence and its cache and verifies draft tokens.
 
     session = TargetSession(SharedTarget(model), opening)
     replies = session.receive(request, now_s)
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 MAX_PENDING = 512
-"""Maximum draft tokens awaiting verification: each may hold a row of logits in memory."""
+"""Maximum draft tokens awaiting verification. Each one may keep a row of logits in memory."""
 
 
 MAX_MORE = 16
-"""Maximum payload requests per correction: an edge asks once for samples, then for all logits."""
+"""Maximum ``More`` requests for a correction. An edge needs two: for samples, then for logits."""
 
 
 class SharedTarget:
-    """Target shared by sessions, each with its own cache."""
+    """Target model that several sessions share. Each session has its own cache."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         self.model = model
@@ -61,10 +61,10 @@ class SharedTarget:
 
 
 class SessionRefused(ValueError):
-    """Raised to end a session; the message is one line for its edge."""
+    """Raised to end a session. The message is one line, which the edge receives."""
 
     def __init__(self, text: str, code: str = "INVALID_ARGUMENT") -> None:
-        """``code``: name of a ``grpc.StatusCode``; an edge retries after ``UNAVAILABLE``."""
+        """Set the ``grpc.StatusCode`` name. Edges retry after one in ``stream.RECOVERABLE``."""
         super().__init__(text)
         self.code = code
 
@@ -79,9 +79,10 @@ class _Batch:
 
 
 class TargetSession:
-    """One sequence. Its methods never wait; ``now_s`` is the caller's clock.
+    """Session for one sequence at the target.
 
-    A ``SessionRefused`` from any of them ends the session.
+    No method waits for a message. The caller passes the time of its own clock as ``now_s``. If a
+    method raises ``SessionRefused``, the caller must end the session.
     """
 
     def __init__(self, target: SharedTarget, opening: Open) -> None:
@@ -127,7 +128,7 @@ class TargetSession:
     # -- messages ---------------------------------------------------------------------------
 
     def receive(self, request: Request, now_s: float) -> list[Reply]:
-        """Accept a request; return the answers that need no forward pass."""
+        """Accept a request, and return the replies that need no forward pass."""
         # Bounds the stored requests: a dropped one leaves a gap in ``seq``, which ends the session.
         if len(self._waiting) < messages.WINDOW:
             self._waiting.append((request, now_s))
@@ -250,7 +251,7 @@ class TargetSession:
         )
 
     def _retain(self, num_rows: int, num_committed: int = 0) -> None:
-        """Keep the first computed rows, commit the first of these, and drop all others."""
+        """Keep only the first ``num_rows`` computed rows, then commit ``num_committed`` rows."""
         self._stage.keep(KeepRows(tuple(range(num_rows)), num_committed))
         # Logits mirror the speculative rows of the cache: drop the same ones.
         for _ in range(len(self._logits) - num_rows):
@@ -259,7 +260,7 @@ class TargetSession:
             self._logits.popleft()
 
     def _end_epoch(self) -> None:
-        """End the epoch: commit the root's row, and drop all draft tokens after it."""
+        """End the epoch by committing the root's row and dropping all draft tokens."""
         self._retain(1, 1)
         self._draft_tokens, self._q = [], []
         self._batches.clear()
@@ -314,7 +315,7 @@ class TargetSession:
         return reject
 
     def _answer_hit(self, now_s: float) -> Result:
-        """Answer for the oldest batch: all accepted, or the sequence has ended within it."""
+        """Return the result for the oldest batch, after full acceptance or the sequence's end."""
         batch = self._batches[0]
         if self._settings.has_bonus and not self._stop_reason:
             return self._add_own(batch, now_s)
@@ -322,7 +323,7 @@ class TargetSession:
         return self._verdict(Result, batch, now_s, token=None)
 
     def _add_own(self, batch: _Batch, now_s: float) -> Result:
-        """Append the target's own token after the verified ones."""
+        """Append a token sampled by the target, and return the result that reports the token."""
         token = self._rule.draw(self._logits[0], len(self._tokens))
         result = self._verdict(Result, batch, now_s, token=token)
         self._end_epoch()
@@ -333,7 +334,7 @@ class TargetSession:
     def _verdict(
         self, kind: Callable[..., Answer], batch: _Batch | None, now_s: float, **fields: object
     ) -> Answer:
-        """Build a result; ``batch`` is None for draft tokens from an incomplete batch."""
+        """Build a ``Result`` or ``Reject``. For an incomplete batch, ``batch`` is None."""
         return self._numbered(
             kind,
             self._next_seq - 1 if batch is None else batch.seq,
@@ -362,17 +363,17 @@ class TargetSession:
 
     @property
     def owes(self) -> bool:
-        """Return True while the edge waits for its prompt, a result or a streamed token."""
+        """Return True while a pass runs, or a first token, result or streamed token is due."""
         is_asked = bool(self._batches) or self._streams_for is not None
         return self.is_running or self.wants_prefill or (is_asked and not self._stop_reason)
 
     @property
     def is_computed(self) -> bool:
-        """Return True after ``run`` succeeded, before ``finish``."""
+        """Return True between a successful ``run`` and ``finish``."""
         return self._computed_RV is not None
 
     def start(self, now_s: float) -> int:
-        """Start a forward pass if one is due; return its number of rows, else 0."""
+        """Start a forward pass if one is due. Return its number of rows, or 0 if none is due."""
         assert not self.is_running, "finish the pass under way first"
         num_rows = self._num_due(now_s)
         if not num_rows:
@@ -403,7 +404,7 @@ class TargetSession:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Compute the rows; after a failed attempt, start from the beginning."""
+        """Compute the started pass. A call after a failed one computes all rows again."""
         assert self.is_running, "nothing has been started"
         if self._segment is None:
             prompt = torch.tensor(self._opening.prompt_ids)
@@ -417,7 +418,7 @@ class TargetSession:
         self._computed_RV = self._staged.logits(hidden_RH)
 
     def finish(self, now_s: float) -> list[Reply]:
-        """Process the computed rows; return the resulting replies."""
+        """Process the computed rows, and return the resulting replies."""
         assert self._computed_RV is not None, "run it first"
         computed_RV, self._computed_RV, self.is_running = self._computed_RV, None, False
         replies: list[Reply] = []
@@ -443,7 +444,7 @@ class TargetSession:
 
 
 def run_together(sessions: Sequence[TargetSession]) -> None:
-    """Run passes for several started sessions: all rows in one pass, prompts separately."""
+    """Run several sessions' started passes. Prompts run alone, other rows together if possible."""
     rows = [session for session in sessions if session._segment is not None]
     if len(rows) < 2 or not can_run_together(rows[0]._stage):
         rows = []

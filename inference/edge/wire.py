@@ -1,4 +1,4 @@
-"""gRPC service for sessions: methods and options.
+"""Methods and options of the gRPC service for sessions.
 
     Describe   unary: nothing up, a ``Description`` down
     Session    stream: the edge's messages up, Open first; the cloud's replies down
@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 Untyped: TypeAlias = Any
-"""Object from grpc; the package has no types."""
+"""Object from grpc, which has no type annotations."""
 SERVICE = "pipedraft.EdgeCloud"
 NUM_PASSES = "passes"
-"""Trailing metadata of a finished session: target passes after the prompt's."""
+"""Key of the trailing metadata that gives a finished session's target passes after the prompt."""
 FRAME_BYTES = 2**16
 """Bytes allowed in a message beyond a session's payload."""
 
@@ -30,7 +30,7 @@ def import_grpc() -> ModuleType:
 
 
 def channel_options(message_bytes: int) -> list[tuple[str, int]]:
-    """Return an edge's channel options; ``message_bytes`` bounds one message from the cloud."""
+    """Return channel options for an edge. ``message_bytes`` limits a message's payload."""
     return [
         *_shared_options(message_bytes),
         # Between outputs nobody waits for a sign of life.

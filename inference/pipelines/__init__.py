@@ -1,4 +1,4 @@
-"""Pipeline interface: runs a target's stages and stores hidden states for rows in flight."""
+"""Interface of pipelines, and a store for hidden states of the rows in flight."""
 
 # R rows, r rows in flight past a layer, P prompt tokens, a committed rows, H hidden, V vocabulary
 
@@ -38,7 +38,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Next segment, sent before the current step's result; valid only if the result keeps it."""
+    """Segment sent before the current step's result. It is valid only if the result keeps it."""
 
     segment: Segment
     keep_after: Callable[[Returned], KeepRows]
@@ -46,7 +46,7 @@ class Ahead:
 
 
 class Pipeline(ABC):
-    """All stages of a target; one ``tick`` is one pipeline step."""
+    """All stages of a target. Each ``tick`` runs one pipeline step."""
 
     is_link: ClassVar[bool] = False
     """True if the target is behind a network: results arrive at any time, without hidden states."""
@@ -59,10 +59,10 @@ class Pipeline(ABC):
     """Logits [V] after the prompt, if retained."""
 
     def open(self, config: DecodeConfig, prompt_index: int) -> None:  # noqa: B027 (may stay empty)
-        """Begin a sequence; its prompt follows."""
+        """Begin a sequence. Its ``prefill`` must follow."""
 
     def demand(self, mask: EndMask, *, keeps_logits: bool) -> None:
-        """Set the logit mask for the open sequence, and retain its logits on request."""
+        """Set the open sequence's logit mask. Retain its logits if ``keeps_logits`` is true."""
         if mask.token_ids or keeps_logits:
             raise ValueError("min_tokens and logprobs: they need the stages in one process")
 
@@ -70,25 +70,25 @@ class Pipeline(ABC):
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, Mapping[int, Tensor]]:
-        """Commit a prompt; return the target's next token and the tapped hidden states [P, H]."""
+        """Commit a prompt. Return the next token, and hidden states [P, H] by tapped layer."""
 
     @abstractmethod
     def inject(self, segment: Segment) -> None:
-        """Queue rows at the first stage; one segment enters per step."""
+        """Queue a segment at the first stage. One segment enters the stage in each step."""
 
     def start(self) -> None:  # noqa: B027 (may stay empty)
-        """Let the next segment enter now, because everything before this step is known."""
+        """Let the next segment enter before ``tick``, once all earlier results are known."""
 
     @abstractmethod
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
-        """Run every stage on its input, then perhaps start ``ahead``; return the last output."""
+        """Run every stage on its input and return the last output. ``ahead`` may start early."""
 
     def features(self) -> Mapping[int, Tensor]:
-        """Hidden states [r, H] by tapped layer, for the r rows in flight that passed this layer."""
+        """Return hidden states [r, H] by tapped layer for the r rows in flight past that layer."""
         return {}
 
     def features_with(self, waiting: Sequence[int]) -> Mapping[int, Tensor]:
-        """Return ``features``; layer 0 also has the embeddings of tokens waiting to be injected."""
+        """Return ``features``, with the embeddings of the ``waiting`` tokens added to layer 0."""
         features = self.features()
         # Layer 0 needs no stage: the draft can have embeddings before the target has run.
         if waiting and 0 in features:
@@ -96,11 +96,11 @@ class Pipeline(ABC):
         return features
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return embeddings [r, H] for token ids [r]: the hidden states of layer 0."""
+        """Return embeddings [r, H] for token ids [r], which are the hidden states of layer 0."""
         raise AssertionError("this pipeline has no hidden states")
 
     def verdict_waits(self) -> bool:
-        """Return True if rows have returned early; more drafting would delay their result."""
+        """Return True if a result has arrived early, so that more drafting would delay it."""
         return False
 
     def walk(self, verifier: Verifier, tree: TokenTree, returned: Returned) -> Verdict:
@@ -109,7 +109,7 @@ class Pipeline(ABC):
 
     @abstractmethod
     def keep(self, keep: KeepRows) -> Mapping[int, Tensor]:
-        """Commit, prune, roll back or flush everywhere; return the committed rows' features."""
+        """Commit, prune, roll back or flush at all stages. Return the committed rows' features."""
 
     def make_clock(
         self, cost: CostModel, boundaries: Sequence[int], draft_forward: float
@@ -118,14 +118,14 @@ class Pipeline(ABC):
         return VirtualClock(cost, boundaries, draft_forward)
 
     def now(self) -> float:
-        """Return the time in seconds; only differences matter."""
+        """Return the time in seconds. Only differences between two calls have a meaning."""
         return time.perf_counter()
 
     def drafted(self, num_tokens: int, started_s: float) -> None:  # noqa: B027 (may stay empty)
         """Record ``num_tokens`` drafted since the time ``started_s`` (by ``now``)."""
 
     def close(self) -> int | None:
-        """End the sequence; a link, which counts no steps, returns its passes after the prompt."""
+        """End the sequence. A link returns its target passes after the prompt, others None."""
         return None
 
     def abandon(self) -> None:  # noqa: B027 (may stay empty)
@@ -143,11 +143,11 @@ class Pipeline(ABC):
 # -- hidden states of the rows in flight --------------------------------------------------------
 
 MIN_ROWS = 64
-"""Minimum buffer size."""
+"""Minimum buffer size in rows."""
 
 
 def pick_rows(rows_RH: Tensor, places: Sequence[int]) -> Tensor:
-    """Return the rows at ascending places; adjacent rows need no index tensor on the GPU."""
+    """Return the rows at ascending places. Adjacent rows need no index tensor on the GPU."""
     if not _are_neighbors(places):
         return rows_RH[list(places)]
     first = places[0] if places else 0
@@ -161,7 +161,7 @@ def _are_neighbors(places: Sequence[int]) -> bool:
 class FeatureStore:
     """Hidden states for rows in flight, per layer index, in token-tree order.
 
-    Rows pass the stages first-in first-out, so the rows past a layer are a prefix of the tree's.
+    Rows pass the stages first-in first-out, so those past a layer are the tree's first rows.
     """
 
     def __init__(self) -> None:
@@ -178,12 +178,12 @@ class FeatureStore:
             torch._foreach_copy_(rooms, list(states.values()))
 
     def view(self) -> dict[int, Tensor]:
-        """Return hidden states [r, H] by layer: the tree's first r rows; r falls with the layer."""
+        """Return hidden states [r, H] by layer for the r tree rows that have passed the layer."""
         return {layer: rows.view() for layer, rows in self._rows.items()}
 
     @torch.inference_mode()
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
-        """Prune; return the committed rows [a, H] for every layer."""
+        """Prune the rows, and return the committed ones [a, H] for every layer."""
         most = max((rows.end - rows.start for rows in self._rows.values()), default=0)
         places, committed = keep.cached(most), {}
         index_R = None  # One index for all layers: each index costs a copy to the GPU.
@@ -198,7 +198,7 @@ class FeatureStore:
 
 
 class _StoredRows:
-    """Rows [start, end) in a buffer written once, front to back, so views stay valid."""
+    """Rows [start, end) of a buffer. Each place is written only once, so views stay valid."""
 
     def __init__(self) -> None:
         self.start = self.end = 0
@@ -223,7 +223,7 @@ class _StoredRows:
         return self._buffer_CH[self.end - num_rows : self.end]
 
     def keep(self, places: Sequence[int], index_R: Tensor | None) -> None:
-        """Keep rows at ``places``; ``index_R`` begins with them, unless they are adjacent."""
+        """Keep the rows at ``places``. Unless these are adjacent, ``index_R`` begins with them."""
         if _are_neighbors(places):
             # Adjacent rows move no data: only the bounds change.
             self.start += places[0] if places else 0

@@ -1,4 +1,4 @@
-"""Pipelined target in one process: all stages step together, one segment per stage."""
+"""Pipelined target in one process. In each step, every stage runs one segment or none."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from pipedraft.models.together import can_run_together, forward_together
 
 
 class LocalPipeline(Pipeline):
-    """Runs all stages of a target in this process; one ``tick`` is one pipeline step."""
+    """Pipeline that runs all stages of a target in this process."""
 
     def __init__(self, target: StagedTarget, timeline: Timeline | None = None) -> None:
         self.target = target
         self.timeline = timeline or Timeline("one process", device=target.device)
         self.is_prefilling = False
-        """True while waiting segments are prompt rows; each stage commits these as they leave
-        it."""
+        """True while the waiting segments are prompt rows, which every stage commits after its
+        pass."""
         self.error: Exception | None = None
         """Exception from a step in which this sequence's own rows failed."""
         self._num_expected = 0
@@ -78,7 +78,7 @@ class LocalPipeline(Pipeline):
             self._features.append({0: self.embed(segment.ids)})
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
-        """As in ``Pipeline``; ``ahead`` has no use, because the result is always here first."""
+        """Run one pipeline step. ``ahead`` is ignored, as the result is always here first."""
         step_together([self])
         return self.take_returned()
 
@@ -102,7 +102,7 @@ class LocalPipeline(Pipeline):
 
     @property
     def next_rows(self) -> list[int]:
-        """Number of rows that each stage will process in the next step."""
+        """Return the number of rows that each stage will process in the next step."""
         first = self._entrance[0] if self._entrance else None
         return [0 if s is None else s.num_rows for s in (first, *self._waiting[1:])]
 
@@ -122,7 +122,7 @@ class LocalPipeline(Pipeline):
         return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
 
     def leave_stage(self, index: int, output: Segment, logits_RV: Tensor | None = None) -> None:
-        """Pass rows on, or judge them after the last stage; ``logits_RV``: for ``judged_rows``."""
+        """Pass a stage's output on, or judge the last one. ``logits_RV`` is for ``judged_rows``."""
         start, end = self.target.boundaries[index : index + 2]
         own = [layer for layer in self._deeper if start < layer <= end]
         # Only this stage's layers: earlier ones were appended when the rows left their stage.
@@ -137,7 +137,7 @@ class LocalPipeline(Pipeline):
         return [layer for layer in self.taps if layer > 0]
 
     def judged_rows(self, segment: Segment) -> Tensor:
-        """Return the last stage's rows [R, H] that need logits: all, or a prompt's last row."""
+        """Return the last stage's rows [R, H] that need logits. In a prompt, only the last does."""
         assert segment.hidden is not None
         return segment.hidden[-1:] if self.is_prefilling else segment.hidden
 
@@ -161,7 +161,7 @@ def step_together(pipelines: Sequence[LocalPipeline]) -> None:
     """Run one step for several sequences, each with its own caches for the same model layers.
 
     Rows from several sequences share a forward pass if ``can_run_together``, else they run one
-    after the other. If a sequence's rows fail, its ``error`` is set and the others are unaffected.
+    after the other. If a sequence's rows fail, only this sequence's ``error`` is set.
     """
     for pipeline in pipelines:
         pipeline.begin_step()
@@ -197,7 +197,7 @@ def _can_join(pipeline: LocalPipeline, index: int) -> bool:
 
 
 def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) -> bool:
-    """Run one stage for several sequences; return False, with caches unchanged, if it fails."""
+    """Run one stage for several sequences. If it fails, return False and leave caches unchanged."""
     stages = [pipeline.target.stages[index] for pipeline, _ in pairs]
     segments = [segment for _, segment in pairs]
     taps = {layer for pipeline, _ in pairs for layer in pipeline._deeper}

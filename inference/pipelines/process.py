@@ -1,7 +1,7 @@
 """Controller side for a pipeline with one process per stage.
 
 The controller tracks each row's place in the equivalent lock-step pipeline, so it counts the same
-steps as ``LocalPipeline``. It waits only for data that it needs: steps without a returning row cost
+steps as ``LocalPipeline``. It waits only for data that it needs. Steps without a returning row cost
 no time, and only the next verification result is on the critical path.
 """
 
@@ -54,11 +54,11 @@ class _Flight:
 
 
 class SequenceFailed(RuntimeError):
-    """A stage failed on this sequence's rows; the message gives the reason."""
+    """Raised if a stage failed on this sequence's rows. The message gives the reason."""
 
 
 class _Features(Mapping[int, Tensor]):
-    """Lazy mapping: current hidden states for rows in flight, as in the lock-step pipeline."""
+    """Lazy mapping from layers to hidden states of rows in flight in the lock-step pipeline."""
 
     def __init__(self, pipeline: "ProcessPipeline") -> None:
         self._pipeline = pipeline
@@ -74,7 +74,7 @@ class _Features(Mapping[int, Tensor]):
 
 
 class ProcessPipeline(Pipeline):
-    """Target with stages in other processes (the first may be in this one)."""
+    """Pipeline with stages in other processes. Only the first stage may be in this process."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class ProcessPipeline(Pipeline):
     ) -> None:
         """
         Args:
-            target: used for its embedding and its description only.
-            answers: the stages' answers, for all sequences in the pipeline.
+            target: target of which only the embedding and the description are used.
+            answers: answers from the stages, for all sequences in the pipeline.
             cancels: direct links to every stage outside this process.
         """
         self.target, self.timeline = target, timeline
@@ -97,7 +97,7 @@ class ProcessPipeline(Pipeline):
         self._mailbox = answers.open()
         self.last_rows: list[int] = [0] * target.num_stages
         self.runs_ahead = True
-        """True to start a draft token before the verification result it depends on."""
+        """True to send a segment before the verification result that it depends on."""
         self._sequence, self._is_bitwise = 0, False
         self._forget()
 
@@ -109,7 +109,7 @@ class ProcessPipeline(Pipeline):
         """Hidden states for live rows, including the segment ahead."""
         self._keeps: list[KeepRows] = []
         self._ahead: _Flight | None = None
-        """Segment sent before its step; joins the flights once injected."""
+        """Segment sent before its step. It joins the flights once injected."""
         self._keep_after: Callable[[Returned], KeepRows] | None = None
         """``Ahead.keep_after`` while the segment is sent, or computed by a first stage in this
         process."""
@@ -181,7 +181,7 @@ class ProcessPipeline(Pipeline):
         self._now += 1
 
     def _take_chunk(self, sequence: int, ids: Tensor, parts: dict[int, list[Tensor]]) -> int:
-        """Receive a chunk's hidden states; return the next token after the last chunk."""
+        """Receive a chunk's hidden states. Return the next token, or -1 before the last chunk."""
         token = -1
         for stage in self._answering():
             is_last_stage = stage == self.num_stages - 1
@@ -239,10 +239,10 @@ class ProcessPipeline(Pipeline):
         self._send(Step.of(keeps, segment))
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
-        """Run one lock-step pipeline step; wait only for rows returning in it.
+        """Run one step of the lock-step pipeline. Wait only for rows that return in this step.
 
-        With a segment sent ahead, the first stage never waits for the last one, even if stage times
-        vary. If the result drops the segment, stages stop computing it before the next layer.
+        If ``ahead`` is sent, the first stage need not wait for the last one, even if stage times
+        vary. If the result drops that segment, stages stop computing it before their next layer.
         """
         self.start()
         self._has_started = False
@@ -268,7 +268,7 @@ class ProcessPipeline(Pipeline):
         return Returned(len(due.alive), due.verdicts[due.alive])
 
     def _start_ahead(self, ahead: Ahead) -> None:
-        """Send the next step's segment early, unless another is due first or the result is here."""
+        """Send the next step's segment early, unless another one waits or the result is here."""
         # With the result here, the next segment can be exact, so a guess would be wasted.
         is_late = self._due() is not None and self.verdict_waits()
         if is_late or any(flight.segment is not None for flight in self._flights):
@@ -291,7 +291,7 @@ class ProcessPipeline(Pipeline):
 
     @property
     def next_rows(self) -> list[int]:
-        """Rows each stage processes in the next step, from segments already sent."""
+        """Return the rows of each stage in the next step. Only sent segments count."""
         rows = [0] * self.num_stages
         for flight in self._flights:
             stage = self._now - flight.entered
@@ -303,7 +303,7 @@ class ProcessPipeline(Pipeline):
         return _Features(self)
 
     def verdict_waits(self) -> bool:
-        """Return True if the oldest rows in flight have returned: drafting would delay them."""
+        """Return True if the oldest rows in flight have returned, so drafting would delay them."""
         last = self.num_stages - 1
         while self._mailbox.has_arrived(last):
             self._take_answer(last)
@@ -311,7 +311,7 @@ class ProcessPipeline(Pipeline):
         return oldest is not None and oldest.verdicts is not None
 
     def keep(self, keep: KeepRows) -> dict[int, Tensor]:
-        """As in ``Pipeline``; the KeepRows itself travels with the next segment."""
+        """Apply ``keep`` in the controller. The stages receive it with the next segment."""
         self._keeps.append(keep)
         lost: list[_Flight] = []
         if self._ahead is not None and not self._keeps_ahead(keep):
@@ -336,7 +336,7 @@ class ProcessPipeline(Pipeline):
         return committed
 
     def _drop_finished(self, lost: list[_Flight]) -> None:
-        """Forget flights without speculative rows; cancel those that stages still compute."""
+        """Drop flights without speculative rows, and cancel those that stages still compute."""
         gone = [flight for flight in self._flights if not flight.alive] + lost
         self._flights = [flight for flight in self._flights if flight.alive]
         under_way = [f.sequence for f in gone if f.verdicts is None and f.sequence >= 0]
@@ -357,7 +357,7 @@ class ProcessPipeline(Pipeline):
             self._cancel(self._sequence - 1)
 
     def rows_past(self, layer: int) -> Tensor:
-        """Return live rows past a layer in the lock-step pipeline: [r, H]."""
+        """Return the live rows [r, H] that have passed a layer in the lock-step pipeline."""
         if layer not in self.taps:
             raise KeyError(layer)
         stage = next((k for k in range(self.num_stages) if layer <= self._end(k)), 0)
@@ -421,7 +421,7 @@ class ProcessPipeline(Pipeline):
                     flight.verdicts = message.verdicts
 
     def _fetch(self, stage: int, flight: _Flight) -> None:
-        """Receive a stage's answers until this live flight has its own."""
+        """Receive a stage's answers until the answer for this live flight has arrived."""
         while stage not in flight.answered:
             self._take_answer(stage)
 

@@ -41,7 +41,7 @@ class Sharing:
 
 
 class SharedPipeline(Pipeline):
-    """Pipeline with its own caches but shared steps; ``tick`` waits for the next shared step."""
+    """Pipeline with its own caches but shared steps. ``tick`` waits for the next shared step."""
 
     target: StagedTarget
     is_prefilling: bool
@@ -49,7 +49,7 @@ class SharedPipeline(Pipeline):
     """Rows each stage will process in the next step."""
 
     def share(self, sharing: Sharing) -> None:
-        """Set the shared state; called once, by the constructor."""
+        """Set the shared state. The constructor calls this once."""
         self.clock, self.prompt_rows = sharing.clock, sharing.prompt_rows
         self.num_emitted = 0
         self.num_waiting_forwards = 0
@@ -75,7 +75,7 @@ class SharedPipeline(Pipeline):
     def let_go(self) -> None:
         """Drop references after the sequence's end, so that its caches are freed at once.
 
-        Otherwise a garbage collection may free them only hundreds of sequences later.
+        Otherwise garbage collection may free the caches only hundreds of sequences later.
         """
         self._own_clock, self._wait = None, _is_over
 
@@ -90,7 +90,7 @@ def _is_over() -> None:
 
 
 class SharedStages(SharedPipeline, LocalPipeline):
-    """Stages in this process; ``step_together`` runs the step."""
+    """Shared pipeline with all stages in this process. ``step_together`` runs each step."""
 
     def __init__(self, target: StagedTarget, timeline: Timeline, sharing: Sharing) -> None:
         LocalPipeline.__init__(self, target, timeline)
@@ -125,10 +125,10 @@ class SharedStages(SharedPipeline, LocalPipeline):
 
 
 class SharedRanks(SharedPipeline, ProcessPipeline):
-    """Stages on another pipeline's ranks; ``step_ranks`` sends the inputs for each step.
+    """Shared pipeline on another pipeline's ranks. ``step_ranks`` sends each step's inputs.
 
-    A rank may compute while other ranks wait. A sequence that skips a step receives its rows'
-    results later, so its steps are the same as with ``SharedStages``.
+    A rank may compute while other ranks wait. A sequence that skips a step receives its results
+    later, so it takes the same steps as with ``SharedStages``.
     """
 
     def __init__(self, root: ProcessPipeline, target: StagedTarget, sharing: Sharing) -> None:
@@ -154,7 +154,7 @@ class SharedRanks(SharedPipeline, ProcessPipeline):
         return super().tick()
 
     def verdict_waits(self) -> bool:
-        """Return False: drafting must not depend on other sequences' timing."""
+        """Return False, because drafting must not depend on other sequences' timing."""
         return False
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class SharedRanks(SharedPipeline, ProcessPipeline):
 
 
 def step_ranks(pipelines: Sequence[SharedRanks]) -> None:
-    """Run one step for several sequences: send all their inputs in one message."""
+    """Run one step for several sequences by sending all their inputs in one message."""
     parts: list[Part] = []
     for pipeline in pipelines:
         pipeline.last_rows = pipeline.next_rows
@@ -186,7 +186,7 @@ def step_ranks(pipelines: Sequence[SharedRanks]) -> None:
 
 
 def cache_rows(num_prompt: int, num_new: int, max_positions: int) -> int:
-    """Return the number of rows in a sequence's key-value cache, with draft tokens in flight."""
+    """Return the rows to reserve in a sequence's cache, with room for draft tokens in flight."""
     # Reserved at once: a cache that grows has its old and new memory at the same time.
     return max(min(num_prompt + num_new, max_positions) + MAX_ROWS, MIN_CAPACITY)
 

@@ -1,4 +1,4 @@
-"""Ranks: one process per target stage."""
+"""Ranks, which are processes that each run a stage of a target or control the pipeline."""
 
 import os
 import signal

@@ -1,7 +1,7 @@
-"""Ranks of one launch: stage assignment, rendezvous, and shutdown.
+"""Assign stages to the ranks of a launch, connect the ranks, and shut them down.
 
 Rank 0 is the controller and runs the draft. With one rank more than stages, ranks 1..n run the
-stages; with as many ranks as stages, rank 0 also runs the first stage.
+stages. With as many ranks as stages, rank 0 also runs the first stage.
 """
 
 import os
@@ -63,7 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Cluster:
-    """Context manager for every rank; its exit ends the other ranks, also after a failure."""
+    """Context manager for every rank. Its exit ends the other ranks, also after a failure."""
 
     def __init__(
         self,
@@ -74,10 +74,11 @@ class Cluster:
     ) -> None:
         """
         Args:
-            links: transport for hidden states. device: separately from their messages, by NCCL
-                between GPUs (gloo without GPUs). host: inside the messages, through host memory.
-                auto: device if every rank has its own GPU.
-            on_cpu: ignore GPUs.
+            links: transport for hidden states. ``device`` sends them separately from their
+                messages, by NCCL between GPUs or by gloo without GPUs. ``host`` sends them inside
+                the messages, through host memory. ``auto`` is ``device`` if every rank has its own
+                GPU, else ``host``.
+            on_cpu: True to ignore GPUs.
         """
         if not is_launched():
             raise ValueError(
@@ -131,8 +132,8 @@ class Cluster:
     def _open_device_links(self) -> None:
         """Open links to the next rank and back to the controller, in the same order on all ranks.
 
-        NCCL connects two ranks when a link is first used. That happens here, and not later in a
-        step with a time limit.
+        NCCL connects two ranks when a link is first used. This method uses every link once, because
+        a later step has a time limit.
         """
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         forward = [(rank, rank + 1, FORWARD) for rank in range(self.world_size - 1)]
@@ -171,7 +172,7 @@ class Cluster:
     # -- the controller -----------------------------------------------------------------------
 
     def num_stages(self, wanted: int | None) -> int:
-        """Return the number of stages; raise ValueError if the processes match neither layout."""
+        """Return the number of stages, or raise ValueError if the processes fit no layout."""
         num_stages = self.world_size if wanted is None else wanted
         if self.world_size not in (num_stages, num_stages + 1):
             raise ValueError(
@@ -190,7 +191,7 @@ class Cluster:
         dtype: torch.dtype = torch.float32,
         traces: bool = False,
     ) -> "PreTrainedModel":
-        """Make every rank load its part; return the controller's part as a model."""
+        """Make every rank load its part, and return the controller's part as a model."""
         layers = read_config(name, revision)
         count = layers.get("text_config", layers)["num_hidden_layers"]
         cut = tuple(boundaries) or stage_boundaries(count, num_stages)
@@ -208,7 +209,7 @@ class Cluster:
         return self._load_part(job, has_embedding=True, has_head=True)
 
     def connect(self, target: StagedTarget) -> ProcessPipeline:
-        """Connect the pipeline over all ranks; ``target``: ``load_target``'s result, staged."""
+        """Connect the pipeline over all ranks. ``target`` has the model from ``load_target``."""
         if target.boundaries != self.job.boundaries:
             raise ValueError(
                 f"boundaries: {list(target.boundaries)}, but the processes hold stages cut at "
@@ -265,7 +266,7 @@ class Cluster:
         thread.join()
 
     def _listen(self, cancels: Receiver, worker: SharedWorker) -> None:
-        """Read cancellations; they may arrive before the segments that they cancel."""
+        """Read cancellations, which may arrive before the segments that they cancel."""
         try:
             while isinstance(message := cancels.receive(), Cancel):
                 worker.cancel(message)

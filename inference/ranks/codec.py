@@ -1,4 +1,4 @@
-"""Messages as bytes: a typed header, then the raw tensor bytes.
+"""Encode messages as a typed header followed by the raw bytes of their tensors.
 
 A message set is a union of ``Message`` classes. Their fields declare types, sizes and ranges, and
 may be tensors. A ``Codec`` turns one message into one frame:
@@ -7,8 +7,8 @@ may be tensors. A ``Codec`` turns one message into one frame:
     header   msgpack: dtype and shape of every tensor, then the message
     tensors  each starts at a multiple of 8 bytes and ends at one; bool as packed bits
 
-Nothing is pickled, and frames are checked before memory is allocated. On an accelerator tensors may
-travel separately, from device to device; the frame then has only their shapes.
+Nothing is pickled, and frames are checked before memory is allocated. Tensors on an accelerator may
+travel separately, from device to device. The frame then has only their shapes.
 """
 
 import math
@@ -49,9 +49,9 @@ Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Base class of messages: encoded as the tag, then the fields in declaration order.
+    """Base class of messages, which are encoded as the tag and the fields in declaration order.
 
-    Check several fields together in ``__post_init__``, and raise a ``ValueError`` there.
+    A subclass checks combinations of fields in ``__post_init__``, and raises ``ValueError`` there.
     """
 
 
@@ -90,17 +90,17 @@ Decoded = TypeVar("Decoded")
 
 
 class Codec(Generic[M]):
-    """Encodes and decodes one message set; raises a one-line ``ValueError`` for invalid input."""
+    """Encoder and decoder for one message set. Invalid input raises a one-line ``ValueError``."""
 
     def __init__(
         self, messages: UnionType | type[M], *, max_header_bytes: int, max_tensor_bytes: int
     ) -> None:
-        """``max_tensor_bytes``: limit per message, including separately sent tensors."""
+        """Set limits per message. ``max_tensor_bytes`` includes separately sent tensors."""
         self.messages = messages
         self.max_header_bytes, self.max_tensor_bytes = max_header_bytes, max_tensor_bytes
 
     def encode(self, message: M, device: torch.device | None = None) -> Frame:
-        """Encode a message as a frame; tensors on ``device`` are sent separately."""
+        """Encode a message as a frame. The caller sends tensors on ``device`` separately."""
         tensors: list[Tensor] = []
 
         def place(value: Tensor) -> int:
@@ -138,7 +138,7 @@ class Codec(Generic[M]):
         return PREFIX.size + _header_room(header_bytes, tensor_bytes) + tensor_bytes
 
     def decode(self, frame: Buffer, fetch: Fetch | None = None) -> M:
-        """Decode one whole frame; its tensors are copies."""
+        """Decode one whole frame. The message has copies of the frame's tensors."""
         view = memoryview(frame)
         total = self.frame_bytes(view) if len(view) >= PREFIX.size else PREFIX.size
         if len(view) != total:
@@ -199,7 +199,7 @@ class Codec(Generic[M]):
 def check_tensor(
     name: str, tensor: Tensor, dtypes: Collection[torch.dtype], *shape: int | None
 ) -> None:
-    """Raise ValueError for another dtype or shape; in ``shape``, None is an axis of any size."""
+    """Raise ValueError for a wrong dtype or shape. In ``shape``, None allows any size."""
     fits = len(shape) == tensor.ndim and all(
         size is None or size == found for size, found in zip(shape, tensor.shape, strict=True)
     )
@@ -220,7 +220,7 @@ def _raw(tensor: Tensor) -> Buffer:
 
 
 def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
-    """Return a view that keeps ``data`` alive; for bool, unpack a copy."""
+    """Return a view that keeps ``data`` alive, or an unpacked copy if the dtype is bool."""
     num_items = math.prod(head.shape)
     # frombuffer refuses an empty buffer.
     if num_items == 0:
@@ -234,7 +234,7 @@ def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
 
 
 def _header_room(header_bytes: int, tensor_bytes: int) -> int:
-    """Return the number of bytes between prefix and first tensor (no padding without tensors)."""
+    """Return the header's size, which is padded if tensors follow."""
     return _padded(header_bytes) if tensor_bytes else header_bytes
 
 
@@ -288,7 +288,7 @@ class Prefill(StageMessage, tag="prefill"):
 
 
 class Step(StageMessage, tag="step"):
-    """KeepRows in creation order, then a segment."""
+    """Segment, and the KeepRows to apply before the segment, in creation order."""
 
     kept: Annotated[tuple[tuple[Rows, Count], ...], Meta(max_length=MAX_ROWS)]
     """For each KeepRows, its rows and the number of committed ones."""
@@ -342,7 +342,7 @@ class Step(StageMessage, tag="step"):
 
 
 class StageResult(StageMessage, tag="result"):
-    """A stage's answer: hidden states for the draft, and the last stage's results."""
+    """Answer of a stage with hidden states for the draft. The last stage adds its results."""
 
     taps: Annotated[dict[Layer, Tensor], Meta(max_length=1000)] = {}
     """Layer index -> [l, H]."""
@@ -357,30 +357,30 @@ class StageResult(StageMessage, tag="result"):
 
 
 class Failed(StageMessage, tag="failed"):
-    """Notice that a stage failed on a sequence's message: only this sequence ends."""
+    """Notice that a stage failed on a sequence's message. Only this sequence ends."""
 
     reason: Annotated[str, Meta(max_length=MAX_REASON)]
 
 
 class Leave(StageMessage, tag="leave"):
-    """Notice that a sequence has ended: its caches can be freed."""
+    """Notice that a sequence has ended, so its caches can be freed."""
 
 
 Part: TypeAlias = Prefill | Step | StageResult | Failed | Leave
 
 
 class Together(StageMessage, tag="together"):
-    """Messages for sequences that share a step, at most one per sequence; or the answers."""
+    """One step's messages for several sequences, or a stage's answers to these messages."""
 
     parts: Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
 class Cancel(StageMessage, tag="cancel"):
-    """Notice that segments up to this number need not be computed."""
+    """Notice that a slot's segments up to this ``sequence`` number need not be computed."""
 
 
 class MeasureRequest(StageMessage, tag="measure"):
-    """Request for measurements from the controller, passed from stage to stage."""
+    """Controller's request to report or clear measurements, passed from stage to stage."""
 
     action: Literal["report", "clear"]
 
@@ -402,7 +402,7 @@ CODEC: Codec[AnyMessage] = Codec(
 
 
 def check_rows(name: str, tensor: Tensor, axes: int) -> int:
-    """Check tokens [l] or hidden states [l, H]; return l."""
+    """Check tokens [l] if ``axes`` is 1, else hidden states [l, H]. Return l."""
     check_tensor(name, tensor, IDS if axes == 1 else HIDDEN, None, *([None] * (axes - 1)))
     if not 0 < len(tensor) <= MAX_ROWS:
         raise ValueError(f"{name}: {len(tensor)}; want 1 to {MAX_ROWS}")

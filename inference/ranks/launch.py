@@ -1,7 +1,7 @@
 """Start a command's ranks on this machine without a launcher, with rendezvous at 127.0.0.1.
 
-This process loads no library and alone receives Ctrl-C, so it can end the ranks at any moment and
-report why in one line. ``python -m ... DESCRIPTOR`` serves a launch's store on the given socket
+This process loads no library. On Ctrl-C, it can therefore end the ranks at any moment and report
+the reason in one line. ``python -m ... DESCRIPTOR`` serves a launch's store on the given socket
 until stdin ends.
 """
 
@@ -24,12 +24,12 @@ LEAVE_S = 10.0
 def run_ranks(
     num_ranks: int, command: Sequence[str] = (), *, passes_signals: bool = False
 ) -> NoReturn:
-    """Run a command as ``num_ranks`` ranks; exit with the first failing status, or 0.
+    """Run a command as ``num_ranks`` ranks. Exit with the first failing rank's status, or 0.
 
     Args:
-        command: the command to run; default: this process's own.
-        passes_signals: pass up to two SIGTERM or Ctrl-C to the ranks, which first finish their
-            work.
+        command: the command to run, by default this process's own command.
+        passes_signals: True to pass the first two SIGTERM or Ctrl-C signals to the ranks, which
+            may then finish their work.
     """
     # The store inherits the bound socket, so no other process can take the port in between.
     listener = socket.create_server(("127.0.0.1", 0))

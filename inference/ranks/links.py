@@ -1,8 +1,8 @@
 """Ordered messages between ranks over torch.distributed's point-to-point operations.
 
-Receives are posted ahead into static buffers, so a frame never waits for its receiver, and sends
-return at once. A frame too large for a static buffer arrives in two pieces. If every rank has its
-own accelerator, hidden states go from device to device, separately from their frame.
+Receives are posted ahead into static buffers, so a frame never waits for its receiver. Sends return
+at once. A frame too large for a static buffer arrives in two pieces. With a ``DeviceLink``, hidden
+states are sent from device to device, separately from their frame.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ from pipedraft.models.cuda_graphs import UNDER_WAY
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2
 MAX_UNSENT = 64
-"""Maximum unfinished sends; beyond this number, a send waits for the oldest one."""
+"""Maximum unfinished sends. At this number, a new send waits for the oldest one."""
 MEMORY_SIGNS = (
     "can't allocate memory",  # torch's CPU allocator
     "not enough memory",  # the same on Windows
@@ -36,11 +36,11 @@ MEMORY_SIGNS = (
 FORWARD, ANSWER, CANCEL = range(3)
 """Independent channels between the same two ranks."""
 DAY = timedelta(days=1)
-"""Receives have no timeout of their own: ``Watch`` ends a process if a peer is silent or dead."""
+"""Timeout of waits, never reached because ``Watch`` ends a process if a peer is silent or dead."""
 
 
 class LostLink(ConnectionError):
-    """The peer is gone, or sends invalid messages."""
+    """Raised if the peer is gone or sends invalid messages."""
 
     def __init__(self, peer: int, reason: str) -> None:
         super().__init__(reason)
@@ -67,17 +67,18 @@ def _naming(peer: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """One direction between two accelerators, in a process group of these two ranks.
+    """Link in one direction between two accelerators, with its own process group.
 
-    Operations in a group run in posting order, so two links in one group could deadlock, each
-    waiting for the other's receiver. ``Work.wait`` without a limit blocks streams, not this thread.
+    Operations in a group run in posting order. Two links in one group could therefore deadlock,
+    each waiting for the other's receiver. ``Work.wait`` without a limit blocks streams, not this
+    thread.
     """
 
     group: dist.ProcessGroup
     device: torch.device
 
     def open(self, peer: int, sends: bool) -> None:
-        """Connect both ranks: send a number over the link."""
+        """Connect both ranks by sending a number over the link."""
         if sends:
             self.send(torch.zeros(1, device=self.device), peer)[0].wait()
         else:
@@ -141,7 +142,7 @@ class Sender:
         return bool(self._apart)
 
     def close(self) -> None:
-        """Answer every receive posted by the peer, and wait for all of them."""
+        """Send one ``CloseRanks`` to each receive posted by the peer, and wait for all sends."""
         for _ in range(NUM_BUFFERS):
             self.send(CloseRanks())
         for work, _ in self._under_way:
@@ -180,7 +181,7 @@ class Receiver:
             return False
 
     def receive(self) -> AnyMessage:
-        """Return the next message; wait for it, or raise ``LostLink``."""
+        """Wait for the next message and return it, or raise ``LostLink``."""
         with _naming(self.peer):
             return self._receive()
 
@@ -217,13 +218,13 @@ class Answers:
     """
 
     def __init__(self, links: "Sequence[Inbox]") -> None:
-        """``links``: one per stage."""
+        """Sort answers from ``links``, which has one link per stage."""
         self._links = links
         self._num_opened = 0
         self._open: WeakValueDictionary[int, Mailbox] = WeakValueDictionary()
 
     def open(self) -> "Mailbox":
-        """Open a mailbox for one more sequence; the first one has slot 0."""
+        """Open a mailbox for one more sequence. The first mailbox has slot 0."""
         box = Mailbox(self, self._num_opened, [deque() for _ in self._links])
         self._open[box.slot] = box
         self._num_opened += 1
@@ -255,14 +256,14 @@ class Mailbox:
         return bool(self.waiting[stage])
 
     def receive(self, stage: int) -> AnyMessage:
-        """Return a stage's next answer; wait for it."""
+        """Wait for a stage's next answer and return it."""
         while not self.waiting[stage]:
             self.answers.sort(stage)
         return self.waiting[stage].popleft()
 
 
 class Local:
-    """Link inside one process: sent messages are handled at once, or wait to be received."""
+    """Link inside one process. ``handle`` takes messages at once. Without it, they are queued."""
 
     def __init__(self, handle: Callable[[AnyMessage], None] | None = None) -> None:
         self._handle = handle
@@ -281,7 +282,7 @@ class Local:
         return self._waiting.popleft()
 
     def take_parts(self) -> list[Part]:
-        """Return all waiting messages, for a link that carries only message parts."""
+        """Remove and return all waiting messages, which must be message parts."""
         taken = cast(list[Part], list(self._waiting))
         self._waiting.clear()
         return taken

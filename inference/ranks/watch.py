@@ -1,8 +1,8 @@
-"""Watchdog threads of a rank: exit the process with a one-line reason if this rank or a peer fails.
+"""Watchdog threads of a rank, which exit the process with a one-line reason if any rank fails.
 
 One thread checks signals, this rank's progress and the launcher. Another exchanges heartbeats with
 the other ranks through the launch's store. A stage may wait in C++ for messages that never arrive,
-and a store request may hang, too: so neither thread depends on the main one or on the other.
+and a store request may hang. So neither thread depends on the main thread or on the other one.
 """
 
 import os
@@ -27,7 +27,7 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 """Longest wait for the other ranks, which start at the same time."""
 BEAT_S = 0.25
 REPEAT_S = 1.0
-"""Repeated signals within this time count once: terminal and launcher both send Ctrl-C."""
+"""Signals repeated within this time count once, as terminal and launcher both send Ctrl-C."""
 TELL_S = 1.0
 """Time to send this rank's reason to the others."""
 FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
@@ -35,7 +35,7 @@ FAILED_KEY, BAD_INPUT = "pipedraft/failed", "bad input"
 
 @dataclass(frozen=True, kw_only=True)
 class WatchLimits:
-    """Failure timeouts in seconds: all below the 10 s within which every rank must end."""
+    """Failure timeouts in seconds. The defaults let every rank end within 10 s of a failure."""
 
     silence_s: float = 5.0
     """Longest time without a heartbeat from a rank, or an answer from the launch's store."""
@@ -46,14 +46,14 @@ class WatchLimits:
 
     @classmethod
     def of_step(cls, step_s: float) -> Self:
-        """Build limits from a step limit; a long one also lengthens the waits for other ranks."""
+        """Build limits from a step limit. A value above the default also sets the other limits."""
         if step_s <= cls.step_s:
             return cls(step_s=step_s)
         return cls(step_s=step_s, silence_s=step_s, undelivered_s=step_s)
 
 
 Beat: TypeAlias = tuple[int, dict[str, int]]
-"""Heartbeat of one rank: its number, and "peer:channel" -> messages sent on this link."""
+"""Number of a rank's heartbeat, and the messages sent so far on each link "peer:channel"."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Watch:
         self._outward.start()
 
     def stop(self) -> None:
-        """Finish: other ranks may now exit in any order."""
+        """Stop watching, so that other ranks may exit in any order."""
         self._stopping.set()
         self._wake.set()
         self._inward.join()
@@ -141,7 +141,7 @@ class Watch:
         self.fail(f"{type(error).__name__}: {text}")
 
     def announce(self, line: str) -> None:
-        """Tell every other rank to end, with the reason."""
+        """Tell every other rank to end, and give ``line`` as the reason."""
         self._failure = line
         if threading.current_thread() is self._outward:
             # Any of these may have caused this rank's exit.
@@ -210,7 +210,7 @@ class Watch:
             )
 
     def _exchange_causes(self) -> None:
-        """Publish this rank's failure; exit if another rank failed first."""
+        """Publish this rank's failure, if any. Exit if another rank failed first."""
         # compare_set is atomic: of several failures at once, all ranks report the same first one.
         cause = self.store.compare_set(FAILED_KEY, "", self._failure).decode(errors="replace")
         if cause and not cause.startswith(f"rank {self.rank} ("):

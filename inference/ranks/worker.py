@@ -1,4 +1,4 @@
-"""One stage in its process: handles messages in arrival order."""
+"""Worker for one stage in its process, which handles messages in arrival order."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,11 @@ from pipedraft.models.together import can_run_together, forward_together
 
 @dataclass(eq=False, kw_only=True)
 class StageWorker:
-    """Layers and cache of one stage, and its output link.
+    """Worker with the layers, the cache and the output link of one stage.
 
     KeepRows and segments arrive in one stream, so the cache changes in the same order on every
     stage, and a segment's rows never change between first and last stage. If a KeepRows removes
-    rows from a segment that has moved on, the controller drops their results.
+    rows of a segment that has already left, the controller drops these rows' results.
     """
 
     target: StagedTarget
@@ -54,14 +54,14 @@ class StageWorker:
                 self._report(message)
 
     def cancel(self, message: codec.Cancel) -> None:
-        """Record a cancellation; called by another thread while this one computes."""
+        """Record a cancellation. Another thread calls this while the stage computes."""
         self.first_live = max(self.first_live, message.sequence + 1)
 
     def _is_wanted(self, step: codec.Step) -> bool:
         return step.sequence >= self.first_live and self.is_still_wanted()
 
     def begin(self, step: codec.Step) -> bool:
-        """Apply the KeepRows; for an unwanted segment make room in the caches and return False."""
+        """Apply the KeepRows. If the segment is unwanted, skip it and return False."""
         # Even a cancelled step applies them: all stages' caches must change in the same order.
         for keep in step.keeps:
             self.stage.keep(keep)
@@ -71,7 +71,7 @@ class StageWorker:
         return True
 
     def run(self, step: codec.Step) -> None:
-        """Compute a started segment and pass it on."""
+        """Compute a segment after ``begin``, and pass it on."""
         segment = step.segment
         try:
             with self.timeline.span("stage", segment.num_rows):
@@ -82,9 +82,9 @@ class StageWorker:
         self.finish(step, output)
 
     def finish(self, step: codec.Step, output: Segment, *, alone: bool = True) -> None:
-        """Pass on the segment's output, and answer.
+        """Pass on the segment's output, and answer the controller.
 
-        If not ``alone``, rows share a pass, and no CUDA graph is captured per sequence.
+        If not ``alone``, sequences share the pass, and no CUDA graph is captured for this one.
         """
         segment, taps = step.segment, {i: output.taps[i] for i in self.taps}
         output.taps = {}
@@ -99,7 +99,7 @@ class StageWorker:
             self._answer(result, step)
 
     def _skip(self, step: codec.Step) -> None:
-        """Make room in the caches of this stage and of all later ones; compute nothing."""
+        """Make room for the rows in this and all later stages' caches, without computing them."""
         # Later KeepRows count these rows, so caches need their places.
         with self.timeline.span("skip", step.segment.num_rows):
             self.stage.skip(step.segment)
@@ -158,7 +158,7 @@ class SharedWorker(StageWorker):
     """Worker for one or several sequences, each with its own caches.
 
     Rows from several sequences share a forward pass if ``can_run_together``. A failure in one
-    sequence is passed on and answered as ``Failed``; the others are unaffected.
+    sequence is passed on and answered as ``Failed``. The others are unaffected.
     """
 
     def __post_init__(self) -> None:
@@ -225,7 +225,7 @@ class SharedWorker(StageWorker):
                     worker.run(step)
 
     def _run_together(self, pairs: Sequence[tuple[StageWorker, codec.Step]]) -> bool:
-        """Run several steps at once; return False, with every cache unchanged, if that fails."""
+        """Run several steps in one pass. If it fails, return False and leave caches unchanged."""
         segments = [step.segment for _, step in pairs]
         taps = {layer for worker, _ in pairs for layer in worker.taps}
         try:

@@ -67,7 +67,7 @@ class ServeOptions(HttpOptions, HttpLimits, EngineOptions):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Accepted model names."""
+        """Return the accepted model names."""
         if self.served_model_name:
             return tuple(name.strip() for name in self.served_model_name.split(","))
         parts = (self.checkpoint, self.draft_model, self.target)
@@ -79,7 +79,7 @@ build_parser = ServeOptions.parser
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Serve as a command line says; if ``words`` is None, read this process's command line."""
+    """Serve with the options in ``words``, or in this process's command line by default."""
     options = ServeOptions.read(sys.argv[1:] if words is None else words)
     keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
     from pipedraft.inference.serving import listen

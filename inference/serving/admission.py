@@ -1,4 +1,4 @@
-"""Admission: checks a parsed request and decodes its sequences."""
+"""Check parsed requests against the limits, and decode their sequences."""
 
 import math
 import secrets
@@ -27,7 +27,7 @@ NOT_AGAIN = {"x-should-retry": "false"}
 
 
 class Admissions:
-    """Open requests, and the rules to admit another."""
+    """Open requests, and the rules for admitting another request."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Admissions:
     def admit(
         self, client: str, asked: ApiRequest, tell: Callable[[Piece], None]
     ) -> Sequence[Choice]:
-        """Check a request's model, limits and room; tokenize it and return its choices.
+        """Check a request's model, limits and room, then tokenize it and return its choices.
 
-        ``tell`` receives their pieces, from the decoding thread.
+        The decoding thread calls ``tell`` with the choices' pieces.
         """
         count, new_tokens = self._check_size(asked)
         self._check_room(client, count)  # before tokenizing: a busy server has no time for it
@@ -84,7 +84,7 @@ class Admissions:
 
     @contextmanager
     def running(self, client: str, choices: Sequence[Choice]) -> Iterator[None]:
-        """Decode a client's choices in a ``with`` block; its end also ends open ones."""
+        """Decode a client's choices in a ``with`` block. Leaving the block ends open ones."""
         self.of_client[client] += len(choices)
         self.num_open += 1
         try:
@@ -169,7 +169,7 @@ class Admissions:
     def encode_messages(
         self, messages: Sequence[ChatMessage], variables: Values | None = None
     ) -> list[int]:
-        """Return a conversation's token ids; RequestError if the template refuses it."""
+        """Return a conversation's token ids, or raise RequestError if the template refuses it."""
         if self.tokenizer.chat_template is None:
             raise RequestError("messages: this model has no chat template; use /v1/completions")
         try:

@@ -1,4 +1,4 @@
-"""Answers in progress: choices reported by the decoding thread, in OpenAI's format."""
+"""Build answers in OpenAI's format from the choices that the decoding thread reports."""
 
 import asyncio
 import math
@@ -48,9 +48,9 @@ class Piece:
 
 @dataclass(eq=False)
 class Choice(Observer):
-    """One output for a request: its verified text, end and times.
+    """One output for a request, with its verified text, end and times.
 
-    The decoding thread fills it; the answering thread reads it after the choice has ended.
+    The decoding thread fills a choice. The answering thread reads it after the choice has ended.
     """
 
     index: int
@@ -137,7 +137,7 @@ class Choice(Observer):
         return "".join((*self._told, self._rest))
 
     def end(self, result: DecodeResult | None, error: BaseException | None = None) -> None:
-        """End the choice; without a result it was cancelled or has failed."""
+        """End the choice. ``result`` is None if the choice was cancelled or has failed."""
         self.result, self.error = result, error
         # Nothing may follow a stop string.
         if result is not None and not self.is_stopped:
@@ -173,7 +173,7 @@ class Choice(Observer):
 
     @property
     def finish_reason(self) -> str:
-        """Return the reason for ending, as OpenAI names it; "abort": cancelled or failed."""
+        """Return OpenAI's name for the reason of ending, or "abort" if cancelled or failed."""
         if self.is_stopped:
             return "stop"
         if self.result is None or self.result.stop_reason == "stopped":
@@ -199,7 +199,7 @@ class Choice(Observer):
 
 
 def acceptance(result: DecodeResult) -> dict[str, object]:
-    """Return one output's acceptance counts; a round is vLLM's speculative step."""
+    """Return one output's acceptance counts. vLLM calls a round a speculative step."""
     accepted = [
         # Every round has one token from the target itself, unless it ends with "a".
         length - (end != "a")
@@ -251,7 +251,7 @@ class HttpAnswer:
         self._seed = choices[0].config.seed
 
     async def _read(self) -> AsyncIterator[Piece]:
-        """Yield pieces until every choice has ended; raise ``RequestError`` if one is aborted."""
+        """Yield pieces until every choice has ended, or raise RequestError if one is aborted."""
         left = len(self.choices)
         while left:
             piece = await self.pieces.get()
@@ -295,7 +295,7 @@ class HttpAnswer:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def _end(self) -> Json:
-        """Return the final figures of a single sequence; several sequences have none in common."""
+        """Return usage and seed, and the metrics if there is only one sequence."""
         report = self.choices[0].report() if len(self.choices) == 1 else None
         return {"usage": self._usage(), "seed": self._seed, "metrics": report}
 

@@ -1,4 +1,4 @@
-"""HTTP server: OpenAI's paths, health, metrics and the chat page."""
+"""HTTP application with OpenAI's paths, health, metrics and the chat page."""
 
 import asyncio
 import base64
@@ -50,7 +50,7 @@ BODY_S = 20.0
 
 
 def page_policy(page: str) -> str:
-    """Return the Content-Security-Policy: this server only; the page's script and style by hash."""
+    """Return a Content-Security-Policy for this server only, with hashes of the page's code."""
     parts = {}
     for tag in ("script", "style"):
         (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -70,7 +70,7 @@ PAGE_HEADERS = {
 
 
 class Service:
-    """State shared by all paths: decoder, limits and clients."""
+    """State that all paths share, such as decoder, limits and clients."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Service:
         keys: Sequence[str] = (),
         vllm_metrics: bool = False,
     ) -> None:
-        """``names``: accepted model names, answers give the first. ``keys``: (): none required."""
+        """Answers give the first of the accepted ``names``. Without ``keys``, no key is needed."""
         self.decoder, self.names, self.limits, self.keys = decoder, names, limits, keys
         self.engine = decoder.engine
         self.metrics = Metrics(names[0], has_vllm_names=vllm_metrics)
@@ -90,7 +90,7 @@ class Service:
         self.ending = asyncio.Event()
         """Set to end all answers now."""
         self.end: Callable[[], object] = lambda: None
-        """Call from any thread to end the server as a signal does."""
+        """Function that ends the server as a signal does. Any thread may call it."""
 
     def describe(self) -> str:
         config, keys = self.decoder.base, len(self.keys)
@@ -100,7 +100,7 @@ class Service:
     # -- who may ask, and what --------------------------------------------------------------
 
     def client_of(self, request: HttpRequest) -> str:
-        """Check the key; return the key's number if there are several, else the address."""
+        """Check the API key. Return its number if there are several keys, else the address."""
         address = request.client.host if request.client else ""
         if not self.keys:
             return address
@@ -170,7 +170,7 @@ class Service:
     async def until_gone(
         self, receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Await an answer's work for ``request_s``; return False if its reader left earlier."""
+        """Await an answer's work for ``request_s``. Return False if the reader leaves earlier."""
 
         async def left() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -204,7 +204,7 @@ class Service:
     # -- its end ----------------------------------------------------------------------------
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Refuse new requests and let the open ones finish for ``grace_s``; then end them.
+        """Refuse new requests, let open ones finish for ``grace_s`` seconds, then end them.
 
         If an answer is cut, its client learns this at once, even if the sequence still runs.
         """
@@ -216,7 +216,7 @@ class Service:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Return a header naming ignored request fields; {}: none."""
+    """Return a header that names ignored request fields, or {} if there are none."""
     # Clients choose these names: a line break would inject a header.
     plain = sorted({re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in names})
     return {IGNORED: ", ".join(plain[:MAX_IGNORED])} if plain else {}
@@ -231,7 +231,7 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Response of server-sent events; its end also ends unfinished choices."""
+    """Response with server-sent events. The response's end also ends unfinished choices."""
 
     media_type = "text/event-stream"
 
@@ -363,7 +363,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def add_tools(app: FastAPI, service: Service) -> None:
-    """Add the paths that do not decode: the tokenizer, the version, the schema."""
+    """Add the paths for the tokenizer, the version and the schema, which do not decode."""
 
     @app.post("/tokenize")
     async def tokenize(request: HttpRequest) -> Response:

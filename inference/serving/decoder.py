@@ -1,4 +1,4 @@
-"""Decoder for all clients' sequences: the interface between requests and the engine."""
+"""Decoder for all clients' sequences, which connects requests to the engine."""
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -19,16 +19,16 @@ USUAL_S = 1.0
 
 
 class SequenceDecoder:
-    """Decodes choices that share the pipeline's steps; a failing one ends alone.
+    """Decoder for choices that share the pipeline's steps. A failing choice ends alone.
 
-    Other threads report a submitted choice's tokens and its end.
+    A submitted choice's tokens and its end are reported on other threads.
     """
 
     def __init__(self, engine: Engine, limits: HttpLimits) -> None:
         self.engine, self.capacity = engine, limits.max_sequences
         self.base = engine.config
         self.failure: Exception | None = None
-        """Reason decoding has stopped; None: it runs."""
+        """Reason why decoding has stopped, or None while it runs."""
         self.on_failure: Callable[[], object] = lambda: None
         self._usual_s = USUAL_S
         shared = BatchLimits(
@@ -62,7 +62,7 @@ class SequenceDecoder:
         return self._usual_s * (self.num_waiting + 1) / self.capacity
 
     def submit(self, choice: Choice) -> None:
-        """Start decoding a choice; a ``RuntimeError``: decoding has stopped."""
+        """Start decoding a choice, or raise RuntimeError if decoding has stopped."""
         try:
             handle = self.batch.submit(choice.prompt_ids, choice.config, observer=choice)
         except RuntimeError as error:

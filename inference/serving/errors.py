@@ -12,7 +12,7 @@ Json: TypeAlias = dict[str, object]
 class RequestError(Exception):
     """Refused request, reported in OpenAI's error format.
 
-    A message about a field begins with its name and a colon.
+    A message about a field begins with the field's name and a colon.
     """
 
     def __init__(

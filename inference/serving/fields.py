@@ -1,4 +1,4 @@
-"""Request fields not parsed by the server: harmless, unsupported, or unknown."""
+"""Sort out request fields that the server does not parse, and refuse the unsupported ones."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -53,7 +53,7 @@ CHANGES_MESSAGES = {"tool_calls", "function_call", "tool_call_id", "prefix", "im
 """Unsupported message fields the model would see."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 TYPO = 0.8
-"""Minimum similarity to a known field for an unknown name to count as a typo; typos are refused."""
+"""Minimum similarity to a known field at which an unknown name is refused as a typo."""
 
 
 def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]]:
@@ -89,10 +89,10 @@ def _unsupported(name: str) -> RequestError:
 
 
 def plain_message(turn: object, ignored: list[str]) -> object:
-    """Return the fields that the server reads, with all clients' text parts in one format.
+    """Return a message's fields that the server reads, with text parts in one format.
 
-    Unknown fields are only named in ``ignored``; unsupported fields that the model would see are
-    refused.
+    Names of unknown fields are added to ``ignored``. Unsupported fields that the model would see
+    are refused.
     """
     if not isinstance(turn, dict):
         return turn

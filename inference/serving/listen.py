@@ -57,7 +57,7 @@ def open_socket(options: "HttpOptions") -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """HTTP server without its own signal handling; see ``serve``."""
+    """HTTP server without its own signal handling, because ``serve`` handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,7 +65,7 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(service: Service, **options: object) -> HttpServer:
-    """Build the application's HTTP server; ``options``: further uvicorn options."""
+    """Build the application's HTTP server. ``options`` are further uvicorn options."""
     config = uvicorn.Config(
         make_app(service),
         http="h11",
@@ -91,7 +91,7 @@ def run(
     listener: socket.socket,
     cluster: "Cluster | None" = None,
 ) -> None:
-    """Serve until a signal or a lost rank; ``cluster`` runs the engine's pipeline."""
+    """Serve until a signal or a pipeline failure. ``cluster``, if any, runs the pipeline."""
     decoder = SequenceDecoder(engine, options)
     service = Service(
         decoder,
@@ -124,7 +124,7 @@ def run(
 
 
 async def serve(server: HttpServer, service: Service, listener: socket.socket) -> None:
-    """Serve until a signal, or until the pipeline has failed; a second signal ends it at once."""
+    """Serve until a signal or a pipeline failure. A second signal ends open answers at once."""
     loop, ended, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
     def end() -> None:

@@ -24,7 +24,7 @@ class TokenLogprob:
 def measure(
     tokenizer: "PreTrainedTokenizerBase", token: int, logits_V: "Tensor", num_top: int
 ) -> TokenLogprob:
-    """Return the log-probability for a token and for the most likely ones."""
+    """Return the log-probability of a token and of the ``num_top`` most likely tokens."""
     # Sums over a vocabulary lose probability mass in 16 bits.
     logp_V = logits_V.float().log_softmax(-1)
     best = logp_V.topk(min(num_top, len(logp_V)))
@@ -57,7 +57,7 @@ def _entry(one: TokenLogprob) -> Json:
 
 
 def as_completion(found: Sequence[TokenLogprob], first: int) -> Json:
-    """Return ``logprobs`` for a completion choice; ``first`` characters precede these tokens."""
+    """Return ``logprobs`` for a completion choice. ``first`` characters precede the tokens."""
     offsets = [first]
     for one in found:
         offsets.append(offsets[-1] + len(one.text))

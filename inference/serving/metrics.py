@@ -50,7 +50,7 @@ NOT_VLLM = {
 
 
 class Metrics:
-    """One server's metrics; threads may update them concurrently."""
+    """Metrics of one server. Several threads may update them concurrently."""
 
     def __init__(self, model: str, *, has_vllm_names: bool = False) -> None:
         self._model, self._has_vllm_names = model, has_vllm_names

@@ -1,4 +1,4 @@
-"""Request parser: turns client input into typed, bounded structures."""
+"""Parse client input into typed requests with bounded values."""
 
 import re
 from dataclasses import replace
@@ -98,7 +98,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def longest(self) -> int | None:
-        """Return the maximum number of new tokens; None: not given."""
+        """Return the requested maximum number of new tokens, or None if not given."""
         return self.max_tokens
 
     @property
@@ -107,7 +107,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of most likely tokens reported per token; None: no log-probabilities."""
+        """Return how many likely tokens to report at each place, or None for no logprobs."""
         return None
 
     def demands(self) -> Demands:
@@ -120,7 +120,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def config(self, base: DecodeConfig, *, seed: int, new_tokens: int) -> DecodeConfig:
-        """Return one sequence's decoding configuration; ``base`` has schedule, stages and rule."""
+        """Return a sequence's decoding configuration. ``base`` has schedule, stages and rule."""
         # Clients that reject 0 send 1e-6 or 1e-8 instead.
         is_sampled = self.temperature >= MIN_TEMPERATURE
         filters = TokenFilters()
@@ -197,7 +197,7 @@ class CompletionRequest(ApiRequest, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """vLLM's /tokenize: a text or a conversation."""
+    """Request to tokenize a text or a conversation, as for vLLM's /tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -211,7 +211,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """vLLM's /detokenize."""
+    """Request to decode tokens, as for vLLM's /detokenize."""
 
     model: str | None = None
     tokens: list[TokenId]
@@ -224,7 +224,7 @@ def parse(body: bytes, kind: type[Kind]) -> tuple[Kind, list[str]]:
     """Return a request parsed from its body, and the names of ignored unknown fields.
 
     Raises:
-        RequestError: not JSON, or not this kind of request; the message names the field.
+        RequestError: the body is not JSON, or a field is invalid. The message names the field.
     """
     try:
         # Without a type, to sort out unknown fields first: with one, msgspec would refuse them all.
@@ -262,7 +262,7 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def wrong(text: str) -> RequestError:
-    """Return msgspec's error, with the field's name first in the message."""
+    """Convert msgspec's error text to an error that begins with the field's name."""
     said, _, place = text.partition(" - at `$")
     param = place.strip("`").lstrip(".").replace("[...]", "")
     if found := re.search(r"(?:missing required|contains unknown) field `([^`]*)`", said):
@@ -271,7 +271,7 @@ def wrong(text: str) -> RequestError:
 
 
 def openapi_document() -> Json:
-    """Return the OpenAPI description of the server's paths; answers have OpenAI's formats."""
+    """Return the OpenAPI description of paths and requests. Answers have OpenAI's formats."""
     posts = {
         ChatRequest.PATH: ChatRequest,
         CompletionRequest.PATH: CompletionRequest,
