@@ -1,4 +1,4 @@
-"""The console script: ``pipedraft <command> ...`` is ``python -m pipedraft.<folder> ...``."""
+"""Run the console script, where ``pipedraft <command>`` is ``python -m pipedraft.<folder>``."""
 
 import runpy
 import sys
@@ -63,7 +63,7 @@ SUBCOMMANDS = {
 
 
 def usage() -> str:
-    """Return the text for --help: every command with one line and an example."""
+    """Return the text for --help, which lists every command with a summary and an example."""
     lines = ["usage: pipedraft [--help] [--version] <command> ...", ""]
     for name, (_, summary, example) in COMMANDS.items():
         lines += [f"  {name:<12}{summary}", f"              {example}"]
@@ -73,7 +73,7 @@ def usage() -> str:
 
 
 def main() -> None:
-    """Run the command named in ``sys.argv``; exit status 2 if there is none."""
+    """Run the command named in ``sys.argv``, or exit with status 2 if it is missing or unknown."""
     if len(sys.argv) < 2:
         print(usage(), file=sys.stderr)
         sys.exit(2)

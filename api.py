@@ -1,6 +1,6 @@
 """Python API: ``pipedraft.load``, ``train``, ``evaluate`` and ``custom_generate``.
 
-Each is a thin layer over its command's code, with the same names, checks and defaults.
+Each function is a thin wrapper around a command's code, with the same names, checks and defaults.
 """
 
 from __future__ import annotations
@@ -97,17 +97,17 @@ class Model:
         stream: Callable[[str], object] | bool = False,
         **settings: object,
     ) -> Generation:
-        """Answer one prompt; greedy output equals the target's own, token by token.
+        """Answer one prompt. Greedy output equals the target's own output, token by token.
 
         Args:
             prompt: the user's message, a list of messages, or token ids, which skip the chat
                 template.
-            schedule: schedule name; None: the draft's own.
-            stages: pipeline stages; None: as the draft was trained, else 1.
-            tree: draft tree shape, as "chain:5", "dynamic:7:10:59" or "auto".
+            schedule: schedule name. None uses the draft's default schedule.
+            stages: number of pipeline stages. None uses the draft's number from training, else 1.
+            tree: draft tree shape, such as "chain:5", "dynamic:7:10:59" or "auto".
             temperature: 0 is greedy.
             stream: called with each piece of text once it is certain; True prints it.
-            settings: for the schedule and ``DecodeConfig``, as ``top_p=0.9``.
+            settings: fields of the schedule and ``DecodeConfig``, such as ``top_p=0.9``.
 
         Raises:
             ValueError: an unknown or out-of-range setting, or one that does not fit the draft.
@@ -131,7 +131,7 @@ class Model:
         """Return a prompt's token ids.
 
         Raises:
-            ValueError: the prompt is empty or of another kind.
+            ValueError: the prompt is empty, or its type is not supported.
         """
         if isinstance(prompt, str):
             if not prompt.strip():
@@ -155,7 +155,7 @@ class Model:
         stages: int | None = None,
         tree: str | TreeShape | None = None,
     ) -> DecodeConfig:
-        """Return the complete decoding configuration: the given settings, else the draft's own."""
+        """Return the decoding configuration, with the draft's defaults for missing settings."""
         if schedule is None:
             draft = self.draft
             schedule = "autoregressive" if draft is None else default_schedule(draft.draft_type)
@@ -165,7 +165,7 @@ class Model:
         return DecodeConfig.of(schedule, num_stages=stages or own or 1, **settings)
 
     def engine(self, config: DecodeConfig) -> Engine:
-        """Return an engine; reuse the last one if schedule, stages and boundaries are the same."""
+        """Return an engine. Reuse the last one if schedule, stages and boundaries are the same."""
         last = self._engine
         if last is None or _cut(last.config) != _cut(config):
             self._engine = last = self._make_engine(config, LocalPipeline)
@@ -193,14 +193,15 @@ def load(
 
     Args:
         target: folder, Hub id, or a loaded transformers model.
-        draft: folder or Hub id of a head, or of a language model with the target's tokenizer; such
-            a model as an object; "ngram"; "suffix"; or None to decode without a draft.
-        device: cpu, cuda, cuda:N; auto: the accelerator, if there is one.
-        dtype: float32, bfloat16, float16, int8, int4; auto: float32 on a CPU, the target's stored
-            dtype on a GPU. On a CPU all but float32 round only the weights, and sum in float32.
-        draft_dtype: the same names; auto: the target's. On a CPU, int8 drafts faster, and greedy
-            output stays the same.
-        tokenizer: for a target object not loaded from a folder.
+        draft: folder or Hub id of a head, or of a language model with the target's tokenizer. Also
+            a loaded draft, "ngram", "suffix", or None to decode without a draft.
+        device: cpu, cuda, cuda:N, or auto, which uses the accelerator if there is one.
+        dtype: float32, bfloat16, float16, int8, int4 or auto. auto is float32 on a CPU, and the
+            target's stored dtype on a GPU. On a CPU, the other dtypes round only the weights, and
+            sums are in float32.
+        draft_dtype: the same names. auto uses the target's dtype. On a CPU, int8 drafts faster, and
+            greedy output stays the same.
+        tokenizer: needed for a target object that was not loaded from a folder.
 
     Raises:
         ValueError: a missing model, an unsupported family, or a draft for another target.
@@ -227,7 +228,7 @@ def _load_network(
     tokenizer: PreTrainedTokenizerBase | None,
     dtype: str = "auto",
 ) -> tuple[DraftNetwork | None, Values | None]:
-    """Return the draft, and the option of ``pipedraft eval`` that names it."""
+    """Return the draft, and the ``pipedraft eval`` options for it (None for a loaded model)."""
     if draft is None:
         return None, {}
     if isinstance(draft, PreTrainedModel):
@@ -253,10 +254,10 @@ def custom_generate(
     tree: str | TreeShape | None = None,
     **settings: object,
 ) -> CustomGenerate:
-    """Return a decoding loop for transformers: ``target.generate(..., custom_generate=loop)``.
+    """Return a decoding loop for ``target.generate(..., custom_generate=loop)`` in transformers.
 
     The loop returns the same ids as ``target.generate`` does without it. Length, end tokens,
-    temperature, top_k, top_p, min_p and typical_p come from ``generate``; the other arguments are
+    temperature, top_k, top_p, min_p and typical_p come from ``generate``. The other arguments are
     as in ``Model.generate``.
     """
     made: list[Model] = []
@@ -296,7 +297,7 @@ class TrainedHead:
 
         Args:
             repo: user/name.
-            revision: branch; None: the main one.
+            revision: branch. None uses the main branch.
             report: evaluation of this head, for the card's table.
             target: the target's Hub id, if training used a folder.
         """
@@ -318,7 +319,7 @@ class TrainedHead:
 
         Args:
             format: "sglang" (the EAGLE authors' layout) or "speculators" (vLLM's).
-            target: name by which the engine loads the target; None: as in training.
+            target: name by which the engine loads the target. None uses the name from training.
         """
         if format not in ("sglang", "speculators"):
             raise ValueError(f"format: {format!r} is unknown; give sglang or speculators")
@@ -341,11 +342,11 @@ def train(
 
     Args:
         method: "eagle3", "spd" or another name from ``pipedraft train --help``.
-        target: folder or Hub id; an object stands for the place it was loaded from.
+        target: folder or Hub id, or a model that was loaded from one.
         dataset: conversations as lists of {"role", "content"}, a ``datasets.Dataset`` with a column
             ``messages`` or ``conversations``, a file, or a ``DataConfig``.
-        data: other ``DataConfig`` fields, as {"max_length": 512}.
-        fields: for ``RunConfig``, as max_steps=500, optim={"lr": 3e-4}, model={...}.
+        data: other ``DataConfig`` fields, such as {"max_length": 512}.
+        fields: ``RunConfig`` fields, such as max_steps=500, optim={"lr": 3e-4}, model={...}.
 
     Raises:
         ValueError: an unknown or out-of-range field, or unusable data.
@@ -366,7 +367,7 @@ def train(
 
 
 def _data_fields(dataset: Iterable[object] | DataConfig | Place, folder: Path) -> Values:
-    """Return ``DataConfig`` fields; write in-memory conversations to a file."""
+    """Return the ``DataConfig`` fields. Write in-memory conversations to a file first."""
     if isinstance(dataset, DataConfig):
         return asdict(dataset)
     if isinstance(dataset, str | Path):
@@ -387,7 +388,7 @@ def _name_of(target: Place | PreTrainedModel | Model) -> str:
     """Return a target's folder or Hub id.
 
     Raises:
-        ValueError: an object was loaded from neither, or its weights have changed since.
+        ValueError: an object has no folder or Hub id, or its weights have changed since loading.
     """
     if isinstance(target, Model):
         target = target.target
@@ -427,7 +428,7 @@ class EvaluationReport:
         return f"{screen_table(self.entries)}\n{self.folder}/report.html"
 
     def compare(self, other: EvaluationReport | Place) -> ComparisonText:
-        """Compare this evaluation prompt by prompt with ``other``, the baseline."""
+        """Compare this evaluation with the baseline ``other``, prompt by prompt."""
         baseline = other.folder if isinstance(other, EvaluationReport) else Path(other)
         runs = Evaluated.read(baseline), Evaluated.read(self.folder)
         return ComparisonText(format_comparison(*runs, compare_runs(*runs)))
@@ -446,9 +447,9 @@ def evaluate(
     Args:
         model: a head, or a model that was loaded by names, not from objects.
         benchmarks: names, or .jsonl files with prompts.
-        limit: use the first prompts in each benchmark; None: all.
+        limit: use the first prompts in each benchmark. None uses all.
         out: results folder.
-        options: command options, as stages=4, schedule=["eagle"], temperature=[0, 1].
+        options: command options, such as stages=4, schedule=["eagle"], temperature=[0, 1].
 
     Raises:
         ValueError: an unknown or out-of-range option, or a model without a name.

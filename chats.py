@@ -24,7 +24,7 @@ RESERVED_VARIABLES = {
 
 
 def check_template_variables(variables: Mapping[str, object] | None, field: str) -> None:
-    """Refuse chat_template_kwargs that are rendering options.
+    """Refuse chat_template_kwargs names that are reserved for rendering or are no identifiers.
 
     Raises:
         ValueError: the message names the variable.
@@ -38,7 +38,7 @@ def check_template_variables(variables: Mapping[str, object] | None, field: str)
 
 
 def read_template_variables(text: str | Values) -> Values:
-    """Parse --chat-template-kwargs: a JSON object with template variables."""
+    """Parse the JSON object of template variables given as --chat-template-kwargs."""
     try:
         found = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError) as error:
@@ -69,7 +69,7 @@ def warn_of_variables(name: str, description: Values, variables: Values | None) 
     """Warn if a draft was trained with other template variables than it will decode with.
 
     Args:
-        description: from the checkpoint; its data section stores the variables.
+        description: the checkpoint's description. Its data section stores the variables.
     """
     data = (description.get("training") or {}).get("data") or {}
     trained = data.get("chat_template_kwargs")
@@ -89,13 +89,13 @@ def render_chat(
     tools: list[Values] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> str:
-    """Render a conversation as the model reads it; the template runs in jinja's sandbox.
+    """Render a conversation as the model's input text. The template runs in jinja's sandbox.
 
     Args:
-        messages: {"role", "content"} per turn, and other template fields.
+        messages: one dictionary per turn, with "role", "content" and other template fields.
         prompt: append the beginning of the assistant's next turn.
         tools: functions for the model to call.
-        variables: for the template (``chat_template_kwargs``).
+        variables: template variables (``chat_template_kwargs``).
     """
 
     def render(turns: list[Values]) -> str:
@@ -113,9 +113,9 @@ def render_chat(
 
 
 def render_turns(messages: Sequence[Message], render: Callable[[list[Values]], str]) -> str:
-    """Render turns, with tool-call arguments as objects: most templates write these as JSON.
+    """Render turns with tool-call arguments as objects, which most templates write as JSON.
 
-    If the template fails on objects or writes them in Python syntax, the arguments are text.
+    If the template fails on objects or writes them in Python syntax, pass the arguments as text.
     """
     turns = [dict(turn) for turn in messages]
     if not any(turn.get("tool_calls") for turn in turns):
@@ -137,7 +137,7 @@ def render_turns(messages: Sequence[Message], render: Callable[[list[Values]], s
 
 
 def with_arguments(turn: Values, *, as_text: bool) -> Values:
-    """Convert a turn's tool-call arguments to one form; invalid JSON stays text."""
+    """Convert a turn's tool-call arguments to text or to objects. Keep invalid JSON as text."""
     if not turn.get("tool_calls"):
         return turn
     calls = []
@@ -157,7 +157,7 @@ def encode_chat(
     messages: Sequence[Message],
     variables: Mapping[str, object] | None = None,
 ) -> list[int]:
-    """Return a conversation's ids, up to the beginning of the assistant's next turn."""
+    """Return a conversation's token ids, up to the beginning of the assistant's next turn."""
     text = render_chat(tokenizer, messages, variables=variables)
     return tokenizer(text, add_special_tokens=False).input_ids
 

@@ -1,4 +1,4 @@
-"""Command options and exit status: 0 done, 2 bad input in one line, 1 failure, 130 Ctrl-C.
+"""Read command options and set the exit status: 0 success, 1 failure, 2 bad input, 130 Ctrl-C.
 
 A command's options are a dataclass with fields as flags, read by jsonargparse:
 
@@ -12,8 +12,9 @@ A command's options are a dataclass with fields as flags, read by jsonargparse:
         '''only write the folder'''
 
 ``Push.read(["--checkpoint", "out/spd", "--dry-run"])`` returns a ``Push``. A field without default
-is required, a bool is a switch, a tuple takes a comma list (``repeated``: the flag several times),
-and ``--config FILE`` reads any of them from YAML. A base class's fields form one group in the help.
+is required. A bool is a switch. A tuple takes a comma list, or with ``repeated`` the flag several
+times. ``--config FILE`` reads options from YAML. In the help, the fields of each base class form a
+group.
 """
 
 import argparse
@@ -63,16 +64,17 @@ class UsageError(ValueError):
 
 
 class Failure(RuntimeError):
-    """A failure not caused by the input, such as a network outage: one line, status 1."""
+    """Failure not caused by the input, such as a network outage. Prints one line, exits with 1."""
 
 
 def check_ranges(values: object, ranges: Mapping[str, str], prefix: str = "") -> None:
-    """Raise UsageError for a number outside its range, NaN included; null is always allowed.
+    """Raise UsageError for a number that is NaN or outside its range. None is always allowed.
 
     Args:
-        values: has the attributes named in ``ranges``: numbers or sequences of numbers.
-        ranges: name -> interval as in mathematics, ``[0, inf)``, optionally followed by a hint.
-        prefix: before the names in messages.
+        values: object with a number or a sequence of numbers for each name in ``ranges``.
+        ranges: name -> interval in mathematical notation, such as ``[0, inf)``, and an optional
+            hint.
+        prefix: text before each name in messages.
     """
     for name, interval in ranges.items():
         interval, bracket, hint = interval.partition(re.search(r"[])]", interval)[0])  # type: ignore[index]
@@ -88,7 +90,7 @@ def check_ranges(values: object, ranges: Mapping[str, str], prefix: str = "") ->
 
 
 def make_folder(field: str, folder: Path) -> None:
-    """Create a writable folder for results; ``field`` names it in messages.
+    """Create a writable folder for results. Messages call it ``field``.
 
     Raises:
         UsageError: the path is a file, cannot be created, or is not writable.
@@ -104,7 +106,7 @@ def make_folder(field: str, folder: Path) -> None:
 
 
 def one_line(text: str) -> str:
-    """Clean any message into one terminal line: no control characters, no passwords."""
+    """Return a message as one terminal line, without control characters or passwords."""
     line = re.sub(r"(\w://)[^/\s@]*@", r"\1***@", " ".join(text.split()))
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     if len(line) <= LINE_CHARACTERS:
@@ -153,7 +155,7 @@ ALIASES = {"num_stages": "--stages"}
 
 
 def as_typed(message: str, words: Sequence[str]) -> str:
-    """Replace the field that begins a message by its option, if the command line has it."""
+    """Begin a message with the option that the user typed instead of the field's name."""
     field, colon, rest = message.partition(": ")
     typed = {word.partition("=")[0] for word in words if word.startswith("--")}
     for flag in (ALIASES.get(field, ""), f"--{field}", flag_name(field)):
@@ -163,10 +165,10 @@ def as_typed(message: str, words: Sequence[str]) -> str:
 
 
 def needed(message: str, words: Sequence[str]) -> str:
-    """Return the command that creates the missing file in a message; "" if none is known.
+    """Return the command that creates the missing file named in a message, or "" if unknown.
 
-    YAML files on the command line name these commands. For example, after ``# Needs out/smollm2:
-    make out/smollm2/config.json`` a message about 'out/smollm2' gets ``make ...``.
+    Comments in YAML files on the command line name these commands. For example, after ``# Needs
+    out/smollm2: make out/smollm2/config.json`` a message about 'out/smollm2' gets ``make ...``.
     """
     for word in words:
         file = Path(word.rpartition("=")[2])
@@ -179,7 +181,7 @@ def needed(message: str, words: Sequence[str]) -> str:
 
 
 def _tell_launcher(line: str) -> None:
-    """Store the line for torchrun, which prints it last in its long report on an ended rank."""
+    """Store an error line, which torchrun prints last in its long report on a failed rank."""
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if place:
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -202,7 +204,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _status(error: Exception) -> tuple[int, str] | None:
-    """Return exit status and message; None: a program fault."""
+    """Return an error's exit status and message, or None for a program fault."""
     disk = storage_error(error)
     if disk is not None:
         is_said = isinstance(error, ValueError | Failure)
@@ -227,7 +229,7 @@ def _status(error: Exception) -> tuple[int, str] | None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Format the error as ``'out/x': Permission denied; ...``, or keep its own longer message."""
+    """Return the error as ``'out/x': Permission denied``, or its own message if it has no errno."""
     if error.errno is None or error.strerror is None:
         return str(error)
     place = "output" if error.filename is None else repr(os.fspath(error.filename))
@@ -242,7 +244,7 @@ def storage_error(error: BaseException) -> OSError | None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, each once: a re-raised cause refers to itself."""
+    """Yield an error and its causes, each once, because a re-raised cause refers to itself."""
     seen = list[BaseException]()
     following: BaseException | None = error
     while following is not None and following not in seen:
@@ -252,7 +254,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _forget_output() -> None:
-    """Drop output refused by a closed pipe: the interpreter's final flush would fail again."""
+    """Drop output that a closed pipe refused, because the final flush would fail again."""
     try:
         print(end="", flush=True)
     except OSError:
@@ -276,7 +278,7 @@ METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}
 
 
 def option(default: Any = MISSING, **how: Any) -> Any:
-    """Declare a field with more than its type and docstring.
+    """Declare an option field that needs more than a type and a docstring.
 
     Args:
         how: metavar; parse: text -> value (of each entry); known: possible names, for the help;
@@ -323,10 +325,10 @@ class Options:
 
     @classmethod
     def parser(cls, *, shows_help: bool = True, is_short: bool = False) -> ArgumentParser:
-        """Return the parser for these options: flags, --help and --config.
+        """Return the parser for this class's flags, --help and --config.
 
         Args:
-            shows_help: read every field's docstring (slow).
+            shows_help: fill in the help texts from the fields' docstrings, which is slow.
             is_short: leave out options of classes that are not ``IN_SHORT_HELP``.
         """
         epilog = cls.EXAMPLE
@@ -362,7 +364,7 @@ class Options:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
-        """Read the words on a command line; --help prints the help and exits.
+        """Parse the words of a command line. The word --help prints the help and exits.
 
         Raises:
             UsageError: one line with the option, the value and the fix.
@@ -374,7 +376,7 @@ class Options:
 
     @classmethod
     def read_own(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
-        """Read the words for options of this class; return the other words, too."""
+        """Parse the words that belong to this class. Return the options and all other words."""
         takes = {flag_of(part): hint is not bool for part, hint in typed_fields(cls)}
         own: list[str] = []
         rest: list[str] = []
@@ -440,7 +442,7 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 
 def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
-    """Add one argument; this module's docstring explains the types."""
+    """Add one argument to a group. The module's docstring explains the types."""
     how = part.metadata
     default = part.default
     is_shown = default is not MISSING and default not in (None, (), "")
@@ -480,7 +482,7 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
 
 
 def listed(parse: Reader) -> Reader:
-    """Return a reader for comma lists without repeated values."""
+    """Return a function that parses a comma list with ``parse`` and refuses repeated values."""
 
     def parse_list(value: str | list[object]) -> list[object]:
         parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
@@ -496,12 +498,12 @@ def listed(parse: Reader) -> Reader:
 
 
 def each(parse: Reader) -> Reader:
-    """Return a reader for one entry, or for the entries in a file's list."""
+    """Return a function that parses one entry, or each entry of a list in a --config file."""
     return lambda value: [parse(v) for v in value] if isinstance(value, list) else parse(value)
 
 
 def checked(parse: Reader) -> Reader:
-    """Show a ValueError's own message to the user."""
+    """Return ``parse`` with ValueErrors as argparse errors, so that the user sees the messages."""
 
     def parse_one(value: object) -> object:
         try:
@@ -541,7 +543,7 @@ REPLACED = ("--data.sources", "--data.decontaminate")
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
-    """Return all option values; --help prints it and exits.
+    """Parse the words into all option values. The word --help prints the help and exits.
 
     Raises:
         UsageError: one line with the option, the value and the fix.
@@ -562,7 +564,10 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
 
 
 def _lists_of_file(path: str, parser: ArgumentParser) -> list[str]:
-    """Return flags for the lists in a --config file; the parser reports the file's errors later."""
+    """Return a ``--data.KEY`` flag for each key in the ``data`` section of a --config file.
+
+    An unreadable file gives no flags, because the parser reports its errors later.
+    """
     if not any(flag in action.option_strings for action in parser._actions for flag in REPLACED):
         return []
     try:
@@ -604,7 +609,7 @@ def explain(error: Exception, parser: ArgumentParser) -> str:
 
 
 def _shown(name: str, parser: ArgumentParser) -> str:
-    """Return the name as the user writes it: the flag, or the metavar for an option without one."""
+    """Return an option's flag, or its metavar if the option has no flag."""
     for action in parser._actions:
         if action.dest == name:
             return action.option_strings[0] if action.option_strings else str(action.metavar)
@@ -612,7 +617,7 @@ def _shown(name: str, parser: ArgumentParser) -> str:
 
 
 def _unknown(key: str, parser: ArgumentParser) -> str:
-    """Suggest the known flag, or file key, most like ``key``."""
+    """Return an error about the unknown ``key`` that suggests the nearest flag or file key."""
     start = "--" if key.startswith("--") else ""
     flags = [f[2:] for action in parser._actions for f in action.option_strings if f[:2] == "--"]
     names = [*flags, *(flag.rpartition(".")[2] for flag in flags)]  # the last part alone, too
@@ -628,7 +633,7 @@ def subcommand(word: str, known: Sequence[str]) -> str:
     """Check a command's first word against the known subcommands.
 
     Raises:
-        UsageError: an unknown word; suggests the nearest.
+        UsageError: the word is unknown. The message suggests the nearest one.
     """
     if word not in known:
         raise UsageError(f"command: {word!r} is unknown; {nearest(word, known)} (see --help)")
@@ -636,6 +641,6 @@ def subcommand(word: str, known: Sequence[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the fix for an unknown word: the most similar known one, or all of them."""
+    """Return a hint for an unknown word, with the most similar known word or all of them."""
     near = difflib.get_close_matches(word, known, 1, cutoff)
     return f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(known)}"

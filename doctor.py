@@ -124,7 +124,7 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Compile the kernels with which a CPU decodes."""
+    """Compile the kernels for decoding on a CPU."""
     from pipedraft.models import kernels
 
     if kernels.library() is not None:
@@ -168,7 +168,7 @@ def check_target(folder: Path) -> Iterator[Finding]:
 
 
 def check_hub() -> Iterator[Finding]:
-    """Contact the Hub; only models and data hosted there need it."""
+    """Check the connection to the Hub, which only models and data hosted there need."""
     endpoint = constants.ENDPOINT
     if constants.HF_HUB_OFFLINE:
         yield Finding("ok", "Hub", "offline by HF_HUB_OFFLINE: folders and the cache are used")

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def packaged(name: str) -> str:
-    """Return a name; outside a checkout, map ``assets/...`` to the installed package's copy."""
+    """Return a path. Outside a checkout, map ``assets/...`` to the installed package's copy."""
     own = Path(__file__).parent / name
     is_own = name.startswith("assets/") and ".." not in name and own.exists()
     return str(own) if is_own and not Path(name).exists() else name
@@ -36,7 +36,7 @@ MAX_BYTES = 2**26
 
 
 def read_bounded(path: Path, field: str, most: int = MAX_BYTES) -> bytes:
-    """Read a regular file with at most ``most`` bytes; messages name it as option ``field``.
+    """Read a regular file of at most ``most`` bytes. Messages name the option ``field``.
 
     Raises:
         UsageError: not a regular file, too large, or unreadable.
@@ -67,10 +67,10 @@ def read_text(path: Path, field: str, most: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path, field: str, kind: type[T], most: int = MAX_BYTES) -> T:
-    """Read a JSON file as ``kind``, a type known to msgspec; NaN is no JSON.
+    """Read a JSON file as ``kind``, a type known to msgspec. NaN is refused.
 
     Raises:
-        UsageError: as ``read_bounded``, or other content.
+        UsageError: as in ``read_bounded``, or the content does not fit ``kind``.
     """
     try:
         return msgspec.json.decode(read_bounded(path, field, most), type=kind)
@@ -85,7 +85,7 @@ def read_yaml(path: Path, field: str) -> Any:
     """Read a YAML file with a bounded size.
 
     Raises:
-        UsageError: as ``read_bounded``, or not YAML, or YAML with aliases.
+        UsageError: as in ``read_bounded``, or invalid YAML, or YAML with aliases.
     """
     text = read_text(path, field, MAX_YAML_BYTES)
     try:
@@ -97,7 +97,7 @@ def read_yaml(path: Path, field: str) -> Any:
 
 
 def bounded_lines(file: IO[bytes], most: int) -> Iterator[bytes | None]:
-    """Yield a file's lines; None for one longer than ``most`` bytes, which is not retained."""
+    """Yield a file's lines, but None for a line above ``most`` bytes, which is not retained."""
     while line := file.readline(most + 1):
         if len(line) <= most or line.endswith(b"\n"):
             yield line
@@ -114,10 +114,10 @@ def bounded_lines(file: IO[bytes], most: int) -> Iterator[bytes | None]:
 def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
     """Lock an existing folder against other runs until the end of the body.
 
-    The system drops the lock when the process ends for any reason; no file is left.
+    The system drops the lock when the process ends for any reason. No file is left.
 
     Args:
-        shared: allow other holders with ``shared``, as the shards of one evaluation.
+        shared: allow other runs that also use ``shared``, such as shards of one evaluation.
 
     Raises:
         UsageError: another run has the lock.
@@ -140,12 +140,12 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
 
 
 def partial(path: Path) -> Path:
-    """Return the path for filling a file or folder before a rename, or deleting it after one."""
+    """Return the temporary path for a file or folder that is being written or deleted."""
     return path.with_name(f".{path.name}.partial")
 
 
 def make_place(field: str, path: Path, mark: bytes) -> None:
-    """Create an output file's folder; the file must be new or of the same kind.
+    """Create an output file's folder. The file must be new or of the same kind.
 
     Args:
         mark: bytes that every file of this kind has among its first 1024.
@@ -184,7 +184,7 @@ def publish(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def make_readable(path: Path) -> None:
-    """Give a file the default permissions; safetensors makes its files private to their owner."""
+    """Set a file's default permissions, because safetensors makes files private to their owner."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -195,7 +195,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Write a file through to disk; a folder's flush makes its renames last."""
+    """Flush a file to disk. Flushing a folder makes the renames in it permanent."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -209,14 +209,14 @@ def file_sha256(path: Path) -> str:
 
 
 def to_json(content: object) -> bytes:
-    """Return indented JSON with number lists on one line; NaN and infinity become null."""
+    """Return indented JSON with number lists on one line. NaN and infinity become null."""
     text = json.dumps(_without_nan(content), indent=2, allow_nan=False)
     # Strings contain no raw line break, so a bracket before one opens a list.
     return (re.sub(r"\[\n[-+\d.eE,\snul]*\]", _on_one_line, text) + "\n").encode()
 
 
 def _without_nan(value: object) -> object:
-    """Replace NaN by null: JSON has no NaN."""
+    """Replace NaN and infinity by None, because JSON has neither."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.to_builtins(value)
     if isinstance(value, dict):
@@ -233,12 +233,12 @@ def _on_one_line(found: re.Match[str]) -> str:
 def write_folder(
     out: Path, fill: Callable[[Path], None], *, inputs: Sequence[Path] = (), replaces: bool = False
 ) -> list[Path]:
-    """Create an output folder by one rename, after every file is written; return the files.
+    """Write all files, then create the output folder by one rename. Return the files.
 
     Args:
         out: must be new or empty.
         fill: writes the files into the folder it receives.
-        inputs: folders read; ``out`` must not equal, contain or be inside one.
+        inputs: folders that are read. ``out`` must not equal, contain or be inside one of them.
         replaces: also accept a folder with files, if ``fill`` writes all of them again.
 
     Raises:

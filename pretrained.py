@@ -64,12 +64,12 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model with every weight from its safetensors files.
 
-    Weights move to the device one by one; host memory never contains them all.
+    Weights move to the device one by one, so host memory never contains all of them.
 
     Args:
         name_or_path: a folder, a GGUF file, or a Hub repository name.
-        field: the user's name for it, for messages.
-        attention: transformers' kernel name; None: transformers chooses.
+        field: name of the model's option, for messages.
+        attention: transformers' name of the kernel. None lets transformers choose.
         quantization: a transformers quantization_config.
 
     Raises:
@@ -178,8 +178,8 @@ def unapplied_settings(model: PreTrainedModel) -> list[str]:
 def context_length(config: PreTrainedConfig) -> int:
     """Return the number of positions that a model accepts.
 
-    If YaRN was added to config.json as in Qwen's model cards, this is factor * original positions,
-    even if config.json states fewer.
+    If YaRN was added to config.json as in Qwen's model cards, the number is factor * original
+    positions, even if config.json states fewer.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -198,10 +198,10 @@ def read_config(
     """Read a model's config.json, from a folder or the Hub.
 
     Args:
-        drops_code: remove references to custom code; the caller works without it.
+        drops_code: remove references to custom code, which the caller does not need.
 
     Raises:
-        ValueError: a missing model, not a configuration, or one with custom code.
+        ValueError: the model is missing, or its config.json is invalid or names custom code.
     """
     name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
@@ -225,7 +225,7 @@ def read_config(
 def load_generation_config(
     name_or_path: str, revision: str | None, config: PreTrainedConfig
 ) -> GenerationConfig:
-    """Load a model's generation_config.json; without one, use the values in ``config``."""
+    """Load a model's generation_config.json, or use the values in ``config`` if it is missing."""
     if _file(name_or_path, "generation_config.json", revision) is None:
         return GenerationConfig.from_model_config(config)
     with explained("target", name_or_path):
@@ -233,10 +233,10 @@ def load_generation_config(
 
 
 def check_unquantized(config: Values, name: str, *, field: str = "target") -> None:
-    """Raise ValueError for weights stored with separate scales: FP8, GPTQ, AWQ, bitsandbytes.
+    """Raise ValueError for quantized weights with separate scales (FP8, GPTQ, AWQ, bitsandbytes).
 
-    Their files contain integers or 8-bit floats next to the scales; read as plain numbers they
-    decode noise.
+    The files contain integers or 8-bit floats, and their scales. Without the scales, decoding gives
+    noise.
     """
     scheme = config.get("text_config", config).get("quantization_config")
     scheme = scheme or config.get("quantization_config")
@@ -249,7 +249,7 @@ def check_unquantized(config: Values, name: str, *, field: str = "target") -> No
 
 
 class _Refused(ValueError):
-    """Error whose message is complete, in one line."""
+    """Error with a complete message in one line."""
 
 
 def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
@@ -297,13 +297,13 @@ def did_you_mean(text: str) -> str:
 
 
 def is_offline_and_unknown(name: str) -> bool:
-    """Return True if a Hub model is unavailable: offline mode, and not in the cache."""
+    """Return True in offline mode if a Hub model is not in the cache."""
     folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     return constants.HF_HUB_OFFLINE and not folder.is_dir()
 
 
 def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
-    """Raise ValueError if any set of faulty tensor names, by kind of fault, is not empty."""
+    """Raise ValueError if ``wrong`` maps a kind of fault to one or more tensor names."""
     for what, names in wrong.items():
         if names:
             first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
@@ -314,7 +314,7 @@ def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
 
 
 def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
-    """Raise ValueError if a weight is NaN or infinite; skip models above ``CHECKED_BYTES``."""
+    """Raise ValueError if a weight is NaN or infinite. Skip models above ``CHECKED_BYTES``."""
     state = model.state_dict().items()
     own = [(key, x.to_local() if isinstance(x, DTensor) else x) for key, x in state]
     floats = [(key, x) for key, x in own if x.is_floating_point() and x.itemsize > 1]
@@ -333,7 +333,7 @@ def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
 
 
 def _file(name: str, file: str, revision: str | None) -> str | None:
-    """Return the local path of a model's file, downloaded if needed; None if it does not exist."""
+    """Download a model's file if needed. Return its local path, or None if it does not exist."""
     name = local_name(name)
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
 
@@ -341,7 +341,7 @@ def _file(name: str, file: str, revision: str | None) -> str | None:
 def weight_files(
     name_or_path: str, revision: str | None, *, field: str = "target"
 ) -> dict[str, str]:
-    """Return tensor name -> safetensors file.
+    """Return the name of the safetensors file for each tensor name.
 
     Raises:
         ValueError: no such file, or a shard in another format.
@@ -379,7 +379,7 @@ def open_weights(
     """Open a file from ``weight_files``.
 
     Raises:
-        ValueError: it is missing or damaged.
+        ValueError: the file is missing or damaged.
     """
     try:
         folder = local_name(name_or_path, field=field)
@@ -397,7 +397,7 @@ def _no_weights(field: str, name: str, reason: str) -> str:
 
 @contextmanager
 def explained(field: str, name: str) -> Iterator[None]:
-    """Raise every transformers error about a model's files as one line."""
+    """Turn every transformers error about a model's files into a one-line ValueError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -417,7 +417,7 @@ def quieten() -> None:
 
 
 def _is_of_use(record: LogRecord) -> bool:
-    """Return False for DeepSpeed's note about a missing GPU: it is irrelevant here."""
+    """Return False for DeepSpeed's note about a missing GPU, which is irrelevant here."""
     return "Setting accelerator to CPU" not in record.getMessage()
 
 
@@ -443,7 +443,7 @@ def first_line(error: Exception) -> str:
 
 
 def local_name(name_or_path: str, *, field: str = "target") -> str:
-    """Return a model's local path or name; FILE.gguf is converted into a folder on first use.
+    """Return a model's local path or name. Convert FILE.gguf into a folder on first use.
 
     Raises:
         ValueError: the file is missing or broken.
@@ -460,7 +460,7 @@ def local_name(name_or_path: str, *, field: str = "target") -> str:
 
 
 def convert_gguf(file: Path, out: Path, *, field: str = "target") -> list[Path]:
-    """Write a GGUF model, dequantized by transformers, as a float32 folder; return its files.
+    """Convert a GGUF model into a float32 folder with transformers, and return its files.
 
     config.json stores the file's hash as ``gguf_sha256`` to identify the target in results.
 
@@ -498,7 +498,7 @@ def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
 
 
 def resolve_device(name: str, field: str = "--device") -> torch.device:
-    """Return the named device, checked by using it.
+    """Return the named device, after a check that it works.
 
     Args:
         name: auto (the first accelerator, if there is one), cpu, cuda or cuda:N.
@@ -520,7 +520,7 @@ def resolve_device(name: str, field: str = "--device") -> torch.device:
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Return True if the device multiplies bfloat16 natively; emulation is slow, or refused."""
+    """Return True if the device multiplies bfloat16 natively. Emulation is slow or refused."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
@@ -550,8 +550,8 @@ def resolve_dtype(
 ) -> torch.dtype:
     """Return the dtype for target and draft.
 
-    auto: float32 on a CPU, the target's stored dtype on a GPU. A GPU without native bfloat16
-    (before Ampere) uses float16 instead.
+    auto means float32 on a CPU and the target's stored dtype on a GPU. A GPU without native
+    bfloat16 (before Ampere) uses float16 instead.
     """
     if dtype != "auto":
         return dtype_named(dtype, "dtype")
@@ -577,13 +577,15 @@ AGAIN = "the same command goes on where this one ended"
 
 @contextmanager
 def hub_link(field: str) -> Iterator[None]:
-    """Context for Hub access: bounded waits, no progress bars or retry notes from the library.
+    """Bound the waits for the Hub, hide retry notes, and explain errors in one line.
+
+    Progress bars appear only in a terminal.
 
     Args:
-        field: prefix for errors: the option and its value.
+        field: prefix for errors, with the option and its value.
 
     Raises:
-        ValueError: the Hub refuses, and the user can fix it: token, rights, name, revision.
+        ValueError: the Hub refuses for a reason the user can fix: token, rights, name, revision.
         Failure: the Hub is unreachable, breaks off, stays silent or fails.
     """
     before = hub_logging.get_verbosity()
@@ -605,14 +607,14 @@ def hub_link(field: str) -> Iterator[None]:
 
 
 def _end_waits(request: httpx2.Request) -> None:
-    """Set a timeout on httpx requests without one; the library gives most requests none."""
+    """Set a timeout on httpx requests without one, because the library gives most none."""
     timeout = request.extensions["timeout"]
     limited = {part: SILENCE_S if limit is None else limit for part, limit in timeout.items()}
     request.extensions = {**request.extensions, "timeout": limited}
 
 
 def _hub_error(field: str, error: Exception) -> Exception | None:
-    """Return the error to raise instead of a huggingface_hub error; None for other errors."""
+    """Return the error to raise instead of a huggingface_hub error, or None for other errors."""
     for cause in causes(error):
         if isinstance(cause, HfHubHTTPError):
             return _refusal(field, cause)

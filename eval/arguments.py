@@ -1,4 +1,4 @@
-"""Options for evaluations and for decoding subcommands; other subcommands define their own."""
+"""Options for evaluations and decoding subcommands. Other subcommands define their own options."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -121,7 +121,7 @@ class Difference:
 
 
 def read_answer(payload: Values) -> Answer:
-    """Read a chat completion; it may be empty.
+    """Return the answer in a chat completion, which may be empty.
 
     Raises:
         TryAgain: the payload is no complete chat completion.
@@ -144,7 +144,7 @@ def read_answer(payload: Values) -> Answer:
 
 
 def first_difference(prompt: str, ours: Answer, theirs: Answer, tie: float) -> Difference | None:
-    """Compare two greedy answers; ``theirs`` is the baseline's."""
+    """Return the first difference of two greedy answers, or None. The baseline's is ``theirs``."""
     pairs = enumerate(zip_longest(ours.tokens, theirs.tokens, fillvalue=""))
     found = next(((place, a, b) for place, (a, b) in pairs if a != b), None)
     if found is None:
@@ -177,7 +177,7 @@ class Endpoint:
         self._free = asyncio.Semaphore(options.concurrency)
 
     async def ask(self, prompt: Prompt, seed: int | None = None) -> Answer:
-        """Return an answer: greedy without a seed, else sampled."""
+        """Return a greedy answer if ``seed`` is None, else a sampled answer."""
         body: Values = {
             "model": self.model,
             "messages": prompt.messages(),
@@ -218,7 +218,7 @@ class Endpoint:
 
 @contextmanager
 def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
-    """Yield the baseline's address and model; serve --target until the ``with`` block ends."""
+    """Yield the baseline's address and model. Serve --target, if given, until the block ends."""
     if options.target is None:
         yield str(options.baseline), options.baseline_model or str(options.model)
         return
@@ -339,7 +339,7 @@ class Audit:
 
 
 def concentration(sampled: Sequence[Sequence[Answer]]) -> float:
-    """Return the mean probability over prompts of two answers with the same first token."""
+    """Return the mean probability that two answers to a prompt begin with the same token."""
     shares = []
     for answers in sampled:
         firsts = [answer.tokens[:1] for answer in answers]

@@ -1,8 +1,8 @@
-"""Permutation tests between two servers' answers: tokens, lengths and stop reasons.
+"""Compare two servers' answers by permutation tests on tokens, lengths and stop reasons.
 
 Both servers answer the same prompts equally often. If they sample from the same distribution, any
 answer could as well come from the other server. So compare a statistic with its values after
-randomly swapping answers to the same prompt. This is valid for every statistic, and for small
+randomly swapping answers to the same prompt. The test is valid for every statistic, and for small
 samples.
 """
 
@@ -27,7 +27,7 @@ Features = Sequence[Hashable]
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
-    """One test over all prompts."""
+    """Result of one test on all prompts."""
 
     name: str
     p_value: float
@@ -40,7 +40,7 @@ class PairedTest:
 
 
 def counts_of(answers: Sequence[Features]) -> np.ndarray:
-    """Count each feature in each answer, [answers, K]; drop features found in one answer only."""
+    """Return feature counts [answers, K]. Drop features that occur in only one answer."""
     holders = Counter(feature for answer in answers for feature in set(answer))
     columns = {feature: i for i, feature in enumerate(f for f, n in holders.items() if n > 1)}
     counts_NK = np.zeros((len(answers), len(columns)), dtype=np.float32)
@@ -52,7 +52,10 @@ def counts_of(answers: Sequence[Features]) -> np.ndarray:
 
 
 def homogeneity(ours_RK: np.ndarray, total_K: np.ndarray) -> np.ndarray:
-    """Sum (ours - theirs)^2 / total over the features: 0 where both servers have equal counts."""
+    """Return the sum over features of (ours - theirs)^2 / total, where theirs is total - ours.
+
+    The sum is 0 if both servers have equal counts.
+    """
     return ((2 * ours_RK - total_K) ** 2 / np.maximum(total_K, 1e-9)).sum(-1)
 
 
@@ -68,11 +71,11 @@ def compare(
     """Test two servers for equal feature distributions.
 
     Args:
-        ours: features by prompt and answer.
-        theirs: the same for the other server; the power assumes as many answers as in ``ours``.
+        ours: one server's features, by prompt and answer.
+        theirs: the other server's features. The power assumes as many answers as in ``ours``.
         level: false-alarm probability.
-        wrong: a faulty answer's features, to simulate the power; None: per prompt, the answer
-            whose features have the highest summed counts.
+        wrong: a faulty answer's features, to simulate the power. None uses, for each prompt, the
+            answer with the most frequent features.
     """
     found, drawn_R, tables = 0.0, np.zeros(NUM_PERMUTATIONS), []
     for one, other in zip(ours, theirs, strict=True):
@@ -101,12 +104,12 @@ def compare(
 def _detectable(
     tables: Sequence[tuple[np.ndarray, np.ndarray, int]], critical: float, rng: np.random.Generator
 ) -> float | None:
-    """Return the smallest detectable share of wrong answers, by simulation; None: none of SHARES.
+    """Return the smallest of SHARES of wrong answers that simulated tests detect, or None.
 
     Args:
-        tables: per prompt, both servers' feature counts [N, K] by answer, a faulty answer's [K],
-            and the number of answers per server.
-        critical: a test raises an alarm above this statistic.
+        tables: for each prompt, feature counts [2 N, K] of both servers' answers, a faulty answer's
+            feature counts [K], and the number of answers per server.
+        critical: critical value. A larger statistic raises an alarm.
     """
     for share in SHARES:
         hits = 0

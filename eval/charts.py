@@ -1,4 +1,4 @@
-"""Charts: each becomes a PNG for report.md, an SVG for report.html, and a CSV file.
+"""Draw charts as PNG files for report.md, SVG for report.html, and CSV files of the numbers.
 
 Charts are drawn in the light theme. The SVG uses CSS variables for its colors, so one drawing
 serves a light and a dark page. matplotlib runs without a display and without global state.
@@ -92,7 +92,7 @@ class Estimate(NamedTuple):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Return the interval's ends; both equal the value if there is no interval."""
+        """Return the interval's ends, or the value twice if there is no interval."""
         if is_known(self.low) and is_known(self.high):
             return self.low, self.high
         return self.value, self.value
@@ -104,7 +104,7 @@ def printable(text: str) -> str:
 
 
 def shorten(text: str, letters: int) -> str:
-    """Cut in the middle, because names often differ at the end."""
+    """Shorten a text in the middle, because names often differ at the end."""
     text, half = printable(text), (letters - 3) // 2
     return text if len(text) <= letters else f"{text[:half]}...{text[-half:]}"
 
@@ -145,7 +145,7 @@ class Chart:
         raise NotImplementedError
 
     def _new_figure(self, height: float) -> tuple[Figure, list[Axes]]:
-        """Make a figure with panels one below the other and its legend at the bottom.
+        """Make a figure with panels below each other and a legend at the bottom.
 
         Args:
             height: points per panel.
@@ -199,7 +199,7 @@ class Chart:
         return Table(["panel", "series", "place", self.axis, "95 % CI"], rows)
 
     def files(self) -> dict[str, bytes]:
-        """Return the chart by file name: a picture, a drawing and its numbers."""
+        """Return the chart's PNG, SVG and CSV files as file name -> content."""
         name = re.sub(r"\W+", "_", self.title.lower().replace("l'", "length"))
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(self.numbers())
@@ -207,7 +207,7 @@ class Chart:
         return {f"{name}.png": self.png(), f"{name}.svg": drawing, f"{name}.csv": numbers}
 
     def svg(self) -> str:
-        """Return the chart as a page element; all its text is escaped."""
+        """Return the chart as an HTML element with all text escaped."""
         text = self.drawing
         box = re.search(r'viewBox="[^"]*"', text)
         assert box
@@ -225,7 +225,7 @@ def _themed(tag: re.Match[str]) -> str:
 
 
 class IntervalChart(Chart):
-    """One row per place, with each series' point and interval."""
+    """Chart with one row per place, where each series has a point and an interval."""
 
     def figure(self) -> Figure:
         looks = self.looks
@@ -255,7 +255,7 @@ class IntervalChart(Chart):
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart(Chart):
-    """One line per series over numbers, with intervals as whiskers."""
+    """Line chart with one line per series, numbers on the x axis, and intervals as whiskers."""
 
     place_axis: str
     whole_places: bool = True

@@ -21,7 +21,7 @@ from pipedraft.pretrained import place_draft
 
 
 def _folder_of(path: Path) -> Path | None:
-    """Return the checkpoint in a folder, or in its folder best/."""
+    """Return the folder with the checkpoint, either ``path`` or ``path/best``, or None."""
     for folder in (path, path / "best"):
         if (folder / CONFIG_FILE).is_file():
             return folder
@@ -37,7 +37,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def load_head(folder: Path, target: PreTrainedModel, dtype: str = "auto") -> Draft:
-    """Load a checkpoint made by this package, on the target's device; auto: in its dtype."""
+    """Load a head on the target's device. The dtype ``auto`` is the target's dtype."""
     return place_draft(load_draft(str(folder), target, dtype=dtype), target)
 
 
@@ -50,9 +50,9 @@ def read_drafts(
     """Return the target's name and revision, and every checkpoint's description.
 
     Args:
-        target: --target; None: the one named in the checkpoints.
-        draft_model, lookup: a language model, or lookup drafting, instead of checkpoints; they name
-            no target.
+        target: value of --target. None uses the target named in the checkpoints.
+        draft_model, lookup: language model or lookup method to use instead of checkpoints. Neither
+            names a target.
     """
     folders = [resolve_folder(checkpoint) for checkpoint in checkpoints]
     drafts = {folder: read_description(folder) for folder in folders}
@@ -75,7 +75,7 @@ def read_drafts(
 
 
 def _read_places(path: Path) -> dict[str, Path]:
-    """Read a YAML file with lines ``role: checkpoint``."""
+    """Return the folder for each role in a YAML file with lines ``role: checkpoint``."""
     try:
         content = msgspec.convert(read_yaml(path, "--checkpoints"), dict[str, str])
     except msgspec.ValidationError as error:
@@ -126,8 +126,7 @@ class CheckpointSearch:
         return cls(folders, given)
 
     def find(self, name: str) -> Path | None:
-        """Return the checkpoint given for a name, or the first folder with this name and a
-        checkpoint."""
+        """Return the checkpoint given for a name, else the first in a folder with this name."""
         if name in self.given:
             return self.given[name]
         found = (_folder_of(folder / name) for folder in self.folders)
@@ -147,7 +146,7 @@ class Drafts:
         """Reason for each missing draft, and the command to train it."""
 
     def find(self, name: str) -> DraftNetwork | None:
-        """Return the named draft; None if no checkpoint with this name fits the target."""
+        """Return the named draft, or None if no checkpoint with this name fits the target."""
         if name in self.networks or name in self.missing:
             return self.networks.get(name)
         folder, reason = self.search.find(name), "no checkpoint"

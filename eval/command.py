@@ -72,11 +72,11 @@ def _load_drafts(
 
 
 def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedule]]:
-    """Return (name, schedule) for every combination of its settings, in the given order.
+    """Return (name, schedule) for each combination of the schedule's settings, in order.
 
     Args:
-        given: setting -> value or list of values; settings for other schedules are ignored.
-        label: common name; settings are added if no table column tells the combinations apart.
+        given: setting -> value or list of values. Settings for other schedules are ignored.
+        label: common name. Settings are added if no table column tells the combinations apart.
     """
     own = {
         name: value if isinstance(value, list) else [value]
@@ -98,7 +98,7 @@ def make_methods(
     target: "_Target",
     cost: CostModel,
 ) -> list[EvalMethod]:
-    """Return a method per draft x schedule x temperature x schedule setting."""
+    """Return a method for each combination of draft, schedule, temperature and schedule setting."""
     schedules = [
         options.schedule or (default_schedule(network.draft_type),) for _, _, network in drafts
     ]
@@ -143,7 +143,7 @@ def make_methods(
 
 @dataclass(frozen=True)
 class _Target:
-    """The target as the engine sees it, and as transformers does."""
+    """The target for the engine, the target for transformers, and the pipeline's stages."""
 
     model: PreTrainedModel
     reference: PreTrainedModel | None
@@ -160,10 +160,10 @@ def _load_target(
     trained: Iterable[Values],
     cluster: Cluster | None,
 ) -> _Target:
-    """Load the target where it decodes: here, or on a cluster's ranks.
+    """Load the target in this process, or on the ranks of a cluster if there is one.
 
     Args:
-        trained: the drafts' descriptions, for their stages and boundaries.
+        trained: the drafts' descriptions, which name stages and boundaries.
     """
     device = place_of(options, cluster)
     dtype = resolve_dtype(options.dtype, device, name, revision)
@@ -204,7 +204,7 @@ def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
 
 
 def _claim_folder(options: EvalOptions, config: dict[str, object], held: ExitStack) -> None:
-    """Make and lock the output folder, and refuse one that holds another evaluation."""
+    """Create and lock the output folder. Refuse a folder that contains another evaluation."""
     if options.calibrate is not None:
         make_place("--calibrate", options.calibrate, b'{\n  "row": ')
     make_folder("--out", options.out)
@@ -222,7 +222,7 @@ def evaluate_drafts(
 
     Args:
         held: this function adds the output folder's lock to it.
-        cluster: the ranks that decode; None: everything runs in this process.
+        cluster: the ranks that decode. None runs everything in this process.
     """
     quieten()
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)

@@ -1,6 +1,6 @@
 """Compare methods between runs prompt by prompt: `python -m pipedraft.eval compare --help`.
 
-The input is the "per_prompt" rows in results.json; intervals.py computes the statistics.
+The input is the "per_prompt" rows in results.json. The statistics are in intervals.py.
 """
 
 import hashlib
@@ -93,7 +93,7 @@ def _group_counts(group: str, _: RunRecord, row: PromptRecord) -> tuple[float, f
 
 
 def by_group(entries: Iterable[RunRecord]) -> list[Quantity]:
-    """Return tokens per round for every group in any entry."""
+    """Return one quantity, tokens per round, for each group in the entries."""
     names = dict.fromkeys(found.group for entry in entries for found in entry.acceptance_by_group)
     return [
         Quantity(f"tokens per round, {name}", f"tau, {name}", partial(_group_counts, name))
@@ -103,7 +103,7 @@ def by_group(entries: Iterable[RunRecord]) -> list[Quantity]:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The files in an evaluation's output folder."""
+    """Contents of the files in an evaluation's output folder."""
 
     name: str
     entries: list[RunRecord]
@@ -115,10 +115,10 @@ class Evaluated:
 
     @classmethod
     def read(cls, folder: Path, name: str = "") -> "Evaluated":
-        """Read the files; bad ones raise UsageError with the file and the field.
+        """Read the files. Raise UsageError with the file and the field if one is bad.
 
         Args:
-            name: in tables and on the page; default: the folder's path.
+            name: name in tables and on the page. The default is the folder's path.
         """
         path, manifest = folder / "manifest.json", {}
         if path.is_file():
@@ -159,8 +159,8 @@ def compare_entries(
 ) -> Iterator[Line]:
     """Compare every quantity recorded in both entries, on their common prompts.
 
-    For autoregressive decoding, compare only the wall clock: L' and S are 1 by construction. A
-    difference there means a faster or slower machine.
+    For autoregressive decoding, compare only the wall clock, because L' and S are always 1. A
+    difference in the wall clock then means a faster or slower machine.
     """
     entries = baseline, compared
     rows = [{(row.benchmark, row.id): row for row in entry.per_prompt} for entry in entries]
@@ -182,7 +182,7 @@ def compare_entries(
 
 
 def counterparts(entry: RunRecord, candidates: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the baseline's entries most like ``entry``: entries with its name if there are any."""
+    """Return the entries most like ``entry``, by the first tuple in ``LIKENESS`` with matches."""
     is_plain = entry.schedule == AUTOREGRESSIVE
     candidates = [other for other in candidates if (other.schedule == AUTOREGRESSIVE) == is_plain]
     for fields in LIKENESS:
@@ -259,7 +259,7 @@ COLUMNS: dict[str, Callable[[Line], str]] = {
 
 
 def verdicts(lines: Sequence[Line]) -> list[str]:
-    """Name the faster run in a sentence per method, by S if it was recorded."""
+    """Return one sentence per method that names the faster run, by S if S was recorded."""
     found: dict[str, str] = {}
     for line in [line for line in lines if line.compared.benchmark == OVERALL] or lines:
         if line.quantity not in SPEEDS or line.compared.schedule == AUTOREGRESSIVE:
@@ -321,7 +321,7 @@ build_parser = CompareOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the whole subcommand; bad input raises ValueError."""
+    """Run the whole subcommand. Raise ValueError for bad input."""
     arguments = CompareOptions.read(argv)
     baseline, *others = [
         Evaluated.read(folder) for folder in (arguments.baseline, *arguments.others)

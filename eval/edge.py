@@ -1,4 +1,4 @@
-"""Run `eval edge`: methods on virtual links at several temperatures, with one draft."""
+"""Run `eval edge`, which decodes with several methods and one draft on virtual links."""
 
 import shlex
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ SETTINGS = ("rule", "policy", "token_bytes", "payload_tokens", "tail_samples")
 
 
 def make_runs(options: EdgeOptions) -> list[LinkRun]:
-    """Return every method on every link at every temperature, before loading target and draft."""
+    """Return a run for each method, link and temperature, before target and draft are loaded."""
     times = read_times(options.times)
     return [
         LinkRun(

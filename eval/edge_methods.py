@@ -1,4 +1,4 @@
-"""Edge-cloud decoding methods by table name, all on the virtual clock.
+"""Edge-cloud decoding methods, by their names in tables. All run on the virtual clock.
 
 decoded = decode(METHODS["picospec"], simulation, prompt_ids, prompt_index=0)
 """
@@ -112,7 +112,7 @@ def radio_energy(radio: str, *, draft_s: float) -> EnergyModel:
 
 
 def radio_of(link: str) -> str:
-    """Return a link's radio: WiFi if the link's or trace file's name has "wifi", else cellular."""
+    """Return "wifi" if the name of the link or of its file contains "wifi", else "cellular"."""
     return "wifi" if "wifi" in Path(link).stem else "cellular"
 
 
@@ -125,7 +125,7 @@ STATE_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeMethod:
-    """A schedule with settings, and the draft's location."""
+    """Decoding method, made of a schedule, its settings and the draft's location."""
 
     summary: str
     schedule: str
@@ -205,7 +205,7 @@ METHODS: dict[str, EdgeMethod] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation(TokenFilters):
-    """Set-up for methods on the virtual clock: networks, link, constants, settings."""
+    """Networks, link, constants and settings with which methods run on the virtual clock."""
 
     target: SharedTarget
     draft: DraftNetwork | None
@@ -235,7 +235,7 @@ class Simulation(TokenFilters):
 
     @classmethod
     def on(cls, network: str, times: Times, **settings: Any) -> "Simulation":
-        """Make a simulation on a link, given by name or file; check it before any model loads."""
+        """Make a simulation on a link from its name or file. Check both before any model loads."""
         energy = radio_energy(radio_of(network), draft_s=times.draft_s)
         found = cls(link=load_link(network), times=times, energy=energy, **settings)
         parse_policy(found.policy, max_length=found.max_length)
@@ -282,7 +282,7 @@ class Simulation(TokenFilters):
         return Lookup(method.lookup, self.target.staged().vocab_size)
 
     def caveat(self, method: EdgeMethod) -> str:
-        """Say why the output distribution differs from the target's; "": it is the same."""
+        """Return why the output distribution differs from the target's, or "" if it does not."""
         if method.drafts_in is None:
             return ""
         return method.caveat or RULES[self.config(method).rule].caveat
@@ -358,7 +358,7 @@ def decode(
 
 
 def _stream_down(result: DecodeResult, channel: Channel) -> float:
-    """Send each round's tokens to the user as soon as they exist; return the last arrival time."""
+    """Send each round's tokens to the user as soon as they exist. Return the last arrival time."""
     times_s, arrivals_s = result.token_times_s, list[float]()
     while len(arrivals_s) < len(times_s):
         made_s = times_s[len(arrivals_s)]
@@ -373,7 +373,7 @@ def _stream_down(result: DecodeResult, channel: Channel) -> float:
 def _ask_for_each(
     result: DecodeResult, channel: Channel, simulation: Simulation, sends: Literal["id", "state"]
 ) -> float:
-    """Make every token wait for its predecessor to cross the link; return the last arrival time.
+    """Hold each token until the previous one has crossed the link. Return the last arrival time.
 
     The tokens are the target's own, whether its first layers run on the edge or in the cloud. Each
     token takes one pass over all layers.

@@ -64,7 +64,7 @@ class LinkRun:
         return decoded.result
 
     def run(self, benchmarks: Mapping[str, Sequence[Prompt]]) -> "LinkRun":
-        """Decode every turn short enough for the target's positions."""
+        """Decode every turn that fits into the target's positions."""
         positions = self.simulation.target.staged().max_positions
         check_room(benchmarks, self.simulation.tokenizer, positions, 1)
         for name, prompts in benchmarks.items():
@@ -84,20 +84,23 @@ class LinkRun:
 
     @property
     def place(self) -> tuple[str, str, Times]:
-        """Return network, sampling label and compute times; rows that share them are comparable."""
+        """Return network, sampling label and times. Rows with equal values are comparable."""
         return self.network, self.simulation.sampling, self.simulation.times
 
     @property
     def rule(self) -> str | None:
-        """Return the acceptance rule; None: greedy, or no draft token is tested."""
+        """Return the acceptance rule, or None if decoding is greedy or tests no draft tokens."""
         method = METHODS[self.method]
         if not self.simulation.temperature or method.drafts_in in (None, "draft"):
             return None
         return self.simulation.config(method).rule
 
     def times(self) -> np.ndarray:
-        """Return times per conversation [2, P]: milliseconds from first to last token, and tokens
-        after the first. Conversations without a later token are left out."""
+        """Return each conversation's decoding milliseconds and number of decoded tokens, [2, P].
+
+        Milliseconds are from first to last token, and the first token is not counted. Conversations
+        without a later token are left out.
+        """
         sums: dict[tuple[str, int], tuple[float, int]] = {}
         for turn in self.turns:
             seconds, tokens = sums.get(turn.conversation, (0.0, 0))
@@ -110,7 +113,7 @@ class LinkRun:
 def measure(
     runs: Sequence[LinkRun], reference: PreTrainedModel | None, *, seed: int
 ) -> list[LatencyRecord]:
-    """Return one row for results.json per run; without a reference, outputs are not compared."""
+    """Return each run's row for results.json. Without a reference, outputs are not compared."""
     plain = {run.place: run for run in runs if run.method == "cloud"}
     checks: dict[int, GreedyReference] = {}
     rows = []
@@ -177,8 +180,11 @@ def _latency_record(
 
 
 def _lossless(run: LinkRun, alone: LinkRun | None, greedy: GreedyReference) -> LosslessRecord:
-    """Compare outputs with the target's own: greedy ones with transformers, those sampled by one of
-    ``SAME_TEXT_RULES`` with cloud-only decoding under the same random numbers."""
+    """Compare greedy outputs with transformers.
+
+    Compare outputs sampled by ``SAME_TEXT_RULES`` with cloud-only decoding under the same random
+    numbers.
+    """
     if METHODS[run.method].caveat:
         return UNCHECKED
     if not run.simulation.temperature:
@@ -224,7 +230,7 @@ DETAILS: dict[str, Callable[[LatencyRecord], str]] = {
 
 
 def latency_table(rows: Sequence[LatencyRecord]) -> Table:
-    """Return ms/token with its interval: one line per method, one column per place."""
+    """Tabulate ms/token with intervals by method (rows) and by link and temperature (columns)."""
     places = dict.fromkeys((row.network, row.sampling) for row in rows)
     cells = {
         (row.method, row.network, row.sampling): estimate(
@@ -239,7 +245,7 @@ def latency_table(rows: Sequence[LatencyRecord]) -> Table:
 
 
 def notes(rows: Sequence[LatencyRecord]) -> list[str]:
-    """Return lines about faulty rows, and where drafting on the edge is not worth it."""
+    """Return notes on wrong outputs, on caveats, and on places where the cloud alone is faster."""
     found, slower = [], dict[str, list[str]]()
     for row in rows:
         place = f"{row.network}, T = {row.sampling}"
@@ -258,7 +264,7 @@ def notes(rows: Sequence[LatencyRecord]) -> list[str]:
 
 
 def constants(rows: Sequence[LatencyRecord], times: Values) -> list[str]:
-    """List the constants behind the clock and the energy; the options are in the manifest."""
+    """List the constants of the clock and of the energy model. The manifest has the options."""
     found = [f"computing: {name} {value:g} s" for name, value in times.items()]
     for network in dict.fromkeys(row.network for row in rows):
         link = load_link(network)
@@ -275,7 +281,7 @@ def constants(rows: Sequence[LatencyRecord], times: Values) -> list[str]:
 def write_edge_report(
     folder: Path, rows: Sequence[LatencyRecord], manifest: Manifest, times: Times
 ) -> str:
-    """Write the files; return the text for the terminal."""
+    """Write the report's files, and return the text for the terminal."""
     known = {name: value for name, value in asdict(times).items() if value is not None}
     table, details = latency_table(rows), Table.of(DETAILS, rows)
     lists = {

@@ -2,8 +2,8 @@
 
 The engine decodes the prompts in a process with its own environment and reports its rounds. Compare
 its draft tokens with the head's forward pass over the engine's own output. Where they differ, rerun
-the head once with each known engine or export fault. If a fault reproduces the engine's draft
-tokens, it is the cause. So only tokens are read from the engine.
+the head once with each known engine or export fault. A fault that reproduces the engine's draft
+tokens is the cause. So the engine has to report only tokens.
 """
 
 # R compared draft tokens, U draft vocabulary
@@ -104,17 +104,17 @@ def check_python(python: Path) -> None:
 
 
 def engine_failure(stderr: str, status: int) -> Failure:
-    """Return an error with the last line that explains why the engine's process ended."""
+    """Return an error with the engine's last informative line on stderr, else its exit status."""
     said = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = [line for line in said if not line.startswith("For further information")]
     return Failure(f"vllm: {said[-1] if said else f'ended with {status}'}")
 
 
 def ask_engine(python: Path, request: Values) -> EngineAnswer:
-    """Run the engine's process on a request.
+    """Run the engine in its own process, and return its answer to a request.
 
     Raises:
-        Failure: it ends without an answer; the message contains its last line.
+        Failure: the process ends without an answer. The message contains its last line.
     """
     check_python(python)
     with tempfile.TemporaryDirectory() as place:
@@ -267,7 +267,7 @@ def _filled(values: Sequence[Tensor], number: float) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class EngineComparison:
-    """The engine's runs compared with ours, prompt by prompt."""
+    """Comparison of the engine's outputs with pipedraft's, prompt by prompt."""
 
     draft: Draft
     target: PreTrainedModel
@@ -285,7 +285,7 @@ class EngineComparison:
         self.rounding = ROUNDING[self.target.dtype]
 
     def add(self, name: str, ours: DecodeResult) -> None:
-        """Compare a prompt's run with the one decoded here."""
+        """Compare the engine's run of a prompt with ``ours``, the run in pipedraft."""
         prompt_ids = ours.prompt_ids
         run = self.answer.runs[len(self.texts)]
         last = int(self.target.get_decoder().config.num_hidden_layers)
@@ -305,7 +305,7 @@ class EngineComparison:
             self.check.first = self._of_prompt(name, prompt_ids, run)
 
     def _of_prompt(self, name: str, prompt_ids: list[int], run: EngineRun) -> Parting | None:
-        """Report a difference outside the head: other prompt tokens, or another dtype."""
+        """Return a difference outside the head, in the prompt's tokens or in the dtype, or None."""
         if run.rendered is not None and run.rendered != prompt_ids:
             at = len(commonprefix([prompt_ids, run.rendered]))
             detail = f"the prompt is {len(run.rendered)} tokens there, {len(prompt_ids)} here; "
@@ -370,19 +370,19 @@ class EngineComparison:
 
     @property
     def shares(self) -> tuple[list[float], list[float]]:
-        """Return accepted draft tokens per round by position: here, and in the engine."""
+        """Return accepted draft tokens per round by position, in pipedraft and in the engine."""
         ours = [number / max(self.num_rounds, 1) for number in self.ours]
         theirs = [number / max(self.answer.num_drafts, 1) for number in self.answer.accepted]
         return ours, theirs
 
     @property
     def mean_acceptance_lengths(self) -> tuple[float, float]:
-        """Return tokens per round, as engines count them: here, and in the engine."""
+        """Return tokens per round in pipedraft and in the engine, as engines count them."""
         ours, theirs = self.shares
         return 1 + sum(ours), 1 + sum(theirs)
 
     def lines(self) -> list[str]:
-        """Show the engine's counters next to ours."""
+        """Return lines with the engine's counters next to pipedraft's."""
         ours, theirs = (", ".join(f"{x:.3f}" for x in side) for side in self.shares)
         tau = self.mean_acceptance_lengths
         return [
@@ -406,10 +406,10 @@ def decode_in_engine(
     max_new_tokens: int,
     dtype: str,
 ) -> EngineComparison:
-    """Decode prompts in the engine, and return the comparison to fill with ours.
+    """Decode prompts in the engine. Return a comparison to which ``add`` adds our own runs.
 
     Args:
-        prompts: token ids, and the messages behind them.
+        prompts: each prompt's token ids and messages.
         name: the target's folder or Hub name.
         files: the head's folder in the engine's layout.
         depth: draft tokens per round.

@@ -1,7 +1,7 @@
-"""Check every exported head in vLLM against ours, and plant faults that must be found.
+"""Compare every exported head in vLLM with pipedraft, and plant faults that must be found.
 
 `make engines` runs this. Each case exports a head, possibly changes its files, and decodes the same
-prompts in vLLM and here. A sound case must agree with ours; each planted fault must be identified.
+prompts in vLLM and here. A sound case must agree with ours. Each planted fault must be identified.
 """
 
 import json
@@ -41,7 +41,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCase:
-    """One head in one layout, as exported or changed."""
+    """Test case with one head in one layout, either as exported or changed."""
 
     name: str
     checkpoint: str = EAGLE3_HEAD
@@ -193,7 +193,7 @@ HEADER += ["tau here", "tau there", "found"]
 
 
 def run(options: EnginesOptions, argv: Sequence[str]) -> None:
-    """Run the whole subcommand; status 1 if a case is not as expected."""
+    """Run the whole subcommand. Exit with status 1 if a case is not as expected."""
     quieten()
     make_folder("--out", options.out)
     rows, wrong = [], []

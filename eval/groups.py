@@ -1,8 +1,8 @@
-"""Acceptance by group: context length, language, kind of text.
+"""Count acceptance by context length, by language and by kind of text.
 
 Counts come from decoded turns, so they cover any head, from this project or another. If an
 evaluation's traces are complete, counting decodes nothing. Data recipes mix rows by the same
-groups; ``metrics`` counts by the target's entropy.
+groups. ``metrics`` counts acceptance by the target's entropy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ TAIL_TOKENS = 8
 
 
 def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Yield the text's kind for each entry in ``token_ids``."""
+    """Yield the kind of text to which each entry in ``token_ids`` belongs."""
     tail = str(tokenizer.decode(result.prompt_ids[-TAIL_TOKENS:])).rstrip()
     start = THINKING if tail.endswith("<think>") else ANSWER
     pieces = [str(tokenizer.decode([token])) for token in result.token_ids]
@@ -48,7 +48,7 @@ def token_segments(result: DecodeResult, tokenizer: "PreTrainedTokenizerBase") -
 def count_groups(
     result: DecodeResult, answer: str, question: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> GroupCounts:
-    """Count a turn's tests and rounds by group.
+    """Count a turn's tested draft tokens and its rounds by group.
 
     Args:
         question: decides the language if the answer does not show one.
@@ -85,7 +85,7 @@ def _order(name: str) -> tuple[str, int, str]:
 
 
 def acceptance_by_group(rows: Sequence[PromptRecord]) -> list[GroupRecord]:
-    """Return one entry for each group with a round or a test."""
+    """Return one record for each group with a round or a tested draft token."""
     counted = [row.groups for row in rows if row.groups is not UNSET]
     found = []
     for name in sorted({name for counts in counted for name in counts}, key=_order):

@@ -1,4 +1,4 @@
-"""Confidence intervals for ratios of sums over conversations: for one run, or to compare two.
+"""Compute confidence intervals for ratios of sums over conversations, in one run or between two.
 
 Every quantity is a ratio of two sums over conversations. For L' it is n sum(N) / sum(K); S, tokens
 per second and acceptance have the same form. Resampling draws whole conversations, because the
@@ -40,7 +40,7 @@ def student_quantile(probability: float, degrees: float) -> float:
 def resampling_weights(size: int, *, seed: int) -> np.ndarray:
     """Return how often each resample draws each conversation, [P, R] with P = ``size``.
 
-    Whole numbers as float64: sums over conversations stay exact.
+    The counts are whole numbers in float64, so sums over conversations stay exact.
     """
     rng = np.random.default_rng(seed)
     weights_RP = rng.multinomial(size, np.full(size, 1 / size), size=NUM_RESAMPLES)
@@ -48,7 +48,7 @@ def resampling_weights(size: int, *, seed: int) -> np.ndarray:
 
 
 def effective_size(weight_P: np.ndarray) -> np.ndarray:
-    """Return the effective sample size in conversations, [...]: sum(w)^2 / sum(w^2) (Kish 1965)."""
+    """Return the effective number of conversations [...], sum(w)^2 / sum(w^2) (Kish 1965)."""
     with np.errstate(invalid="ignore"):
         return weight_P.sum(-1) ** 2 / (weight_P**2).sum(-1)
 
@@ -56,13 +56,13 @@ def effective_size(weight_P: np.ndarray) -> np.ndarray:
 def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Return a statistic's confidence interval from its resampled values.
 
-    Expanded percentile interval (Hesterberg 2015, arXiv:1411.5279): the resampled values'
-    percentiles a and 1 - a, with a = Phi(-sqrt(P / (P - 1)) t), where t is the 0.975 quantile of
-    Student's t with P - 1 degrees of freedom. Deviation: P is the effective sample size, because a
-    few long conversations may outweigh all others.
+    This is the expanded percentile interval (Hesterberg 2015, arXiv:1411.5279). Its bounds are the
+    percentiles a and 1 - a of the resampled values, with a = Phi(-sqrt(P / (P - 1)) t). Here t is
+    the 0.975 quantile of Student's t with P - 1 degrees of freedom. Deviation: P is the effective
+    sample size, because a few long conversations may outweigh all others.
 
     Coverage is 93 to 98 % for ratios of sums over 8 to 80 prompts with log-normal lengths (sigma
-    0.5 to 1.5); with BCa it is 83 to 94 %, with the bootstrap-t 87 to 96 %.
+    0.5 to 1.5). BCa covers 83 to 94 %, and the bootstrap-t covers 87 to 96 %.
 
     Args:
         values_R: [..., R].
@@ -84,8 +84,10 @@ def expanded_percentiles(values_R: np.ndarray, size: np.ndarray) -> np.ndarray:
 def bootstrap_ratio(
     numerator_P: np.ndarray, denominator_P: np.ndarray, *, seed: int = 0
 ) -> np.ndarray:
-    """Return a confidence interval [..., 2] for sum(numerator) / sum(denominator), given [..., P]
-    and positive denominators."""
+    """Return a confidence interval [..., 2] for sum(numerator) / sum(denominator).
+
+    Both inputs are [..., P], and denominators are positive.
+    """
     numerator_P = np.asarray(numerator_P, dtype=np.float64)
     denominator_P = np.asarray(denominator_P, dtype=np.float64)
     size = numerator_P.shape[-1]
@@ -97,13 +99,13 @@ def bootstrap_ratio(
 
 
 def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[float, float]:
-    """Return a 95 % interval for sum(accepts) / sum(tests) with dependent tests within a prompt.
+    """Return a 95 % interval for sum(accepts) / sum(tests), where a prompt's tests are dependent.
 
-    Wilson's interval with p (1 - p) / v effective tests, where v is the rate's jackknife variance
-    over prompts, and Student's t in place of z (after Korn and Graubard 1998, Survey Methodology
-    24). If v is 0, because all or none were accepted, every prompt counts as one test. Deviation:
-    Korn and Graubard widen Clopper and Pearson's interval; their variance is linearized, and their
-    degrees of freedom assume equally long prompts.
+    This is Wilson's interval for p (1 - p) / v effective tests, where v is the rate's jackknife
+    variance over prompts. Student's t replaces z (after Korn and Graubard 1998, Survey Methodology
+    24). If v is 0, because all or none were accepted, the effective number of prompts replaces the
+    number of tests. Deviation: Korn and Graubard widen Clopper and Pearson's interval, they
+    linearize the variance, and their degrees of freedom assume equally long prompts.
 
     From 10 prompts up, with log-normal numbers of tests (sigma 0.7 to 1.5), coverage is 91 to 99 %.
     Wilson's own interval, which assumes independent tests, covers 47 to 95 %. A bootstrap would
@@ -125,7 +127,7 @@ def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[flo
 
 
 def wilson_interval(passed: int, total: int) -> tuple[float, float]:
-    """Return a confidence interval for a share, by Wilson 1927, eq. 4; NaN for total = 0."""
+    """Return Wilson's confidence interval for a share (1927, eq. 4), or NaN if ``total`` is 0."""
     return _wilson(passed / total, total, NORMAL.inv_cdf(LEVEL)) if total else (math.nan, math.nan)
 
 
@@ -147,7 +149,7 @@ def paired_interval(
 ) -> np.ndarray:
     """Return an interval [..., 2] for the ratio between the two pooled values.
 
-    A resample draws each prompt with both runs' results, so its length and difficulty cancel.
+    Resamples draw prompts with both runs' results, so a prompt's length and difficulty cancel.
     """
     weights_PR = resampling_weights(numerator_SP.shape[-1], seed=seed)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -176,9 +178,9 @@ class PairedComparison:
 
 
 def compare_paired(numerator_SP: np.ndarray, denominator_SP: np.ndarray) -> PairedComparison:
-    """Compare one quantity between two runs, given [2, P]: one column per prompt.
+    """Compare one quantity between two runs. The inputs are [2, P] with one column per prompt.
 
-    Columns with 0 in both denominators (the prompt ended before the first step) are left out.
+    Leave out prompts with two zero denominators, which ended before the first step.
     """
     counted_P = denominator_SP.any(0)
     numerator_SP, denominator_SP = numerator_SP[:, counted_P], denominator_SP[:, counted_P]

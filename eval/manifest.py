@@ -38,7 +38,7 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
 
 
 def git_state() -> dict[str, str | bool] | None:
-    """Return the commit of the running checkout; None for an installed wheel."""
+    """Return the checkout's commit and whether it is modified, or None for an installed wheel."""
     root = Path(pipedraft.__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -54,7 +54,7 @@ def git_state() -> dict[str, str | bool] | None:
 
 
 def processor_name() -> str:
-    """Return the CPU's name; platform.processor() is empty on many Linux systems."""
+    """Return the CPU's name, also on Linux, where platform.processor() is often empty."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
         for line in information.read_text().splitlines():
@@ -85,8 +85,8 @@ def build_manifest(
     """Return everything needed to repeat a run, or to see why two runs differ.
 
     Args:
-        checkpoints: draft folders; the SHA-256 of their weights is recorded.
-        draft: a language model is recorded like the target; other drafts by their checkpoints.
+        checkpoints: draft folders. The SHA-256 of their weights is recorded.
+        draft: a language model is recorded like the target. ``checkpoints`` records other drafts.
     """
     template, device = tokenizer.chat_template, target.device
     return {

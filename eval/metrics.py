@@ -1,6 +1,7 @@
-"""Sums over decoded turns: L', acceptance, wall-clock times. Files store counts, never ratios.
+"""Compute L', acceptance and wall-clock times from sums over decoded turns.
 
-Pooled values are ratios of sums; intervals are bootstraps over conversations.
+Each prompt's record stores counts and times, never ratios. Pooled values are ratios of sums.
+Intervals are bootstraps over conversations, or ``wilson_over_prompts`` for acceptance rates.
 """
 
 # P conversations, M repeats, E entropy bins, J positions in a round
@@ -43,7 +44,7 @@ def sum_lists(lists: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _padded(counts: Sequence[Sequence[int]], length: int = 0) -> np.ndarray:
-    """Return one row per list, shorter lists padded with 0."""
+    """Return an array with one row per list, where shorter lists are padded with 0."""
     table = np.zeros((len(counts), max([length, *map(len, counts)])))
     for line, row in zip(table, counts, strict=True):
         line[: len(row)] = row
@@ -61,10 +62,11 @@ def pooled_ratio(
 def measure_times(
     results: Sequence[DecodeResult], plain_tokens_per_s: float = math.nan
 ) -> WallClockRecord | None:
-    """Return one process's times; None if no request recorded two token times.
+    """Return times measured in one process, or None if no request recorded two token times.
 
-    tokens/s is N over the time between each request's first and last token, prefill excluded. Times
-    between tokens are pooled over requests, and are 0 inside an accepted burst.
+    tokens/s is N divided by the time from first to last token, summed over requests, prefill
+    excluded. Times between tokens are pooled over requests, and are 0 between tokens accepted
+    together.
     """
     times = [np.asarray(r.token_times_s) for r in results if len(r.token_times_s) > 1]
     if not times:
@@ -92,7 +94,8 @@ def run_record(
 
     Args:
         results: one per turn, all with the same number of stages.
-        conversations: each result's conversation; None: every result is its own.
+        conversations: each result's conversation. None makes every result a conversation of its
+            own.
         fields: record fields missing in the results, for example the settings.
     """
     stages = {result.num_stages for result in results}
@@ -140,8 +143,10 @@ def run_record(
 def acceptance_length(
     counts: Sequence[tuple[int, int]], num_stages: int, seed: int = 0
 ) -> AcceptanceLength:
-    """Return L' = n sum(N) / sum(K), given N and K per conversation; conversations that end on the
-    prefill token have no steps."""
+    """Return L' = n sum(N) / sum(K), given N and K of each conversation.
+
+    Leave out conversations without steps, which end on the prefill token.
+    """
     decoded = [(num_stages * tokens, steps) for tokens, steps in counts if steps]
     numerator_P, denominator_P = np.array(decoded, dtype=np.float64).reshape(-1, 2).T
     pooled, ci95 = pooled_ratio(numerator_P, denominator_P, seed=seed)
@@ -155,7 +160,7 @@ def acceptance_length(
 def acceptance_by_category(
     rows: Sequence[PromptRecord], *, num_stages: int, seed: int = 0
 ) -> dict[str, CategoryRecord]:
-    """Return rates and L' by prompt category, named "benchmark/category" for pooled benchmarks."""
+    """Return acceptance rates and L' by category. Pooled benchmarks use "benchmark/category"."""
     several = len({row.benchmark for row in rows}) > 1
     groups: dict[str, list[PromptRecord]] = {}
     for row in rows:
@@ -177,7 +182,7 @@ def acceptance_by_category(
 
 
 def rate_fields(accepts_P: np.ndarray, tests_P: np.ndarray) -> Values:
-    """Return record fields: counts, their ratio, and its interval."""
+    """Return record fields with the counts, their ratio and its interval."""
     accepts, tests = int(accepts_P.sum()), int(tests_P.sum())
     return {
         "tests": tests,
@@ -188,18 +193,18 @@ def rate_fields(accepts_P: np.ndarray, tests_P: np.ndarray) -> Values:
 
 
 def acceptance_intervals_by_position(rows: Sequence[PromptRecord]) -> list[Interval]:
-    """Return intervals; entry j belongs to "acceptance_by_position"[j]."""
+    """Return a confidence interval for each entry in "acceptance_by_position"."""
     tests_PJ = _padded([row.position_tests for row in rows])
     accepts_PJ = _padded([row.position_accepts for row in rows], tests_PJ.shape[1])
     return [wilson_over_prompts(a, t) for a, t in zip(accepts_PJ.T, tests_PJ.T, strict=True)]
 
 
 def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
-    """Yield, for each test, the index in ``token_ids`` of the output token at its place, and True
-    if the draft token was accepted.
+    """Yield, for each tested draft token, the index in ``token_ids`` of the output token at its
+    place, and True if the draft token was accepted.
 
-    All of a round's tokens but the last are accepted draft tokens. The last place was tested unless
-    the round's end is "u"; after a rejection it has the token that replaced the rejected one.
+    A round's tokens are accepted draft tokens, except perhaps the last. The last place was not
+    tested if the round's end is "u". After a rejection, the last token replaces the rejected one.
     """
     index = 1  # after the token from the prefill
     for length, end in zip(result.round_lengths, result.round_ends, strict=True):
@@ -212,7 +217,7 @@ def token_tests(result: DecodeResult) -> Iterator[tuple[int, bool]]:
 def count_by_entropy(
     result: DecodeResult, entropies: Sequence[float]
 ) -> tuple[list[int], list[int]]:
-    """Count tests and accepted tests in each bin, given the target's entropy at each token."""
+    """Count tested and accepted draft tokens by bins of the target's entropy at the token."""
     tests, accepts = [0] * len(ENTROPY_EDGES), [0] * len(ENTROPY_EDGES)
     for index, accepted in token_tests(result):
         # Rounding can push a certain token's entropy just below 0.
@@ -223,7 +228,7 @@ def count_by_entropy(
 
 
 def acceptance_by_entropy(rows: Sequence[PromptRecord]) -> list[EntropyRecord]:
-    """Return one entry per bin, empty ones included; none if no entropies were counted."""
+    """Return a record for every entropy bin, or an empty list if no entropies were counted."""
     tests_PE = _padded([row.entropy_tests for row in rows if row.entropy_tests is not UNSET])
     accepts_PE = _padded([row.entropy_accepts for row in rows if row.entropy_accepts is not UNSET])
     edges = zip(ENTROPY_EDGES, [*ENTROPY_EDGES[1:], math.inf], strict=True)
@@ -245,7 +250,7 @@ def decode_seconds(result: DecodeResult) -> float:
 def repeats_record(
     rows: Sequence[PromptRecord], repeats: Sequence[Mapping[Turn, DecodeResult]]
 ) -> RepeatsRecord:
-    """Return the record for M repeats; ``repeats``: results by turn, for each repeat."""
+    """Return the record for M repeats. ``repeats`` has each repeat's results by turn."""
     outcomes = [
         {key: (result.token_ids, result.num_steps) for key, result in turns.items()}
         for turns in repeats

@@ -1,4 +1,4 @@
-"""Write OUT/outputs.html: each method's output, with accepted draft tokens colored."""
+"""Write OUT/outputs.html, which shows each method's output with accepted draft tokens in color."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

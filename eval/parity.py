@@ -72,7 +72,7 @@ tokens alone, by the training's forward pass and as decoded, which have to be eq
 def training_prompt(
     renderer: ChatRenderer, prompt: Prompt, answer: str, prompt_ids: list[int]
 ) -> tuple[list[int], tuple[str, str] | None]:
-    """Return the prompt's ids as training makes them, and how decoding differs, if it does."""
+    """Return the prompt's token ids in training, and the difference in decoding, if any."""
     chat = renderer.render([*prompt.messages(), {"role": "assistant", "content": answer}])
     ((ids, mask),) = renderer.tokenize([chat])
     if 1 not in mask:
@@ -96,8 +96,7 @@ def training_prompt(
 def exported_drafts(
     folder: Path, kind: str, target: PreTrainedModel, name: str, given: Sequence[str]
 ) -> dict[str, Draft | str]:
-    """Return drafts read from exported files, by layout or folder; or the reason for having
-    none."""
+    """Return the draft read from each layout or folder, or the reason why there is none."""
     if kind not in LAYOUTS and not given:
         known = ", ".join(LAYOUTS)
         return {"files": f"SGLang's and vLLM's layouts are of {known}; of {kind} there is none"}
@@ -127,7 +126,7 @@ def exported_drafts(
 
 @dataclass(kw_only=True)
 class Parity:
-    """Comparison of training, decoding and files on the same prompts."""
+    """Comparison of training, decoding and exported files on the same prompts."""
 
     draft: Draft
     decoding: Decoding
@@ -153,7 +152,7 @@ class Parity:
             self.checks[name] = Check(name=name, remark=remark)
 
     def add(self, prompt: Prompt) -> None:
-        """Decode a prompt; compare the draft's rows with its training pass and exported files."""
+        """Decode a prompt, and compare the draft with its training pass and exported files."""
         name = f"{prompt.task}/{prompt.id}"
         prompt_ids = encode_turn(self.decoding.tokenizer, prompt, [])
         answer, drafted = self.decoding.run(prompt_ids)
@@ -226,7 +225,7 @@ class Parity:
             )
 
     def _compare_draft_token(self, name: str, found: Drafted, text: Text, state: Tensor) -> None:
-        """Compare one decoding row reached through accepted draft tokens only."""
+        """Compare a draft token from decoding that follows accepted draft tokens only."""
         check, counts = self.checks["decoding"], self.counts[found.depth - 1]
         ours_V = over_vocabulary(self.draft, self.draft.logits(state[None]))[0]
         best, teacher = int(ours_V.argmax()), int(text.teacher_T[found.root + found.depth - 1])
@@ -294,8 +293,7 @@ class Parity:
 
 @contextmanager
 def own_checkpoint(options: ParityOptions) -> Iterator[str]:
-    """Yield a checkpoint in this project's format: the given one, or one converted from other
-    files."""
+    """Yield the given checkpoint, converted into this project's format if needed."""
     folder = resolve_folder(options.checkpoint)
     try:
         is_peer = "draft_type" not in json.loads((folder / CONFIG_FILE).read_text())
@@ -349,7 +347,7 @@ def in_engine(
 
 
 def run(options: ParityOptions, argv: Sequence[str]) -> None:
-    """Run the whole subcommand; bad input raises ValueError, a difference exits with status 1."""
+    """Run the whole subcommand. Bad input raises ValueError. A difference exits with status 1."""
     quieten()
     with own_checkpoint(options) as folder:
         compare(options, folder)

@@ -68,7 +68,7 @@ class Check:
 
 
 def trained_depth(draft: Draft, depth: int) -> int:
-    """Return draft tokens per round as the draft was trained, at most ``depth``."""
+    """Return draft tokens per round. SPD and PPSD fix this number, and DFlash limits ``depth``."""
     if isinstance(draft, SPD):
         return draft.config.max_in_flight
     if isinstance(draft, PPSD):
@@ -77,8 +77,7 @@ def trained_depth(draft: Draft, depth: int) -> int:
 
 
 class Text:
-    """A text under teacher forcing: the target's hidden states and tokens, and the drafts'
-    outputs."""
+    """Text with the target's teacher-forced hidden states and tokens, and the drafts' outputs."""
 
     def __init__(self, target: PreTrainedModel, ids: Sequence[int], layers: set[int]) -> None:
         self.target, self.ids_T = target, torch.tensor(ids, device=target.device)
@@ -88,10 +87,10 @@ class Text:
         self.teacher_T = head(norm(self.taps[last][0])).argmax(-1)  # type: ignore[misc]
 
     def states(self, draft: Draft, depth: int) -> list[Tensor]:
-        """Return LM head inputs in training for draft tokens 1 .. depth: [T, ...] each, by root.
+        """Return the LM head's inputs in training, one [T, ...] per draft token 1 .. depth.
 
-        Row t in an entry belongs to the round with the token at t as its root; rows without a round
-        contain arbitrary values.
+        Row t belongs to the round that has the token at t as its root. Rows without a round contain
+        arbitrary values.
         """
         taps, ids_T, ids_BT = self.taps, self.ids_T, self.ids_T[None]
         if isinstance(draft, EagleHead):
@@ -114,7 +113,7 @@ class Text:
 
 
 def over_vocabulary(draft: Draft, logits_RU: Tensor) -> Tensor:
-    """Return logits [R, V]: minus infinity for tokens missing from the draft vocabulary."""
+    """Return logits [R, V], with minus infinity for tokens missing from the draft vocabulary."""
     logits_RV = logits_RU.new_full((len(logits_RU), draft.target_vocab_size), -torch.inf)
     return logits_RV.index_copy(1, vocabulary(draft), logits_RU)
 
@@ -126,7 +125,7 @@ def vocabulary(draft: Draft) -> Tensor:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return each row's largest difference, [R]; 0 where both are minus infinity."""
+    """Return each row's largest difference [R]. Two values of minus infinity count as equal."""
     return (ours - theirs).nan_to_num(0.0, torch.inf, -torch.inf).abs().flatten(1).amax(1)
 
 
@@ -183,7 +182,7 @@ def told(owner: object, name: str, note: Callable[..., None]) -> Iterator[None]:
 
 
 class Decoding:
-    """Greedy decoding with chains; it records every draft token with the draft's inputs."""
+    """Greedy decoder with chain drafts that records each draft token and the draft's inputs."""
 
     def __init__(
         self,
@@ -208,7 +207,7 @@ class Decoding:
         self.target, self.tokenizer = target, tokenizer
 
     def run(self, prompt_ids: list[int]) -> tuple[list[int], list[Drafted]]:
-        """Return the answer's tokens, and all draft tokens made on the way."""
+        """Decode a prompt. Return the answer's tokens and all draft tokens."""
         self.drafted: list[Drafted] = []
         self._committed: list[Read] = []
         self._calls: list[tuple[Tensor, Tensor, int | None]] = []
@@ -265,7 +264,7 @@ class Decoding:
 def why_decoding_parts(
     draft: Draft, found: Drafted, text: Text, state: Tensor, rounding: float
 ) -> tuple[str, str]:
-    """Explain why decoding disagrees with training at a row: name the first different input."""
+    """Name the first input that makes a row in decoding differ from its row in training."""
     for read in found.read:
         ours_aH = text.taps[read.layer][0, read.first : read.first + len(read.rows_aH)]
         differ_a = difference(ours_aH, read.rows_aH)

@@ -18,7 +18,7 @@ Series = dict[str, dict[Any, Estimate]]
 
 
 def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Return label -> entries with a draft: one label for each method and setting.
+    """Return the entries with a draft, grouped under one label per method and setting.
 
     A label names the method and n. It names temperature, shape and folder only where they vary.
     """
@@ -67,7 +67,7 @@ def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
 
 
 def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
-    """Draw a line for each method with several numbers of stages, also over several folders."""
+    """Draw L' against stages, with a line for each method that has several numbers of stages."""
     series: Series = {}
     for run in sorted(tables.drafted_runs(pooled), key=lambda run: run.stages):
         label = f"{run.method}, T={run.sampling}, {run.shape}"
@@ -87,7 +87,7 @@ def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
 
 
 def _position_rates(entries: Sequence[RunRecord]) -> dict[int, Estimate]:
-    """Return the acceptance rate by position from 1 up, entries pooled, if tested often enough."""
+    """Return pooled acceptance rates by position, counted from 1, with at least MIN_TESTS tests."""
     # Intervals belong to one entry; several have none in common.
     intervals = entries[0].acceptance_by_position_ci95 if len(entries) == 1 else ()
     rates = {}

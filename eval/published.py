@@ -1,5 +1,4 @@
-"""Reproduce a paper's table next to the published values: run, and show as text, Markdown and
-JSON."""
+"""Reproduce a paper's table next to its published values, as text, Markdown and JSON."""
 
 import shlex
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ LEGEND = """\
 
 
 def measured(table: Spec, outcomes: Sequence[RowOutcome], index: int, measure: Column) -> Value:
-    """Return a row's value in a column; missing if it divides by a row that was not run."""
+    """Return a row's value in a column. A ratio to a row that was not run is missing."""
     own = outcomes[index].values.get(measure.benchmark, {}).get(measure.quantity, (None, None))
     if measure.over is None:
         return own
@@ -78,7 +77,7 @@ def _remark(row: Row, outcome: RowOutcome) -> str:
 
 
 def paper_table(table: Spec, outcomes: Sequence[RowOutcome]) -> Table:
-    """Return one line per row: its names, our values, the published ones, a remark."""
+    """Return a table with each row's names, measured values, published values and remark."""
     places = [table.place(row) for row in table.rows]
     has_network = len({place[1] for place in places}) > 1
     has_stages = any(outcome.stages for outcome in outcomes)
@@ -101,7 +100,7 @@ def paper_table(table: Spec, outcomes: Sequence[RowOutcome]) -> Table:
 
 
 def for_terminal(table: Table) -> str:
-    """Align the columns, with the long remarks below."""
+    """Return the table with aligned columns, followed by the long remarks."""
     lines = [align_columns(Table(table.header[:-1], [row[:-1] for row in table.rows]))]
     place = table.header.index("T")
     for row in table.rows:
@@ -111,7 +110,7 @@ def for_terminal(table: Table) -> str:
 
 
 def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
-    """Return lines below a table: differences, and where the numbers are from."""
+    """Return the lines below a table, which state differences and the numbers' sources."""
     prompts = ", ".join(f"{len(found)} of {name}" for name, found in context.benchmarks.items())
     name = "assets/target" if table.target == DEFAULT_TARGET else table.target
     lines = [
@@ -125,7 +124,7 @@ def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
 
 
 def table_record(name: str, table: Spec, outcomes: Sequence[RowOutcome]) -> dict[str, object]:
-    """Return the contents for table.json: every row's measured and published values."""
+    """Return the contents of table.json, with every row's measured and published values."""
     rows = []
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
         ours = {}

@@ -1,9 +1,9 @@
-"""Types for results.json: used by the evaluation to write it, and by every reader.
+"""Types for results.json, which the evaluation writes and every reader uses.
 
 Fields have the same names and nesting as the file's keys. Readers skip unknown keys, and use
-defaults for keys that older files lack. A missing number (a rate over nothing) is null in a file
-and None once read; until it is written it may be NaN: see ``is_known``. Unset fields are left out
-of the file.
+defaults for keys that older files lack. A missing number, such as a rate without tests, may be NaN
+before writing. It is null in the file and None once read (see ``is_known``). Unset fields are left
+out of the file.
 """
 
 import json
@@ -37,17 +37,17 @@ Manifest = Values
 
 
 def is_known(value: float | None | UnsetType) -> TypeGuard[float]:
-    """Return True if a value exists; a missing one is NaN in memory and null in a file."""
+    """Return True for a finite number. A missing value is NaN, None or unset."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def number_or_nan(value: Figure) -> float:
-    """Return the number, or NaN for None: arithmetic and plots ignore NaN."""
+    """Return the number, or NaN for None, because arithmetic and plots ignore NaN."""
     return math.nan if value is None else value
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line in the tables."""
+    """Base record for one line in the tables."""
 
     run: Name | UnsetType = UNSET
     """Folder, if entries from several folders are shown together; never stored in a file."""
@@ -57,7 +57,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> str:
-        """Return the folder's name for labels; "" if there is only one."""
+        """Return the folder's name for labels, or "" if there is only one folder."""
         return self.run or ""  # type: ignore[return-value]  # an unset field is false
 
     @property
@@ -67,7 +67,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AcceptanceLength(msgspec.Struct, frozen=True, kw_only=True):
-    """L' = n N / K."""
+    """Equivalent acceptance length L' = n N / K."""
 
     pooled: Figure
     mean: Figure = None
@@ -76,7 +76,7 @@ class AcceptanceLength(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WallClockRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Times measured in one process; see ``metrics.measure_times``."""
+    """Times measured in one process by ``metrics.measure_times``."""
 
     tokens_per_s: Figure
     ttft_ms: Figure = None
@@ -87,7 +87,7 @@ class WallClockRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LosslessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison with the reference; the optional fields are for half precision only."""
+    """Comparison with the reference. The optional fields exist only in half precision."""
 
     checked: Count
     mismatches: Count
@@ -139,7 +139,7 @@ def add_up(reports: Sequence[ProcessRecord]) -> ProcessRecord:
 
 
 class RateRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Draft tokens that were tested, and those accepted."""
+    """Numbers of tested and accepted draft tokens, and their ratio."""
 
     tests: Count
     accepts: Count
@@ -155,7 +155,7 @@ class CategoryRecord(RateRecord, frozen=True, kw_only=True):
 
 
 class EntropyRecord(RateRecord, frozen=True, kw_only=True):
-    """Tests where the target's entropy is from ``entropy_from`` to below ``entropy_to`` nats."""
+    """Tested draft tokens where the target's entropy in nats is in [entropy_from, entropy_to)."""
 
     entropy_from: float
     entropy_to: Figure
@@ -163,7 +163,7 @@ class EntropyRecord(RateRecord, frozen=True, kw_only=True):
 
 
 class GroupRecord(RateRecord, frozen=True, kw_only=True):
-    """Tests in one text group, DIMENSION/GROUP; see ``groups``."""
+    """Tested draft tokens in one text group, named DIMENSION/GROUP as in ``groups``."""
 
     group: Name
     prompts: Count
@@ -181,7 +181,7 @@ class RepeatsRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Correct answers."""
+    """Number and share of correct answers."""
 
     kind: Name
     scored: Count
@@ -275,7 +275,7 @@ class RunRecord(Entry, frozen=True, kw_only=True):
 
     @property
     def benchmark_mean(self) -> float:
-        """Mean over the benchmarks of each one's pooled L'; every benchmark has the same weight."""
+        """Return the mean of the benchmarks' pooled L', with equal weights."""
         sums: dict[str, tuple[int, int]] = {}
         for prompt in self.per_prompt:
             tokens, steps = sums.get(prompt.benchmark, (0, 0))
@@ -321,8 +321,11 @@ class LatencyRecord(Entry, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of results.json. An evaluation fills ``runs`` and ``overall``; edge-cloud decoding
-    fills ``latency`` and ``times``."""
+    """Contents of results.json.
+
+    An evaluation fills ``runs`` and ``overall``. Edge-cloud decoding fills ``latency`` and
+    ``times``.
+    """
 
     runs: list[RunRecord] | UnsetType = UNSET
     overall: list[RunRecord] | UnsetType = UNSET
@@ -332,7 +335,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def entries(self) -> list[RunRecord]:
-        """Return all entries: runs, then the pooled ones."""
+        """Return the runs, followed by the pooled entries."""
         return [*(self.runs or ()), *(self.overall or ())]
 
 

@@ -68,7 +68,7 @@ class Hardware:
         return recording.with_draft(cost)
 
     def boundaries_for(self, recording: Recording, cost: CostModel) -> tuple[int, ...]:
-        """Return the target's cuts on this hardware."""
+        """Return the layers at which the target is cut on this hardware."""
         num_stages, own = recording.config.num_stages, recording.boundaries
         if cost.stages and len(cost.stages) != num_stages:
             raise NotReplayable(f"the cost model has {len(cost.stages)} devices")
@@ -84,11 +84,11 @@ class Hardware:
 
 
 class NotReplayable(Exception):
-    """Raised, with one line, if a recorded run cannot predict the run under another cost model."""
+    """Error with one line, if a recorded run cannot predict the run under another cost model."""
 
 
 def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> str:
-    """Return why a run under ``cost`` would have drafted other tokens; empty if it would not."""
+    """Return why a run under ``cost`` would have drafted other tokens, or "" if it would not."""
     if cost == recorded:
         return ""
     if schedule.is_auto:
@@ -129,14 +129,16 @@ class Replayed:
 
     @cached_property
     def speedup(self) -> tuple[float, Interval]:
-        """S over autoregressive decoding on the same pipeline, and its interval."""
+        """Speed-up S over autoregressive decoding on the same pipeline, with its interval."""
         _, _, time_P, plain_P = self.prompts_P4[self.prompts_P4[:, 1] > 0].T
         return pooled_ratio(plain_P, time_P)
 
     @property
     def one_device_speedup(self) -> float:
-        """S, but over autoregressive decoding with all layers on this cost model's fastest device,
-        so the pipeline's price counts."""
+        """Speed-up over autoregressive decoding of all layers on the cost model's fastest device.
+
+        Unlike ``speedup``, this value includes what the pipeline itself costs.
+        """
         fastest = max(self.cost.stages, key=lambda stage: stage.speed, default=None)
         one = () if fastest is None else (replace(fastest, link=0.0, link_row=0.0, replicas=1),)
         free = replace(self.cost, link=0.0, link_row=0.0, stages=one)
@@ -149,7 +151,7 @@ def replay(recording: Recording, hardware: Hardware) -> list[Replayed]:
     """Compute how long the recorded steps would take on other hardware.
 
     Returns:
-        One per benchmark, and one named "overall" if there are several.
+        One result per benchmark, and one named "overall" if there are several benchmarks.
 
     Raises:
         NotReplayable: a run there would have drafted other tokens.
@@ -176,7 +178,7 @@ def replay(recording: Recording, hardware: Hardware) -> list[Replayed]:
 def _price(
     recording: Recording, cost: CostModel, cut: Sequence[int]
 ) -> dict[tuple[str, str], np.ndarray]:
-    """Sum each conversation's turns on another cost model's clock: see ``Replayed.prompts_P4``."""
+    """Return each conversation's row of ``Replayed.prompts_P4`` under another cost model."""
     sums: dict[tuple[str, str], np.ndarray] = {}
     for (benchmark, name, _), result in recording.turns.items():
         clock = VirtualClock(cost, cut, cost.draft_forward or 0.0)
@@ -199,7 +201,7 @@ def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
 
 
 def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[str, float]:
-    """Return S for recorded steps by the stage cost of an extra row, including the run's own.
+    """Return S of recorded steps for each stage cost of an extra row, the run's own included.
 
     If the schedule chooses its draft tokens by this cost, only S at the run's own cost is returned.
     """
@@ -218,8 +220,8 @@ def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[s
 
 
 def best_of(found: Sequence[Replayed]) -> list[Replayed]:
-    """Return the replay with the highest S per benchmark, sampling, stages, cost, link, output
-    length and random seed."""
+    """Return the replay with the highest S for each combination of benchmark, sampling, stages,
+    cost, link, output length and random seed."""
     best: dict[tuple[object, ...], int] = {}
     for index in np.argsort(np.nan_to_num([one.speedup[0] for one in found]), kind="stable"):
         one, config = found[index], found[index].config
@@ -249,7 +251,7 @@ COLUMNS: dict[str, Callable[[Replayed], str]] = {
 
 
 def _table(found: Sequence[Replayed]) -> Table:
-    """Build the table; leave out max new, seed and cut if they say nothing."""
+    """Build the table. Leave out the columns max new, seed and cut if they say nothing."""
     left_out = {name for name in ("max new", "seed") if len(set(map(COLUMNS[name], found))) == 1}
     if not any(one.cost.stages for one in found):
         left_out.add("cut")
@@ -263,18 +265,18 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
     """Fit the cost model to a comparison's measurements.
 
     - A target pass is the sum of the stages' mean one-row times, in autoregressive decoding.
-    - ``row``, ``sharing``: least-squares fit of the stages' times over all methods. Columns: calls,
-        extra rows, and calls times the mean number of other busy processes.
+    - ``row``, ``sharing``: least-squares fit of the stages' times over all methods. The columns are
+        calls, extra rows, and calls times the mean number of other busy processes.
     - ``verify``: mean verification time for one row.
     - ``link``: autoregressive time beyond stages and verification, divided by the n + 1 links. In
-        one process: 0.
+        one process this is 0.
     - ``draft_forward``: drafting time divided by draft forwards, for all methods.
-    - ``stages``: if a rank's layers take at least ``UNEQUAL`` times as long as another's, each
-        rank's speed, from autoregressive decoding.
+    - ``stages``: each rank's speed in autoregressive decoding, if one rank's layers take at least
+        ``UNEQUAL`` times as long as another's.
 
     Args:
-        runs: entries from results.json with "processes", one number of stages, autoregressive
-            decoding among them.
+        runs: entries from results.json with "processes". All have one number of stages, and one
+            entry is autoregressive decoding.
         boundaries: the target's cuts, if each stage had a process.
     """
     runs = pooled_runs(runs)
@@ -304,8 +306,10 @@ def fit_cost(runs: Sequence[RunRecord], boundaries: Sequence[int] = ()) -> CostM
 
 
 def _stage_speeds(plain: RunRecord, boundaries: Sequence[int]) -> tuple[StageCost, ...]:
-    """Return each rank's device speed, if they differ; a device with speed 1 takes one time unit
-    for all layers."""
+    """Return each rank's device speed, or () if the speeds are similar.
+
+    A device with speed 1 takes one time unit for all layers.
+    """
     seconds = [process.seconds.get("stage", 0.0) for process in plain.processes]
     seconds = [each for each in seconds if each]
     if len(seconds) == 1 or len(seconds) != len(boundaries) - 1:
@@ -327,10 +331,10 @@ def _tokens_per_s(run: RunRecord) -> float:
 
 
 def _row_and_sharing(runs: Sequence[RunRecord]) -> tuple[float, float]:
-    """Return the extra time per further row, and per further busy process, as fractions of the
-    first row's time.
+    """Return the extra time for each further row, and for each further busy process, as fractions
+    of the first row's time.
 
-    Non-negative least squares; a column that does not vary is left out.
+    Fit by non-negative least squares. A column of zeros is left out.
     """
     calls = np.array([_total(run, "counts", "stage") for run in runs])
     rows = np.array([_total(run, "rows", "stage") for run in runs])
@@ -422,7 +426,7 @@ def _hardware(arguments: ReplayOptions) -> list[Hardware]:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the whole subcommand; bad input raises ValueError."""
+    """Run the whole subcommand. Raise ValueError for bad input."""
     arguments = ReplayOptions.read(argv)
     found: list[Replayed] = []
     refused: dict[str, None] = {}

@@ -1,7 +1,7 @@
 """Write an evaluation's report, or one page for several: `python -m pipedraft.eval report --help`.
 
 report.html is one file that needs neither scripts nor a network. jinja2 escapes all text from
-files; the page is report.html.jinja, its charts are in plots.py.
+files. The page's template is report.html.jinja, and its charts are in plots.py.
 """
 
 import os
@@ -39,7 +39,7 @@ SHOWN_CHARTS = ("length_by_benchmark.png", "acceptance_by_position.png")
 
 
 def title_of(manifests: Sequence[Manifest], runs: Sequence[RunRecord]) -> str:
-    """Return the measurement, the target and the day."""
+    """Return a title with the methods, the targets and the days."""
     drafts = dict.fromkeys(run.method for run in runs if run.schedule != AUTOREGRESSIVE)
     names = filter(None, (fact(one, "target", "name") for one in manifests))
     targets = dict.fromkeys(map(str, names))
@@ -54,7 +54,7 @@ def _listed(value: object) -> list[object]:
 
 
 def _overview(sources: Sequence[Evaluated], runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Return facts for the top of the page: the measurement, and its target."""
+    """Return facts about the measurement and its target for the top of the page."""
     manifests = [source.manifest for source in sources]
     prompts = {(run.benchmark, run.prompts) for run in runs if run.benchmark != OVERALL}
     found: dict[str, Iterable[object]] = {
@@ -91,7 +91,7 @@ def build_page(
     """Build the HTML page for one evaluation, or for several side by side.
 
     Args:
-        charts: default: drawn from ``sources``.
+        charts: charts to show. By default they are drawn from ``sources``.
     """
     runs, pooled, latency = [], [], []
     for source in sources:
@@ -164,8 +164,8 @@ def format_report(
 def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -> None:
     """Write results.json, manifest.json, report.md, report.html and charts into ``out_dir``.
 
-    results.json: {"runs": [one entry per method and benchmark], "overall": [the same, pooled over
-    the benchmarks; empty with a single benchmark]}.
+    results.json is {"runs": [...], "overall": [...]}. ``runs`` has one entry per method and
+    benchmark. ``overall`` pools the benchmarks, and is empty with a single benchmark.
     """
     content = to_json(
         Results(
@@ -190,7 +190,7 @@ def write_report(out_dir: Path, runs: Sequence[RunRecord], manifest: Manifest) -
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return the parts of the paths that tell them apart."""
+    """Return each path without the parent folders that all paths share."""
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise UsageError("RUN: the same one is given twice; give each once")
@@ -199,7 +199,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def compare_with_first(sources: Sequence[Evaluated]) -> list[Values]:
-    """Compare every evaluation with the first one: title, warnings and lines."""
+    """Compare every evaluation with the first. Return title, warnings and lines for each."""
     found = []
     baseline, *others = sources
     for other in others:
@@ -231,7 +231,7 @@ build_parser = ReportOptions.parser
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the whole subcommand; bad input raises ValueError."""
+    """Run the whole subcommand. Raise ValueError for bad input."""
     arguments = ReportOptions.read(argv)
     folders = arguments.folders
     names = short_names(folders)

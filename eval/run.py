@@ -68,7 +68,7 @@ LOTS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class EvalMethod:
-    """One table line: a draft with its decoding settings."""
+    """Draft with decoding settings, shown as one line in the tables."""
 
     name: str
     config: DecodeConfig
@@ -82,7 +82,7 @@ def draft_hash(draft: DraftNetwork) -> str:
 
 
 def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
-    """Return draft and target for a trace file's header, as ``traces.Recording`` reads them."""
+    """Return the facts about draft and target that a trace file's header stores for ``replay``."""
     return {
         "draft_type": None if draft is None else draft.draft_type,
         "relative_cost": 0.0 if draft is None else draft.relative_cost(target),
@@ -93,7 +93,7 @@ def recorded_draft(draft: DraftNetwork | None, target: StagedTarget) -> Values:
 def _per_prompt(repeats: Sequence[Sequence[DecodedTurn]]) -> list[PromptRecord]:
     """Return each conversation's counts, to compare two reports prompt by prompt.
 
-    Counts are from the first repeat, seconds are means over all.
+    Counts come from the first repeat. Seconds are means over all repeats.
     """
     turns: dict[tuple[str, int], list[list[DecodedTurn]]] = {}
     for index, records in enumerate(repeats):
@@ -153,7 +153,7 @@ class BenchmarkRun:
 
     @property
     def times(self) -> list[DecodeResult]:
-        """Return results for all repeats' turns, for their times."""
+        """Return the results from all repeats, which differ only in their times."""
         return [record.result for records in self.repeats for record in records]
 
     def entry(
@@ -208,7 +208,7 @@ def _pool(parts: Sequence[BenchmarkRun]) -> BenchmarkRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Runs several methods on the same target and prompts, in one process."""
+    """Evaluation of several methods on the same target and prompts, in one process."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -249,12 +249,11 @@ class Evaluation:
         return sum(row.turns for entry in parts for row in entry.per_prompt)
 
     def run(self, methods: Sequence[EvalMethod]) -> list[RunRecord]:
-        """Return entries for results.json: per sampling setting the baseline, then each method.
+        """Return entries for results.json, by sampling setting, each with the baseline first.
 
         The autoregressive baseline is decoded once per sampling setting, on the smallest requested
-        number of stages: its L' is 1 for every n by construction, and its wall clock is fastest
-        with few stages. With more than one benchmark each method also gets a pooled entry
-        "overall".
+        number of stages. There its wall clock is fastest, and its L' is 1 for every n. With more
+        than one benchmark, each method also gets a pooled entry "overall".
         """
         for method in methods:  # refuse impossible methods before decoding
             self._engine(method)
@@ -300,8 +299,11 @@ class Evaluation:
         plain: Mapping[str, BenchmarkRun],
         bar: tqdm,
     ) -> dict[str, BenchmarkRun]:
-        """Decode; ``plain``: the baseline's turns at this temperature, empty for the baseline
-        itself."""
+        """Decode every benchmark with a method.
+
+        Args:
+            plain: the baseline's turns at this temperature, empty for the baseline itself.
+        """
         config = method.config
         self._warm_up(method, self._num_positions - config.max_new_tokens)
         engine = self._engine(method)
@@ -347,7 +349,7 @@ class Evaluation:
     def _decode_once(
         self, method: EvalMethod, engine: Engine, repeat: int, bar: tqdm
     ) -> dict[str, tuple[list[DecodedTurn], list[ProcessRecord]]]:
-        """Decode every benchmark: return its turns, and each process's measurements."""
+        """Decode every benchmark once. Return its turns, and each process's measurements."""
         traces = self._open_traces(method, engine, repeat)
         again = f" repeat {repeat + 1}" if repeat else ""
         found = {}
@@ -370,7 +372,7 @@ class Evaluation:
         return found
 
     def _with_entropies(self, records: list[DecodedTurn], method: EvalMethod) -> list[DecodedTurn]:
-        """Add the target's entropies to records that tested draft tokens."""
+        """Add the target's entropies to a method's records, except in autoregressive decoding."""
         if self.reference is None or method.config.schedule.name == AUTOREGRESSIVE:
             return records
         traces = self.traces.open(entropies="nats, T = 1")
@@ -397,7 +399,7 @@ class Evaluation:
         return GreedyReference(self.reference, max_new_tokens, traces)
 
     def _warm_up(self, method: EvalMethod, max_prompt_tokens: int) -> None:
-        """Decode a few tokens untimed: first calls allocate and pick kernels."""
+        """Decode a few tokens untimed, because first calls allocate memory and choose kernels."""
         prompt = next(iter(self.benchmarks.values()))[0]
         prompt_ids = encode_turn(self.tokenizer, prompt, [])
         if len(prompt_ids) > max_prompt_tokens:

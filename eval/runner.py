@@ -1,4 +1,4 @@
-"""Run a specification's rows: on pipelines and on links.
+"""Run a specification's rows, on pipelines or on links.
 
 If a row cannot be run, its outcome has a remark with the reason instead of values.
 """
@@ -36,7 +36,7 @@ Value = tuple[float | None, Sequence[float | None] | None]
 
 @dataclass
 class RowOutcome:
-    """A row's values, or the reason for having none."""
+    """A row's values, or the reason why there are none."""
 
     values: dict[str | None, dict[str, Value]] = field(default_factory=dict)
     """Benchmark, or None for all together -> quantity -> value."""
@@ -85,7 +85,7 @@ PIPELINE_QUANTITIES: dict[str, Callable[[RunRecord], Value]] = {
 def _prepare_pipeline(
     spec: Spec, context: TableContext
 ) -> tuple[list[RowOutcome], dict[int, EvalMethod], Evaluation]:
-    """Return an outcome per row, a method per runnable row, and their evaluation."""
+    """Return an outcome per row, a method per runnable row, and the evaluation that runs them."""
     outcomes = [_found(row, context) for row in spec.rows]
     methods = {}
     for index, (row, outcome) in enumerate(zip(spec.rows, outcomes, strict=True)):
@@ -127,7 +127,7 @@ def decode_shard(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], i
     """Decode this shard's turns for every runnable row.
 
     Returns:
-        The rows' outcomes so far, and how many turns are on disk; None: no row can run.
+        The rows' outcomes so far, and the number of turns on disk, or None if no row can run.
     """
     outcomes, methods, comparison = _prepare_pipeline(spec, context)
     return outcomes, comparison.decode_shard(list(methods.values())) if methods else None
@@ -158,7 +158,7 @@ def run_pipeline(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], R
 
 
 def _found(row: Row, context: TableContext) -> RowOutcome:
-    """Return the outcome for a row to run; its remark says why it cannot."""
+    """Return a row's outcome before the run. A remark says why the row cannot be run."""
     if row.run is None:
         return RowOutcome(remark=row.remark)
     if row.draft is not None and context.drafts.find(row.draft) is None:

@@ -1,8 +1,8 @@
 """Score answers with GSM8K's accuracy, and write files for other harnesses.
 
 Lossless decoding does not change the output, so every score is the target's own. Every method is
-scored anyway, to expose a method that changes answers. Programs are not run here: evalplus and
-lm-evaluation-harness score the files from ``save_answers``.
+scored anyway, to expose a method that changes answers. Programs are not run here. Instead, evalplus
+and lm-evaluation-harness score the files from ``save_answers``.
 """
 
 import json
@@ -54,12 +54,12 @@ def _value(match: re.Match[str]) -> Decimal:
 
 
 def find_number(answer: str) -> Decimal | None:
-    """Return the answer's final number; None if it has none.
+    """Return the answer's final number, or None if there is none.
 
     GSM8K's published rule takes the number after the first "####", wherever it is. Without "####",
-    take the last number in the last \\boxed{..} with a number; if no box has one, the last number.
-    Thousands separators, units and reasoning before "</think>" are ignored. Numbers are compared by
-    value: 1,250.50 is $1250.5.
+    take the last number in the last \\boxed{..} with a number. If no box has one, take the last
+    number. Thousands separators, units and reasoning before "</think>" are ignored. Numbers are
+    compared by value: 1,250.50 is $1250.5.
     """
     _, mark, rest = answer.rpartition("</think>")
     text = (rest if mark and NUMBER.search(rest) else answer).translate(DASHES).rstrip()
@@ -78,7 +78,7 @@ def find_number(answer: str) -> Decimal | None:
 
 
 def _boxes(text: str) -> Iterator[str]:
-    """Yield the contents of every \\boxed{..}; inner braces are balanced."""
+    """Yield the contents of every \\boxed{..}, which may contain balanced braces."""
     for start in re.finditer(r"\\f?box(?:ed)?\s*\{", text):
         depth, end = 1, start.end()
         while end < len(text) and depth:
@@ -106,7 +106,7 @@ def score_turns(turns: Iterable["DecodedTurn"]) -> list["DecodedTurn"]:
 
 
 def summarize_scores(turns: Sequence["DecodedTurn"]) -> ScoreRecord | UnsetType:
-    """Return ``score`` for an entry in results.json; unset if nothing was scored."""
+    """Return ``score`` for an entry in results.json, or UNSET if nothing was scored."""
     scored = [(turn, turn.score) for turn in turns if turn.score is not None]
     if not scored:
         return UNSET
@@ -122,7 +122,7 @@ def summarize_scores(turns: Sequence["DecodedTurn"]) -> ScoreRecord | UnsetType:
 
 
 def check_scorable(benchmarks: Mapping[str, Sequence["Prompt"]]) -> None:
-    """Raise UsageError unless a prompt has a known correct answer."""
+    """Raise UsageError if no prompt has a known correct answer."""
     if all(prompt.expected is None for prompts in benchmarks.values() for prompt in prompts):
         raise UsageError(
             f"--score: {', '.join(benchmarks)} cannot be scored; add gsm8k to --benchmarks, or "
@@ -133,11 +133,11 @@ def check_scorable(benchmarks: Mapping[str, Sequence["Prompt"]]) -> None:
 def save_answers(folder: Path, name: str, turns: Sequence["DecodedTurn"]) -> None:
     """Write the answers from one method and benchmark as JSON lines.
 
-    evalplus reads ``task_id`` and ``solution``; the other fields have the names and places of
+    evalplus reads ``task_id`` and ``solution``. The other fields have the names and places of
     lm-evaluation-harness's samples.
 
     Args:
-        folder: for the answers; created if missing.
+        folder: folder for the answers, created if missing.
         name: file name, without its ending.
     """
     make_folder("--out", folder)

@@ -84,7 +84,7 @@ def check_folder(out: Path, config: Values, *, is_fresh: bool) -> None:
     """Raise UsageError if ``out`` contains results from other settings.
 
     Args:
-        is_fresh: replace the old results.
+        is_fresh: accept every folder, because its old results will be replaced.
     """
     try:
         held = json.loads((out / "manifest.json").read_bytes())["config"]

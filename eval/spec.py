@@ -1,8 +1,9 @@
-"""Specification for the evaluation runner: rows x prompts x decoding settings.
+"""Read specifications for the evaluation runner, which combine rows, prompts and settings.
 
 A row is a draft with its decoding settings, optionally with a paper's published numbers. A
 specification is YAML (configs/papers, configs/eval) or made from command-line flags. Reading and
-checking it needs no model: its settings must exist, and every published number must have a source.
+checking a specification needs no model. Its settings must exist, and every published number must
+have a source.
 """
 
 import re
@@ -35,14 +36,14 @@ T = TypeVar("T")
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Draft requested by name in specifications: a folder with this name in --checkpoints."""
+    """Draft that specifications request by the name of its folder in --checkpoints."""
 
     train: Name
     """Command to train it for the embedded target."""
 
 
 class Column(NamedTuple):
-    """Measured column: QUANTITY [over ROW] [on BENCHMARK]."""
+    """Measured column, written as QUANTITY [over ROW] [on BENCHMARK]."""
 
     quantity: str
     over: str | None
@@ -58,7 +59,7 @@ class Column(NamedTuple):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line: decoding settings, and published values."""
+    """One line of a table, with decoding settings and published values."""
 
     name: Name
     draft: Name | None = None
@@ -74,7 +75,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Specification: what to decode, with settings, and the published values to compare."""
+    """Table with the rows to decode, their settings, and the published values to compare."""
 
     title: Name
     kind: Literal["pipeline", "edge"] = "pipeline"
@@ -110,19 +111,19 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return {name: v for name, v in self.run.items() if name not in foreign} | own
 
     def place(self, row: Row) -> tuple[float, str | None]:
-        """Return temperature and network: rows with equal ones can be compared."""
+        """Return temperature and network. Rows can be compared if both are equal."""
         settings = self.settings(row)
         return settings.get("temperature", 0), settings.get("network")
 
     def baseline(self, row: Row, measure: Column) -> int | None:
-        """Return the index of the column's divisor row."""
+        """Return the index of the row by which a column is divided, or None."""
         for index, other in enumerate(self.rows):
             if other.name == measure.over and self.place(other) == self.place(row):
                 return index
         return None
 
     def check(self, name: str, roles: Iterable[str]) -> None:
-        """Raise ValueError for equal rows, unknown sources, drafts or columns."""
+        """Raise ValueError for duplicate rows, or for unknown sources, drafts or columns."""
         known = [*self.drafts, *roles]
         keys = [(row.name, self.place(row)) for row in self.rows]
         for row, key in zip(self.rows, keys, strict=True):
@@ -162,7 +163,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 def decode_config(
     settings: Values, *, draft_stages: int | None = None, **shared: Any
 ) -> DecodeConfig:
-    """Build the configuration from flat YAML settings; the tree is text, such as ``chain:5``.
+    """Build the configuration from flat YAML settings. The tree is text, such as ``chain:5``.
 
     Args:
         draft_stages: pipeline stages used to train the draft, for settings without ``num_stages``.
@@ -186,14 +187,13 @@ def _read(path: Path, kind: type[T], where: str) -> T:
 
 @cache
 def read_roles() -> dict[str, Role]:
-    """Return drafts and targets requested by shipped specifications; an installed wheel has
-    none."""
+    """Return the roles that shipped specifications request, or {} in an installed wheel."""
     path = FOLDER / ROLES_FILE
     return _read(path, dict[str, Role], ROLES_FILE) if path.is_file() else {}
 
 
 def table_names() -> list[str]:
-    """Return all shipped tables' names; an installed wheel has none."""
+    """Return the names of all shipped tables, or [] in an installed wheel."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.name != ROLES_FILE)
 
 

@@ -62,13 +62,13 @@ class Table:
 
     @classmethod
     def of(cls, columns: Mapping[str, Callable[[Entry], str]], entries: Iterable[Entry]) -> "Table":
-        """Build one line per entry; ``columns``: name -> function from an entry to its cell."""
+        """Build one line per entry. ``columns`` maps names to functions from entry to cell."""
         rows = [[one_line(cell(entry)) for cell in columns.values()] for entry in entries]
         return cls(list(columns), rows)
 
 
 def align_columns(table: Table) -> str:
-    """Return equally wide columns for the terminal, numbers to the right."""
+    """Return the table as text with aligned columns, numbers to the right."""
     rows = [table.header, *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -159,7 +159,7 @@ def with_scores(columns: dict[str, Cell], runs: Sequence[RunRecord]) -> dict[str
 
 
 def results_table(runs: Sequence[RunRecord], *, with_benchmark: bool = False) -> Table:
-    """Return the results table: one row per run."""
+    """Return the results table, with one row per run."""
     columns = _named(runs, with_scores(COLUMNS, runs))
     if any(run.benchmark == OVERALL for run in runs):
         columns = columns | {"L' benchmark mean": lambda run: number(run.benchmark_mean)}
@@ -174,7 +174,7 @@ def entropy_range(entropy_bin: EntropyRecord) -> str:
 
 
 def pooled_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the entries over all benchmarks: "overall", or the only benchmark's own."""
+    """Return the "overall" entries, or all entries if there is only one benchmark."""
     return [run for run in runs if run.benchmark == OVERALL] or list(runs)
 
 
@@ -196,7 +196,7 @@ def _part_table(
     header: Sequence[str],
     lines: Callable[[RunRecord], Iterable[list[str]]],
 ) -> Table:
-    """Build a table with several lines for a run, each after the columns that identify the run."""
+    """Build a table with several lines per run, each starting with the run's own columns."""
     settings = Table.of(_named(runs, SETTING_COLUMNS), runs)
     pairs = zip(settings.rows, runs, strict=True)
     rows = [setting + line for setting, run in pairs for line in lines(run)]
@@ -286,7 +286,7 @@ def process_table(runs: Sequence[RunRecord]) -> Table:
 
 
 def details(runs: Sequence[RunRecord]) -> list[Detail]:
-    """Return tables of further records in the entries, besides the results."""
+    """Return the tables with further measurements, which follow the results table."""
     pooled = pooled_runs(runs)
     drafted = drafted_runs(pooled)
     found = [
@@ -344,7 +344,7 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def fact(manifest: Manifest, *path: str) -> Any:
-    """Return a value by its path; None if it was not recorded."""
+    """Return the value at a path in the manifest, or None if it was not recorded."""
     value: Any = manifest
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None

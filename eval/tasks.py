@@ -47,7 +47,7 @@ SPEC_BENCH_CATEGORIES = (TRANSLATION, SUMMARIZATION, QUESTIONS, MATH, RETRIEVAL)
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One conversation: the user's message in each turn. The answers are generated."""
+    """Conversation with the user's message in each turn. The target generates the answers."""
 
     task: str
     """Benchmark name in results."""
@@ -62,11 +62,11 @@ class Prompt:
 
     @property
     def form(self) -> str:
-        """Return the benchmark whose form this prompt has."""
+        """Return the name of the benchmark that has prompts of this form."""
         return FORMS.get(self.task, self.task)
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
-        """Return chat messages up to the first unanswered user turn, included."""
+        """Return the chat messages through the first unanswered user turn."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         texts = [text for pair in zip(self.turns, answers, strict=False) for text in pair]
         texts.append(self.turns[len(answers)])
@@ -96,7 +96,7 @@ def turns_of(value: object, field: str, where: str) -> list[str]:
 def _single(
     turn: str, where: str, *, reference: str | None = None, expected: Decimal | None = None
 ) -> Prompt:
-    """Make a one-turn prompt; its id is its line, its task and category are the benchmark's."""
+    """Make a one-turn prompt with the line as its id. Task and category are filled in later."""
     number = where.rpartition(":")[2]
     return Prompt(
         task="", id=number, category="", turns=[turn], reference=reference, expected=expected
@@ -164,7 +164,7 @@ def _humaneval(row: Values, where: str) -> Prompt:
 
 
 def _alpaca(row: Values, where: str) -> Prompt:
-    """Join the instruction and its input, if any; the training template is not used."""
+    """Join the instruction and its input, if any, without the training template."""
     turn = text_of(row, "instruction", where)
     if row.get("input"):
         turn += "\n\n" + text_of(row, "input", where)
@@ -172,7 +172,7 @@ def _alpaca(row: Values, where: str) -> Prompt:
 
 
 def _messages(value: object, where: str) -> tuple[list[str], str | None]:
-    """Return user turns and system message; the target generates assistant messages itself."""
+    """Return the user turns and the system message. The target generates the answers itself."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{where}: messages must be a list of {{role, content}} objects")
     turns, system = [], None
@@ -188,7 +188,7 @@ def _messages(value: object, where: str) -> tuple[list[str], str | None]:
 
 
 def _own_prompt(row: Values, where: str) -> Prompt:
-    """Parse a row in a user's file: ``prompt`` (a string), ``turns`` (strings) or ``messages``."""
+    """Parse a user's row, which has ``prompt`` (a string), ``turns`` (strings) or ``messages``."""
     system = None
     if "turns" in row:
         turns = turns_of(row["turns"], "turns", where)
@@ -226,14 +226,14 @@ class Benchmark:
 
 
 def _deepspec(name: str, category: str) -> Benchmark:
-    """Define a set from papers on draft heads, as DeepSpec's repository has it."""
+    """Define a benchmark from papers on draft heads, as stored in DeepSpec's repository."""
     return Benchmark((f"deepspec/{name}.jsonl",), category=category)
 
 
 def _flowspec(
     name: str, category: str | None, parse: Callable[[Values, str], Prompt] = _questions
 ) -> Benchmark:
-    """Define one of the six sets in FlowSpec's table 1, as its repository has them."""
+    """Define one of the six benchmarks in FlowSpec's table 1, as stored in its repository."""
     files = (f"flowspec/{name}.jsonl", f"flowspec/{name}/question.jsonl")
     return Benchmark(files, parse, category)
 
@@ -330,7 +330,7 @@ def _source(name: str, data_dir: str | Path | None) -> Source:
 
 
 def task_name(name: str) -> str:
-    """Return a benchmark's name in results: its own, or its file's."""
+    """Return the name in results, which is the benchmark's name or a user file's name."""
     if name.endswith(FILE_ENDINGS):
         return Path(name).name.partition(".jsonl")[0]
     return ALIASES.get(name, name)
@@ -409,8 +409,8 @@ def encode_turn(
     """Return the token ids up to the first unanswered user turn, ready for its answer.
 
     The chat template is applied to the whole conversation, including the generated ``answers`` in
-    earlier turns. Without a chat template (a base model), join the texts by newlines; the manifest
-    says so.
+    earlier turns. Without a chat template (a base model), the texts are joined by newlines, as the
+    manifest shows.
     """
     messages = prompt.messages(answers)
     if not tokenizer.chat_template:

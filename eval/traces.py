@@ -1,13 +1,13 @@
-"""Store decoded turns on disk: an evaluation can resume after a kill, and can be sharded.
+"""Store decoded turns, so that an evaluation can be sharded, and can resume after a kill.
 
     python -m pipedraft.eval ... --out OUT --shard 1/4      # a quarter of the prompts, no report
     python -m pipedraft.eval ... --out OUT                  # the rest, and the report for all
 
-OUT/traces has one JSON lines file per decoding method and shard. Its name begins with a hash of all
-inputs to an output or its steps, so other settings never mix with old lines: they start new files.
-A turn's times come from the launch that decoded it; process measurements (``processes`` in the
-results) come only from the last launch. A turn's line is its whole ``DecodeResult``, which
-``replay`` prices on other hardware.
+OUT/traces has one JSON lines file per decoding method and shard. The file's name begins with a hash
+of everything that outputs and steps depend on, so other settings start new files. A turn's times
+come from the launch that decoded it. Process measurements (``processes`` in the results) come only
+from the last launch. A line stores a turn's whole ``DecodeResult``, from which ``replay`` computes
+times on other hardware.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ TurnKey = tuple[str, str, int]
 
 
 class TraceFile:
-    """File with JSON values by key; it grows line by line.
+    """File with JSON values by key, to which each new value adds a line.
 
     A line cut short by a kill is ignored.
     """
@@ -54,9 +54,9 @@ class TraceFile:
     ) -> None:
         """
         Args:
-            folder: for the files; None: keep everything in memory.
-            identity: written as the first line; its digest is in the file's name.
-            shard: (index, number). Lines of every shard are read; new lines go to this shard only.
+            folder: folder for the files. None keeps everything in memory.
+            identity: content of the first line. The file's name contains its digest.
+            shard: (index, number). Read lines from every shard, and write new lines to this one.
         """
         self.path: Path | None = None
         self._found: Values = {}
@@ -72,11 +72,11 @@ class TraceFile:
                 self._found |= turns
 
     def get(self, key: Sequence[object]) -> Values | None:
-        """Return a key's value; None if missing."""
+        """Return a key's value, or None if it is missing."""
         return self._found.get(json.dumps(key))
 
     def find(self, key: Sequence[object], compute: Callable[[], T]) -> T:
-        """Return a key's value; if missing, call ``compute`` and store the result."""
+        """Return a key's value. If it is missing, call ``compute`` and store the result."""
         name = json.dumps(key)
         if name not in self._found:
             self._found[name] = compute()
@@ -100,14 +100,14 @@ class TraceFile:
 
 
 def _untimed(value: object) -> object:
-    """Clear a decoded turn's times; other values have none."""
+    """Clear the times of a decoded turn, and leave other values unchanged."""
     if isinstance(value, dict) and "token_times_s" in value:
         return value | {"token_times_s": []}
     return value
 
 
 def read_lines(path: Path) -> tuple[str, list[tuple[str, object]]]:
-    """Return the identity as written, and (key as JSON, value) for every whole line."""
+    """Return the first line (the identity), and (key as JSON, value) for every whole line."""
     header, *lines = path.read_bytes().splitlines() or [b""]
     found = []
     for line in lines:
@@ -146,7 +146,7 @@ class Traces:
 
 
 def turn_key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[object]:
-    """Return a decoded turn's key; it includes the prompt's tokens."""
+    """Return a decoded turn's key, which includes a hash of the prompt's tokens."""
     digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
     return [prompt.task, prompt.id, turn, digest]
 
@@ -172,9 +172,9 @@ def traces_of(
     """Open an evaluation's traces.
 
     Args:
-        out: results folder; None: keep turns in memory.
-        weights: the target's, as ``weights_identity`` names them.
-        dtype: the target's, from ``dtype_of``.
+        out: results folder. None keeps turns in memory.
+        weights: the target's weights, as named by ``weights_identity``.
+        dtype: the target's dtype, from ``dtype_of``.
         shard: "2/4" is the second of four.
     """
     index, _, number = (shard or "1/1").partition("/")
@@ -191,10 +191,10 @@ def traces_of(
 
 
 def remove_traces(out: Path, shard: str | None = None) -> None:
-    """Delete the stored turns, except those in other shards of this division.
+    """Delete the stored turns. If ``shard`` is given, keep the other shards of this division.
 
-    Files from whole runs and from other divisions are deleted too: they may contain turns from any
-    share.
+    Files from unsharded runs and other divisions are deleted too, because they may contain turns
+    from any shard.
     """
     if shard is None:
         shutil.rmtree(out / "traces", ignore_errors=True)
@@ -211,7 +211,7 @@ def remove_traces(out: Path, shard: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class Recording:
-    """One decoding method, over all shards in its evaluation."""
+    """Turns that one method decoded in all shards of an evaluation."""
 
     config: DecodeConfig
     draft_type: str | None
@@ -232,7 +232,7 @@ class Recording:
         return f"{self.draft_type} {self.draft_hash[:6]}: {schedule.name} {shape}"
 
     def with_draft(self, cost: CostModel) -> CostModel:
-        """Return the cost model, with the draft's cost by size if the model has none."""
+        """Return the cost model. If it has no draft cost, derive one from the draft's size."""
         if cost.draft_forward is not None:
             return cost
         return replace(cost, draft_forward=self.relative_cost)
@@ -245,7 +245,7 @@ class _Recorded(msgspec.Struct):
 
 
 class _Header(msgspec.Struct):
-    """A trace file's first line, as far as it is read."""
+    """Fields that are read from a trace file's first line."""
 
     config: Values | None = None
     repeat: int = 0
@@ -254,10 +254,10 @@ class _Header(msgspec.Struct):
 
 
 def read_recordings(places: Iterable[Path]) -> list[Recording]:
-    """Read evaluation traces: each run's decoding, step by step.
+    """Read evaluation traces, which store each run's decoding step by step.
 
     Args:
-        places: evaluation folders, their folders "traces", or files in these.
+        places: evaluation folders, their "traces" folders, or trace files.
     """
     headers: dict[str, _Header] = {}
     turns: dict[str, dict[TurnKey, DecodeResult]] = {}

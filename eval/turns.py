@@ -1,4 +1,4 @@
-"""Decode the turns in conversations: one after the other, or many at once."""
+"""Decode the turns in conversations, one conversation after the other or many at once."""
 
 import hashlib
 from collections import deque
@@ -40,7 +40,7 @@ class DecodedTurn:
 
 
 def prompt_seed(prompt: Prompt, turn: int) -> int:
-    """Return a turn's ``prompt_index``: 31 bits, derived only from the prompt's name.
+    """Return a turn's 31-bit ``prompt_index``, a hash of the prompt's name and the turn.
 
     So a prompt draws the same random numbers for any --limit, benchmark order and method.
     """
@@ -51,7 +51,7 @@ def prompt_seed(prompt: Prompt, turn: int) -> int:
 def any_fits(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> bool:
-    """Return True if a prompt's first turn fits within the given number of tokens."""
+    """Return True if any prompt's first turn fits within the given number of tokens."""
     return any(len(encode_turn(tokenizer, prompt, [])) <= max_prompt_tokens for prompt in prompts)
 
 
@@ -79,7 +79,7 @@ def check_room(
 
 
 class PromptDecoder(Protocol):
-    """Protocol for prompt decoders: an engine, or a method on a simulated link."""
+    """Protocol for an engine, or for a method on a simulated link, that decodes prompts."""
 
     def decode(self, prompt_ids: list[int], *, prompt_index: int) -> DecodeResult: ...
 
@@ -94,16 +94,16 @@ def evaluate(
     traces: TraceFile | None = None,
     bar: tqdm | None = None,
 ) -> list[DecodedTurn]:
-    """Decode every turn in every prompt; a later turn follows the earlier generated answers.
+    """Decode every turn in every prompt. A later turn follows the earlier generated answers.
 
     Args:
-        engine: a ``BatchEngine`` decodes as many conversations at once as fit; wall-clock times
-            depend on the batch and are left out then.
-        max_prompt_tokens: skip a turn with a longer prompt, and the turns after it; ``compare``
+        engine: a ``BatchEngine`` decodes as many conversations at once as fit. Wall-clock times are
+            left out then, because they depend on the batch.
+        max_prompt_tokens: skip a turn with a longer prompt, and the turns after it. ``compare``
             reports how many records are missing.
-        description: left of the progress bar.
-        traces: reuse the turns in there, and add new ones.
-        bar: a whole evaluation's progress bar; None: make one.
+        description: text to the left of the progress bar.
+        traces: file with turns to reuse. New turns are added.
+        bar: a whole evaluation's progress bar. None makes a new one.
     """
     traces = traces or TraceFile()
     num_turns = sum(len(prompt.turns) for prompt in prompts)
@@ -136,7 +136,7 @@ class _Conversation:
     records: list[DecodedTurn] = field(default_factory=list)
 
     def next_prompt(self) -> list[int] | None:
-        """Return token ids before the next turn to decode; None if none fits.
+        """Return the token ids of the next turn's prompt, or None if no turn is left or fits.
 
         Turns that are in the traces already are added to ``records``, and not decoded again.
         """
@@ -177,7 +177,7 @@ class _Conversation:
 
 
 def _decode_together(batch: BatchEngine, conversations: Iterable[_Conversation]) -> None:
-    """Decode one turn per conversation at a time; the next conversation joins when another ends."""
+    """Decode one turn per conversation at a time. When one ends, the next conversation joins."""
     waiting = deque(conversations)
     live: dict[Handle, _Conversation] = {}
 

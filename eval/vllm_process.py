@@ -1,4 +1,4 @@
-"""Run vLLM for pipedraft, with vLLM's own Python: imports nothing from the package.
+"""Run vLLM for pipedraft with vLLM's own Python, without importing anything from the package.
 
 python vllm_process.py decode REQUEST.json ANSWER.json     draft tokens: eval/engine_parity.py
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def note_rounds(llm, rounds):
-    """Record each verification round: its sequence, the root's index, and the draft tokens."""
+    """Append each verification round's root index and draft tokens to ``rounds``."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     update = scheduler.update_from_output
 
