@@ -91,7 +91,8 @@ def write_prompts(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", help="prompts, DTYPE[:DRAFT_DTYPE], vllm:DTYPE[:HEAD], openvino:FOLDER")
+    ways = "prompts, DTYPE[:DRAFT_DTYPE], vllm:DTYPE[:HEAD], openvino:FOLDER"
+    parser.add_argument("way", help=ways)
     parser.add_argument("prompts", type=Path, help="JSON file: written by the way prompts")
     options = parser.parse_args()
     way, path = options.way, options.prompts
