@@ -1,19 +1,19 @@
-"""Draft-length policies on simulated links: throughput relative to an oracle.
+"""Compare draft-length policies on simulated links by their throughput relative to an oracle.
 
     python benchmarks/draft_length.py
     python benchmarks/draft_length.py --protocols dssd --processes bursty --json
 
-No model runs. A random process or a small draft's recording decides acceptance; recordings are
-named by temperature and rule (t0_match, t1_rejection). Messages with the protocol's sizes travel
-over the virtual link, and a policy sees what it would see at run time. All policies with one seed
-decode the same sequence: acceptance at each place is sampled once. picospec_published keeps one
-batch in flight; picospec keeps enough batches in flight to hide the link. Both draft meanwhile, and
-have no bonus token. Early passes and batches cut by time are left out.
+No model runs. Acceptance comes from a random process or from a small draft's recording, named by
+temperature and rule (t0_match, t1_rejection). Messages with the protocol's sizes travel over the
+virtual link, and a policy sees only what it would see at run time. Acceptance at each place is
+sampled once, so all policies with one seed decode the same sequence. picospec_published keeps one
+batch in flight, and picospec keeps enough batches in flight to hide the link. Both draft meanwhile,
+and have no bonus token. Early passes and batches cut by time are left out.
 
-The denominator, "oracle", knows each round's true survival (for a recording: over the whole
-sequence) and the link's true state at the round's start, and takes the length with the highest mean
-rate. It foresees neither tokens nor the link. For comparison, "oracle, est. link" uses the
-policies' own link estimate; "plain" is autoregressive decoding in the cloud, streamed. Energy is
+"oracle" knows each round's true survival (for a recording, the mean over the whole sequence) and
+the link's true state at the round's start. It takes the length with the highest mean rate, but
+foresees neither tokens nor the link. For comparison, "oracle, est. link" uses the same link
+estimate as the policies, and "plain" is autoregressive decoding in the cloud, streamed. Energy is
 the edge's, with constants from ``eval.edge_methods``.
 """
 
@@ -94,29 +94,28 @@ for 4 tokens). Cloud times: PicoSpec's 70B target for flexspec, its 32B for the 
 
 
 def iid(random: np.random.Generator, length: int) -> np.ndarray:
-    """Return one rate for all places, sampled per seed."""
+    """Return one acceptance rate for all places, sampled per seed."""
     return np.full((length, MAX_LENGTH), random.uniform(0.4, 0.95))
 
 
 def falling(random: np.random.Generator, length: int) -> np.ndarray:
-    """Return rates that fall with the position in a round: a drifting draft, like EAGLE's."""
+    """Return rates that fall with the position in a round, because the draft drifts as in EAGLE."""
     return np.tile([0.92, 0.86, 0.80, 0.72, 0.62, 0.5, 0.4, 0.3], (length, 1))
 
 
 def rising(random: np.random.Generator, length: int) -> np.ndarray:
-    """Return rates that rise with the position in a round: passing the first tests means an easy
-    passage."""
+    """Return rates that rise within a round, because accepted tokens indicate an easy passage."""
     return np.tile([0.6, 0.75, 0.85, 0.9, 0.93, 0.95, 0.95, 0.95], (length, 1))
 
 
 def drifting(random: np.random.Generator, length: int) -> np.ndarray:
-    """Return rates that move between 0.48 and 0.92 and back within 1500 tokens."""
+    """Return rates that swing between 0.48 and 0.92 with a period of 1500 tokens."""
     phase_T = np.arange(length) / 1500 + random.random()
     return np.repeat(0.7 + 0.22 * np.sin(2 * np.pi * phase_T)[:, None], MAX_LENGTH, axis=1)
 
 
 def bursty(random: np.random.Generator, length: int) -> np.ndarray:
-    """Return one rate per prompt, with 150 tokens per prompt on average."""
+    """Return one rate for each stretch of text. A stretch has 150 tokens on average."""
     rate_T = np.empty(length)
     start = 0
     while start < length:
@@ -147,7 +146,7 @@ class DraftedText:
 
 
 def simulated_text(process: str, num_tokens: int, seed: int) -> DraftedText:
-    """Sample acceptance by place and position once."""
+    """Sample once which draft tokens are accepted, by place and position in a round."""
     random = np.random.default_rng([seed, 1, list(PROCESSES).index(process)])
     length = num_tokens + MAX_LENGTH + 1
     acceptance_TK = PROCESSES[process](random, length)
@@ -159,7 +158,7 @@ def simulated_text(process: str, num_tokens: int, seed: int) -> DraftedText:
 def recorded_text(name: str, num_tokens: int, seed: int) -> DraftedText:
     """Join recorded answers in an order sampled per seed.
 
-    The oracle knows the mean survival over the whole sequence only, so a policy that notices local
+    The oracle knows only the mean survival over the whole sequence, so a policy that notices local
     changes may win.
     """
     answers = recorded_answers(name)
@@ -197,7 +196,7 @@ def energy_model(shape: RoundShape, radio: str) -> EnergyModel:
 
 
 class World:
-    """The simulation's knowledge at a round's start, hidden from runtime policies."""
+    """True state of the simulation at a round's start, which runtime policies cannot see."""
 
     def __init__(self, text: DraftedText, link: Link, protocol: Protocol, start_s: float) -> None:
         self.text, self.link, self.protocol, self.now_s = text, link, protocol, start_s
@@ -209,7 +208,7 @@ class World:
         )
 
     def look(self) -> None:
-        """Update the link state; during an outage keep the last bandwidth."""
+        """Update the link state, but keep the last bandwidths during an outage."""
         state, before = self.link.state(self.now_s), self.state
         self.state = LinkState(
             up_bytes_per_s=state.up_bytes_per_s or before.up_bytes_per_s,
@@ -229,7 +228,7 @@ class Contestant:
 
 
 class Informed(DraftLengthPolicy):
-    """Policy with the highest rate under the true survival, known only to a simulation."""
+    """Policy that takes the best length for the true survival, which only a simulation knows."""
 
     def __init__(self, world: World) -> None:
         super().__init__(MAX_LENGTH)
@@ -258,7 +257,7 @@ class PolicyOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Result for a batch, and its history at the edge."""
+    """Verification result for a batch, with the times and message sizes that the edge observes."""
 
     drafted: int
     accepted: int
@@ -289,7 +288,7 @@ class PolicyRun:
         return self.policy.choose(world.protocol.cost(world.shape, state, MAX_LENGTH))
 
     def send(self, drafted: int, accepted: int, sent_s: float, *, is_stale: bool) -> Verdict:
-        """Send a batch, verify it together with all others that have arrived, return its result.
+        """Send a batch, verify it with all batches that have arrived, and return its result.
 
         Args:
             is_stale: the batch follows a rejected one and is dropped on arrival.
@@ -320,7 +319,7 @@ class PolicyRun:
         self.policy.observe(verdict.drafted, verdict.accepted)
 
     def round(self) -> None:
-        """Run one round in a protocol without overlap: draft, send, wait."""
+        """Run one round of a protocol without overlap, which drafts, sends and waits."""
         world, text = self.world, self.world.text
         drafted = self.choose()
         accepted = min(drafted, text.num_right[text.place])
@@ -379,7 +378,7 @@ def decode(world: World, contestant: Contestant, seed: int, energy: EnergyModel)
 
 
 def find_links(folders: list[Path]) -> Iterator[tuple[str, str, Link]]:
-    """Yield kind, name and link."""
+    """Yield each link's kind and name, and the link."""
     for name, link in PRESETS.items():
         yield "constant", name, link
     for folder in folders:
@@ -394,8 +393,7 @@ def find_links(folders: list[Path]) -> Iterator[tuple[str, str, Link]]:
 def measure_cell(
     name: str, link: Link, protocol: Protocol, process: str, sizes: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return each contestant's throughput relative to the oracle, and joules per token, over
-    seeds."""
+    """Return each contestant's throughput relative to the oracle's, and its joules per token."""
     energy = energy_model(protocol.shape, radio_of(name))
     period_s = link.delay_s.period_s
     outcomes: dict[str, list[PolicyOutcome]] = {name: [] for name in CONTESTANTS}
@@ -423,7 +421,7 @@ def measure_cell(
 
 
 def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize by link kind: mean over cells of each policy's mean ratio, and its worst cell."""
+    """For each kind of link, return every policy's mean ratio over cells and its worst cell."""
     summary: dict[str, Any] = {}
     for kind in sorted({cell["kind"] for cell in cells}):
         chosen = [cell for cell in cells if cell["kind"] == kind]

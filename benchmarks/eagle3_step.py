@@ -3,10 +3,11 @@
     python benchmarks/eagle3_step.py --json
     python benchmarks/eagle3_step.py --lengths 512,1024,2048,4096 --json
 
-A step is the training loop's: target without gradients, the head's draft tokens in sequence,
-distillation of each one's supervised rows, backward, gradient clipping, AdamW. The draft vocabulary
-is the target's. See `training_step.py` for the measured quantities. --lengths runs each length in
-its own process, and measures how far one step's peak memory exceeds a short step's.
+As in the training loop, a step runs the target without gradients, the head's draft tokens in
+sequence, distillation on the supervised rows of each token, backward, gradient clipping and AdamW.
+The draft vocabulary is the target's. See `training_step.py` for the measured quantities. --lengths
+runs each length in its own process, and measures how far one step's peak memory exceeds a short
+step's.
 """
 
 import argparse
@@ -53,11 +54,11 @@ def build_objective(args: argparse.Namespace) -> Eagle3Objective:
 
 
 def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
-    """Return products and attention per step, without elementwise operations.
+    """Return GFLOP per step for products and attention, without elementwise operations.
 
-    Embedding projections are shared by all draft tokens, as is the target's distribution for a
-    token: each counts once. The fused attention backward is five products to the forward's two.
-    Taps need no gradient, so their fusion computes only its weight's gradient.
+    All draft tokens share the embedding projections and the target's distribution for a token, so
+    both count once. The fused attention has two products forward and five backward. Taps need no
+    gradient, so their fusion only computes the gradient for its weight.
     """
     rows, hidden = args.batch * args.length, args.hidden
     lengths = chain_lengths(make_batch(args, counted, args.length)["loss_mask"], args.steps)

@@ -1,12 +1,12 @@
-"""Compare decoding across links with stored results, for changes without intended effect.
+"""Compare decoding across links with stored results, before and after a refactoring.
 
     python benchmarks/edge_identity.py --write out/edge_identity.json      # before the change
     python benchmarks/edge_identity.py --compare out/edge_identity.json    # after it
 
 Runs every method from `pipedraft eval edge`, greedy and at temperature 1, with every rule, on
 steady links and links with jitter and loss. Target and drafts are small and random, equal in every
-run. Stored per sequence: token ids, bytes, messages, times, rounds, tests and energy. The last
-output line is one JSON object.
+run. Each sequence's token ids, bytes, messages, times, rounds, tests and energy are stored. The
+last output line is one JSON object.
 """
 
 from collections.abc import Iterator

@@ -1,13 +1,13 @@
-"""Fuzzing: mutated checkpoints, configurations, rows, results and messages are accepted or refused.
+"""Fuzz checkpoints, configurations, rows, results and messages with mutated inputs.
 
     python benchmarks/fuzz.py --inputs 2000 --json
     make fuzz MINUTES=60
 
 An input passes if it is accepted, or refused by a one-line ValueError or Failure, within --limit-s
-seconds of processor time and --wait-s seconds on the clock. While one session receives wire
-messages, another must continue its own sequence. Input i in an area depends on --seed and i alone.
-With --out a run continues where the last one ended. Failing inputs are stored there with their
-traceback, and the status is 1.
+seconds of processor time and --wait-s seconds on the clock. While one session receives mutated
+messages, another session must continue its own sequence. Input i in an area depends on --seed and i
+alone. With --out a run continues where the last one ended, and stores the traceback of each failing
+input. The exit status is 1 if an input fails.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def mutate_json(data: bytes, rng: random.Random) -> bytes:
 
 
 class Areas:
-    """Attacked areas, below a scratch folder; each method takes one mutated input."""
+    """Areas to attack, with files in a scratch folder. Each method tries one mutated input."""
 
     def __init__(self, work: Path) -> None:
         self.work = work
@@ -299,7 +299,7 @@ class Areas:
             raise said
 
     def _check_honest(self) -> None:
-        """Stream one more token in the honest session; it must equal the reference."""
+        """Stream one more token in the honest session, and compare it with the reference."""
         if self.honest is None or self.honest.is_closed or not self.honest.start(0.0):
             settings = Settings(max_new_tokens=120)
             opening = Open(prompt_ids=[1, 2, 3], settings=settings, streams=True)
@@ -322,7 +322,7 @@ def late(number: int, frame: object) -> None:
 def attempt(
     area: Callable[[random.Random], None], rng: random.Random, limit_s: float, wait_s: float
 ) -> str:
-    """Return "taken", "refused", or an unexpected failure's traceback."""
+    """Try one input. Return "taken", "refused", or an unexpected failure's traceback."""
     signal.signal(signal.SIGPROF, late)
     me = threading.get_ident()
     waiting = threading.Timer(wait_s, lambda: signal.pthread_kill(me, signal.SIGPROF))

@@ -1,13 +1,15 @@
-"""Check this package on your GPUs: a report to attach to a bug.
+"""Check this package on your GPUs, and write a report that you can attach to a bug.
 
     python benchmarks/gpu_check.py --out DIR
 
 Uses random networks with a small model's size, so nothing is downloaded. Takes about ten minutes on
-one GPU; with several it also checks the links between them. DIR gets report.json and report.md:
-kernels against the CPU's, a row's outputs next to other rows, CUDA graphs against single layers,
-NCCL links, every schedule's output against autoregressive decoding (in float32, in bfloat16 with
---bitwise, and the share of equal tokens in bfloat16 without it), launches and host waits per step,
-step time over its slowest stage's, and training with peak memory against the plan's. A failing
+one GPU. With several GPUs, the links between the first two are checked, too.
+
+The report is DIR/report.json and DIR/report.md. It compares kernels with the CPU's, a row's outputs
+alone and next to other rows, CUDA graphs with single layers, and every schedule's output with
+autoregressive decoding (in float32, in bfloat16 with --bitwise, and the share of equal tokens in
+bfloat16 without it). It also has times for NCCL links, launches and host waits per step, step time
+over the time in stages, and training speed with the measured and the planned peak memory. A failing
 section reports its reason, and the others still run. The exit status is 1 if a required output
 differs or a section failed, and 2 without a GPU.
 """
@@ -74,7 +76,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def counted(work: Callable[[], object]) -> Findings:
-    """Count the driver calls during some work."""
+    """Run ``work``, and count its kernel launches, graph launches and host waits."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         work()
         torch.cuda.synchronize()
@@ -101,8 +103,8 @@ def devices(args: Namespace) -> Findings:
 
 
 def kernels(args: Namespace) -> Findings:
-    """Return training attention's largest bfloat16 error, forward and backward, relative to the
-    largest value."""
+    """Compare training attention in bfloat16 on the GPU with float32 on the CPU, forward and
+    backward. Return the largest differences, relative to the largest values."""
     torch.manual_seed(0)
     shapes = [(2, args.length, heads, 64) for heads in (8, 4, 4)]
     inputs = [torch.randn(shape) for shape in shapes]
@@ -119,9 +121,9 @@ def kernels(args: Namespace) -> Findings:
 
 
 def rows(args: Namespace) -> Findings:
-    """Count a row's bfloat16 outputs that differ next to other rows, or on repetition.
+    """Count a row's bfloat16 outputs that change next to other rows, or from run to run.
 
-    Also count differing choices of the best entry among equal ones.
+    Also count rows with tied maxima for which a batched argmax makes another choice.
     """
     model = random_model(args, torch.bfloat16)
     layer, found = model.model.layers[0], {}
@@ -171,7 +173,7 @@ def graphs(args: Namespace) -> Findings:
 
 
 def links(args: Namespace) -> Findings:
-    """Run NCCL from the first GPU to the second one, as between two stages."""
+    """Time NCCL messages between the first two GPUs, as between two stages."""
     if torch.cuda.device_count() < 2:
         return {"skipped": "one GPU"}
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
@@ -258,7 +260,7 @@ def decode(
 
 
 def costs(engine: Engine, first: DecodeResult) -> Findings:
-    """Measure a second decoding; the first one captures the CUDA graphs."""
+    """Measure a second decoding, because the first one captures the CUDA graphs."""
     engine.pipeline.clear()
     started = time.perf_counter()
     result = engine.decode(first.prompt_ids)
@@ -276,7 +278,7 @@ def costs(engine: Engine, first: DecodeResult) -> Findings:
 
 
 def counted_steps(engine: Engine, prompt_ids: list[int]) -> Findings:
-    """Count driver calls per step: the difference between a sequence and half of it."""
+    """Return driver calls per step, from the difference between a longer and a shorter decoding."""
     whole, found = engine.config, []
     results: list[DecodeResult] = []
     for tokens in (whole.max_new_tokens // 4, whole.max_new_tokens // 2):
@@ -317,7 +319,7 @@ def training(args: Namespace) -> Findings:
 
 
 def planned_bytes(method: str, target: PreTrainedConfig, args: Namespace) -> float:
-    """Return planned bytes for one process, with every position supervised."""
+    """Return the planned memory in bytes for one process, with every position supervised."""
     options = {
         "eagle3": [f"--model.num_steps={args.steps}"],
         "spd": [f"--model.num_stages={args.n}"],

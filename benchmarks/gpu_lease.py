@@ -1,4 +1,4 @@
-"""Use a short loan of one GPU well: measure, generate text, train the heads that ship.
+"""Use a short loan of one GPU to measure, to generate text and to train the heads that ship.
 
     python benchmarks/gpu_lease.py prepare --target DIR --prompts FILE.jsonl --out LEASE
     python benchmarks/gpu_lease.py measure --sizes LEASE/sizes --out OUT
@@ -7,10 +7,10 @@
     python benchmarks/gpu_lease.py trials --target DIR --data OUT --seconds 75 --out OUT
     python benchmarks/gpu_lease.py heads --target DIR --data OUT --seconds 240 --out OUT
 
-``prepare`` runs on any machine before the loan. The others run on the GPU for the given seconds,
-and write JSON, token rows and heads. For a small model, a training step is mostly launches and
-Python, so ``generate``, ``trials`` and ``heads`` run several processes on one device. A repeated
-part skips what is already there.
+``prepare`` runs on any machine before the loan. The other commands run on the GPU, and write JSON,
+token rows and heads. Commands with --seconds end after that time. For a small model, a training
+step is mostly launches and Python, so ``generate``, ``trials`` and ``heads`` run several processes
+on one device. ``trials`` and ``heads`` skip heads that are already trained.
 """
 
 import argparse
@@ -49,7 +49,7 @@ COMMON = ["--optim.name", "muon", "--optim.lr", "3e-3", "--max_steps", "1000000"
 
 @dataclass(frozen=True)
 class Head:
-    """One training run: a configuration file and its changes."""
+    """One training run, given by a configuration file and options that change it."""
 
     config: str
     options: tuple[str, ...] = ()
@@ -105,8 +105,8 @@ def token_rows(ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> Rows
     """Return rows of token ids with their loss masks.
 
     Args:
-        ids: per row.
-        prompt_lengths: prompt tokens per row, which are no labels; nor is any row's first token.
+        ids: token ids of each row.
+        prompt_lengths: prompt tokens of each row. Prompts and first tokens are no labels.
     """
     masks = [
         (np.arange(len(row)) >= max(1, length)).astype(np.int8)
@@ -118,7 +118,7 @@ def token_rows(ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> Rows
 
 
 def write_token_rows(path: Path, ids: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> None:
-    """Write rows; uint16 where the vocabulary fits, which halves the file."""
+    """Write token rows, as uint16 if all ids fit, which halves the file."""
     flat = np.concatenate(ids)
     fits = flat.max() < 2**16
     tensors = {
@@ -130,7 +130,7 @@ def write_token_rows(path: Path, ids: Sequence[np.ndarray], prompt_lengths: Sequ
 
 
 def read_token_rows(path: Path) -> tuple[list[np.ndarray], list[int]]:
-    """Return the rows of a file, int32 each, and their prompt lengths.
+    """Return a file's rows as int32 arrays, and each row's prompt length.
 
     Raises:
         ValueError: the tensors are missing or do not fit together.
@@ -160,12 +160,12 @@ def token_data(
     labels: str = "assistant",
     min_answer: int = 8,
 ) -> TokenizedData:
-    """Return training and validation rows; the first ``num_valid`` rows are held out.
+    """Return training and validation rows. The first ``num_valid`` rows are held out.
 
     Args:
-        labels: "assistant": the answers alone. "all": training rows have the prompts as labels,
-            too; validation rows never do.
-        min_answer: minimum answer tokens; shorter rows are dropped.
+        labels: "assistant" makes only answers labels, "all" also the prompts in training rows. The
+            prompts in validation rows are never labels.
+        min_answer: minimum answer tokens. Rows with fewer are dropped.
     """
     cut = [(row[:max_length], n) for row, n in zip(ids, prompt_lengths, strict=True)]
     kept = [(row, n) for row, n in cut if len(row) - n >= min_answer]
@@ -200,7 +200,7 @@ def token_data(
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Tokenize the prompts, and store the target's sizes for random weights."""
+    """Tokenize the prompts, and copy the target's configuration for models with random weights."""
     from pipedraft.pretrained import load_tokenizer
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def turn_markers(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure tokens per second for bulk sampling and training steps, with random weights."""
+    """Measure tokens per second for bulk sampling with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from pipedraft.data_recipes.bulk import Opening, sample_rows
@@ -287,7 +287,7 @@ def write_random(model: Any, vocab_size: int, folder: Path) -> None:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Sample conversations in several processes until time is up; join them."""
+    """Sample conversations in several processes until time is up, and join the processes' rows."""
     begin = time.monotonic()
     folder = options.out / "parts"
     folder.mkdir(parents=True, exist_ok=True)
@@ -351,7 +351,7 @@ def generate_part(options: argparse.Namespace) -> None:
 
 
 def join(folder: Path, out: Path, seconds: float) -> None:
-    """Join the parts, drop repeated rows, and split them into small files."""
+    """Write the rows of all parts into one file, shuffled and without repeated rows."""
     rows: dict[bytes, tuple[np.ndarray, int]] = {}
     for path in sorted(folder.glob("part*.safetensors")):
         for ids, prompt in zip(*read_token_rows(path), strict=True):
@@ -392,7 +392,7 @@ def heads(options: argparse.Namespace) -> None:
 
 
 def train_together(known: dict[str, Head], options: argparse.Namespace) -> None:
-    """Train all heads at once, one process each, until time is up; print the results."""
+    """Train all heads at once, one process each, until time is up, and print the results."""
     names = options.only.split(",") if options.only else list(known)
     children = []
     for name in names:
@@ -426,7 +426,7 @@ def train_head(options: argparse.Namespace) -> None:
     from pipedraft.train.loop import Trainer
 
     class TimedTrainer(Trainer):
-        """Lowers the learning rate as time runs out, not by steps."""
+        """Trainer that lowers the learning rate by the time left, not by steps."""
 
         begin: float | None = None
 

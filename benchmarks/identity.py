@@ -1,4 +1,4 @@
-"""Compare a fixed list of runs with stored results, for changes without intended effect.
+"""Compare a fixed list of runs with stored results, before and after a refactoring.
 
     python benchmarks/identity.py --write out/identity.json      # before the change
     python benchmarks/identity.py --compare out/identity.json    # after it
@@ -6,8 +6,9 @@
 
 Runs every schedule, chains and trees, greedy and at temperature 1, with each compatible draft, on
 four and eight stages in one process, or on as many processes as torchrun starts. Targets and drafts
-are small and random, equal in every run. Stored per run: token ids, N, K, the rounds and the step
-log. The last output line is one JSON object.
+are small and random, equal in every run. Each run's token ids are stored. Runs in one process also
+store N, K, the number of rounds and a hash of the step log. The last output line is one JSON
+object.
 """
 
 import argparse
@@ -127,7 +128,7 @@ def make_target() -> PreTrainedModel:
 
 
 def add_noise(network: Any, deviation: float) -> Any:
-    """Return the network with noise in every weight, relative to the weights of its input."""
+    """Add noise to every weight, with standard deviation ``deviation`` / sqrt(input size)."""
     torch.manual_seed(5)
     for parameter in network.parameters():
         parameter.data.add_(torch.randn(parameter.shape) * deviation / parameter.shape[-1] ** 0.5)
@@ -135,7 +136,7 @@ def add_noise(network: Any, deviation: float) -> Any:
 
 
 def make_draft(kind: str, target: PreTrainedModel, num_stages: int) -> Any:
-    """Build a draft with some accepted tokens."""
+    """Build a draft that gets some of its tokens accepted."""
     if kind == "none":
         return None
     if kind == "language_model":
@@ -211,8 +212,7 @@ def decode_all(stages: list[int], cluster: Cluster | None, folder: str, only: st
 
 
 def summarize(result: Any, has_stable_steps: bool) -> dict[str, Any]:
-    """Return the values that must stay equal: only tokens if the steps depend on timing (PipeInfer
-    on processes)."""
+    """Return the values that must stay equal. Without stable steps, these are only the tokens."""
     summary: dict[str, Any] = {"token_ids": result.token_ids}
     if has_stable_steps:
         log = json.dumps([result.step_log, result.round_lengths, result.round_ends])

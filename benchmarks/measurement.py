@@ -1,4 +1,4 @@
-"""Shared benchmark functions: one process per case, CPU time, memory, time shares within a step."""
+"""Measure CPU time, memory and shares of a step's time, with each case in its own process."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def make_parser(text: str | None) -> ArgumentParser:
 
 
 def measure_apart(*options: str) -> dict[str, Any]:
-    """Run the script again with further options and one thread; return its JSON line."""
+    """Run the script again with further options and one thread, and return its JSON line."""
     child = subprocess.run(
         [sys.executable, *sys.argv, *options],
         env={**os.environ, **CHILD_ENVIRONMENT},
@@ -39,14 +39,14 @@ def measure_apart(*options: str) -> dict[str, Any]:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Return this process's CPU seconds."""
+    """Return the CPU seconds that this process spends on ``work``."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 class ProductRate:
-    """Meter for this core's GFLOP/s on float32 matrix products: the maximum over many tries."""
+    """Measures this core's GFLOP/s on float32 matrix products, as the maximum over many tries."""
 
     def __init__(self) -> None:
         self.rows, self.weight = torch.randn(2048, 512), torch.randn(512, 512)
@@ -60,13 +60,13 @@ class ProductRate:
 
 
 def memory_kb(field: str) -> int:
-    """Return VmRSS (resident now) or VmHWM (its peak), on Linux."""
+    """Return VmRSS (resident memory) or VmHWM (its peak), in kB on Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def extra_memory_mb(work: Callable[[], Any]) -> float:
-    """Return peak memory above the currently resident memory."""
+    """Return how much peak memory during ``work`` exceeds the memory resident before it."""
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
     resident_kb = memory_kb("VmRSS")
     work()
@@ -76,13 +76,13 @@ def extra_memory_mb(work: Callable[[], Any]) -> float:
 def breakdown(
     step: Callable[[], Any], parts: Sequence[tuple[str, str]], repeats: int = 5
 ) -> dict[str, float]:
-    """Return each part's share of a step, including backward; the minimum over repeats.
+    """Return each part's share of a step's time, backward included.
 
-    A backward operator belongs to the part whose forward created it: autograd gives both the
-    same number.
+    A part's time is the minimum over ``repeats``. A backward operator belongs to the part that
+    created it in the forward pass, because autograd gives both the same number.
 
     Args:
-        parts: (label, function to wrap); an operator counts for the innermost part it runs in. If
+        parts: (label, function to wrap). An operator counts for the innermost part it runs in. If
             the function is "", the label names a ``record_function`` inside the step.
     """
     least: dict[str, float] = defaultdict(lambda: float("inf"))

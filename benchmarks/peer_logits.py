@@ -7,8 +7,8 @@
 
 A random EAGLE-3 head for a random target is exported, loaded by each package, and imported again.
 The package's logits at every row and step are compared with the imported head's. Packages not
-installed are left out. --json prints one object: per package and kind of head, the largest
-difference relative to the largest logit, and whether every greedy draft token is the same.
+installed are left out. For each package and kind of head, the output is the largest difference
+relative to the largest logit, and whether every greedy draft token is the same.
 """
 
 import importlib.util

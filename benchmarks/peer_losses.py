@@ -5,16 +5,16 @@
       loguru pydantic-settings python-dotenv
     PYTHONPATH=.. PEERS/bin/python benchmarks/peer_losses.py --json
 
-The first cases are divergences between random rows. The others are heads, exported here and loaded
-by a package. EAGLE-3 reads three texts with different lengths, each alone, padded and packed; the
-second text ends on an assistant token. DFlash and DSpark read a text written by the target, with
-the same anchors on both sides. Each case runs the package's training pass and ours. It prints the
-largest relative difference between losses, gradients and logits, and compares the most likely draft
-tokens.
+The first cases are divergences between random rows. The other cases are heads that are exported
+here and loaded by a package. EAGLE-3 reads three texts with different lengths, each alone, padded
+and packed. The second text ends on an assistant token. DFlash and DSpark read a text written by the
+target, with the same anchors on both sides. Each case runs the package's training pass and ours. It
+prints the largest relative differences between losses, gradients and logits, and compares the most
+likely draft tokens.
 
-SpecForge's EAGLE-3 imports triton, missing in torch's CPU wheels. With --train OUT the script
-compares nothing: it trains an EAGLE-3 head for the embedded target with each package's pass, and
-saves it with that package.
+SpecForge's EAGLE-3 imports triton, which torch's CPU wheels do not have. With --train OUT the
+script compares nothing. Instead, it trains an EAGLE-3 head for the embedded target with each
+package's pass, and saves it with that package.
 """
 
 import importlib.util
@@ -96,7 +96,7 @@ def kl(logits_MU: Tensor, p_MU: Tensor) -> Tensor:
 
 
 def rows(M: int, U: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return random hidden states and head, the teacher's, and the draft vocabulary's ids."""
+    """Return random hidden states and LM head, those of the teacher, and draft vocabulary ids."""
     hidden, head = torch.randn(M, 32, requires_grad=True), torch.randn(U, 32, requires_grad=True)
     ids = torch.randperm(VOCABULARY)[:U].sort().values
     return hidden, head, torch.randn(M, 32), torch.randn(VOCABULARY, 32), ids
@@ -166,7 +166,7 @@ def divergences() -> Iterator[tuple[str, Found]]:
 
 
 def written_by(target: PreTrainedModel) -> Tensor:
-    """Return token ids [T]: a random prompt, then the target's greedy tokens."""
+    """Return token ids [T] with a random prompt and then the target's greedy tokens."""
     ids = torch.randint(VOCABULARY, (PROMPT,))
     while len(ids) < LENGTH:
         best = target(input_ids=ids[None]).logits[0, -1].argmax()
@@ -222,7 +222,7 @@ def ours(objective: DFlashObjective, ids_T: Tensor, anchors_A: Tensor) -> Block:
 def states_of(
     target: PreTrainedModel, ids_T: Tensor, layers: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    """Return joined hidden states [1, T, k H], and the last layer's, raw and normed."""
+    """Return joined states of ``layers`` [1, T, k H], and the last layer's, raw and normed."""
     taps = capture_hidden(target, ids_T[None], {*layers, LAYERS})
     joined = torch.cat([taps[layer] for layer in layers], -1)
     return joined, taps[LAYERS], target.get_decoder().norm(taps[LAYERS])
@@ -363,7 +363,7 @@ def compare_blocks(package: str, kind: str, layout: Layout, **options: Any) -> F
 
 
 def taps_of(target: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, Any]:
-    """Return the joined states for EAGLE-3, and the target's output."""
+    """Return the joined hidden states that EAGLE-3 reads, and the target's output."""
     output = target(input_ids=ids_BT, output_hidden_states=True)
     depth = target.config.num_hidden_layers
     layers = (2, depth // 2, depth - 3)
@@ -421,7 +421,7 @@ def load_by_speculators(place: Path, target: Any) -> Any:
 
 
 def chain_by_speculators(model: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return speculators' loss for one document, or for several in one row."""
+    """Return speculators' loss for one document."""
     from speculators.losses.utils import resolve_loss_config
     from speculators.models.eagle3 import core
 
@@ -456,9 +456,9 @@ CHAINS: dict[str, tuple[Layout, Callable[..., Any], Callable[..., Tensor]]] = {
 
 
 def compare_chains(package: str) -> Iterator[tuple[str, Found]]:
-    """Compare sums over the texts.
+    """Compare losses and gradients, summed over the texts.
 
-    Ours are computed for single, padded and packed texts; the package's for single or padded ones.
+    Ours use single, padded and packed texts. SpecForge gets padded texts, speculators single texts.
     """
     torch.manual_seed(0)
     layout, load, run = CHAINS[package]

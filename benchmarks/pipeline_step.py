@@ -1,4 +1,4 @@
-"""Wall clock for a pipeline of processes: its steady step, and SPD's measured speed-up.
+"""Measure the steady step of a pipeline of processes, and SPD's wall-clock speed-up.
 
     python benchmarks/pipeline_step.py --json
     python benchmarks/pipeline_step.py --apart --json      # the draft on its own rank
@@ -6,22 +6,22 @@
 A random target, large enough that a stage takes several milliseconds, is cut into stages with one
 process and one thread each. The first stage shares its process with the draft, and therefore has
 fewer layers. The draft is a random SPD head that runs in full at every step. Its token is then
-replaced by the target's own with probability --acceptance; the outputs are known from
-autoregressive decoding on the same processes.
+replaced by the target's own with probability --acceptance, otherwise by a wrong one. The target's
+tokens are known from autoregressive decoding on the same processes.
 
 Each output is decoded in three ways, first in this order and then in the opposite one:
 autoregressively, with SPD, and with SPD without running ahead (the first stage then waits for every
-step's verification result). Reported for SPD with and without running ahead:
+step's verification result). These figures are for SPD with and without running ahead:
 
-step_over_slowest_stage: median time between two verification results inside a round, over the
-    busiest process's work in a step (layers, draft or LM head; means in the same run).
-wallclock_over_theoretical: measured speed-up over L' in the same run; also per output, with a 95 %
-    bootstrap interval over outputs.
-draft_share: the draft's part in all processes' work per step. With layers cut to make room for it,
-    a step takes at least the processes' mean work. wallclock_over_balanced compares with this
-    bound; 1 means a pipeline without overhead.
-layers_ms: a process's time for its layers and one segment; also in autoregressive decoding, where
-    only one process computes at a time.
+step_over_slowest_stage: median time between two verification results inside a round, divided by
+    the busiest process's mean work per step (layers, draft and LM head) in the same run.
+wallclock_over_theoretical: measured speed-up, divided by L' in the same run. It is also given per
+    output, with a 95 % bootstrap interval over outputs.
+draft_share: the draft's part in all processes' work per step. Even if layers are cut to make room
+    for the draft, a step takes at least the processes' mean work. wallclock_over_balanced compares
+    with this bound, and is 1 for a pipeline without overhead.
+layers_ms: a process's time for its layers and one segment. autoregressive_layers_ms is the same in
+    autoregressive decoding, where only one process computes at a time.
 """
 
 import argparse
@@ -45,7 +45,7 @@ TIMEOUT_S = 900
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the target's sizes and cut."""
+    """Return a parser with options for the target's sizes and its cut into stages."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,7 +95,7 @@ def boundaries(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: int) -> Any:
-    """Return an SPD head at full cost whose token is corrected as often as --acceptance asks."""
+    """Return an SPD head that runs in full. Its token is right with probability --acceptance."""
     from pipedraft.inference.sources.spd import SPDSource
     from pipedraft.models.cpu import lay_out
     from pipedraft.models.draft import TargetReference
@@ -128,7 +128,7 @@ def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: in
 
 
 class Tokenizer:
-    """Tokenizer for a random target: token ids are its text."""
+    """Tokenizer for a random target. Its text is the list of token ids."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, ids))
@@ -151,7 +151,7 @@ class Phase:
     steps: int = 0
 
     def decode(self, engine: Any, prompt: list[int]) -> list[int]:
-        """Decode; return the tokens, and add time and work to the totals."""
+        """Decode, add time and work to the totals, and return the prompt and the new tokens."""
         engine.pipeline.clear()
         result = engine.decode(prompt)
         times = result.token_times_s
@@ -178,14 +178,14 @@ class Phase:
         return [sum(work[kind] for kind in kinds) / self.steps for work in self.work]
 
     def layers_ms(self) -> list[float]:
-        """Return the mean time for a segment through each process's layers."""
+        """Return each process's mean milliseconds for one segment through its layers."""
         pairs = zip(self.work, self.calls, strict=True)
         return [work["stage"] / calls["stage"] * 1e3 for work, calls in pairs if calls["stage"]]
 
 
 def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
-    """Decode each output twice with each method, in one order and then the opposite one, so a
-    machine that grows slower or faster affects all methods alike."""
+    """Decode each output with all methods in one order, and again in the opposite order, so that a
+    machine that becomes slower or faster affects all methods alike."""
     from pipedraft.inference.config import DecodeConfig
     from pipedraft.inference.engine import Engine
     from pipedraft.inference.pipelines.process import ProcessPipeline
@@ -234,7 +234,7 @@ def controller(args: argparse.Namespace, cluster: Any) -> dict[str, Any]:
 def summary(
     args: argparse.Namespace, plain: Phase, spd: Phase, ratios: list[float]
 ) -> dict[str, Any]:
-    """Return figures over all outputs: speed-up, its share of L', time by kind of work.
+    """Return speed-up, its share of L' and times by kind of work, over all outputs.
 
     Args:
         ratios: speed-up over L', per output.

@@ -1,4 +1,4 @@
-"""Measure how well drafts still work after their target was fine-tuned: acceptance against drift.
+"""Measure the acceptance of drafts for a fine-tuned target, against the target's drift.
 
     python benchmarks/retention.py configs/retention/embedded.yaml --out out/retention
 
@@ -6,7 +6,7 @@ Drafts trained for one base target decode with the base and with its fine-tuned 
 new training (FlexSpec, arXiv 2601.00644, table II). On the base, a draft for another target is
 refused. Fine-tuned targets skip this check, because the mismatch is measured here. The run writes
 report.md, results.json and a plot into --out, and keeps the decoded turns in OUT/traces. The last
-line of the output is one JSON object: the acceptance rates.
+line of the output is one JSON object with the acceptance rates.
 """
 
 import json
@@ -87,7 +87,7 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """YAML file for a report: every draft runs on the base and on each domain's targets."""
+    """YAML file for a report. Every draft runs on the base and on each domain's targets."""
 
     title: str
     target: str
@@ -106,8 +106,8 @@ def add_up(
     num_prompts: int,
     measure: Callable[[DecodeResult], Sequence[float]],
 ) -> np.ndarray:
-    """Return sums over each prompt's turns, for each of X values: [X, P]; 0 for a prompt without a
-    decoded turn."""
+    """Sum X values over each prompt's turns, and return the sums [X, P]. A prompt without a decoded
+    turn has the sum 0."""
     values_RX = np.array([measure(record.result) for record in records], dtype=np.float64)
     sums_XP = np.zeros((values_RX.shape[1], num_prompts))
     np.add.at(sums_XP.T, [record.conversation[1] for record in records], values_RX)
@@ -121,9 +121,9 @@ def count(result: DecodeResult) -> tuple[int, int, int, int]:
 
 
 def describe(counts_4P: np.ndarray, base_4P: np.ndarray, *, seed: int = 0) -> dict[str, Any]:
-    """Compute alpha, tau and alpha's share relative to the base, with intervals over prompts.
+    """Compute alpha, tau and alpha's ratio to the base's alpha, with intervals over prompts.
 
-    The share compares the same prompts, resampled together. Each target still writes its own
+    The ratio compares the same prompts, resampled together. Each target still writes its own
     output.
     """
     accepted_P, tested_P, emitted_P, rounds_P = counts_4P
@@ -147,7 +147,7 @@ def describe(counts_4P: np.ndarray, base_4P: np.ndarray, *, seed: int = 0) -> di
 def divergence(
     base: PreTrainedModel, evolved: PreTrainedModel, result: DecodeResult
 ) -> tuple[float, int]:
-    """Sum KL(base || evolved) over a prompt's answer rows; also return the number of rows.
+    """Return KL(base || evolved) summed over an answer's tokens, and the number of tokens.
 
     Args:
         result: the base's answer to the prompt.
@@ -172,7 +172,7 @@ class DraftRun:
 
 @dataclass(frozen=True)
 class Retention:
-    """Run for a report: the base, its drafts and the settings."""
+    """One report's run, with its settings and the base target."""
 
     spec: Spec
     base: PreTrainedModel
@@ -183,7 +183,7 @@ class Retention:
         """Decode a domain's prompts with every draft on every target.
 
         Returns:
-            One entry per target; it contains one entry per draft.
+            One entry per target, which contains one entry per draft.
         """
         spec, entries = self.spec, []
         on_base = self.decode(f"{name}, {BASE}", self.base, spec.target, prompts)
@@ -223,7 +223,7 @@ class Retention:
     def decode(
         self, where: str, model: PreTrainedModel, folder: str, prompts: Sequence[Prompt]
     ) -> dict[str, DraftRun]:
-        """Decode the prompts with every draft; the base refuses a draft for another target."""
+        """Decode the prompts with every draft. The base refuses drafts for other targets."""
         spec, tokens = self.spec, self.spec.max_new_tokens
         room = model.config.get_text_config().max_position_embeddings - tokens
         weights, found = weights_identity(folder), {}
@@ -270,7 +270,7 @@ def load(
 def would_load(draft: DraftNetwork, model: PreTrainedModel) -> bool:
     """Return True if the draft loads on this model without the exception for fine-tuned targets.
 
-    A language model always does.
+    A language model always loads.
     """
     if not isinstance(draft, Draft):
         return True
@@ -283,12 +283,12 @@ def num_bytes(draft: DraftNetwork) -> int:
 
 
 def sync_seconds(draft_bytes: int) -> dict[str, float]:
-    """Return the seconds to send a draft's weights again, per link: bytes over bandwidth down."""
+    """Return each link's seconds to send a draft's weights again at its downlink bandwidth."""
     return {name: draft_bytes / link.state(0.0).down_bytes_per_s for name, link in PRESETS.items()}
 
 
 def agreement(runs: Iterable[DraftRun]) -> tuple[int, int]:
-    """Return the number of turns, and of those in which all drafts have the same output.
+    """Return the number of turns, and the number of turns with the same output from all drafts.
 
     With greedy decoding the two numbers are equal.
     """
@@ -318,8 +318,7 @@ def retention_table(targets: Sequence[dict[str, Any]], measure: str) -> Table:
 
 
 def sync_table(drafts: dict[str, dict[str, Any]]) -> Table:
-    """Return FlexSpec's table I: the cost of sending a draft again after training it for a new
-    target."""
+    """Return FlexSpec's table I, the cost of sending a draft trained again for a new target."""
     rows = [
         [name, number(entry["draft_bytes"] / 1e6, 1)]
         + [number(s, 2) for s in sync_seconds(entry["draft_bytes"]).values()]
@@ -329,7 +328,7 @@ def sync_table(drafts: dict[str, dict[str, Any]]) -> Table:
 
 
 def plot(targets: Sequence[dict[str, Any]]) -> bytes:
-    """Plot each draft's acceptance and interval on each target, by the target's drift."""
+    """Plot each draft's acceptance, with its interval, against the drift of the target."""
     panels: dict[str, dict[str, dict[float, Estimate]]] = {}
     for target in targets:
         for name, draft in target["drafts"].items():
@@ -424,7 +423,7 @@ def out_of_scope(base: str, evolved: str) -> list[str]:
 
 
 def _copied_part(name: str, *, is_weightless: bool = False) -> PreTrainedModel:
-    """Load only the target's parts that drafts copy; if weightless, only their module names."""
+    """Load only the target's parts that drafts copy. If weightless, load only module names."""
     part = load_target_part(name, layers=(), has_embedding=False, has_head=False)
     if is_weightless:
         return part
@@ -433,7 +432,7 @@ def _copied_part(name: str, *, is_weightless: bool = False) -> PreTrainedModel:
 
 
 def copied_modules(target: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return modules with weights: embedding, last block, final norm and LM head, in this order."""
+    """Return the modules with weights in embedding, last block, final norm and LM head, by name."""
     decoder = target.get_decoder()
     parts = (decoder.embed_tokens, decoder.layers[-1], decoder.norm, target.get_output_embeddings())
     names = {module: name for name, module in target.named_modules()}
@@ -471,7 +470,7 @@ def _is_same(module: nn.Module, other: nn.Module | None) -> bool:
 
 
 def targeted_modules(base: PreTrainedModel, folder: Path) -> list[str]:
-    """List copied modules with weights in a peft adapter; the values do not matter.
+    """List the copied modules for which a peft adapter has weights of any value.
 
     Args:
         base: the adapter's model; its weights are not read.
@@ -493,7 +492,7 @@ def targeted_modules(base: PreTrainedModel, folder: Path) -> list[str]:
 
 
 def _module_of(tensor: str, known: Iterable[str], folder: Path) -> str:
-    """Return the base's innermost module in an adapter tensor's name."""
+    """Return the innermost base module that the name of an adapter's tensor contains."""
     candidates = _with_parents(tensor.removeprefix(PEFT_PREFIX)).intersection(known)
     if not candidates:
         kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")

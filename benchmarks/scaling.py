@@ -1,21 +1,21 @@
-"""Model where pipelined speculation is worth it: speed-up by stages, links and target sizes.
+"""Model the speed-up of pipelined speculation for stages, links and target sizes.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --acceptance 0.85 --json
 
 The virtual clock decodes with a chain draft, with durations from sizes and bandwidths. Each draft
 token is accepted independently, with one probability for every method and n. This is a
-simplification: heads reading deeper states have a higher acceptance. A stage streams its weights
-from memory and runs its layers' small kernels. A link costs its latency plus hidden states over
-bandwidth. Verification and drafting stream the LM head and the draft's layers. Each also waits, and
-launches its kernels outside the graph as often as tests/test_device_decode.py allows.
-docs/lab/scaling.md gives the sources for the numbers.
+simplification, because heads that read deeper states have a higher acceptance. A stage streams its
+weights from memory and runs its layers' small kernels. A link costs its latency plus the time to
+send hidden states. Verification and drafting stream the LM head and the draft's layers. Each also
+waits for the device, and launches kernels outside the graph as often as
+tests/test_device_decode.py allows. docs/lab/scaling.md gives the sources for the numbers.
 
-For comparison, the tables show tensor parallelism on links fast enough for it: every GPU streams
-its part of every layer. The remaining cost per layer is one constant, from one measurement.
+For comparison, the tables show tensor parallelism on the fastest link, where every GPU streams its
+part of every layer. The remaining cost per layer is one constant, from one measurement.
 
 S compares with autoregressive decoding on the SAME pipeline. "Over one device" compares with
-autoregressive decoding with all layers on one device, to show the pipeline's own cost. For the
+autoregressive decoding on one device with all layers, to show the pipeline's own cost. For the
 larger targets, no such device may exist.
 """
 
@@ -115,9 +115,9 @@ class Durations:
 def layered(
     clock: VirtualClock, right: Random, acceptance: float, tokens: int, *, overlap: bool = True
 ) -> float:
-    """Simulate SPD: a hit takes one step, a miss n; drafting overlaps with the stages.
+    """Simulate SPD, where an accepted token takes one step, and a rejected token n steps.
 
-    Without ``overlap``, simulate PPSD: every step waits for the draft.
+    Drafting overlaps with the stages. Without ``overlap`` every step waits for it, as in PPSD.
     """
     busy = [1] * clock.num_stages
     for _ in range(tokens):
@@ -130,7 +130,7 @@ def layered(
 def eagle_chain(
     clock: VirtualClock, right: Random, acceptance: float, tokens: int, length: int = 7
 ) -> float:
-    """Simulate EAGLE: a round drafts a chain while the stages wait, then takes n steps."""
+    """Simulate EAGLE, where a round drafts a chain while the stages wait, then takes n steps."""
     emitted = 0
     while emitted < tokens:
         clock.serial_draft(length)
@@ -143,7 +143,7 @@ def eagle_chain(
 
 
 def chain_tokens(right: Random, acceptance: float, length: int) -> int:
-    """Draw a round's tokens: the chain's accepted draft tokens, and one from the target."""
+    """Draw a round's number of tokens, accepted draft tokens and one token from the target."""
     return 1 + next((i for i in range(length) if right.random() >= acceptance), length)
 
 
@@ -171,9 +171,9 @@ PARALLEL = {"tensor parallel": 0, "tensor parallel, EAGLE chain:7": 7}
 def speedup(
     target: Target, link: StageLink, num_stages: int, method: str, *, acceptance: float, tokens: int
 ) -> tuple[float, float] | None:
-    """Return S over the same pipeline, and over one device; None: tensor parallelism cannot run.
+    """Return the speed-up over the same pipeline, and over one device.
 
-    Tensor parallelism needs the fastest link and at most ``MOST_PARALLEL`` devices.
+    Return None for tensor parallelism on slower links or on more than ``MOST_PARALLEL`` devices.
     """
     durations, one = (Durations.of(target, link, n) for n in (num_stages, 1))
     clock = durations.clock(target, num_stages, METHODS.get(method, EAGLE))
@@ -191,7 +191,7 @@ def speedup(
 def parallel(
     target: Target, durations: Durations, num_devices: int, acceptance: float, length: int
 ) -> float:
-    """Return seconds per token; one device also runs the draft."""
+    """Return tensor parallelism's seconds per token. One device also runs the draft."""
     stream = target.parameters * BYTES / num_devices / MEMORY_BYTES_PER_S
     seconds = stream + target.num_layers * PARALLEL_LAYER_S
     if not length:

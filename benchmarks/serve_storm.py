@@ -1,10 +1,11 @@
-"""Load test for `pipedraft serve`: 200 clients, not all friendly, and a killed rank.
+"""Test `pipedraft serve` under load from 200 clients, some of them hostile, and kill a rank.
 
     python benchmarks/serve_storm.py --json
 
-The server decodes the embedded target on ranks. Each client sends one request after another: for a
-whole answer, or for a stream that it reads slowly, leaves in the middle, or never reads. Some send
-malformed requests. Every text must equal ``Engine.decode``'s, as far as the client read it.
+The server decodes the embedded target on ranks. Each client sends one request after another. It
+asks for a whole answer, or for a stream that it reads to the end, reads slowly, leaves in the
+middle or never reads. Some requests are malformed. Every text must equal ``Engine.decode``'s, as
+far as the client read it.
 
 Half-way one rank is killed. The server must exit with status 1. The script restarts it, as service
 managers do. At the end SIGTERM arrives under full load, and open requests must finish. Resident
@@ -68,7 +69,7 @@ class Asked:
 
 
 def make_requests(num_stages: int, count: int) -> list[Asked]:
-    """Return requests for the embedded prompts, greedy and sampled, each decoded alone."""
+    """Return greedy and sampled requests for embedded prompts, with texts decoded one by one."""
     target = load_target(str(ASSETS / "target"))
     tokenizer = load_tokenizer(str(ASSETS / "target"))
     draft = load_draft(DRAFT, target)
@@ -104,7 +105,7 @@ class ServerUnderLoad:
             raise Failure(f"the server did not begin: {self.end()}")
 
     def ranks(self) -> list[int]:
-        """Return the ranks' process ids; the first child is their store, not a rank."""
+        """Return the ranks' process ids. The first child process is their store, not a rank."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return sorted(map(int, children))[1:]
@@ -118,7 +119,7 @@ class ServerUnderLoad:
         return total_kb / 1024
 
     def end(self) -> dict[str, Any]:
-        """Wait for the exit; return status, seconds and last lines."""
+        """Wait for the server's exit, and return status, seconds and the last lines of output."""
         started_s = time.monotonic()
         out, _ = self.process.communicate(timeout=120)
         seconds = round(time.monotonic() - started_s, 1)
@@ -228,7 +229,7 @@ async def read_head(reader: asyncio.StreamReader) -> int:
 
 
 async def read_stream(reader: asyncio.StreamReader, most: int, pause_s: float) -> tuple[str, bool]:
-    """Read at most ``most`` events; return their text, and True if the stream was complete."""
+    """Read at most ``most`` events. Return their text, and True if the stream was complete."""
     told, count = "", 0
     while count < most:
         line = await reader.readline()

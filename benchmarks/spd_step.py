@@ -3,9 +3,9 @@
     python benchmarks/spd_step.py --json
     python benchmarks/spd_step.py --counted 0.4 --n 4 --query all
 
-A step is the training loop's: target without gradients, head, distillation on the supervised rows,
-backward, gradient clipping, AdamW. Every example has all n tokens in flight, the most expensive
-occupancy. See `training_step.py` for the measured quantities.
+As in the training loop, a step runs the target without gradients, the head, distillation on the
+supervised rows, backward, gradient clipping and AdamW. Every example has all n tokens in flight,
+the most expensive occupancy. See `training_step.py` for the measured quantities.
 """
 
 import argparse
@@ -49,10 +49,10 @@ def build_objective(args: argparse.Namespace) -> SPDObjective:
 
 
 def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
-    """Return products and attention per step, without elementwise operations.
+    """Return GFLOP per step for products and attention, without elementwise operations.
 
-    The fused attention backward is five products to the forward's two. Taps need no gradient, so a
-    feature projection computes only its weight's gradient.
+    The fused attention has two products forward and five backward. Taps need no gradient, so a
+    feature projection only computes the gradient for its weight.
     """
     rows, layers = args.batch * args.length, args.num_layers
     layer = layer_gigaflop(args, rows, args.hidden)

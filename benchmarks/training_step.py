@@ -1,8 +1,9 @@
-"""Measure one optimizer step for a draft on a random target: shared by the step benchmarks.
+"""Measure one optimizer step for a draft on a random target, for the step benchmarks.
 
-Two cases run, each in its own process: all rows supervised, and only a share (the assistant's).
-Times are CPU seconds. Memory is the whole process's peak, imports included. The floor is the step's
-arithmetic at this core's rate for float32 matrix products, measured between the steps.
+Two cases run, each in its own process. The first supervises all rows, the second only a share
+(--counted), like the assistant's rows. Times are CPU seconds. Memory is the whole process's peak,
+imports included. The floor is the time for the step's arithmetic at this core's rate for float32
+matrix products, measured between the steps.
 """
 
 import argparse
@@ -60,8 +61,7 @@ def random_target(args: argparse.Namespace) -> Any:
 
 
 def make_batch(args: argparse.Namespace, counted: float, length: int) -> dict[str, Tensor]:
-    """Return turns with 128 positions, a prompt and an answer each; only an answer if all rows are
-    supervised."""
+    """Return turns with 128 positions each, of which the last share ``counted`` is supervised."""
     answered_T = torch.arange(length) % 128 >= 128 * (1 - counted)
     return {
         "input_ids": torch.randint(args.vocabulary, (args.batch, length)),
@@ -91,7 +91,7 @@ def make_step(objective: Any) -> Callable[[dict[str, Tensor]], int]:
 def measure_case(
     args: argparse.Namespace, objective: Any, parts: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Measure the case --case in this process."""
+    """Measure the case given by --case, in this process."""
     torch.set_num_threads(1)
     step, batch = make_step(objective), make_batch(args, args.case, args.length)
     num_counted = step(batch)
@@ -153,7 +153,7 @@ def run(
     gigaflop: Callable[[argparse.Namespace, float], dict[str, float]],
     **more: Any,
 ) -> None:
-    """Measure an objective's case --case, or compare both cases.
+    """Measure the case given by --case, or compare both cases.
 
     Args:
         more: fields to add to the JSON line.
@@ -169,7 +169,7 @@ def run(
 def print_summary(
     args: argparse.Namespace, every: dict[str, Any], some: dict[str, Any], **more: Any
 ) -> None:
-    """Print one JSON line: the case of all rows at the top level, the other as `assistant_rows`."""
+    """Print one JSON line, with the case of all rows, and the other case in `assistant_rows`."""
 
     def rounded(case: dict[str, Any]) -> dict[str, Any]:
         names = ("cpu_s", "cpu_s_median", "peak_rss_mb", "gflop", "floor_s", "fraction_of_floor")
@@ -201,8 +201,8 @@ def print_summary(
 
 
 def layer_gigaflop(args: argparse.Namespace, rows: float, hidden_in: int) -> dict[str, float]:
-    """Return GFLOP for a decoder layer's forward products, and for causal attention: two products
-    over half a square."""
+    """Return GFLOP for a decoder layer's forward products, and for causal attention, which has two
+    products over half a square."""
     heads, key_heads = args.heads * HEAD_SIZE, args.key_heads * HEAD_SIZE
     return {
         "query": 2e-9 * rows * hidden_in * heads,

@@ -1,1 +1,1 @@
-"""Training data for heads: conversations and documents as token ids with loss masks."""
+"""Turn conversations and documents into training data for heads (token ids and loss masks)."""

@@ -1,8 +1,8 @@
-"""Resumable store for on-policy answers: one SQLite row per conversation, exported as JSONL.
+"""Store on-policy answers in SQLite, one row per conversation, and export them as JSONL.
 
-This module needs neither model nor network: answers from a server and from a local model share it.
-The output follows the input order. A row is settled once it has an answer or has failed. A run can
-resume after any exit:
+This module needs neither model nor network, so answers from servers and local models share it. The
+output follows the input order. A row is settled once it has an answer or has failed. A run can
+resume after any exit. With --out answers.jsonl, these files are written:
 
     answers.sqlite          settled rows, committed one by one, and the run's input and settings
     answers.jsonl           {"input_row": i, ...} per answered row, i ascending; written at the end
@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS rows (row INTEGER PRIMARY KEY, reason TEXT, line BLOB
 
 
 class AnswerFile:
-    """Answer store: takes rows in any order, writes lines in input order. One process at a time."""
+    """Answer store of one process. Takes rows in any order and writes lines in input order."""
 
     def __init__(
         self, out: Path, settings: Mapping[str, object], *, num_rows: int, retry_errors: bool
@@ -92,12 +92,12 @@ class AnswerFile:
         return not self.is_answered[row] and row not in self.reasons
 
     def add(self, row: int, answered: dict[str, object]) -> None:
-        """Store an answered row; a kill after the return does not lose it."""
+        """Store an answered row. Killing the process after this returns does not lose the row."""
         self._settle(row, {"input_row": row} | answered | {"input_row": row}, "")
         self.is_answered[row] = True
 
     def fail(self, row: int, reason: str, text: str) -> None:
-        """Store a row without an answer; ``text``: the row as read, possibly no JSON."""
+        """Store a failed row and its reason. ``text`` is the row as read, which may not be JSON."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError):
@@ -106,7 +106,7 @@ class AnswerFile:
         self.reasons[row] = reason
 
     def finish(self) -> None:
-        """Write the output unless it has all answers already. Requires every row to be settled."""
+        """Write the output, unless the file already has all answers. Every row must be settled."""
         known = self._get(WRITTEN) or []
         if self.out.exists() and self._identity(self.out) == known[-1]:
             return
@@ -119,7 +119,7 @@ class AnswerFile:
         publish(self.out, write)
 
     def close(self) -> None:
-        """Write the rows without an answer next to the output; a later run can resume."""
+        """Write the failed rows next to the output, and close. A later run can resume."""
         errors = self.database.execute("SELECT count(*) FROM rows WHERE reason != ''")
         if errors.fetchone()[0]:
             publish(self.errors_path, lambda place: self._write_lines(place, "!= ''"))
@@ -128,7 +128,10 @@ class AnswerFile:
         self.database.close()
 
     def _check(self, settings: Mapping[str, object]) -> None:
-        """Refuse settings other than the stored ones; replace these while no row is settled."""
+        """Refuse other settings than the stored ones, and an output changed after it was written.
+
+        While no row is settled, new settings replace the stored ones.
+        """
         (num_settled,) = self.database.execute("SELECT count(*) FROM rows").fetchone()
         for name, value in settings.items():
             if not num_settled:
@@ -180,7 +183,7 @@ class AnswerFile:
 
 
 def _json(value: object) -> bytes:
-    """Encode as UTF-8 JSON; an unpaired surrogate becomes a question mark."""
+    """Encode a value as UTF-8 JSON, with a question mark for each unpaired surrogate."""
     return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
@@ -194,11 +197,11 @@ TURNS = ("messages", "conversations")
 
 
 class RowFailed(Exception):
-    """One row gets no answer: the reason is stored with the row, and the run continues."""
+    """Raised if one row gets no answer. The row is stored with the reason, and the run goes on."""
 
 
 class TargetLost(Exception):
-    """Raised if no further row can be answered; the message is a one-line reason."""
+    """Raised if no further row can be answered. The message is a one-line reason."""
 
 
 # How answers are sampled and stored. The docstring is a title in --help.
@@ -225,11 +228,11 @@ class AnswerSampling(Options):
     variables take precedence"""
 
     def is_greedy(self, row: int) -> bool:
-        """Return True for a greedy row; int(n * greedy_share) of the first n rows are greedy."""
+        """Return True for a greedy row. Of the first n rows, int(n * greedy_share) are greedy."""
         return int(row * self.greedy_share) < int((row + 1) * self.greedy_share)
 
     def seed_of(self, row: int, turn: int, attempt: int = 0) -> int:
-        """Return the seed for one answer, below 2**31, which every server accepts."""
+        """Return the seed for one answer. It is below 2**31, so every server accepts it."""
         return zlib.crc32(f"{self.seed} {row} {turn} {attempt}".encode()) & 0x7FFFFFFF
 
 
@@ -246,7 +249,7 @@ class TargetAnswer:
 
 @dataclass
 class Dialogue:
-    """Conversation whose assistant turns are regenerated one after the other."""
+    """Conversation in which the assistant turns are regenerated one after the other."""
 
     row: int
     """Index in the input, from 0."""
@@ -268,10 +271,10 @@ class Dialogue:
     def read(cls, row: int, text: str) -> "Dialogue":
         """Read {"prompt": text}, ``messages`` or ``conversations`` from JSON.
 
-        A conversation that ends with the user's turn gets an answer there, too.
+        If the conversation ends with the user's turn, that turn gets an answer, too.
 
         Raises:
-            RowFailed: none of these forms, or an assistant turn does not follow a user turn.
+            RowFailed: the text has none of these forms, or an assistant turn follows no user turn.
         """
         try:
             value = json.loads(text)
@@ -328,8 +331,8 @@ def split_prompts(turns: Messages) -> list[Messages]:
 
     [system, user, assistant, user] becomes [[system, user], [user]].
 
-    An assistant turn followed by a tool result is not regenerated: the result belongs to its tool
-    call. The turn is kept as context without loss.
+    An assistant turn before a tool result is not regenerated, because the result belongs to the
+    turn's tool call. That turn stays as context without loss.
     """
     if not turns:
         raise RowFailed("no turns")
@@ -354,9 +357,9 @@ def split_prompts(turns: Messages) -> list[Messages]:
 
 
 def kept_text(content: str, reasoning: str, *, thinking: Literal["keep", "strip"]) -> str:
-    """Return an answer's text for the row, with the thinking in <think> marks or dropped.
+    """Return an answer's text for the row. Thinking is dropped, or kept in <think> marks.
 
-    Templates may open the block in the prompt; the answer then contains only the closing mark.
+    A template may open the thinking in the prompt. The answer then has only the closing mark.
 
     Args:
         reasoning: thinking that a server returned in a separate field.

@@ -1,4 +1,4 @@
-"""Make batches: pad rows with similar lengths, or pack rows as separate documents."""
+"""Make batches of padded rows with similar lengths, or of rows packed as separate documents."""
 
 from collections.abc import Sequence
 
@@ -22,10 +22,11 @@ def length_bucketed_batches(
     """Return one epoch's batches of row indices, in training order.
 
     Every batch obeys max(length) * rows <= batch_tokens. Rows are shuffled, sorted by length inside
-    pools and cut into batches. Then groups of ``group`` consecutive batches are shuffled: lengths
-    in a group are similar, so processes that share it do not wait long for each other. Every row is
-    in exactly one batch. The batches with the most rows are halved until the number of batches is a
-    multiple of ``group``. If every batch is a single row, the first batches are repeated instead.
+    pools and cut into batches. Then groups of ``group`` consecutive batches are shuffled. Lengths
+    in a group are similar, so processes that share a group do not wait long for each other. Every
+    row is in exactly one batch. The batches with the most rows are halved until the number of
+    batches is a multiple of ``group``. If every batch is a single row, the first batches are
+    repeated instead.
 
     Args:
         lengths: tokens per row, after any cut.
@@ -55,8 +56,8 @@ def packed_batches(
 ) -> list[list[int]]:
     """Return one epoch's batches of row indices for `pack`, in training order.
 
-    Every batch obeys sum(length) <= batch_tokens and takes the shuffled rows in order: without
-    padding, mixing lengths costs nothing. Arguments and other guarantees: see
+    Every batch obeys sum(length) <= batch_tokens. Batches take the shuffled rows in order, because
+    without padding mixed lengths cost nothing. Arguments and other guarantees are the same as for
     `length_bucketed_batches`.
     """
     sizes = _checked_sizes(lengths, batch_tokens)
@@ -127,7 +128,7 @@ def pack(rows: Sequence[Values]) -> dict[str, Tensor]:
     """Pack rows as documents into one row.
 
     Return input_ids [1, sum] int64, loss_mask [1, sum] bool, lengths [documents] int64.
-    Documents do not see each other. No token predicts a document's first one, so its mask is False.
+    Documents do not see each other. Nothing predicts a document's first token. Its mask is False.
     """
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     ids, masks = (
@@ -139,13 +140,13 @@ def pack(rows: Sequence[Values]) -> dict[str, Tensor]:
 
 
 def document_lengths(batch: dict[str, Tensor]) -> list[int] | None:
-    """Return document lengths for a packed batch; None for a padded batch or a single sequence."""
+    """Return a packed batch's document lengths, or None for a padded batch or a single sequence."""
     lengths = batch["lengths"]
     return lengths.tolist() if len(lengths) > len(batch["input_ids"]) else None
 
 
 def document_places(batch: dict[str, Tensor]) -> Tensor:
-    """Return each position's document number, int64 [B, T]; -1 on padding."""
+    """Return each position's document number as int64 [B, T], with -1 on padding."""
     mask_BT, lengths = batch["loss_mask"], batch["lengths"].to(batch["loss_mask"].device)
     B, T = mask_BT.shape
     documents = torch.arange(len(lengths), device=mask_BT.device)
@@ -156,10 +157,10 @@ def document_places(batch: dict[str, Tensor]) -> Tensor:
 
 
 def inner_mask(batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss mask without each document's first and last position: bool [B, T].
+    """Return the loss mask, bool [B, T], with each document's first and last position cleared.
 
-    The last position is cleared as in other packages: its label would be padding or belong to the
-    next document. The first token is the label for no row, and `pack` clears it, too.
+    The last position's label would be padding or belong to the next document, so other packages
+    clear that position, too. Nothing predicts the first token, so `pack` clears it, too.
     """
     place_BT = document_places(batch)
     edge_B1 = place_BT.new_full((len(place_BT), 1), -2)
@@ -169,7 +170,7 @@ def inner_mask(batch: dict[str, Tensor]) -> Tensor:
 
 
 def reorder(batch: dict[str, Tensor], order: Tensor) -> dict[str, Tensor]:
-    """Reorder the examples: rows in a padded batch, documents in a packed one."""
+    """Reorder the rows of a padded batch, or the documents of a packed batch."""
     lengths = document_lengths(batch)
     if lengths is None:
         return {name: x[order.to(x.device)] for name, x in batch.items()}

@@ -1,4 +1,4 @@
-"""Bulk sampling: thousands of conversations in lock-step, without padding or attention mask.
+"""Sample thousands of conversations in lock-step, without padding or attention mask.
 
 Every row starts at position 0 and advances one token per forward pass. Prompts are forced token by
 token, so rows with different lengths need no padding and attention needs no mask. Caches are
@@ -23,9 +23,9 @@ CHECK_EVERY = 16
 
 
 class PreallocatedLayer(DynamicLayer):
-    """Keys and values [B, J, T, D] as views into buffers for the longest sequence.
+    """Cache layer with keys and values [B, J, T, D], views into buffers for the longest sequence.
 
-    The transformers layer concatenates: it copies every earlier token for each new one.
+    The transformers layer concatenates, so it copies all earlier tokens for every new token.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -56,7 +56,7 @@ class PreallocatedLayer(DynamicLayer):
 
 
 def preallocate(cache: DynamicCache, max_length: int) -> None:
-    """Replace growing cache layers by preallocated ones, but not windows and recurrent states."""
+    """Preallocate the cache layers that grow, but not sliding windows and recurrent states."""
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[i] = PreallocatedLayer(max_length)
@@ -64,10 +64,10 @@ def preallocate(cache: DynamicCache, max_length: int) -> None:
 
 @dataclass(frozen=True)
 class Opening:
-    """A row to sample: its first tokens, and the role that continues.
+    """First tokens of a row to sample, and the role that continues the row.
 
-    The model writes the answer after ``ids``. With ``writes_user`` it writes the user turn first
-    (Magpie, arXiv:2406.08464), then ``assistant`` is forced, then it writes the answer.
+    The model writes the answer after ``ids``. With ``writes_user`` the model first writes the user
+    turn (Magpie, arXiv:2406.08464). The assistant's opening tokens and the answer follow.
     """
 
     ids: tuple[int, ...]
@@ -91,7 +91,7 @@ class SampledRow:
 
 @dataclass
 class _Rows:
-    """Unfinished rows: one entry per row in every tensor, in cache order."""
+    """Rows being sampled. Every tensor has one entry per row, in cache order."""
 
     place_B: Tensor
     """Row numbers in opening order."""
@@ -139,10 +139,10 @@ def sample_rows(
     Samples from the unmodified model distribution at temperature 1, without top-k or top-p.
 
     Args:
-        assistant: tokens between a user turn (its end token included) and the answer.
+        assistant: tokens between a user turn's end token and the answer.
         ends: token ids that end a turn.
         max_length: tokens per row at most, opening included.
-        generator: on the model's device.
+        generator: random generator on the model's device.
 
     Returns:
         Rows in opening order. Rows with an unfinished user turn are left out.
@@ -218,7 +218,7 @@ def _collect(
 
 
 def repeats_itself(ids: np.ndarray, most: int = 12) -> bool:
-    """Return True for a loop: four tokens in sequence, repeated more than ``most`` times."""
+    """Return True if any sequence of four tokens occurs more than ``most`` times."""
     if len(ids) < 4:
         return False
     wide = ids.astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Counts for all rows: kept, refused, duplicate or not drawn."""
+"""Count all rows by what became of them, such as kept, refused, duplicate or not drawn."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ UNKNOWN_LICENSE = "unknown"
 
 @dataclass(kw_only=True)
 class DataReport:
-    """Row counts, by what became of the rows.
+    """Counts of rows, by what became of the rows.
 
     rows_read = rows_kept + bad rows + rows with an empty mask + rows refused by filters,
     benchmarks, length or as duplicates + rows not drawn.
@@ -83,7 +83,7 @@ class DataReport:
         return asdict(self)
 
     def refused_rows(self) -> dict[str, int]:
-        """Return readable rows left out by the configuration, by reason."""
+        """Count the readable rows that the configuration leaves out, by reason."""
         counts = {f"{FILTERED}{name}": count for name, count in self.filtered_rows.items()}
         counts |= {f"duplicate: {kind}": count for kind, count in self.duplicate_rows.items()}
         counts |= {CONTAMINATED: self.contaminated_rows, TOO_LONG: self.too_long_rows}
@@ -91,7 +91,7 @@ class DataReport:
         return {reason: count for reason, count in counts.items() if count}
 
     def summary(self) -> str:
-        """Return a report in a few lines for a person."""
+        """Return a report of a few lines for people to read."""
         bad = sum(self.bad_rows.values())
         refused = self.refused_rows()
         lines = [
@@ -146,7 +146,7 @@ def build_report(
     """Count the tokenized rows.
 
     Args:
-        errors: the reason for each row left out, else "".
+        errors: for each row, the reason why it is left out, or "".
         copies: occurrences per row in both sets together; 0 for a row left out.
     """
     kept = copies > 0
@@ -210,7 +210,7 @@ def count_groups(groups: Mapping[str, np.ndarray], copies_N: np.ndarray) -> dict
 
 
 def _count_left_out(rows: Rows, kept: np.ndarray) -> dict[str, int]:
-    """Count the kept rows for each field without effect, the most frequent field first."""
+    """Count how many kept rows have each ignored field, the most frequent field first."""
     counts: Counter[str] = Counter()
     for listed, times in Counter(np.asarray(rows["left_out"], dtype=object)[kept]).items():
         for name in json.loads(listed) if listed else ():

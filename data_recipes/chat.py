@@ -48,11 +48,11 @@ class RenderedChat:
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template and finds the assistant's spans.
 
-    With ``{% generation %}`` marks the template itself marks the assistant's text. Without them,
+    A template with ``{% generation %}`` marks shows where the assistant's text is. Without marks,
     turn i starts where render(messages[:i], add_generation_prompt=True) ends, if the whole text
-    begins with this prefix. A template may rewrite turns (strip thinking, add an empty thinking
-    block): then the content is searched for after the prefix. Spans exclude text that the template
-    adds around the content, except tool calls and the special token that closes the turn.
+    begins with this prefix. Some templates rewrite turns, for example strip thinking. Then the
+    turn's content is searched for after the prefix. Spans exclude text that the template adds
+    around the content, except tool calls and the special token that closes the turn.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ChatRenderer:
     ) -> None:
         """
         Args:
-            variables: for the template (``chat_template_kwargs``).
-            keeps_thinking: put the last turn's thinking back where the template strips it.
+            variables: chat template variables (``chat_template_kwargs``).
+            keeps_thinking: put the last turn's thinking back if the template strips the thinking.
         """
         if not tokenizer.is_fast:
             raise ValueError(
@@ -85,7 +85,7 @@ class ChatRenderer:
 
     @cached_property
     def closing(self) -> str:
-        """Return the special token that ends an assistant turn, and whitespace before it, or ""."""
+        """Return an assistant turn's closing special token with the whitespace before it, or ""."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
         tail = render_chat(
             self.tokenizer, messages, prompt=False, variables=self.variables
@@ -96,7 +96,7 @@ class ChatRenderer:
         return match.group() if match else ""
 
     def render(self, chat: Conversation | list[Message]) -> RenderedChat:
-        """Render all turns once and locate the assistant's; ValueError: the template refuses."""
+        """Render a chat and find the assistant's turns. Raise ValueError if the chat is refused."""
         given = chat if isinstance(chat, Conversation) else Conversation(chat)
         given = replace(given, variables={**self.variables, **given.variables})
         check_template_variables(given.variables, "chat_template_kwargs")
@@ -109,7 +109,7 @@ class ChatRenderer:
         return replace(found, not_rendered=unrendered(given, found.text))
 
     def as_read(self, message: Message) -> Message:
-        """Return the message as this template reads it: thinking in its field or in the content."""
+        """Return the message with thinking where the template reads it (a field or the content)."""
         if "reasoning_content" not in message:
             return message
         if self.thinking_names:
@@ -120,8 +120,8 @@ class ChatRenderer:
     def _put_back(self, found: RenderedChat, last: Message, finder: "TurnFinder") -> RenderedChat:
         """Put the last turn's thinking back into the chat, as the target generates it.
 
-        DeepSeek-R1's distilled models open the thinking in the answer's prompt, and strip it from
-        the answers in every conversation they read.
+        DeepSeek-R1's distilled models open the thinking in the prompt for an answer. Their template
+        strips the thinking from all answers in a conversation.
         """
         thought, answer = thinking_of(last)
         if last["role"] != "assistant" or not thought or thought in found.text:
@@ -143,9 +143,9 @@ class ChatRenderer:
         return RenderedChat(prompt + own, spans, before.num_missing, has_thinking_back=True)
 
     def tokenize(self, chats: list[RenderedChat]) -> list[tuple[list[int], list[int]]]:
-        """Return token ids and loss mask for each chat, uncut, in one tokenizer call.
+        """Tokenize all chats in one call. Return each chat's token ids and loss mask, uncut.
 
-        ``add_special_tokens`` is off: a template writes its own BOS.
+        ``add_special_tokens`` is off, because a template writes its own BOS.
         """
         encoding = self.tokenizer(
             [chat.text for chat in chats],
@@ -176,7 +176,7 @@ class TurnFinder:
         )
 
     def find(self) -> RenderedChat:
-        """Find the turns without generation marks: by prefixes and contents."""
+        """Find assistant turns by prefixes and contents if the template has no generation marks."""
         spans, num_missing, cursor = [], 0, 0
         for index, message in enumerate(self.messages):
             if message["role"] != "assistant":
@@ -195,7 +195,7 @@ class TurnFinder:
         return RenderedChat(self.text, spans, num_missing)
 
     def find_marked(self) -> RenderedChat:
-        """Find the turns by the template's generation marks."""
+        """Find the assistant's turns by the template's generation marks."""
         variables: Values = dict(self.renderer.tokenizer.special_tokens_map) | self.chat.variables
 
         def render(turns: list[Values]) -> str:
@@ -230,7 +230,7 @@ class TurnFinder:
         return RenderedChat(text, spans, num_missing)
 
     def prefix(self, num_turns: int, *, prompt: bool) -> str | None:
-        """Render the first turns alone; None if the template refuses them."""
+        """Render only the first turns. Return None for no turns, or if the template refuses."""
         if not num_turns:
             return None
         try:
@@ -239,12 +239,12 @@ class TurnFinder:
             return None
 
     def _prefix_length(self, num_turns: int, *, prompt: bool) -> int | None:
-        """Return the rendered turns' length if the text begins with them, else None."""
+        """Return the rendered length of the first turns, or None if the text begins otherwise."""
         prefix = self.prefix(num_turns, prompt=prompt)
         return len(prefix) if prefix is not None and self.text.startswith(prefix) else None
 
     def _find_whole(self, index: int, cursor: int) -> tuple[int, int] | None:
-        """Return the span with all of turn ``index``: thinking, content and tool calls."""
+        """Return the span of all of turn ``index`` (thinking, content and tool calls), or None."""
         prompt = self.prefix(index, prompt=True)
         start = None
         for candidate in () if prompt is None else (prompt, opened(prompt)):
@@ -269,7 +269,7 @@ class TurnFinder:
         return (start, end) if end > start else None
 
     def _find_turn(self, index: int, cursor: int) -> tuple[int, int] | None:
-        """Return the span for assistant turn ``index``, at or after ``cursor``; None: no trace."""
+        """Return assistant turn ``index``'s span at or after ``cursor``, or None if not found."""
         text, content = self.text, self.messages[index]["content"]
         answer = content.rpartition(END_THINK)[2].strip()
         start = self._prefix_length(index, prompt=True)
@@ -301,7 +301,7 @@ class TurnFinder:
         return at, end + len(self.closing) * text.startswith(self.closing, end)
 
     def _next_turn(self, index: int) -> int:
-        """Return an upper bound for the end of turn ``index``: the next turn's content."""
+        """Return the start of the next turn's content, an upper bound for this turn's end."""
         if index + 1 == len(self.messages):
             return len(self.text)
         length = self._prefix_length(index + 2, prompt=False)
@@ -312,13 +312,13 @@ class TurnFinder:
 
 
 def opened(prompt: str) -> str:
-    """Strip the thinking block that a prompt opens."""
+    """Strip the <think> mark at the end of a prompt, if there is one."""
     bare = prompt.rstrip()
     return bare.removesuffix(THINK) if bare.endswith(THINK) else prompt
 
 
 def unrendered(chat: Conversation, text: str) -> tuple[str, ...]:
-    """Return field names from the conversation that the rendered text lacks."""
+    """Return the names of the conversation's fields that are missing in the rendered text."""
     found: dict[str, None] = {}
     for tool in chat.tools or ():
         function = tool.get("function", tool)
@@ -351,7 +351,7 @@ def mark_tokens(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) ->
     """Return 1 for every token sharing a character with a span, else 0.
 
     Byte-level post-processors may trim whitespace from offsets, down to an empty range. So a token
-    is taken to begin no later than where the one before it ends.
+    is taken to begin no later than the end of the token before.
     """
     if not offsets:
         return []

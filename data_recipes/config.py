@@ -1,4 +1,4 @@
-"""Data recipe configuration: sources, and limits on their rows."""
+"""Configure data recipes with sources and limits on their rows."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -55,11 +55,11 @@ class RowFilters:
                 )
 
     def refuse(self, texts: Sequence[str], num_turns: int | None) -> tuple[str, float]:
-        """Return the first limit that a row violates, and the row's value; ("", 0) for a good row.
+        """Return the first limit that a row violates and the row's value, or ("", 0).
 
         Args:
-            texts: contents of all turns, or the one document.
-            num_turns: user and assistant turns; None for a document.
+            texts: the contents of all turns, or a single document.
+            num_turns: number of user and assistant turns, or None for a document.
         """
         measures: dict[str, Callable[[], float]] = {
             "characters": lambda: sum(map(len, texts)),
@@ -86,7 +86,7 @@ def count_letters(texts: Sequence[str]) -> int:
 
 
 def non_alphabetic_share(texts: Sequence[str]) -> float:
-    """Return the non-letter share among visible characters; 1 without visible characters."""
+    """Return the share of non-letters among visible characters, or 1 if none is visible."""
     visible = sum(len(part) for text in texts for part in text.split())
     return 1 - count_letters(texts) / visible if visible else 1.0
 
@@ -97,7 +97,7 @@ def repeated_line_share(texts: Sequence[str]) -> float:
 
 
 def cjk_share(texts: Sequence[str]) -> float:
-    """Return the Chinese and Japanese share among the letters; 0 for a row without letters."""
+    """Return the share of Chinese and Japanese letters, or 0 for a row without letters."""
     letters = count_letters(texts)
     found = sum(len(CJK_CHARACTER.findall(text)) for text in texts)
     return min(1.0, found / letters) if letters else 0.0

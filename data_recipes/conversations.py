@@ -1,4 +1,4 @@
-"""Read conversations from rows: the OpenAI and the ShareGPT form, with tools and thinking."""
+"""Read conversations in the OpenAI or the ShareGPT form from rows, with tools and thinking."""
 
 import json
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ NO_TEXT = {"id", "license", "source", "input_row", "greedy_answers", "cut_answer
 
 @dataclass(frozen=True)
 class Conversation:
-    """A row as chat templates take it."""
+    """A conversation in the form that chat templates accept."""
 
     messages: list[Message]
     tools: list[Values] | None = None
@@ -65,7 +65,7 @@ class Conversation:
 
 
 def read_conversation(row: Any) -> Conversation:
-    """Read a row as ``read_row`` does; ValueError also if it has no assistant turn."""
+    """Read a row with ``read_row``. Also raise ValueError if there is no assistant turn."""
     conversation = read_row(row)
     if not any(message["role"] == "assistant" for message in conversation.messages):
         raise ValueError("no assistant turn")
@@ -73,9 +73,9 @@ def read_conversation(row: Any) -> Conversation:
 
 
 def read_row(row: Any, *, needs_answers: bool = True) -> Conversation:
-    """Read one row: turns, system prompt, tools and template variables.
+    """Read turns, system prompt, tools and template variables from one row.
 
-    Accepts ``messages`` or ``conversations``, a list of {role, content} or of {from, value}.
+    ``messages`` or ``conversations`` is a list of {role, content} or of {from, value}.
     Content is a text or a list of text parts. The row's ``system`` or ``system_prompt`` becomes the
     first turn.
 
@@ -83,7 +83,7 @@ def read_row(row: Any, *, needs_answers: bool = True) -> Conversation:
         needs_answers: refuse an assistant turn without content.
 
     Raises:
-        ValueError: a short reason without data from the row, so that reasons can be counted.
+        ValueError: the message is a short reason without row data, so that reasons can be counted.
     """
     if not isinstance(row, dict):
         raise ValueError("row is not an object")
@@ -158,7 +158,7 @@ def _with_system(messages: list[Message], row: Values) -> list[Message]:
 
 
 def split_parts(content: Any) -> tuple[str, str]:
-    """Split content, a string or a list of parts, into text and thinking, or raise ValueError."""
+    """Split content (a string or a list of parts) into text and thinking, or raise ValueError."""
     if isinstance(content, str):
         return content, ""
     if not isinstance(content, list):
@@ -181,7 +181,7 @@ def split_parts(content: Any) -> tuple[str, str]:
 
 
 def read_calls(turn: Mapping[str, Any]) -> list[Values]:
-    """Return a turn's calls in OpenAI's form; ``function_call`` replaces ``tool_calls``."""
+    """Return a turn's tool calls in OpenAI's form. ``function_call`` replaces ``tool_calls``."""
     calls = turn.get("tool_calls") or []
     if turn.get("function_call"):
         calls = [turn["function_call"]]
@@ -207,7 +207,7 @@ def read_calls(turn: Mapping[str, Any]) -> list[Values]:
 
 
 def read_json(text: str, reason: str = "not valid JSON") -> Any:
-    """Parse JSON; raise ValueError with one countable reason for every syntax error."""
+    """Parse JSON. Raise ValueError with the same reason for every syntax error, for counting."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -215,7 +215,7 @@ def read_json(text: str, reason: str = "not valid JSON") -> Any:
 
 
 def read_tools(tools: Any) -> list[Values] | None:
-    """Read a row's tools: objects in a list or in its JSON text; None: no tools."""
+    """Return a row's tools from a list of objects or from its JSON text, or None without tools."""
     if isinstance(tools, str) and tools.strip():
         tools = read_json(tools, "tools are not JSON")
     if not tools or isinstance(tools, str):
@@ -233,9 +233,9 @@ def _is_learned(turn: Mapping[str, Any]) -> bool:
 
 
 def explode(row: Any) -> list[Any]:
-    """Return one row per assistant turn: the conversation up to it, only this turn supervised.
+    """Return one row per assistant turn, with the conversation up to and including the turn.
 
-    An unreadable row stays whole, so that its error is counted once, not once per turn.
+    Only this last turn is supervised. An unreadable row stays whole, so its error counts once.
     """
     try:
         read_conversation(row)
@@ -258,7 +258,7 @@ def inline_thinking(message: Message) -> Message:
 
 
 def thinking_of(message: Message) -> tuple[str, str]:
-    """Return a turn's thinking and answer, with the thinking in a separate field or in marks."""
+    """Return a turn's thinking and answer. The thinking may be in a field or in <think> marks."""
     if "reasoning_content" in message:
         return message["reasoning_content"].strip(), message["content"]
     before, mark, answer = message["content"].rpartition("</think>")
@@ -268,10 +268,10 @@ def thinking_of(message: Message) -> tuple[str, str]:
 
 
 def _is_given(value: Any) -> bool:
-    """Return False for null too: column formats fill missing fields with null."""
+    """Return False for [], {} and null. Column formats fill missing fields with null."""
     return value is not None and value != [] and value != {}
 
 
 def _first(row: dict, name: str, other: str) -> Any:
-    """Return the first non-null field: column formats fill the other form's fields with null."""
+    """Return the first non-null field. Column formats fill the other form's fields with null."""
     return row.get(other) if row.get(name) is None else row[name]

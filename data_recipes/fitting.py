@@ -1,4 +1,4 @@
-"""Fit data to a target: cut rows at its positions, refuse tokens beyond its embedding."""
+"""Fit data to a target by cutting long rows and refusing tokens beyond its embedding."""
 
 import sys
 from dataclasses import replace
@@ -18,10 +18,10 @@ def load_fitting(
     *,
     side_file: Path | None = None,
 ) -> TokenizedData:
-    """Load data for a target; cut longer rows at its last position, and report it.
+    """Load data for a target. Cut rows with more tokens than its positions, and print a note.
 
     Raises:
-        ValueError: as ``load_data``, or a token is beyond the target's embedding.
+        ValueError: as in ``load_data``, or if a token is beyond the target's embedding.
     """
     positions = context_length(target)
     is_longer = config.max_length > positions

@@ -1,4 +1,4 @@
-"""Group texts for acceptance figures: context length, language, kind of text."""
+"""Group texts by context length, language and kind of text, for acceptance figures."""
 
 import re
 import unicodedata
@@ -55,7 +55,7 @@ def context_of(num_tokens: int) -> str:
 
 
 def language_of(text: str) -> str:
-    """Return a language code, the alphabet's name if it serves several languages, or "unknown"."""
+    """Return a language code, the name of an alphabet with several languages, or "unknown"."""
     text = text[:MOST_CHARACTERS]
     alphabets: Counter[str] = Counter()
     for letter, times in Counter(filter(str.isalpha, text)).items():
@@ -74,7 +74,7 @@ def language_of(text: str) -> str:
 
 
 def segments_of(text: str, start: str = ANSWER) -> list[tuple[int, str]]:
-    """Return (end, kind) for each run of one kind, in order; the first has the kind ``start``."""
+    """Return (end, kind) for each stretch of one kind in a text that begins with kind ``start``."""
     runs, kind = [], start
     for mark in MARKS.finditer(text):
         found = mark.group()
@@ -88,7 +88,7 @@ def segments_of(text: str, start: str = ANSWER) -> list[tuple[int, str]]:
 
 
 def prose(text: str) -> str:
-    """Strip code and calls: their words belong to no language."""
+    """Strip code and tool calls, because their words belong to no language."""
     parts, begin = [], 0
     for end, kind in segments_of(text):
         if kind not in (CODE, TOOL_CALL):
@@ -98,7 +98,7 @@ def prose(text: str) -> str:
 
 
 def groups_of(messages: Sequence[Message]) -> tuple[str, str]:
-    """Return a conversation's language and segment, from its answers."""
+    """Return the language and the segment (kind of text) of a conversation's answers."""
     turns = [inline_thinking(m) for m in messages if m["role"] == "assistant"]
     text = "\n".join(turn["content"] for turn in turns)
     kinds = {kind for turn in turns for _, kind in segments_of(turn["content"])}
@@ -108,7 +108,7 @@ def groups_of(messages: Sequence[Message]) -> tuple[str, str]:
 
 
 def check_shares(shares: Mapping[str, float]) -> None:
-    """Raise ValueError for unknown groups, and for shares above 1 in total."""
+    """Raise ValueError for an unknown group, or if a dimension's shares exceed 1 in total."""
     for name, share in shares.items():
         dimension, _, group = name.partition("/")
         edges = map(str, CONTEXT_EDGES)
@@ -129,12 +129,13 @@ def check_shares(shares: Mapping[str, float]) -> None:
 def balance(
     weights_N: np.ndarray, groups: Mapping[str, np.ndarray], shares: Mapping[str, float]
 ) -> np.ndarray:
-    """Return weights that give groups their row shares on average; the row total stays the same.
+    """Return weights with which each group gets its share of rows on average.
 
-    Rows outside the named groups keep their proportions. Several dimensions are fitted in turn.
+    The sum of all weights stays the same. Rows outside the named groups keep their proportions.
+    Several dimensions are fitted in turn.
 
     Args:
-        groups: each row's group, by dimension.
+        groups: dimension -> each row's group.
 
     Raises:
         ValueError: a group has no rows.

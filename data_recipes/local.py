@@ -53,7 +53,7 @@ class LocalTarget:
         self.max_positions = context_length(self.model.config)
 
     def render(self, dialogue: Dialogue) -> tuple[str, int]:
-        """Return the next prompt as the target reads it, and the maximum answer tokens."""
+        """Return the next prompt as the target reads it, and the maximum tokens for its answer."""
         turns = dialogue.question()
         try:
             check_template_variables(dialogue.variables, "chat_template_kwargs")
@@ -76,10 +76,10 @@ class LocalTarget:
     def answer_batch(
         self, prompts: list[str], rooms: list[int], *, is_greedy: bool
     ) -> list[tuple[str, bool]]:
-        """Answer rendered prompts, padded on the left: (text, was cut) for each.
+        """Answer rendered prompts in one batch. Return each answer's text, and True if it was cut.
 
-        Only ``sampling`` shapes the target's distribution: settings from generation_config.json
-        (top-k, a repetition penalty) are ignored.
+        Only ``sampling`` changes the target's distribution. Settings in generation_config.json,
+        such as top-k or a repetition penalty, are ignored.
         """
         batch = self.tokenizer(
             prompts,
@@ -114,12 +114,12 @@ def decode_batch(
     sampling: AnswerSampling | None,
     max_tokens: Sequence[int],
 ) -> list[list[int]]:
-    """Return answer token ids, end token included, for B prompts padded on the left.
+    """Return the token ids of B answers, end tokens included, for prompts padded on the left.
 
     Args:
         mask_BT: 0 where a prompt is padded.
-        sampling: None: greedy.
-        max_tokens: per answer.
+        sampling: None for greedy decoding.
+        max_tokens: maximum tokens for each answer.
     """
     answers: list[list[int]] = [[] for _ in ids_BT]
     cache = DynamicCache(config=model.config)
@@ -173,10 +173,10 @@ def answer_dialogues(
     *,
     batch_size: int,
 ) -> None:
-    """Answer every dialogue, with separate batches for greedy and sampled, short and long ones.
+    """Answer every dialogue. Batches are greedy or sampled, and join dialogues of similar length.
 
     Args:
-        settle: gets each dialogue when it is complete (with "") or has failed (with the reason).
+        settle: called with each completed dialogue and "", or each failed dialogue and the reason.
     """
     sampling = target.sampling
     while window := list(itertools.islice(dialogues, batch_size * BATCHES_SORTED_TOGETHER)):
@@ -196,7 +196,7 @@ def answer_together(
     *,
     is_greedy: bool,
 ) -> None:
-    """Answer all turns in one batch, which shrinks as dialogues complete."""
+    """Answer all turns of these dialogues in one batch, which shrinks as dialogues complete."""
     while dialogues:
         prompts: dict[int, tuple[str, int]] = {}
         for index, dialogue in enumerate(dialogues):

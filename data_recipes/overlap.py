@@ -1,11 +1,11 @@
 """Find rows that repeat a benchmark's prompt or an earlier row.
 
-Benchmark overlap is found as for GPT-3 (arXiv:2005.14165, appendix C): lower-case word 13-grams
-without punctuation, very frequent ones ignored. Deviations: n-grams common to many prompts in one
-file are the frame around its questions and are ignored. A whole row is dropped instead of a window
-around the overlap. A prompt with 8 to 12 words must occur as a whole; shorter ones are ignored.
+Benchmark overlap is found as for GPT-3 (arXiv:2005.14165, appendix C), by lower-case word 13-grams
+without punctuation. There are three deviations. N-grams in many prompts of one file are ignored,
+because they frame the file's questions. A whole row is dropped, not a window around the overlap. A
+prompt with 8 to 12 words must occur as a whole, and shorter prompts are ignored.
 
-N rows, W words in a row, G its n-grams.
+N rows, W words in a row, G n-grams in a row.
 """
 
 import json
@@ -32,18 +32,18 @@ BASE = pow(0x9E3779B97F4A7C15, -1, 1 << 64)
 
 
 def split_words(text: str) -> list[str]:
-    """Return letters, digits and underscores in lower case; punctuation and layout are ignored."""
+    """Return lower-case words of letters, digits and underscores, without any punctuation."""
     return WORD.findall(text.lower())
 
 
 def hash_words(words: list[str]) -> np.ndarray:
-    """Hash words, uint64 [W]: the same in every process (Python's own hash is salted)."""
+    """Return uint64 [W] hashes that are equal in every process, unlike Python's salted ``hash``."""
     hashes = map(crc32, map(str.encode, words))
     return np.fromiter(hashes, dtype=np.uint64, count=len(words))
 
 
 def hash_ngrams(hashes_W: np.ndarray, length: int) -> np.ndarray:
-    """Hash runs of ``length`` words, uint64 [G], G = max(0, W - length + 1).
+    """Return the hashes of all runs of ``length`` words, uint64 [G], G = max(0, W - length + 1).
 
     The run at word i has the hash sum_j hashes[i + j] BASE^j modulo 2^64.
     """
@@ -74,7 +74,7 @@ PROMPT_FIELDS = ("question", "prompt", "instruction", "problem", "text")
 
 @dataclass(frozen=True)
 class Benchmarks:
-    """Index of benchmark prompts; the data must not contain them."""
+    """Index of benchmark prompts that the data must not contain."""
 
     names: list[str]
     num_prompts: list[int]
@@ -92,7 +92,7 @@ class Benchmarks:
         return digest.hexdigest()
 
     def find(self, text: str) -> tuple[int, str]:
-        """Return the benchmark mask for prompts in the text, and the first shared words."""
+        """Return a bit mask of benchmarks with prompts in the text, and the first shared words."""
         words = split_words(text)
         hashes_W = hash_words(words)
         mask, shared = 0, ""
@@ -113,7 +113,7 @@ def read_benchmarks(entries: Sequence[str | Source]) -> Benchmarks:
     """Index prompts from files, folders (one benchmark per file) or Hub data sets.
 
     Raises:
-        ValueError: an unreadable file, or a row without a prompt; the message names file and row.
+        ValueError: a file is unreadable, or a row has no prompt. The message names file and row.
     """
     sources: list[tuple[str, Source]] = []
     for entry in entries:
@@ -160,7 +160,7 @@ def read_benchmarks(entries: Sequence[str | Source]) -> Benchmarks:
 
 
 def _read_prompts(source: Source) -> list[str]:
-    """Return every user turn in every row; the same prompt counts once."""
+    """Return the user turns in all rows, without repetitions."""
     found: dict[str, None] = {}
     for row in read_source(source):
         try:
@@ -213,14 +213,14 @@ EXACT_DUPLICATE = "duplicate: exact"
 
 
 def content_identity(parts: Sequence[str]) -> int:
-    """Return 63 bits, equal for texts that differ only in case, white space or Unicode form."""
+    """Return a 63-bit hash that ignores differences in case, white space and Unicode form."""
     normal = [" ".join(unicodedata.normalize("NFKC", p).casefold().split()) for p in parts]
     digest = sha256("\0".join(normal).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def exact_duplicates(identity_N: np.ndarray, usable_N: np.ndarray) -> np.ndarray:
-    """Return, for each row, the first earlier usable row with equal content, else -1: int64 [N]."""
+    """Return int64 [N], for each row the first earlier usable row with equal content, or -1."""
     first_N = np.full(len(identity_N), -1, dtype=np.int64)
     rows = np.flatnonzero(usable_N)
     _, first, inverse = np.unique(identity_N[rows], return_index=True, return_inverse=True)

@@ -1,8 +1,8 @@
-"""Build data sets from sources: tokenize, filter, mix, split; count every row.
+"""Tokenize, filter, mix and split the rows of all sources, and count every row.
 
-Reading and tokenizing are cached under a fingerprint: files (path, size, modification time),
-tokenizer and settings. A second call only reads the Arrow files. Rows stay on disk: memory holds a
-few numbers per row.
+Read and tokenized rows are cached in Arrow files, so a second call only reads these. The cache key
+is a hash of tokenizer, settings and source files (path, size, modification time). Rows stay on
+disk, and memory holds a few numbers per row.
 """
 
 import json
@@ -56,7 +56,7 @@ ROWS_PER_CALL = 512
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Two sets with columns ``input_ids`` list[int32], ``loss_mask`` list[int8], ``source``."""
+    """Two sets with columns ``input_ids`` (list[int32]), ``loss_mask`` (list[int8]), ``source``."""
 
     train: Rows
     valid: Rows
@@ -69,19 +69,20 @@ def load_data(
     """Read, filter, tokenize, mask, mix, split and count the sources.
 
     loss_mask is 1 on tokens that the assistant writes (end-of-turn token included) and on every
-    token in a text document. Conversations and documents are rows, cut at max_length.
+    token in a text document. Each conversation or document is a row, cut at max_length.
 
-    Rows are dropped for the first reason in this order: cannot be read or rendered, a filter, a
-    benchmark, too few or too many tokens, an empty mask, a duplicate of a row without such faults.
-    Rows skipped by a weight below 1 are counted, but not written to ``side_file``.
+    A row is dropped for the first of these reasons: it cannot be read or rendered, a filter refuses
+    it, it contains a benchmark prompt, it has too few or too many tokens, its mask is empty, it
+    repeats an earlier row without these faults. Rows skipped by a weight below 1 are counted, but
+    not written to ``side_file``.
 
     Args:
-        side_file: JSON lines, one per dropped row: {"reason", "source", "location", "row"}, and
-            "detail" if there is more to say: the value that a filter refused, the benchmarks and
-            the first shared words, the location of the duplicated row.
+        side_file: gets a JSON line per dropped row, with "reason", "source", "location" and "row".
+            Some have a "detail", such as the value that a filter refused, the benchmarks and first
+            shared words, or the location of the row that a duplicate repeats.
 
     Raises:
-        ValueError: a source cannot be read, or no row is usable; the message says why.
+        ValueError: a source cannot be read, or no row is usable. The message says why.
     """
     benchmarks = read_benchmarks(config.decontaminate) if config.decontaminate else None
     rows, source_N = _tokenize_rows(config, tokenizer, benchmarks)
@@ -119,7 +120,7 @@ def load_data(
 def _tokenize_rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks | None
 ) -> tuple[Rows, np.ndarray]:
-    """Return one table row per raw row in all sources, bad ones included, and each row's source."""
+    """Return one table row for every raw row, bad rows included, and each row's source number."""
     if config.chat_sources:
         ChatRenderer(tokenizer)
     identity = tokenizer_identity(tokenizer)
@@ -151,7 +152,7 @@ _inherited: list[Work] = []
 def _apply(
     work: Work, batches: Iterable[pyarrow.RecordBatch], num_proc: int
 ) -> Iterator[pyarrow.RecordBatch]:
-    """Yield the results in order, from this process or from ``num_proc`` others."""
+    """Apply ``work`` to all batches in ``num_proc`` processes, and yield results in order."""
     if num_proc == 1:
         yield from map(work, batches)
         return
@@ -165,14 +166,14 @@ def _work_inherited(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
 
 
 def row_groups(rows: Rows) -> dict[str, np.ndarray]:
-    """Return each row's group, by dimension (language, segment, context)."""
+    """Return dimension -> each row's group, for context, language and segment."""
     found = {name: np.asarray(rows[name], dtype=object) for name in ("language", "segment")}
     lengths = [context_of(length) for length in rows["num_tokens"]]
     return {"context": np.array(lengths, dtype=object), **found}
 
 
 def _mark_duplicates(config: DataConfig, rows: Rows, errors: np.ndarray) -> np.ndarray:
-    """Write each duplicate's reason into ``errors``; return [N] the row it repeats, else -1."""
+    """Mark duplicates in ``errors``. Return int64 [N], the row that each row repeats, or -1."""
     repeated_N = np.full(len(errors), -1, dtype=np.int64)
     if config.duplicates == "keep":
         return repeated_N
@@ -230,7 +231,7 @@ def _fingerprint(parts: list[object]) -> str:
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash a tokenizer's settings. (Pickled twice, a tokenizer gives different bytes.)"""
+    """Hash a tokenizer's settings, because pickling it twice gives different bytes."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["truncation"] = state["padding"] = None
     return _fingerprint([json.dumps(state), tokenizer.chat_template, tokenizer.special_tokens_map])

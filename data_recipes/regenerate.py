@@ -1,4 +1,4 @@
-"""Regenerate conversations with the target's own answers: `pipedraft data regenerate --help`."""
+"""Regenerate conversations with the target's own answers (`pipedraft data regenerate --help`)."""
 
 import asyncio
 import hashlib
@@ -137,7 +137,7 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
 
 
 def scan(source: Source) -> tuple[int, str]:
-    """Count the input's rows, and hash their texts: (number, digest)."""
+    """Return the number of rows in the input, and a digest of their texts."""
     if not Path(source.path).is_file():
         raise UsageError(f"--data: no file {source.path}; give JSONL or parquet rows")
     digest, num_rows = hashlib.sha256(), 0
@@ -154,7 +154,7 @@ def scan(source: Source) -> tuple[int, str]:
 
 @dataclass
 class Run:
-    """Rows from one input, written to one output."""
+    """One run, which reads rows from an input and stores their answers."""
 
     source: Source
     answers: AnswerFile
@@ -163,7 +163,7 @@ class Run:
     num_cut: int = 0
 
     def dialogues(self) -> Iterator[Dialogue]:
-        """Yield unsettled rows; settle rows without a question on the way."""
+        """Yield each unsettled row as a dialogue. Rows that cannot be read fail."""
         for row, raw in enumerate(read_source(self.source)):
             if not self.answers.is_pending(row):
                 continue
@@ -197,7 +197,7 @@ class Run:
 
 
 async def ask_server(run: Run, options: RegenerateOptions) -> str:
-    """Answer all rows; return the summary's text about the requests."""
+    """Answer all rows, and return a text about the requests for the summary."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):  # cancel: an error would lose tasks
@@ -209,7 +209,7 @@ async def ask_server(run: Run, options: RegenerateOptions) -> str:
 
 
 def ask_itself(answers: AnswerFile, options: RegenerateOptions, bar: tqdm) -> tuple[int, str]:
-    """Sample self-made conversations; return how many answers were cut, and the summary's text."""
+    """Sample self-made conversations. Return the number of cut answers, and a summary text."""
     from pipedraft.data_recipes.local import load_on
     from pipedraft.data_recipes.self_prompt import SelfPrompting
     from pipedraft.pretrained import load_tokenizer

@@ -1,6 +1,6 @@
 """Turn raw rows into table columns, with a reason for each bad row, and draw rows by weight.
 
-N rows; hashes are int64 from 0 to 2^63, equal for equal content.
+N is the number of rows. Hashes are int64 from 0 to 2^63, and equal for equal content.
 """
 
 import json
@@ -55,7 +55,7 @@ TABLE = pyarrow.schema(
 
 @dataclass(slots=True)
 class TableRow:
-    """Findings about a raw row, each a column of the table."""
+    """Findings about a raw row. Each field is a column of the table."""
 
     error: str
     """Reason for dropping the row; "" for a good row."""
@@ -81,11 +81,11 @@ class TableRow:
 
 
 class RowRefused(Exception):
-    """Raised for a readable row dropped by the configuration: the reason, and details."""
+    """Raised with a reason and details if the configuration drops a readable row."""
 
 
 def settings_key(config: DataConfig, source: Source, benchmarks: Benchmarks | None) -> list[object]:
-    """Return the settings that decide a row's columns, as a part of the table's fingerprint."""
+    """Return the settings that decide a row's columns, for the table's fingerprint."""
     fields = [source.prompt_field, source.answer_field, source.license, repr(source.filters)]
     found = benchmarks.fingerprint if benchmarks else ""
     drops_long = config.too_long == "drop"
@@ -103,7 +103,7 @@ def tokenize_batch(
     source: Source,
     benchmarks: Benchmarks | None,
 ) -> pyarrow.RecordBatch:
-    """Return table rows for raw rows; a bad row keeps its place, with the reason."""
+    """Return a table row for each raw row. A bad row keeps its place, and states the reason."""
     columns = batch.to_pydict()
     renderer = None
     if source.kind == "conversations":
@@ -157,7 +157,7 @@ def _judge(
     source: Source,
     benchmarks: Benchmarks | None,
 ) -> None:
-    """Apply checks that need no tokens: filters, benchmarks, and duplicate keys."""
+    """Apply filters and benchmarks, which need no tokens, and store the key for duplicates."""
     if isinstance(content, str):
         texts, parts, num_turns = [content], [content], None
     else:
@@ -199,7 +199,7 @@ def _store_tokens(
 
 
 def read_messages(row: Any, source: Source) -> Conversation:
-    """Return the conversation in a row; its ValueErrors have few messages, for counting."""
+    """Return the conversation in a row. ValueErrors have few different messages, for counting."""
     if source.prompt_field is None or source.answer_field is None:
         conversation = read_conversation(row)
     else:
@@ -220,7 +220,7 @@ def read_messages(row: Any, source: Source) -> Conversation:
 
 
 def identifying_text(conversation: Conversation, config: DataConfig) -> str:
-    """Return the text whose hash decides split and draws; turns exploded from one row share it."""
+    """Return the text to hash for split and draws. Turns exploded from one row share this text."""
     messages = conversation.messages
     if config.explode_turns:
         roles = [message["role"] for message in messages]
@@ -233,18 +233,18 @@ def identifying_text(conversation: Conversation, config: DataConfig) -> str:
 
 
 def license_of(row: Values, source: Source) -> str:
-    """Return the row's or source's license in lower case, as the Hub writes it; "" without one."""
+    """Return the row's license, else the source's, in lower case as on the Hub, or ""."""
     named = row.get("license")
     return (named if isinstance(named, str) and named else source.license or "").lower()
 
 
 def content_hash(content: str, seed: int) -> int:
-    """Return 63 bits of sha256(seed, content): split and mixing depend on nothing else."""
+    """Return 63 bits of sha256(seed, content). Split and mixing use no other random numbers."""
     return int.from_bytes(sha256(f"{seed}\n{content}".encode()).digest()[:8], "big") >> 1
 
 
 def draw_copies(hashes_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
-    """Return copies per row, int64 [N]: floor(weight), plus 1 with the remaining probability.
+    """Return copies per row, int64 [N], as floor(weight) plus 1 with the remaining probability.
 
     Each row's copies depend only on its own hash and weight. A larger weight never removes a row.
     """
@@ -255,10 +255,10 @@ def draw_copies(hashes_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
 
 
 def split_rows(hashes_N: np.ndarray, valid_fraction: float) -> np.ndarray:
-    """Return the held-out mask: hash < valid_fraction * 2^63, equal content always together.
+    """Return the mask of held-out rows, which have hash < valid_fraction * 2^63.
 
-    If this holds out no row, the row with the smallest hash is held out. If it holds out all, the
-    row with the largest hash stays in training.
+    Rows with equal content are in the same set. If this holds out no row, the row with the smallest
+    hash is held out. If this holds out all, the row with the largest hash stays in training.
     """
     if valid_fraction == 0 or len(hashes_N) < 2:
         return np.zeros(len(hashes_N), dtype=bool)

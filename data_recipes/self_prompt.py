@@ -1,6 +1,6 @@
-"""Self-made conversations: a chat model writes the user turn and the answer.
+"""Sample conversations in which a chat model writes both the user turn and the answer.
 
-Magpie (arXiv:2406.08464): the prompt is only the chat template's opening of a user turn.
+As in Magpie (arXiv:2406.08464), the prompt is only the chat template's opening of a user turn.
 ``regenerate --self-prompt N`` samples N rows to train a head on the target's own text.
 """
 
@@ -24,7 +24,7 @@ MIN_ANSWER = 8
 
 @dataclass(frozen=True)
 class TurnMarkers:
-    """Chat template token ids around the contents of one exchange."""
+    """Token ids that a chat template puts around a user turn and its answer."""
 
     user: tuple[int, ...]
     """Tokens before the first user turn, with any default system prompt."""
@@ -37,7 +37,7 @@ class TurnMarkers:
         """Extract the markers from a template.
 
         Raises:
-            ValueError: no template, or one that does not close a user turn with the EOS token.
+            ValueError: there is no template, or it does not close a user turn with the EOS token.
         """
         messages = [{"role": "user", "content": CONTENT}]
         rendered = render_chat(tokenizer, messages) if tokenizer.chat_template else ""
@@ -56,7 +56,7 @@ class TurnMarkers:
 
 
 class SelfPrompting:
-    """Samples rows in batches, and settles each as a conversation or with a refusal reason."""
+    """Samples rows in batches. Each row becomes a conversation, or fails with a reason."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SelfPrompting:
         self.num_tokens, self.num_cut = 0, 0
 
     def fill(self, answers: AnswerFile, num_rows: int, batch_size: int, bar: tqdm) -> None:
-        """Sample every unsettled row, ``batch_size`` together."""
+        """Sample all unsettled rows in batches of ``batch_size``."""
         pending = [row for row in range(num_rows) if answers.is_pending(row)]
         for first in range(0, len(pending), batch_size):
             rows = pending[first : first + batch_size]
@@ -101,7 +101,7 @@ class SelfPrompting:
             bar.update(len(rows))
 
     def _sample(self, rows: Sequence[int]) -> dict[int, SampledRow]:
-        """Sample a batch; the seed and the batch's first row decide the random numbers."""
+        """Sample a batch. The seed and the batch's first row decide the random numbers."""
         openings = [
             Opening(self.markers.user, self.sampling.is_greedy(row), writes_user=True)
             for row in rows

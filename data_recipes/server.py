@@ -41,7 +41,7 @@ FAILURES_IN_A_ROW = 100
 
 
 class TryAgain(Exception):
-    """A fault that may pass."""
+    """Raised for a temporary fault, after which a request may be tried again."""
 
     def __init__(self, reason: str, *, wait_s: float = 0.0, is_unreachable: bool = False) -> None:
         super().__init__(reason)
@@ -75,7 +75,7 @@ class ChatServerOptions(Options):
 
 
 class ChatServer:
-    """A client of one server; ``async with`` opens and closes its connections."""
+    """Client of one server. ``async with`` closes its connections."""
 
     def __init__(self, address: str, options: ChatServerOptions, sampling: AnswerSampling) -> None:
         self.address, self.options, self.sampling = address, options, sampling
@@ -103,7 +103,7 @@ class ChatServer:
         await self.client.aclose()
 
     async def check(self) -> None:
-        """Request the model list: refuse a wrong address, key or model; ignore temporary faults."""
+        """Check address, key and model with the model list. Ignore faults that may be temporary."""
         try:
             listing = await self._send("GET", "/models")
             known = [str(entry["id"]) for entry in listing["data"]]
@@ -129,11 +129,11 @@ class ChatServer:
     ) -> None:
         """Answer every dialogue, with at most ``concurrency`` requests at a time.
 
-        A dialogue's turns run in sequence; ``dialogues`` is read only as fast as they are answered.
+        A dialogue's turns run in sequence. ``dialogues`` is read only as fast as answers arrive.
 
         Args:
-            settle: gets each dialogue when it is complete (with "") or has failed (with the
-                reason).
+            settle: called with each completed dialogue and "", or each failed dialogue and the
+                reason.
         """
         failures = 0
 
@@ -162,14 +162,14 @@ class ChatServer:
             raise errors.exceptions[0] from errors
 
     async def complete(self, body: Values) -> Values:
-        """Send one chat completion; see ``retried``."""
+        """Request one chat completion, with the attempts and errors of ``retried``."""
         return await self.retried(lambda _: self._send("POST", "/chat/completions", body))
 
     async def retried(self, ask: Callable[[int], Awaitable[T]]) -> T:
-        """Retry until an attempt succeeds.
+        """Make attempts until one succeeds, at most ``options.attempts``.
 
         Args:
-            ask: makes attempt 0, 1, ..
+            ask: makes one attempt, given its number from 0.
 
         Raises:
             RowFailed: the server refuses this question, or no attempt succeeded.
@@ -227,7 +227,7 @@ class ChatServer:
         return TargetAnswer(text, finish_reason == "length", calls)
 
     async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
-        """Return one response's JSON value; the deadline covers connecting, waiting and reading."""
+        """Return one response's JSON value. The deadline covers connecting, waiting and reading."""
         self.num_requests += method == "POST"
         url = self.base + path
         try:
@@ -266,7 +266,7 @@ class ChatServer:
 
 
 async def read_body(response: httpx2.Response) -> bytes:
-    """Read the body; raise RowFailed if it exceeds the maximum answer size."""
+    """Read a response's body. Raise RowFailed if it exceeds the maximum answer size."""
     body = bytearray()
     async for chunk in response.aiter_bytes():
         body += chunk
@@ -276,7 +276,7 @@ async def read_body(response: httpx2.Response) -> bytes:
 
 
 def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:
-    """Read a chat completion: (content, reasoning, finish reason); raise TryAgain if empty.
+    """Return a chat completion's content, reasoning and finish reason, or raise TryAgain.
 
     A server may return thinking in ``reasoning_content``, or in ``reasoning`` (later vLLM).
     """
@@ -298,7 +298,7 @@ def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:
 
 
 def retry_after_s(header: str | None) -> float:
-    """Return the seconds to wait by a Retry-After header; 0 without one, or for a date."""
+    """Return the seconds in a Retry-After header, or 0 for a date or without a header."""
     try:
         # NaN is not above 0.
         return min(max(0.0, float(header or 0)), LONGEST_RETRY_AFTER_S)

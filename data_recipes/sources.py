@@ -1,6 +1,6 @@
-"""Read a source row by row: local files, folders, the standard library, or a Hub data set.
+"""Read local files, folders, the standard library or Hub data sets row by row.
 
-Readers keep one batch of rows in memory for any file size; a JSON array is read whole.
+Readers keep one batch of rows in memory for any file size. Only a JSON array is read whole.
 """
 
 import codecs
@@ -30,7 +30,7 @@ TOO_MANY_BYTES = "longer than sources.max_row_bytes"
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as found: one JSON object (conversations) or one document (text)."""
+    """A row as found, either one JSON object (conversations) or one document (text)."""
 
     text: str
     location: str
@@ -40,7 +40,7 @@ class RawRow:
 
 
 def list_files(source: Source) -> list[Path] | None:
-    """List a source's files, sorted; None for a Hub data set."""
+    """Return a source's files, sorted, or None for a Hub data set."""
     if source.kind == "python_stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         modules = (file for file in root.rglob("*.py") if file.is_file())
@@ -80,7 +80,7 @@ def list_files(source: Source) -> list[Path] | None:
 
 
 def read_source(source: Source) -> Iterator[RawRow]:
-    """Yield a source's first ``max_rows`` rows, in a fixed order, unreadable ones included."""
+    """Yield a source's first ``max_rows`` rows in a fixed order, unreadable rows included."""
     files = list_files(source)
     if files is None:
         rows = read_hub(source)
@@ -94,7 +94,7 @@ def read_source(source: Source) -> Iterator[RawRow]:
 
 
 def dump_row(row: object) -> str:
-    """Dump a row as JSON that encodes to UTF-8, unpaired surrogates included."""
+    """Dump a row as JSON that can be encoded as UTF-8, even with unpaired surrogates."""
     text = json.dumps(row, ensure_ascii=False, default=str)
     try:
         text.encode()
@@ -104,7 +104,7 @@ def dump_row(row: object) -> str:
 
 
 def needed_columns(source: Source, names: list[str]) -> list[str] | None:
-    """Return the table columns to read; None: all. Others may be larger, as embeddings are."""
+    """Return the columns to read, or None for all. Unused columns may be large, like embeddings."""
     content = {"messages", "conversations", source.prompt_field, source.text_field} & {*names}
     if not content:
         return None
@@ -113,7 +113,7 @@ def needed_columns(source: Source, names: list[str]) -> list[str] | None:
 
 
 def check_unicode(text: str) -> None:
-    """Refuse unpaired surrogates: JSON can contain them, but they cannot be hashed or tokenized."""
+    """Refuse unpaired surrogates. JSON can contain them, but they cannot be hashed or tokenized."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -121,7 +121,7 @@ def check_unicode(text: str) -> None:
 
 
 def _take_field(row: RawRow, field: str) -> RawRow:
-    """Return the document inside a row; a row without one keeps its JSON and gets a reason."""
+    """Return the document inside a row. A row without a document keeps its JSON, with a reason."""
     if row.error:
         return row
     try:
@@ -137,7 +137,7 @@ def _take_field(row: RawRow, field: str) -> RawRow:
 
 
 def _suffix(path: Path) -> str:
-    """Return the extension in lower case, without .gz for a compressed file."""
+    """Return the extension in lower case. For a compressed file, ignore .gz."""
     path = Path(path.name.lower())
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
@@ -184,7 +184,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _read_array(path: Path, most: int) -> Iterator[RawRow]:
-    """Read a JSON array as a whole; JSON lines need memory for one row only."""
+    """Read a JSON array as a whole. JSON lines need memory for one row only."""
     try:
         with _open(path) as file:
             rows = json.loads(file.read().decode("utf-8-sig"))
@@ -255,7 +255,7 @@ def load_hub(source: Source) -> Any:
 
 
 def hub_stamp(source: Source) -> str:
-    """Return a stamp that changes with the data set: its fingerprint, or its commit if streamed."""
+    """Return the data set's fingerprint, or its commit if streamed. Both change with the data."""
     if source.streaming:
         return str(_load("load_dataset_builder", source).hash)
     return load_hub(source)._fingerprint

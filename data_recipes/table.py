@@ -1,8 +1,8 @@
-"""Rows in memory-mapped Arrow files, read by column, by row or by piece.
+"""Read rows in memory-mapped Arrow files by column, by row or by piece.
 
-``datasets.Dataset`` reads them alike, but importing it takes 70 MB and a second, mostly for pandas.
+``datasets.Dataset`` can do this, too, but takes 70 MB and a second to import, mostly for pandas.
 
-N rows, M chosen ones.
+N is the number of rows, M the number of chosen rows.
 """
 
 import os
@@ -20,14 +20,14 @@ PIECE = 10_000
 
 
 class Rows:
-    """Rows of Arrow batches with one schema; rows can be left out, reordered and repeated."""
+    """Rows of Arrow batches with one schema. Rows can be left out, reordered and repeated."""
 
     def __init__(
         self, batches: Iterable[pyarrow.RecordBatch], chosen_N: np.ndarray | None = None
     ) -> None:
         """
         Args:
-            chosen_N: places in the batches; None: each row once.
+            chosen_N: row numbers, counted through all batches, or None for each row once.
         """
         self.batches = list(batches)
         self.starts = np.cumsum([0, *(batch.num_rows for batch in self.batches)])
@@ -57,7 +57,7 @@ class Rows:
 
     @property
     def whole(self) -> pyarrow.Table:
-        """All rows in the batches, chosen or not."""
+        """Return all rows in the batches, chosen or not."""
         return pyarrow.Table.from_batches(self.batches)
 
     def table(self, index: Sequence[int] | np.ndarray | slice) -> pyarrow.Table:
@@ -70,7 +70,7 @@ class Rows:
         return pyarrow.Table.from_batches(found, self.batches[0].schema)
 
     def pieces(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield a list column's lengths and joined values, for some rows at a time."""
+        """Yield a list column's lengths and joined values, for ``PIECE`` rows at a time."""
         column = self.select_columns([name])
         for start in range(0, len(self), PIECE):
             lists = column.table(slice(start, start + PIECE))[name].combine_chunks()
@@ -84,7 +84,7 @@ def row_lengths(rows: Rows) -> list[int]:
 def cached_rows(
     path: Path, schema: pyarrow.Schema, make: Callable[[], Iterator[pyarrow.RecordBatch]]
 ) -> Rows:
-    """Return a file's rows; a missing file is made first."""
+    """Return the rows in a file. If the file is missing, write it first with rows from ``make``."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may be making the same file.

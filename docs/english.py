@@ -1,8 +1,9 @@
-"""Measure the English in docstrings and pages: run `python docs/english.py` in the checkout.
+"""Measure the English in docstrings and pages. Run `python docs/english.py` in the checkout.
 
-Print, per 1,000 words: `of`, relative words and `such`, verbs for doing, `you`. Also print words
-per sentence (median and 90th percentile). Code, tables and command lists are left out. The figures
-are a thermometer, not a goal: a low one proves nothing, a high one names the folder to reread.
+Print counts per 1,000 words of `of`, relative words and `such`, verbs for doing, and `you`. Also
+print words per sentence (median and 90th percentile). Code, tables and command lists are left out.
+The figures are a thermometer, not a goal. A low figure proves nothing, and a high figure names the
+folder to read again.
 """
 
 import argparse
@@ -61,7 +62,7 @@ class Sample:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Yield docstrings: in modules, classes and functions, and under fields."""
+    """Yield the docstrings of modules, classes, functions and fields."""
     for node in ast.walk(ast.parse(path.read_text())):
         for child in ast.iter_child_nodes(node):
             value = child.value if isinstance(child, ast.Expr) else None

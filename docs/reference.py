@@ -1,6 +1,6 @@
-"""Write docs/cli.md and docs/config.md from the options' docstrings: `python docs/reference.py`.
+"""Write docs/cli.md and docs/config.md from the options' docstrings.
 
-Each page keeps its own text above ``REST``.
+Run `python docs/reference.py`. Each page keeps its own text above ``REST``.
 """
 
 import json
@@ -61,7 +61,7 @@ def sentence(text: str | None) -> str:
 
 
 def blocks(example: str) -> Iterator[str]:
-    """Yield an example's paragraphs; its indented lines become code."""
+    """Yield an example's paragraphs, with indented lines as code blocks."""
     lines = example.strip().removeprefix("example:").splitlines()
     for is_code, block in groupby(lines, key=lambda line: line.startswith("  ")):
         if text := dedent("\n".join(block)).strip():
@@ -86,7 +86,7 @@ def tables(parser: ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def cli_parts() -> Iterator[str]:
-    """Yield cli.md's parts below ``REST``; a repeated table becomes a link to the first one."""
+    """Yield cli.md's parts below ``REST``. A repeated table becomes a link to the first one."""
     yield from ("## pipedraft train", "Train a draft head.", *blocks(EXAMPLE))
     yield "Options: `--plan FILE`, and every key in [config.md](config.md) as `--KEY VALUE`."
     seen: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Compare the code of two revisions: run `python docs/same_code.py OLD [NEW]` in the checkout.
+"""Compare the code of two revisions. Run `python docs/same_code.py OLD [NEW]` in the checkout.
 
 Parse every Python file at both revisions and drop the docstrings. Print the files with changed
-code, and a count; exit 1 where a file changed. NEW is the working tree by default.
+code, and a count. Exit with status 1 if code changed. NEW is the working tree by default.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def git(*arguments: str) -> str:
 
 
 def code(text: str) -> str:
-    """Return the syntax tree of a file without docstrings, those under fields included."""
+    """Return a file's syntax tree without docstrings, also without docstrings under fields."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):

@@ -1,4 +1,4 @@
-"""Time `--tree auto` beside fixed chains: tokens per second over the same prompts, in turns.
+"""Compare tokens per second of `--tree auto` and fixed chains, in turns on the same prompts.
 
 OMP_NUM_THREADS=1 python docs/lab/auto_tree.py --dtype float32
 """

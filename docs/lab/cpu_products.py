@@ -1,4 +1,4 @@
-"""Time matrix products of SmolLM2-135M on one core: `python docs/lab/cpu_products.py`.
+"""Time matrix products of SmolLM2-135M on one core. Run `python docs/lab/cpu_products.py`.
 
 Print GB of float32 weights per second, the median of seven passes over weights larger than the
 caches. --compile times the layers' two halves instead, with and without torch.compile.

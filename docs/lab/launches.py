@@ -2,8 +2,8 @@
 
     python docs/lab/launches.py
 
-Tiny networks: the counts do not depend on their sizes. A prompt and the capture of graphs are left
-out. Reads the tests' pretended device, so it runs in a checkout only.
+The networks are tiny, because the counts do not depend on their sizes. The prompt and the capture
+of graphs are left out. The script uses the tests' pretended device, so it needs a checkout.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python docs/lab/same_tokens.py int8 --ppsd out/ppsd --flexspec out/flexspec
 
 Decodes with the target and the heads in assets, greedy and at temperature 1 (rule gumbel). In
-float32, greedy decoding is compared with transformers' `generate` too. Prints a line per run: how
-many outputs are equal.
+float32, greedy decoding is compared with transformers' `generate`, too. Prints the number of equal
+outputs for each run.
 """
 
 import argparse
@@ -40,7 +40,7 @@ RUNS = {
 
 
 def encoded_prompts(model: Model, count: int) -> list[list[int]]:
-    """Return each prompt's last tokens: first benchmark questions, then training prompts."""
+    """Return the last tokens of each prompt. Benchmark questions precede training prompts."""
     tasks = load_tasks(["mt_bench", "gsm8k", "humaneval"], ROOT / "assets/eval")
     texts = [prompt.turns[0] for prompts in tasks.values() for prompt in prompts]
     lines = (ROOT / "assets/train/prompts.jsonl").read_text().splitlines()

@@ -44,7 +44,7 @@ def in_tables() -> dict[Key, float | str]:
 
 
 def in_numbers(values: object, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield a file's numbers with their paths; "2.70 / 2.47" has two."""
+    """Yield a file's numbers with their paths. The text "2.70 / 2.47" has two numbers."""
     if isinstance(values, dict):
         for name, value in values.items():
             yield from in_numbers(value, f"{path}/{name}" if path else str(name))
@@ -58,7 +58,7 @@ def in_numbers(values: object, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def differences(numbers: Path | None = None) -> list[str]:
-    """Return a line for each cell that is missing somewhere or has two values."""
+    """Return a line for each cell that one file lacks or that differs between files."""
     lines, cells = read_lines(), in_tables()
     found = [f"{key}: only in one of the two" for key in lines.keys() ^ cells.keys()]
     for key in lines.keys() & cells.keys():

@@ -1,4 +1,4 @@
-"""Load an OpenAI-compatible server with streams: `python docs/lab/servers.py PID URL`.
+"""Load an OpenAI-compatible server with streams. Run `python docs/lab/servers.py PID URL`.
 
 PID is the server's process. For 1, 4 and 8 streams, print tokens/s, tokens per CPU second in the
 server's processes, and median times to the first token and per further token. Equal hashes show

@@ -1,4 +1,4 @@
-"""Simulate many edge users on one link and one cloud: milliseconds per token.
+"""Simulate milliseconds per token for many edge users on one link and one cloud.
 
     python docs/lab/shared_link.py --users 1 10 100 1000
 
@@ -26,7 +26,7 @@ def ms_per_token(network: str, num_users: int, length: int, row: float, seconds:
     """Return a user's mean milliseconds per token.
 
     Args:
-        length: draft tokens per round; 0: the cloud decodes alone.
+        length: draft tokens per round, or 0 if the cloud decodes alone.
         row: time for a further row in a pass, relative to the first row's.
         seconds: simulated time.
     """

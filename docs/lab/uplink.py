@@ -1,8 +1,8 @@
-"""Estimate what an entropy code for draft ids would save: `python docs/lab/uplink.py`.
+"""Estimate what an entropy code for draft ids would save. Run `python docs/lab/uplink.py`.
 
 The cloud has no draft, so the code can only use how frequent each id is. Half of SmolLM2's shipped
-answers give the frequencies, the others are coded. Print bits per id, and bytes per message by the
-number of draft tokens. Needs out/smollm2 (`make real`).
+answers give the frequencies, and the other half is coded. Print bits per id, and bytes per message
+by the number of draft tokens. Needs out/smollm2 (`make real`).
 """
 
 import gzip

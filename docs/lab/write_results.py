@@ -1,4 +1,4 @@
-"""Write results.html, a page whose tables you sort and filter, from the CSV files beside it.
+"""Write results.html, a page with tables to sort and filter, from the CSV files next to it.
 
 python docs/lab/write_results.py --out docs/lab
 """
