@@ -322,7 +322,7 @@ class EnginesOptions(FewPromptsOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions(FewPromptsOptions, PlaceOptions):
-    """Find the first place where a draft's training, decoding and exported files disagree."""
+    """Compare a draft in training, in decoding and as exported; find the first difference."""
 
     PROG: ClassVar[str] = "pipedraft eval parity"
     EXAMPLE: ClassVar[str] = PARITY_EXAMPLE

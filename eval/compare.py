@@ -182,7 +182,10 @@ def compare_entries(
 
 
 def counterparts(entry: RunRecord, candidates: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the entries most like ``entry``, by the first tuple in ``LIKENESS`` with matches."""
+    """Return the candidates most like ``entry``.
+
+    The first tuple in ``LIKENESS`` for which a candidate has equal settings decides.
+    """
     is_plain = entry.schedule == AUTOREGRESSIVE
     candidates = [other for other in candidates if (other.schedule == AUTOREGRESSIVE) == is_plain]
     for fields in LIKENESS:

@@ -41,10 +41,10 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 
 
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
-    """Return how many supervised rows a block at each position has, and the documents' slices.
+    """Return the number of supervised rows in the block at each position, and documents' slices.
 
-    The numbers are int64 [P] on the host. An anchor and its labels must be in one turn, because in
-    decoding the anchor is never a prompt token.
+    The numbers are int64 [P] on the host. A block counts only labels in its anchor's turn, because
+    in decoding an anchor is never a prompt token.
     """
     mask_BT = batch["loss_mask"]
     lengths = document_lengths(batch) or [mask_BT.shape[1]] * len(mask_BT)

@@ -77,7 +77,7 @@ class RoundCost:
 
     @classmethod
     def pipelined(cls, shape: RoundShape, link: LinkState, max_length: int) -> "RoundCost":
-        """Return the cost in PicoSpec with enough rounds in flight to hide link and cloud.
+        """Return the cost in PicoSpec, if enough rounds are in flight to hide link and cloud time.
 
         B = ceil((RTT + T_v) / T_d) rounds are enough. A fully accepted round costs only its
         drafting time, because earlier results arrive during drafting. The cloud verifies all

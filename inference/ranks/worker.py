@@ -1,4 +1,4 @@
-"""Worker for one stage in its process, which handles messages in arrival order."""
+"""Worker: a process runs one stage and handles messages in the order of their arrival."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
