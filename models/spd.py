@@ -193,20 +193,24 @@ class SPD(StagedDraft):
     def feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
         """Return g^k = FC_k(concat of the hidden states in the depth-k feature): [..., H].
 
-        In training, applies FC_k piece by piece, so no concatenation is written or saved for
-        backward. In decoding, one product of few rows is faster.
+        Applies FC_k piece by piece, so no concatenation is written or saved for backward.
         """
+        weight = self.projections[self.block_of_depth[depth]].weight
+        pieces = weight.split(self.layer_config.hidden_size, 1)
+        first, *others = map(F.linear, self._states(taps, depth), pieces)
+        return sum(others, start=first)
+
+    def _decoded_feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
+        """Return ``feature`` by one product, which is faster for few rows and may be rounded."""
         projection = self.projections[self.block_of_depth[depth]]
+        return projection(torch.cat(self._states(taps, depth), -1))
+
+    def _states(self, taps: Mapping[int, Tensor], depth: int) -> list[Tensor]:
         last = self.config.num_target_layers if self.config.normed_last else None
-        states = [
+        return [
             self.norm(taps[index]) if index == last else taps[index]
             for index in self.feature_layers[depth]
         ]
-        if torch.is_inference_mode_enabled():
-            return projection(torch.cat(states, -1))
-        pieces = projection.weight.split(self.layer_config.hidden_size, 1)
-        first, *others = map(F.linear, states, pieces)
-        return sum(others, start=first)
 
     def _of_layer(self, index: int, rows_RH: Tensor, depths: Sequence[int]) -> Tensor:
         """Return a layer's input. Depths are non-increasing; rows at depth 0 stay as they are."""
@@ -414,7 +418,7 @@ class SPD(StagedDraft):
         visible_RC: Tensor,
     ) -> None:
         """Run ``extend`` on tensors only; the C cache rows include the R new ones."""
-        stream_RH = self.feature(taps, self.config.max_in_flight)
+        stream_RH = self._decoded_feature(taps, self.config.max_in_flight)
         cos, sin = self.rotary.of_heads(positions_R, stream_RH.dtype)
         for index, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=True)):
             if self.is_read_only(index):
@@ -471,7 +475,7 @@ class SPD(StagedDraft):
         starts = [i for i in range(len(depths)) if i == 0 or depths[i] != depths[i - 1]]
         for start, stop in pairwise([*starts, len(depths)]):
             rows = {index: taps[index][start:stop] for index in self.feature_layers[depths[start]]}
-            blocks.append(self.feature(rows, depths[start]))
+            blocks.append(self._decoded_feature(rows, depths[start]))
         rows_RH = torch.cat(blocks)
         num_queries = sum(1 for depth in depths if depth == 0)
         cos, sin = self.rotary.of_heads(positions, rows_RH.dtype)
