@@ -147,7 +147,7 @@ def report_processes(reports: "list[TimelineReport]", options: DecodeOptions) ->
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Decode a command line's prompt; if ``words`` is None, read this process's command line."""
+    """Decode the prompt given in ``words``, by default this process's command-line arguments."""
     words = sys.argv[1:] if words is None else words
     if words and not words[0].startswith("-"):
         subcommand(words[0], ["serve"])

@@ -51,7 +51,7 @@ def seconds(text: str) -> float:
 
 
 def read_budget(value: object) -> int | str:
-    """Parse a number, or return a word; ``make_schedule`` accepts only auto."""
+    """Return a number as an integer and other text as it is (``make_schedule`` takes only auto)."""
     return int(text) if (text := str(value)).isdecimal() else text
 
 
@@ -88,7 +88,7 @@ class ScheduleOptions(Options):
     IN_SHORT_HELP: ClassVar[bool] = False
 
     SETTINGS_ARE_LISTS: ClassVar[bool] = False
-    """True if values are comma lists; a command then tries every combination."""
+    """True if values are comma-separated lists. The command then tries every combination."""
 
     settings: Values = option(None, hidden=True)
     """Settings present on the command line."""
@@ -119,7 +119,7 @@ class ScheduleOptions(Options):
 def _add_setting(
     group: Group, name: str, owners: Sequence[str], is_list: bool, shows_help: bool
 ) -> None:
-    """Add an option for a schedule setting; None marks an absent option."""
+    """Add an option for a schedule setting. Its value is None if the user does not give it."""
     # If one schedule accepts auto, the option does, too; the other schedules refuse it.
     kinds = {get_type_hints(SCHEDULES[owner])[name]: SCHEDULES[owner] for owner in owners}
     hint, kind = (Budget, kinds[Budget]) if Budget in kinds else list(kinds.items())[-1]
@@ -202,7 +202,7 @@ class BackendOptions(PlaceOptions):
 
 @contextmanager
 def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
-    """Enter the cluster for these options and yield it; for the local backend yield None.
+    """Enter the cluster for these options and yield it. Yield None for the local backend.
 
     Without a launcher, --processes starts the ranks, and this process only waits for them.
 

@@ -1,4 +1,4 @@
-"""``--tree auto``: time rounds, and draft the chain or tree with the most tokens per second."""
+"""Choose draft shapes for ``--tree auto`` by the measured tokens per second of each shape."""
 
 import statistics
 from collections import Counter, deque
@@ -16,7 +16,7 @@ DOUBT = 8
 DECAY = 0.998
 """Weight for a round's draft tokens, relative to the next round's."""
 SIBLINGS = 1.25
-"""Assumed chances per tree level, relative to a chain's, until the tree's own rounds show them."""
+"""Acceptance chances that each level of a tree is assumed to give. A chain's level gives 1."""
 BUDGET = 0.001
 """Maximum time lost by each shape's trials, relative to all decoding time."""
 
@@ -32,7 +32,7 @@ class ShapeMeter:
 
     def __init__(self) -> None:
         self._shapes = {text: TreeShape.parse(text) for text in SHAPES}
-        """By label."""
+        """Shapes by label."""
         self._times = {text: deque[float](maxlen=MEMORY) for text in SHAPES}
         self._lengths = {text: deque[int](maxlen=MEMORY) for text in SHAPES}
         """Tokens per round."""
@@ -73,7 +73,7 @@ class ShapeMeter:
     def _charge(self, text: str, best: str) -> None:
         """Delay the shape's next trial in proportion to the time lost by its last rounds.
 
-        With several sequences, rounds end one by one, so a trial may have more than ``TRIAL``.
+        Rounds of several sequences end one by one, so a trial may exceed ``TRIAL`` rounds.
         """
         lost = self._time(text) - self._tokens_of(text) / self._speed(best)
         wait = self._uncharged.pop(text) * max(lost, 0.0) / BUDGET
@@ -94,7 +94,7 @@ class ShapeMeter:
         self._left = TRIAL if tried else 1
 
     def _may_win(self, text: str, best: str) -> bool:
-        """Return False if an untried shape cannot win, by draft tokens' measured time."""
+        """Return False if other shapes' times show that an untried shape cannot be the fastest."""
         shape, least = self._shapes[text], 0.0
         if self._times[text]:
             return True
@@ -126,7 +126,7 @@ class ShapeMeter:
         return tokens if shape.is_chain else (DOUBT * tokens + sum(own)) / (DOUBT + len(own))
 
     def _chain_tokens(self, shape: TreeShape, chances: float) -> float:
-        """Return 1 + a_1 + a_1 a_2 + .., with 1 - (1 - a)^chances for each acceptance rate a."""
+        """Return 1 + b_1 + b_1 b_2 + .., b_i = 1 - (1 - a_i)^chances, for acceptance rates a_i."""
         tokens = reached = 1.0
         rate, doubt = 0.5, 1
         for tested, accepted in zip(self._tested[: shape.depth], self._accepted, strict=False):

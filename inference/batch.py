@@ -1,4 +1,4 @@
-"""Several sequences in one pipeline: they join and leave at any step, and share every step.
+"""Decode several sequences in one pipeline. They can join and leave at any step.
 
     batch = BatchEngine(target, tokenizer, config, draft)
     with batch.running():                      # steps run on a separate thread
@@ -55,7 +55,7 @@ class QueueFull(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """Limits for sequences in the pipeline; further requests wait, first come first served."""
+    """Limits for the sequences in the pipeline. Further requests wait in order of arrival."""
 
     sequences: int = 32
     rows: int = 512
@@ -96,7 +96,7 @@ class Handle:
 
 
 class _Sequence:
-    """Decoding request with a thread of its own, which runs only while ``resume`` waits."""
+    """Request being decoded on a thread of its own. The thread runs only during ``resume``."""
 
     def __init__(self, batch: BatchEngine, handle: Handle) -> None:
         self.handle = handle
@@ -123,7 +123,7 @@ class _Sequence:
         self._thread.start()
 
     def resume(self) -> None:
-        """Run the sequence until it waits for its draft or the next step, or has ended."""
+        """Run the sequence until it asks for a draft forward, waits for the next step, or ends."""
         self._go.release()
         self._waits.acquire()
         if self.has_ended:
@@ -188,17 +188,18 @@ class _Sequence:
 
 
 class BatchEngine:
-    """Decodes many prompts at once; each output equals ``Engine``'s output for this prompt alone.
+    """Decodes many prompts at once. Each output is the same as ``Engine`` gives for its prompt.
 
-    Every sequence has its own schedule, settings, seed, token tree and caches. It pauses at each
-    step; once all sequences wait, every stage runs one step for all of them. It also pauses at each
-    draft call, so draft forwards from several sequences run as one if their rows can be joined.
-    Exactly one thread runs at any time. Two runs that submit the same requests at the same steps
-    thus have equal outputs, steps and virtual times.
+    Every sequence has its own schedule, settings, seed, token tree and caches. A sequence pauses at
+    each step until all sequences wait. Every stage then runs one step for all of them. A sequence
+    also pauses at each draft call, so draft forwards from several sequences run as one if their
+    rows can be joined. Exactly one thread runs at any time. Two runs that submit the same requests
+    at the same steps thus have equal outputs, steps and virtual times.
 
     You may call ``submit`` and ``cancel`` from any thread. ``on_token``, the observer and a
-    future's callbacks run on the batch's threads and delay every sequence: they must not block. An
-    error in one of them, or in a sequence's rows, draft or schedule, ends only that sequence.
+    future's callbacks run on the batch's threads. They must not block, because every sequence waits
+    for them. An error in one of them, or in a sequence's rows, draft or schedule, ends only that
+    sequence.
     """
 
     def __init__(
@@ -215,10 +216,10 @@ class BatchEngine:
         """
         Args:
             target: causal LM from ``load_target``.
-            config: for requests without one; its stages and cost model apply to all.
-            counts_alone: draft and measure time per sequence as if it were alone in the pipeline
+            config: default for requests. Its stages and cost model apply to all requests.
+            counts_alone: draft and measure time as if each sequence were alone in the pipeline
                 (for evaluations). Totals over all sequences are then meaningless.
-            connect: as in ``Engine``; a ``Cluster``'s ranks can be shared, too.
+            connect: as in ``Engine``. Sequences can share a ``Cluster``'s ranks, too.
         """
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
         self.limits, self._counts_alone = limits or BatchLimits(), counts_alone
@@ -264,10 +265,10 @@ class BatchEngine:
         observer: Observer | None = None,
         source: DraftSource | None = None,
     ) -> Handle:
-        """Queue a prompt; it joins at the next step with room for it.
+        """Queue a prompt. Its sequence enters the pipeline at the first step with room for it.
 
         Args:
-            config: as in ``Engine``; the stages must match this pipeline.
+            config: as in ``Engine``, with this pipeline's number of stages.
             prompt_index, on_token, observer: as in ``Engine.decode``.
             source: as in ``Engine``, for this sequence alone.
 
@@ -315,7 +316,7 @@ class BatchEngine:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """End a sequence at once; ignore a finished one."""
+        """End a sequence before its next step. Do nothing if it has ended already."""
         with self._changed:
             handle.is_cancelled = True
             if handle in self._queue:
@@ -364,7 +365,7 @@ class BatchEngine:
             self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End every sequence with this error, and reject new ones; ``running`` calls it itself."""
+        """End every sequence with this error and reject new ones. ``running`` calls this method."""
         self._close_queue()
         for sequence in self._live:
             sequence.end(error or CancelledError())
@@ -380,7 +381,7 @@ class BatchEngine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Admit requests and run one step for all; return False if there is nothing to do."""
+        """Admit requests and run one step. Return False if no sequence is left to decode."""
         self._admit()
         self._end_those_done()
         for sequence in self._live:
@@ -416,7 +417,7 @@ class BatchEngine:
         return True
 
     def _go_on(self, sequences: Sequence[_Sequence]) -> None:
-        """Resume sequences until all wait for the next step; run their draft calls together."""
+        """Resume sequences until all wait for the next step. Join their draft calls if possible."""
         asking: list[_Sequence] = []
         while sequences:
             for sequence in sequences:
@@ -432,7 +433,7 @@ class BatchEngine:
             asking = [sequence for sequence in asking if sequence not in sequences]
 
     def _admit(self) -> None:
-        """Admit requests in order: a request without room also holds back all later ones."""
+        """Admit requests in order of arrival. A request without room holds back all later ones."""
         while True:
             with self._changed:
                 if not self._queue or len(self._live) >= self.limits.sequences:
@@ -452,9 +453,10 @@ class BatchEngine:
             self._go_on(self._live[-1:])
 
     def _taking_part(self) -> list[_Sequence]:
-        """Choose the next step's sequences: least recently served first, decoding before prefill.
+        """Choose the sequences that take part in the next step.
 
-        A sequence left out pauses with all of its rows, so its own steps stay the same as alone.
+        The least recently served ones come first, and among these, decoding comes before prefill. A
+        sequence left out pauses with all of its rows, so its own steps stay the same as alone.
         """
         step = self.clock.num_steps
         totals = [0] * self.clock.num_stages
@@ -477,8 +479,8 @@ class BatchEngine:
     def _is_due(self, sequence: _Sequence, step: int) -> bool:
         """Return True if a sequence may join this step.
 
-        A new sequence gets the phase (step modulo stages) with the fewest others. With
-        ``counts_alone`` all share one phase, so one pass over a stage's weights serves all.
+        A new sequence gets the phase (step number modulo n) with the fewest other sequences. With
+        ``counts_alone`` all have the same phase, so one pass over a stage's weights serves all.
         """
         n = self.clock.num_stages
         if sequence.phase is None and not sequence.pipeline.is_prefilling:
@@ -504,5 +506,5 @@ class BatchEngine:
 
 
 def _joins_rows(draft: DraftNetwork) -> bool:
-    """Return True if one draft forward can serve several sequences; a CUDA graph cannot."""
+    """Return True if one draft forward can serve several sequences. No CUDA graph can."""
     return getattr(draft, "joins_rows", False) and next(draft.parameters()).device.type == "cpu"

@@ -1,9 +1,9 @@
 """Virtual time for steps shared by several sequences, and their speculation budget.
 
 A stage takes as long for rows from all sequences as for one segment with the same number of rows.
-All sequences draft on one device: their forwards run as one (``drafts_together``) or one after the
-other. A draft forward overlapped with a step adds only its excess over the stages' time. A sequence
-that drafts while its rows wait sits out steps while the other sequences continue.
+All sequences draft on one device. Their draft forwards run as one (``drafts_together``) or one
+after the other. A draft forward that overlaps with a step adds time only if it takes longer than
+the stages. A sequence that drafts while its rows wait misses steps, which the others run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SWITCH = 1.02
 
 
 class BatchClock:
-    """Virtual time T for shared steps; prices a step once all sequences reported their drafting."""
+    """Virtual clock T for shared steps. A step gets its time after all sequences have drafted."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BatchClock:
         self._tokens = self._steps = 0.0
         """Tokens emitted and steps taken by drafting sequences, weighted toward the latest ones."""
         self._before: deque[frozenset[SharedPipeline]] = deque(maxlen=self.num_stages)
-        """Sequences drafting in the last n steps: a draft token needs n steps to return."""
+        """Sequences that drafted in each of the last n steps. Draft tokens return after n steps."""
         self._per_step = 1.0
         """Rows per stage for one drafting sequence."""
         self.drafting: frozenset[SharedPipeline] = frozenset()
@@ -88,7 +88,7 @@ class BatchClock:
     # -- what happens -----------------------------------------------------------------------
 
     def begin_step(self, pipelines: Iterable[SharedPipeline]) -> None:
-        """Price the last step and open a new one for these sequences."""
+        """Add the last step's time to T, and open a new step for these sequences."""
         self.settle()
         taking_part = list(pipelines)
         columns = zip(*(pipeline.next_rows for pipeline in taking_part), strict=True)
@@ -110,17 +110,18 @@ class BatchClock:
             (self._beside if beside else self._after).append(num_forwards)
 
     def emitted(self, pipeline: SharedPipeline, times: list[float], *, is_first: bool) -> None:
-        """Count a sequence's token; when the open step ends, append its end to ``times``."""
+        """Count an emitted token. When the open step ends, its end time is added to ``times``."""
         # The prefill gives this token without a pipeline step, so no rate may contain it.
         self.num_tokens += not is_first
         self._tokens += not is_first and pipeline in self._before[0]
         self._unpriced.append(times)
 
     def tested(self, said: float, right: bool) -> None:
-        """Adjust sharpness so that predicted and measured acceptance agree on average.
+        """Adjust the sharpness s so that predicted and measured acceptance agree on average.
 
-        log s <- log s + LEARNING (right - said), with s from 1 to SHARPEST, and ``said`` the
-        predicted probability. Drafts differ in how much they understate their best tokens.
+        The update is log s <- log s + LEARNING (right - said), limited to 1 <= s <= SHARPEST.
+        ``said`` is the predicted probability. Drafts differ in how much they understate their best
+        tokens.
         """
         # A step in log s keeps s positive and makes raising and lowering it symmetric.
         change = math.exp(LEARNING * (right - said))
@@ -130,7 +131,7 @@ class BatchClock:
     def sharpness(self) -> float:
         """Exponent for draft probabilities, rounded to quarters.
 
-        Captured CUDA graphs contain it as a constant.
+        A captured CUDA graph contains the exponent as a constant, so few values need few graphs.
         """
         return round(4 * self._sharpness) / 4
 
@@ -141,7 +142,7 @@ class BatchClock:
         self._before = deque((drafted - {pipeline} for drafted in self._before), self.num_stages)
 
     def settle(self) -> None:
-        """Price the open step."""
+        """Add the open step's time to T, and close the step."""
         stages = self._stages
         if self._is_open:
             forwards = self._passes(self._beside)
@@ -155,7 +156,7 @@ class BatchClock:
         self._beside, self._after, self._unpriced, self._is_open = [], [], [], False
 
     def _passes(self, forwards: Sequence[int]) -> float:
-        """Return the time for these draft forwards [sequence], in single forwards.
+        """Return the time for draft forwards [sequence], in units of one forward.
 
         With ``drafts_together`` the sequences' first forwards run as one pass, then their second
         ones, and so on. Each further sequence makes a pass longer by one row.
@@ -168,11 +169,11 @@ class BatchClock:
     # -- how much to speculate --------------------------------------------------------------
 
     def drafts_pay(self, pipeline: SharedPipeline) -> bool:
-        """Return True if a sequence may draft in this step; else it decodes autoregressively."""
+        """Return True if a sequence may draft now, False if it decodes autoregressively."""
         return pipeline in self.drafting or pipeline not in self.live
 
     def rate(self, num_drafting: int) -> float:
-        """Expected tokens per time if ``num_drafting`` live sequences draft."""
+        """Return the expected tokens per unit of time if ``num_drafting`` sequences draft."""
         stages, n = self._stages, self.num_stages
         num_plain = len(self.live) - num_drafting
         rows = max(1.0, (num_drafting * self._per_step + num_plain / n))
@@ -186,7 +187,7 @@ class BatchClock:
         return (num_drafting * tokens + num_plain / n) / time
 
     def _choose(self) -> None:
-        """Choose the sequences that draft: the number with the most tokens per time."""
+        """Choose how many and which sequences draft, for the most tokens per unit of time."""
         drafting = [pipeline for pipeline in self.live if pipeline in self.drafting]
         best = max(range(len(self.live) + 1), key=self.rate)
         # Hysteresis: near a tie the choice would flip at every step.
@@ -199,22 +200,22 @@ class BatchClock:
         self.drafting = frozenset((drafting + others)[:best])
 
     def costs(self, row: float) -> RowCosts:
-        """Costs for one sequence's draft token, weighed against the tokens from all sequences.
+        """Return costs for one sequence's draft token, given the token rate of all sequences.
 
         Args:
-            row: added step time per row if all segments are equally long. The price is higher,
-                because the stage with the most rows sets the time. It falls toward ``row`` with
-                more sequences, because the stages' row sums then differ less.
+            row: added step time per row if all segments are equally long. The returned price is
+                higher, because the stage with the most rows sets the time. With more sequences the
+                price falls toward ``row``, because the stages' row sums then differ less.
         """
         factor = 1 + (LONGEST - 1) / math.sqrt(max(1, len(self.live)))
         rate = self.rate(len(self.drafting))
         return RowCosts(tokens=rate, time=1.0, row=factor * row, sharpness=self.sharpness)
 
     def hidden_forwards(self, alone: int) -> int:
-        """Return a sequence's draft forwards per step; ``alone``: without other sequences.
+        """Return how many draft forwards of one sequence fit into a step.
 
-        If forwards run together, the number stays the same, because rows of further sequences
-        lengthen the forwards and the steps alike.
+        ``alone`` is their number without other sequences. If forwards of several sequences run
+        together, the number is the same, because further rows lengthen forwards and steps alike.
         """
         return alone if self.drafts_together else max(1, alone // max(1, len(self.live)))
 
@@ -264,7 +265,7 @@ class SequenceClock(VirtualClock):
         return self.batch.costs(self.row_price)
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Return the sequence's own costs if it is alone; else a row delays every sequence."""
+        """Return costs for a round. With other sequences, a row's cost includes their delay."""
         if len(self.batch.live) <= 1:
             return super().round_costs(num_segments, num_forwards)
         return self.batch.costs(self.num_stages * self.row_price)

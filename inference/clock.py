@@ -1,4 +1,4 @@
-"""Virtual clock: count pipeline steps (K) and sum modeled time."""
+"""Virtual clock that counts pipeline steps (K) and adds up their modeled time (T)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_COST = "[0, 1e6]"
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One stage's device, for unequal stages; row and link costs default to ``CostModel``'s."""
+    """Device of one stage, for unequal stages. Row and link costs default to ``CostModel``'s."""
 
     speed: float = 1.0
     """Speed relative to the device on which a full target pass takes time 1."""
@@ -48,7 +48,7 @@ def check_durations(cost: CostModel | StageCost, where: str, **ranges: str) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Durations; the unit is one full target pass over one token."""
+    """Modeled durations. Their unit is the time of one full target pass over one token."""
 
     row: float = 0.0
     """Extra stage time per row after the first, relative to the one-row stage time."""
@@ -106,7 +106,7 @@ class CostModel:
         return share if device is None else share / (device.speed * device.replicas)
 
     def growth(self, stage: int, num_rows: float) -> float:
-        """Return a stage's time relative to its one-row time; 0 for an idle stage."""
+        """Return the time for ``num_rows`` rows, relative to one row. An idle stage takes 0."""
         row = self.stages[stage].row if self.stages else None
         row = self.row if row is None else row
         # The first row includes the time to read the weights; further rows reuse them.
@@ -123,7 +123,7 @@ class CostModel:
 class VirtualClock:
     """Counter for steps K and modeled time T.
 
-    K counts drafting, links and verification as free; T includes their costs.
+    K counts only steps. T also includes the time for drafting, links and verification.
     """
 
     def __init__(self, cost: CostModel, boundaries: Sequence[int], draft_forward: float) -> None:
@@ -157,7 +157,7 @@ class VirtualClock:
         return [share * self.cost.growth(stage, r) for stage, (share, r) in pairs]
 
     def between(self, rows: Sequence[float]) -> float:
-        """Return the part of a step's time outside the stages: links and verification."""
+        """Return the time that links and verification add to a step."""
         cost, n = self.cost, self.num_stages
         # An idle stage has no first row; without the max it would earn time back.
         further = [max(r - 1, 0) for r in rows]
@@ -177,7 +177,7 @@ class VirtualClock:
 
     @property
     def row_price(self) -> float:
-        """Added step time if every segment has one row more."""
+        """Step time added if every segment has one more row."""
         one, two = (
             self.duration([rows] * self.num_stages, draft_forwards=0, overlap=True)
             for rows in (1, 2)
@@ -202,7 +202,7 @@ class VirtualClock:
         )
 
     def round_costs(self, num_segments: int, num_forwards: int) -> RowCosts:
-        """Return costs for a tree verified in equal segments, drafted while the stages wait."""
+        """Return costs for a tree drafted while the stages wait and verified in equal segments."""
         # Fill the pipeline once, then one step per further segment.
         num_steps = self.num_stages + num_segments - 1
         return RowCosts(
@@ -213,7 +213,7 @@ class VirtualClock:
         )
 
     def step(self, rows: Sequence[int], *, draft_forwards: int, overlap: bool) -> None:
-        """Advance the clock by one pipeline step; arguments as in ``duration``."""
+        """Advance the clock by one pipeline step. The arguments are those of ``duration``."""
         self.num_steps += 1
         self.time += self.duration(rows, draft_forwards=draft_forwards, overlap=overlap)
         self._note([draft_forwards, int(overlap), *rows])
@@ -226,10 +226,11 @@ class VirtualClock:
             self.log.append([1, *event])
 
     def duration(self, rows: Sequence[int], *, draft_forwards: float, overlap: bool) -> float:
-        """Return the modeled time for one step; ``overlap``: the draft runs during it, not after.
+        """Return the modeled time for one step.
 
         Args:
-            rows: rows processed per stage (0: idle).
+            rows: rows processed per stage, 0 for an idle stage.
+            overlap: True if the draft runs during the step, False if it runs after the step.
         """
         stages = self.busy(rows)
         draft = draft_forwards * self.draft_forward
@@ -254,7 +255,7 @@ class VirtualClock:
         """Record which of the tree's draft tokens were accepted and which were rejected."""
 
     def hidden_forwards(self) -> int:
-        """Return how many draft forwards fit into a step with one row per stage; at least 1.
+        """Return how many draft forwards fit into a step with one row per stage, at least 1.
 
         More rows make a step longer, so more forwards would fit. Their draft tokens would lengthen
         the next step again. Counting one row avoids this loop.
@@ -291,11 +292,12 @@ def continuous_acceptance_length(
     The formula holds for SPD, PPSD and PipeDec.
 
     L' = n E / (n + K). E = 1 + sum_j r_j is the number of tokens per round, with r_j = prod_{i<=j}
-    a_i. K = r_1 + r_{m+1} + r_{2m+1} + ..: the first token in a round costs n steps, every m
-    further ones a single step. With equal a_i and m = 1 this is 1 / ((1 - a) + a / n).
+    a_i. K = r_1 + r_{m+1} + r_{2m+1} + .. is the number of steps after the first n. The first token
+    in a round costs n steps, and every m further tokens cost one step. If m = 1 and every a_i is a,
+    L' = 1 / ((1 - a) + a / n).
 
     Args:
-        acceptance: acceptance rates a_1, a_2, .. by position in the round; the last rate also holds
+        acceptance: acceptance rates a_1, a_2, .. by position in the round. The last rate also holds
             for every later position. The j-th draft token in a round is drafted while min(j, m n +
             m - 1) tokens are in flight.
     """

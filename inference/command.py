@@ -107,7 +107,7 @@ def describe(options: EngineOptions) -> EngineChoice:
 def resolve_cut(
     boundaries: Sequence[int], cost: CostModel, target: str, revision: str | None, num_stages: int
 ) -> tuple[int, ...]:
-    """Return the given boundaries; for auto, compute them with the cost model."""
+    """Return the given boundaries, or for auto compute them with the cost model."""
     if AUTO not in boundaries:
         return tuple(boundaries)
     if len(boundaries) > 1:

@@ -26,18 +26,18 @@ from pipedraft.inference.schedules.spd import SPDSchedule
 from pipedraft.inference.shapes import Budget, TreeShape
 
 MIN_TEMPERATURE = 1e-4
-"""Smallest temperature above 0: logits divided by less may overflow."""
+"""Smallest temperature above 0. Logits divided by a smaller number may overflow."""
 MAX_TEMPERATURE = 1e6
 SEEDS = f"[{-(2**63)}, {2**63})"
 """Range for seeds: int64, as in OpenAI's clients."""
 MAX_SETTING = "[-1024, 1024]"
-"""Range for a schedule's numbers: no draft uses more rows, and larger ones would never finish."""
+"""Range for a schedule's numbers. No draft uses more rows, and larger drafts would not finish."""
 RULE_NAMES: list[RuleName] = list(get_args(RuleName))
 SAMPLING_RULES = ("rejection", "tail_escape", "topk")
 """Rules for draft tokens sampled from the draft's distribution."""
 
 ROUND_RULES = ("block", "recursive", "traversal")
-"""Rules that test a round as a whole, for schedules that verify whole rounds; not across links."""
+"""Rules that test a round as a whole. Their schedules verify whole rounds and cross no link."""
 
 Value = TypeVar("Value")
 
@@ -146,7 +146,7 @@ class DecodeConfig(TokenFilters):
 
     @classmethod
     def of(cls, schedule: str | Schedule = SPDSchedule.name, **settings: Any) -> DecodeConfig:
-        """Build a configuration from flat settings: the schedule's own and the shared ones."""
+        """Build a configuration from one mapping with the schedule's and the shared settings."""
         shared = {f.name for f in fields(cls)}
         own = {name: value for name, value in settings.items() if name not in shared}
         common = {name: value for name, value in settings.items() if name in shared}
@@ -157,7 +157,7 @@ class DecodeConfig(TokenFilters):
         return cls(schedule=schedule, **common)
 
     def to_dict(self) -> Values:
-        """Return plain values for JSON and YAML; ``from_dict`` reads them back."""
+        """Return plain values for JSON and YAML, which ``from_dict`` reads."""
         plain = dataclasses.asdict(self)
         plain["schedule"] = {"name": self.schedule.name} | plain["schedule"]
         # JSON and YAML have no tuples.
@@ -201,7 +201,7 @@ def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:
 
 
 def make_schedule(name: str, settings: Values) -> Schedule:
-    """Make a schedule by name; ``tree`` may be text for ``TreeShape.parse``."""
+    """Make a schedule by name. The setting ``tree`` may be text in ``TreeShape.parse``'s format."""
     check_names([name], list(SCHEDULES), "schedule")
     kind, owners = SCHEDULES[name], setting_owners()
     check_names(settings, [*owners, *(part.name for part in fields(DecodeConfig))], "settings")
@@ -241,7 +241,7 @@ def check_names(values: Iterable[str], known: list[str], where: str) -> None:
 
 
 def convert(values: object, kind: type[Value], where: str) -> Value:
-    """Convert plain values to a type; a ValueError is one line and begins with the field's name."""
+    """Convert plain values to a type. A ValueError is one line and begins with the field's name."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -262,8 +262,8 @@ def data_sheet(flops: float, bytes_per_s: float, link_bytes_per_s: float) -> Cos
     """Return costs for Llama-2-7B in 16 bits, one device per stage, at data sheet speed.
 
     A pass over one row reads every weight once. A further row computes two operations per weight
-    and reads no weights, so it costs ``bytes_per_s / flops`` passes. It also sends H values over
-    each link, and reads its float32 logits once more to choose a token. Data sheets do not give the
+    and reads no weights, so it costs ``bytes_per_s / flops`` passes. The row also sends H values
+    over each link and reads its float32 logits again to choose a token. Data sheets do not give the
     link latency, so it is 0 here. Measure it with ``--calibrate``, or set it with ``eval replay
     --link``.
 
@@ -311,11 +311,11 @@ COST_PRESETS = {
 
 
 ROW_COSTS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.1)
-"""Row costs for the curves of speed-up S over row cost."""
+"""Row costs at which curves of the speed-up S are computed."""
 
 
 def read_cost(text: str) -> CostModel:
-    """Read a preset by name, or a file in ``--calibrate``'s format; missing fields are 0."""
+    """Read a preset by name, or a file in ``--calibrate``'s format. Missing costs are defaults."""
     if text in COST_PRESETS:
         return COST_PRESETS[text]
     presets = ", ".join(COST_PRESETS)

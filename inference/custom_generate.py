@@ -23,14 +23,14 @@ EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_
 
 
 class NoText:
-    """Tokenizer stand-in: returns no text, because transformers uses token ids only."""
+    """Tokenizer stand-in that returns no text, because transformers uses token ids only."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
 
 class Stopper(Observer):
-    """Observer: ends the sequence if one of transformers' other stopping criteria is met."""
+    """Observer that ends the sequence at a stopping criterion which the engine does not apply."""
 
     def __init__(self, prompt_ids: list[int], criteria: Sequence[StoppingCriteria]) -> None:
         self.ids, self.criteria = list(prompt_ids), criteria
@@ -44,7 +44,7 @@ class Stopper(Observer):
 
 
 class CustomGenerate:
-    """Decoding loop with a draft; pass it to ``generate(custom_generate=...)``.
+    """Decoding loop with a draft, for transformers' ``generate(custom_generate=...)``.
 
     Args:
         make_engine: builds an engine for a target and ``DecodeConfig`` settings.
@@ -67,7 +67,7 @@ class CustomGenerate:
         """Decode each prompt in a batch as transformers' own loop would.
 
         Raises:
-            ValueError: the engine does not support a ``generate`` setting; the message names it.
+            ValueError: the engine does not support the ``generate`` setting in the message.
         """
         model_kwargs: Values = kwargs
         config = generation_config or GenerationConfig()
@@ -128,7 +128,7 @@ def _refuse(
 
 
 def _joined(input_ids: Tensor, new_ids: list[list[int]], config: GenerationConfig) -> Tensor:
-    """Return prompts and outputs [B, T]; pad shorter outputs at the end."""
+    """Return prompts joined with outputs [B, T], shorter outputs padded at the end."""
     pad = config.pad_token_id
     if pad is None:
         pad = next(iter(_end_ids(config)), 0)

@@ -1,4 +1,4 @@
-"""Cut a target into stages for unequal devices, optimally by their memory and speed."""
+"""Find the best cut of a target into stages for devices with unequal memory and speed."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ AUTO = -1
 
 
 def read_boundary(text: str | int) -> int:
-    """Parse one entry in ``--boundaries``: a layer number or auto; accept parsed values, too."""
+    """Parse one entry in ``--boundaries``, which is a layer number, auto, or a parsed value."""
     if text in ("auto", AUTO):
         return AUTO
     if not str(text).isdecimal():
@@ -67,11 +67,11 @@ def _best(
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the smallest combined stage time within the limit per stage, and its cut.
+    """Return the smallest combined stage time with no stage above ``limit``, and its cut.
 
     Args:
-        time: time for a stage with layers [start, end).
-        join: combines the time so far with a further stage's: max or sum.
+        time: returns the time for a stage with layers [start, end).
+        join: combines the time so far with the next stage's time, by maximum or sum.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for stage in range(num_stages):

@@ -52,7 +52,7 @@ class EndMask:
         return positions_R + 1 < self.end
 
     def apply(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Mask the logits for rows at these positions; each row decides the next token."""
+        """Mask the logits of rows at these positions. A row's logits decide the token after it."""
         if not self.changes(positions_R):
             return logits_RV
         masked_RV, is_early_R = logits_RV.clone(), self._is_early(positions_R).to(logits_RV.device)

@@ -48,7 +48,7 @@ class DemoOptions(EngineOptions):
     """number of measured runs without the draft and with it, in turn, after a warm-up"""
 
     def completed(self) -> "DemoOptions":
-        """Return the options; if no draft is named, add the shipped one."""
+        """Return the options, with the shipped draft added if none is named."""
         if self.checkpoint or self.draft_model or self.draft:
             return self
         if self.target is not None:
@@ -72,7 +72,7 @@ class DemoRun:
     name: str
     pieces: list[str] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
-    """Per token: True for an accepted draft token."""
+    """For each token, True if it is an accepted draft token."""
     times_s: list[float] = field(default_factory=list)
     """Seconds from the start to each token, in the last run."""
     rates: list[float] = field(default_factory=list)

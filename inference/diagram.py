@@ -1,6 +1,7 @@
 """SVG shapes for decoding pictures, readable on light and dark pages.
 
-Color is never alone: rejected rows are hatched, rows certain at entry have a thick left edge.
+Color is never the only mark: rejected rows are hatched, and rows that were certain when they
+entered have a thick left edge.
 """
 
 from xml.sax.saxutils import escape, quoteattr
@@ -25,7 +26,7 @@ HATCH = (
 
 
 class Diagram:
-    """Collects shapes and grows with them; the origin is the upper left corner."""
+    """Collects shapes and grows to contain them. The origin is the upper left corner."""
 
     def __init__(self, title: str, *, width: float = 0.0) -> None:
         self.title = title
@@ -58,7 +59,7 @@ class Diagram:
         anchor: str = "middle",
         size: float = 12,
     ) -> None:
-        """Draw text; ``y`` is the middle of the letters."""
+        """Draw text with the middle of its letters at ``y``."""
         place = f'x="{x:.1f}" y="{y + 0.35 * size:.1f}" text-anchor="{anchor}" font-size="{size}"'
         self.parts.append(f'<text class="{kind}" {place}>{escape(words)}</text>')
         if anchor == "start":

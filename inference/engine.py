@@ -1,4 +1,4 @@
-"""Engine: decodes with one target, draft and schedule, exactly as the target alone would."""
+"""Decode with a target, a draft and a schedule, exactly as the target alone would decode."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +52,7 @@ class Engine:
                 machine.
             draft: from ``load_draft`` or ``load_draft_model``; None for autoregressive decoding.
             source: draft source to use instead of a neural network, for example a simulated draft.
-            connect: builds the pipeline: ``LocalPipeline``, or a method of a ``Cluster``.
+            connect: builds the pipeline (``LocalPipeline``, or a method of a ``Cluster``).
 
         Raises:
             ValueError: the schedule needs a draft, or the draft was trained for another number of
@@ -73,11 +73,11 @@ class Engine:
         if config.never_slower:
             self.meter = DraftMeter()
         self.shapes = ShapeMeter()
-        """For ``--tree auto``."""
+        """Times rounds for ``--tree auto``."""
         self._check_growth()
 
     def _stage(self, target: PreTrainedModel | RemoteTarget) -> StagedTarget | RemoteTarget:
-        """Split the target into stages; a draft that reads stage outputs sets the boundaries."""
+        """Split the target into stages, at the draft's boundaries if it reads stage outputs."""
         if isinstance(target, RemoteTarget):
             return target
         config = self.config
@@ -98,7 +98,7 @@ class Engine:
         return staged
 
     def _check_growth(self) -> None:
-        """Reject a schedule that does not fit the pipeline, or a draft without its growth verb."""
+        """Reject a schedule that does not fit the pipeline, or that the draft does not support."""
         schedule, source, is_link = self.config.schedule, self.make_source(), self.pipeline.is_link
         fitting = [name for name, other in SCHEDULES.items() if other.needs_link == is_link]
         if schedule.needs_link and not is_link:
@@ -175,7 +175,7 @@ class Engine:
 
 
 class Session:
-    """State for decoding one prompt (output, tree, pipeline, draft, clock); schedules call it."""
+    """State of one prompt's decoding, and the methods ("verbs") that schedules call."""
 
     def __init__(
         self,
@@ -254,12 +254,12 @@ class Session:
 
     @property
     def drafter(self) -> DraftSource:
-        """This sequence's draft source; only for schedules with a growth verb."""
+        """This sequence's draft source. Only schedules with a growth verb have one."""
         assert self.source is not None, "the engine refuses such a schedule without a draft"
         return self.source
 
     def inject(self, num_segments: int = 1, max_rows: int | None = None) -> None:
-        """Queue the rows not sent yet, in segments by ``segment_sizes``; one enters per step."""
+        """Queue the unsent rows in segments (``segment_sizes``). One segment enters per step."""
         tree, start = self.tree, self.tree.num_injected
         for size in segment_sizes(len(tree) - start, num_segments, max_rows, has_root=not start):
             self.pipeline.inject(tree.segment(start, start + size))
@@ -313,7 +313,7 @@ class Session:
         """Extend the in-flight tree at its most probable leaves.
 
         Args:
-            num_tokens: rows continued by one forward, and draft tokens added by it.
+            num_tokens: number of rows that one forward continues, and of tokens it adds.
             max_rows: maximum draft tokens added by all forwards.
         """
         if not self.drafts_pay(num_tokens):
@@ -353,12 +353,12 @@ class Session:
         return self._round_sampling(costs)
 
     def draft_alone(self, *, at_least: int = 0) -> None:
-        """Charge draft forwards since the last step (``at_least`` some) while every stage waits."""
+        """Charge pending draft forwards, at least ``at_least``, as time when all stages wait."""
         self.clock.serial_draft(max(self.pending_forwards, at_least))
         self.pending_forwards = 0
 
     def collect(self) -> Returned:
-        """Step until the whole tree has returned; join its segments."""
+        """Step until the whole tree has returned, and join the results of its segments."""
         parts: list[Returned] = []
         while sum(part.num_rows for part in parts) < len(self.tree):
             returned = self.step()
@@ -374,9 +374,9 @@ class Session:
         """Run one pipeline step.
 
         Args:
-            overlap: True if drafting since the last step overlaps with this step, else it follows.
-            ahead: send the rows not sent yet as the next segment, in case this step's result keeps
-                them. Processes may then start early.
+            overlap: True if the pending draft forwards run during this step, False if after it.
+            ahead: send a waiting draft token as the next segment before this step's result is
+                known. Stage processes may then start early.
         """
         returned = self.pipeline.tick(self._ahead() if ahead else None)
         if self.observer is not None:
@@ -390,7 +390,7 @@ class Session:
         return returned
 
     def _ahead(self) -> Ahead | None:
-        """Return the waiting draft token if there is only one: of several, most are pruned soon."""
+        """Return the waiting draft token if there is only one. Most of several would be pruned."""
         first, count = self.tree.num_injected, len(self.tree)
         if count - first != 1:
             return None
@@ -404,7 +404,7 @@ class Session:
         return walk, self.tree.keep_for(walk.path, walk.next_token)
 
     def resolve(self, returned: Returned) -> bool:
-        """Verify, emit, commit and prune; return True if the round goes on in the tree."""
+        """Verify, emit, commit and prune. Return True if the round continues in this tree."""
         walk, keep = self._verify(returned)
         self.clock.verified(self.tree, walk)
         if self.observer is not None:
@@ -470,7 +470,7 @@ class Session:
         return is_longest or not {*self.ends}.isdisjoint(tree.tokens[1:])
 
     def send_batch(self, *, is_early: bool = False) -> None:
-        """Send the rows that are new to the target; ``is_early``: more in this batch follow."""
+        """Send the rows that are new to the target. ``is_early`` says that the batch continues."""
         tree, first = self.tree, self.tree.num_injected
         # Row 0 is the root: no draft token, so it has no q.
         rows = range(max(first, 1), len(tree))
@@ -481,7 +481,7 @@ class Session:
         tree.num_injected = len(tree)
 
     def stream(self) -> None:
-        """Let the target decode alone to the end; batches in flight are still answered."""
+        """Let the target decode alone to the end. Batches in flight still get their results."""
         self.tree.truncate(max(self.tree.num_injected, 1))  # The target never sees the other rows.
         while not self.done:
             if not self.link.is_streaming:
@@ -492,7 +492,7 @@ class Session:
     # -- bookkeeping ------------------------------------------------------------------------
 
     def _end_round(self, accepted: bool | None) -> None:
-        """Record a round; ``accepted``: its last test's result, None without a test."""
+        """Record a round. ``accepted`` is its last token's test result, None without a test."""
         began, self._round_began = self._round_began, self.pipeline.now()
         # Left out: part of the draft (another shape), and the last round (cut at the output's end).
         if self._shape is not None and self.part == 1 and not self.done:
@@ -517,7 +517,7 @@ class Session:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Token ids ending the sequence; a remote target sends its own with the first token."""
+        """Token ids that end the sequence. A remote target sends its own with the first token."""
         return self.demands.ends(self.engine.target.eos_token_ids)
 
     def _emit(

@@ -36,9 +36,9 @@ class GeneratedToken:
     accepted: bool
     """True if the draft token was accepted."""
     round: int
-    """Verification round, from 1; 0: the token sampled from the prompt's forward pass."""
+    """Verification round, counted from 1. The token from the prompt's forward pass has round 0."""
     position: int
-    """Place in its round, from 1: for an accepted token, its depth in the draft."""
+    """Place in its round, counted from 1. For an accepted token, this is its depth in the draft."""
 
     @property
     def kind(self) -> str:
@@ -77,7 +77,7 @@ class TextPieces(Observer):
             self._write(piece)
 
     def finish(self, text: str) -> list[str]:
-        """Return one text piece per token; the last one gets an incomplete character."""
+        """Return one text piece per token. The last piece includes any incomplete character."""
         rest = self._stream.finish(text)
         self.pieces[-1] += rest
         self._say(rest)
@@ -149,17 +149,17 @@ class Generation:
 
     @property
     def alpha(self) -> float:
-        """Accepted draft tokens per tested draft token; NaN without draft tokens."""
+        """Fraction of the tested draft tokens that were accepted, NaN without draft tokens."""
         return self.result.draft_acceptance_rate
 
     @property
     def equivalent_acceptance_length(self) -> float:
-        """L': tokens per target pass, n N / K."""
+        """L' = n N / K, the number of tokens per target pass."""
         return self.result.equivalent_acceptance_length
 
     @property
     def speedup(self) -> float:
-        """S: modeled speed-up over autoregressive decoding on the same pipeline."""
+        """S, the modeled speed-up over autoregressive decoding on the same pipeline."""
         return self.result.theoretical_speedup
 
     @property

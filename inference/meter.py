@@ -1,4 +1,4 @@
-"""Never slower: measure the draft's speed-up while decoding, and shrink or pause a slow draft."""
+"""Measure a draft's speed-up during decoding, and shrink or pause a slow draft (never_slower)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ MEMORY = 32
 HICCUP = 4.0
 """Windows whose time per token exceeds this many times the median are left out."""
 PATIENCE = 8
-"""Rounds with fewer sequences before their own choice is used: often the next request takes the
-place of one that has ended, and each change of the draft costs time."""
+"""Rounds to wait before a smaller number of sequences gets its own choice. Often the next request
+takes the place of one that has ended, and each change of the draft costs time."""
 BUDGET = 0.0075
 """Maximum loss by each part's trials, as a fraction of the decoding time."""
 
 
 class DraftMeter:
-    """Timer for rounds: chooses the part of the draft with the most tokens per second.
+    """Timer for rounds that chooses the part of the draft with the most tokens per second.
 
-    After a trial of another part that lost time, the part's next trial waits for loss / BUDGET.
-    There are two other parts to try, so all trials together cost about 1.5 %.
+    A part is a fraction of the configured draft. If a trial of another part loses time, the part's
+    next trial waits for loss / BUDGET. Two other parts are tried, so trials cost about 1.5 %.
     """
 
     def __init__(self, factor: float = 1, before: DraftMeter | None = None) -> None:
         """
         Args:
             factor: applied to the minimum tokens per window.
-            before: meter for fewer sequences; its choice, and the waits for trials of larger parts,
-                go on. Smaller parts are due at once: with more sequences, drafts pay less.
+            before: meter for fewer sequences. The new meter begins with the same choice and the
+                same waits for trials of larger parts. Smaller parts may be tried at once, because
+                drafts gain less with more sequences.
         """
         self._factor = factor
         self.part = PARTS[0] if before is None else before.best
@@ -46,7 +47,7 @@ class DraftMeter:
         }
         """For each part, time and token count per recent window."""
         self._due = dict.fromkeys(PARTS, 0.0)
-        """Per part: it may be tried again once ``total`` reaches this value."""
+        """For each part, the ``total`` from which on it may be tried again."""
         if before is not None:
             larger = (part for part in PARTS if part > self.part)
             self._due |= {part: before._due[part] - before.total for part in larger}
@@ -55,18 +56,18 @@ class DraftMeter:
 
     @property
     def best(self) -> float:
-        """Part with the shortest time per token so far; before any measurement, the first."""
+        """Part with the shortest time per token so far, or the current part if none is measured."""
         measured = [part for part in PARTS if self._windows[part]]
         if not measured:
             return self.part
         return min(measured, key=lambda part: _time_per_token(self._windows[part]))
 
     def begin(self, now: float) -> None:
-        """Start timing after a prompt: its forward pass does not count as decoding."""
+        """Start timing after a prompt, because its forward pass does not count as decoding."""
         self._last = now
 
     def count(self, num_tokens: int, now: float) -> None:
-        """Count emitted tokens, and the time since the last ones."""
+        """Count emitted tokens, and the time since the previous call."""
         self.add(num_tokens, now - self._last)
         self._last = now
 
@@ -75,7 +76,7 @@ class DraftMeter:
         self._tokens, self._time = self._tokens + num_tokens, self._time + time
 
     def charge(self, num_tokens: int, time: float) -> None:
-        """Charge the part that was tried, or is, with time around a change, not in a window."""
+        """Charge the part on trial with the time around a change, which is in no window."""
         self.total += time
         if self._windows[self.best]:
             self._charge(num_tokens, time, self._before if self.part == self.best else self.part)
@@ -85,7 +86,7 @@ class DraftMeter:
         self._tokens, self._time = 0, 0.0
 
     def choose(self) -> float:
-        """Record the window and return the next part; call only while nothing is in flight."""
+        """Record the window and return the next part. Call this only with nothing in flight."""
         if self._tokens < self._factor * (WINDOW if self.part else PLAIN_WINDOW):
             return self.part
         self._windows[self.part].append((self._time, self._tokens))
@@ -109,7 +110,7 @@ class DraftMeter:
 class BatchMeter:
     """Timer for whole steps shared by sequences, with a ``DraftMeter`` per number of sequences.
 
-    Drafts pay for few sequences and cost time for many, so what was measured for one number says
+    Drafts gain time with few sequences and lose time with many, so measurements for one number say
     little about another. Numbers between two powers of two share a meter.
     """
 
@@ -124,20 +125,21 @@ class BatchMeter:
         return self._used.part
 
     def begin(self, now: float) -> None:
-        """Do nothing: steps with prompt rows are left out."""
+        """Do nothing, because ``end_step`` leaves out steps with prompt rows."""
 
     def count(self, num_tokens: int, now: float) -> None:
-        """Count a sequence's tokens; ``end_step`` adds the time."""
+        """Count a sequence's tokens. ``end_step`` adds the time."""
         self._tokens += num_tokens
 
     def choose(self) -> float:
-        """Return the part to use; it changes only between steps."""
+        """Return the part to use, which changes only between steps."""
         return self.part
 
     def end_step(self, time: float, num_sequences: int, *, has_prompt_rows: bool) -> None:
         """Add a step for all sequences, and choose the next step's part.
 
-        A round after a change is in no window: heads catch up, and rows in flight are older.
+        No window contains the round after a change, because heads then catch up on tokens, and rows
+        in flight were drafted before the change.
         """
         tokens, self._tokens = self._tokens, 0
         power, before = 2 ** (max(num_sequences, 1).bit_length() - 1), self.part

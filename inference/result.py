@@ -1,4 +1,4 @@
-"""Result for one decoded prompt: stores counts and computes every ratio from them."""
+"""Result for one decoded prompt, with its counts and the ratios computed from them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,11 @@ def stop_reason(
     max_new_tokens: int,
     limit: int,
 ) -> str:
-    """Return the reason for ending at this token, as in ``DecodeResult``; "": decoding continues.
+    """Return why decoding ends at this token, as in ``DecodeResult``, or "" if it continues.
 
     Args:
-        num_new: tokens after the prompt, including this one.
-        length, limit: prompt and output tokens, and their maximum for the target.
+        num_new: number of tokens after the prompt, including this one.
+        length, limit: number of prompt and output tokens, and the target's maximum.
     """
     if token in eos_token_ids:
         return "eos"
@@ -38,7 +38,7 @@ def stop_reason(
 
 
 def shown(value: float) -> str:
-    """Format with two digits; "-" for NaN."""
+    """Format a number with two decimals, and NaN as "-"."""
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
@@ -48,17 +48,17 @@ class Observer:
     demands: Demands = Demands()
 
     def start(self) -> None:
-        """Start the clock: the prompt's forward pass comes next."""
+        """Start the clock before the prompt's forward pass."""
 
     def logits(self, token: int, logits_V: "Tensor") -> None:
         """Receive the target's logits for the next token, if requested in ``demands``."""
 
     def token(self, token: int, is_drafted: bool) -> bool:
-        """Receive a verified token, drafted or the target's own; True ends the sequence."""
+        """Receive a verified token, drafted or not. Return True to end the sequence."""
         return False
 
     def verified(self, tree: "TokenTree", walk: "Verdict") -> None:
-        """Receive a segment's verification result; calls of ``token`` for its tokens follow."""
+        """Receive a segment's verification result, before ``token`` gets its tokens."""
 
     def step(self, rows: Sequence[int]) -> None:
         """Receive the number of rows each stage processed in a finished pipeline step."""
@@ -116,7 +116,7 @@ class DecodeResult:
         max_new_tokens: int,
         limit: int,
     ) -> None:
-        """Append a verified token; set ``stop_reason`` if decoding ends with this token."""
+        """Append a verified token, and set ``stop_reason`` if decoding ends with this token."""
         self.token_ids.append(token)
         self.token_times_s.append(time_s)
         num_new = len(self.token_ids)
@@ -130,7 +130,7 @@ class DecodeResult:
         )
 
     def count_test(self, place: int, is_accepted: bool) -> None:
-        """Count one draft-token test; ``place`` is its index within the round, counted in order."""
+        """Count a draft token's test at its index in the round. Indices come in order from 0."""
         if place == len(self.position_tests):
             self.position_tests.append(0)
             self.position_accepts.append(0)
@@ -139,7 +139,7 @@ class DecodeResult:
 
     @property
     def num_tokens(self) -> int:
-        """N: tokens emitted after the prefill token."""
+        """Number of tokens emitted after the prefill token (N)."""
         return max(len(self.token_ids) - 1, 0)
 
     @property
@@ -152,12 +152,12 @@ class DecodeResult:
 
     @property
     def equivalent_acceptance_length(self) -> float:
-        """L' = n N / K; NaN without steps."""
+        """L' = n N / K, NaN without steps."""
         return ratio(self.num_stages * self.num_tokens, self.num_steps)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """tau: tokens emitted per round."""
+        """Mean number of tokens emitted per round (tau)."""
         return ratio(sum(self.round_lengths), len(self.round_lengths))
 
     @property
@@ -168,15 +168,15 @@ class DecodeResult:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """alpha: accepted draft tokens per tested draft token."""
+        """Fraction of the tested draft tokens that were accepted (alpha)."""
         return ratio(self.num_accepted, self.num_tested)
 
     @property
     def theoretical_speedup(self) -> float:
-        """S: modeled autoregressive time for the same tokens, divided by modeled time."""
+        """Modeled autoregressive time for the same tokens, divided by the modeled time (S)."""
         return ratio(self.virtual_time_autoregressive, self.virtual_time)
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """Divide; return NaN, not an error, if nothing was counted."""
+    """Divide, and return NaN instead of an error if nothing was counted."""
     return numerator / denominator if denominator else math.nan

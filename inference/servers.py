@@ -1,4 +1,4 @@
-"""Options and checks for the HTTP server and the session server; imports neither torch nor grpc."""
+"""Options and checks for the HTTP and session servers, without importing torch or grpc."""
 
 import hmac
 import ipaddress
@@ -70,7 +70,7 @@ class ListenOptions(Options):
             raise ValueError("--tls-cert: it goes with --tls-key; give both or neither")
 
     def warn_if_open(self, tokens: Sequence[str], option: str) -> None:
-        """Warn if other machines can connect, and TLS or a token is missing."""
+        """Warn if other machines can connect although TLS or a token is missing."""
         if not is_loopback(self.host) and (self.tls_cert is None or not tokens):
             print(
                 f"warning: --host {self.host} is reached from other machines; give --tls-cert, "
@@ -80,7 +80,7 @@ class ListenOptions(Options):
 
 
 def address_of(host: str, port: int) -> str:
-    """Return HOST:PORT; brackets around an IPv6 address are optional."""
+    """Return HOST:PORT. The brackets around an IPv6 host are optional."""
     return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -96,7 +96,7 @@ def read_tokens(
 ) -> tuple[str, ...]:
     """Read tokens from a file, one per line, or from the environment.
 
-    Tokens must not be on the command line, because other users can list it.
+    Tokens must not be on the command line, because other users can see command lines.
 
     Raises:
         ValueError: a value is no token, for example because a secret was left unset.
@@ -116,7 +116,7 @@ def read_tokens(
 
 
 def find_token(authorization: bytes, tokens: Sequence[str]) -> int | None:
-    """Return the index of the token in an Authorization header; None: no match."""
+    """Return the index of the token in an Authorization header, or None if no token matches."""
     # Compare all tokens, so response time reveals no match.
     same = [hmac.compare_digest(authorization, f"Bearer {token}".encode()) for token in tokens]
     return same.index(True) if any(same) else None

@@ -10,15 +10,15 @@ from pipedraft.cli import check_ranges
 from pipedraft.files import Values
 
 Budget: TypeAlias = int | Literal["auto"]
-"""Draft tokens; auto: choose the number by the cost model and the draft's own probabilities."""
+"""Number of draft tokens. With auto, the cost model and the draft's probabilities choose it."""
 MOST_ROWS = 16
 """Maximum rows per segment with an automatic budget: FlowSpec's L_max."""
 LONGEST = 3.0
 """Price factor for a row that enters at a step, compared with a row in equally long segments.
 Segments differ in length, and the longest one in flight sets the step time (docs/lab/log.md)."""
 SHARPNESS = 3.0
-"""Exponent applied to draft probabilities before weighing: the draft's best tokens are accepted
-more often than it predicts, the others less often (docs/lab/log.md)."""
+"""Exponent applied to draft probabilities before weighing. The best tokens are accepted more often
+than the draft predicts, and the others less often (docs/lab/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class RowCosts:
 
 
 def rows_that_pay(scores: Sequence[float], costs: RowCosts) -> int:
-    """Return how many of the best rows to take for the most tokens per time.
+    """Return how many of the best rows give the most tokens per unit of time.
 
     A row is emitted if its whole path is accepted, with a probability p from its cumulative score.
     The k best rows yield ``tokens`` + p_1 + .. + p_k tokens in the time ``time`` + k * ``row``. p
-    falls from row to row, so the most tokens per time are reached before the first row with
-    p / ``row`` below the rate so far.
+    falls from row to row, so the rate is highest just before the first row with p / ``row`` below
+    the rate so far.
 
     Args:
         scores: cumulative log-probabilities, descending.
@@ -152,10 +152,12 @@ class TreeShape:
 def segment_sizes(
     num_rows: int, num_segments: int, max_rows: int | None, *, has_root: bool = True
 ) -> list[int]:
-    """Return rows per tree segment: nearly equal, the longer ones last, none empty.
+    """Return nearly equal segment sizes for a tree, in rows. No segment is empty.
+
+    The first segment has the fewest rows, so its result returns sooner.
 
     Args:
-        max_rows: maximum draft tokens per segment; more segments are used if needed.
+        max_rows: maximum draft tokens per segment. More segments are used if needed.
         has_root: the first row is no draft token, so its segment may have one row more.
     """
     if max_rows is not None:

@@ -1,4 +1,4 @@
-"""Picture of a decoded sequence: tokens per stage and step."""
+"""Picture of the tokens at each stage in each step of a decoded sequence."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class RecordingPipeline(LocalPipeline):
     """Follows every row from stage to stage while the pipeline computes."""
 
     def __init__(self, target: StagedTarget, text: Sequence[int], prompt_length: int) -> None:
-        """``text``: prompt and output; a row past its end counts as rejected."""
+        """``text`` has the prompt and the output. A row past the end counts as rejected."""
         super().__init__(target)
         self.text, self.prompt_length = text, prompt_length
         self.steps: list[PictureStep] = []
@@ -92,7 +92,7 @@ class RecordingPipeline(LocalPipeline):
 
 
 def events(result: DecodeResult) -> Iterator[tuple[int, bool | None]]:
-    """Yield draft forwards, with True during a step, False after it, None while all stages wait."""
+    """Yield draft forwards and their time: True in a step, False after one, None without a step."""
     for times, forwards, *rest in result.step_log:
         yield from [(forwards, bool(rest[0]) if rest else None)] * times
 
@@ -109,7 +109,7 @@ def draw(
     draft_pass: float,
     num_shown: int = SHOWN_STEPS,
 ) -> str:
-    """Return an SVG with the first steps; ``draft_pass``: a draft forward's time in passes."""
+    """Return an SVG of the first steps. ``draft_pass`` is a draft forward's time in passes."""
     num_stages = result.num_stages
     picture = Diagram(title)
     lanes = ["draft", *(f"stage {i + 1}" for i in range(num_stages)), "text"]

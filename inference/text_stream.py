@@ -10,9 +10,9 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 WINDOW = 32
 """Tokens decoded together before older ones are dropped."""
 KEPT = 8
-"""Tokens retained as context: a tokenizer strips the first space in a text."""
+"""Tokens retained as context, because a tokenizer strips the first space in a text."""
 MAX_HELD = 64
-"""Maximum tokens without a complete character; after these, their text is used as it is."""
+"""Maximum tokens without a complete character. After these, the text is used as it is."""
 
 
 class TextStream:
@@ -55,7 +55,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """Return the held-back text: an incomplete last character."""
+        """Return the text not returned yet, including an incomplete last character."""
         piece = self._text[self._shown :]
         self._shown = len(self._text)
         self.length += len(piece)

@@ -1,4 +1,4 @@
-"""Spans per process: a Chrome trace, sums for the time breakdown, peak memory."""
+"""Time spans and peak memory of a process, for time breakdowns and Chrome traces."""
 
 import resource
 import threading
@@ -52,15 +52,15 @@ class _Open(threading.local):
 class Timeline:
     """Spans in one process, on the machine's monotonic clock.
 
-    A span's seconds exclude spans inside it. Sums are always recorded, the spans themselves only
-    with ``traces``. On a GPU the seconds are device time between events, because a host clock would
+    A span's seconds exclude spans inside it. Sums are always recorded, single spans only with
+    ``traces``. On a GPU the seconds are device time between events, because a host clock would
     count all of the work in the next wait for a result.
     """
 
     def __init__(
         self, name: str, *, traces: bool = False, device: torch.device | None = None
     ) -> None:
-        """``device``: the device that runs the work; None: the CPU."""
+        """``device`` runs the work. None means the CPU."""
         self.name, self.traces = name, traces
         self._is_on_gpu = device is not None and device.type == "cuda"
         self._open = _Open()
@@ -99,7 +99,7 @@ class Timeline:
                 self._end(launched, kind)
 
     def _launch(self, kind: str, start: float, num_rows: int) -> _Launched | None:
-        """Record a GPU event at the start of a span; return None if host time is used."""
+        """Record a GPU event at a span's start. Return None if the host measures the time."""
         if not self._is_on_gpu or kind == WAIT:
             return None
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]

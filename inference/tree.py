@@ -1,4 +1,4 @@
-"""The controller's ordered token tree: the pending root and its draft tokens."""
+"""Ordered token tree of the controller, with the pending root and its draft tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipedraft.models.target import KeepRows, Segment
 
 
 class TokenTree:
-    """Rows in pipeline order; row 0 is the pending root.
+    """Token rows in pipeline order. Row 0 is the pending root.
 
     The root is an output token that no stage has committed yet. Every other row is a draft token
     below it. Between KeepRows, rows are append-only, parents precede children, and siblings have
@@ -39,7 +39,7 @@ class TokenTree:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, score: float, q: Tensor | None = None) -> int:
-        """Append a draft token below ``parent``; return its row (the existing one if present)."""
+        """Add a draft token below ``parent`` unless it exists there, and return its row."""
         # Siblings stay distinct, or a verified token would fit two rows.
         existing = self._children[parent].get(token)
         if existing is not None:
@@ -95,7 +95,7 @@ class TokenTree:
         return torch.from_numpy(found)
 
     def _ancestor_matrix(self) -> np.ndarray:
-        """Return the ancestors of all rows, filled on demand: a draft's large tree needs none."""
+        """Fill and return the ancestor matrix of all rows. A draft's large tree never needs it."""
         count = len(self)
         if count > len(self._ancestors):
             # Doubling: growing by one row at a time would copy the matrix every time.
@@ -127,7 +127,7 @@ class TokenTree:
         return KeepRows(rows=(*path, *retained), num_committed=len(path))
 
     def reroot(self, keep: KeepRows) -> TokenTree:
-        """Return the tree of a KeepRows' retained rows; the first one becomes the root."""
+        """Return a tree of the retained rows in a KeepRows. The first one becomes the root."""
         rows = list(keep.rows[keep.num_committed :])
         root = rows[0]
         place = {row: index for index, row in enumerate(rows)}

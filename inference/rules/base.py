@@ -1,9 +1,9 @@
 """Base class for acceptance rules, and the rules with token ids as verification results.
 
-A rule has two halves connected by the link from the last stage to the controller: ``judge`` runs on
-the logits, ``walk`` runs on the tree. Rules whose results are token ids send only these over the
-link. Across a network the target tests draft tokens itself (``test``), and the draft side samples
-the correction (``correct``). Under every schedule, emitted tokens follow the target's distribution
+A rule has two halves: ``judge`` runs on the last stage's logits, and ``walk`` runs on the
+controller's tree. Rules with token ids as results send only the ids from stage to controller.
+Across a network the target tests draft tokens itself (``test``), and the draft side samples the
+correction (``correct``). Under every schedule, emitted tokens follow the target's distribution
 unless ``caveat`` says otherwise.
 """
 
@@ -54,9 +54,9 @@ class Verdict:
     """Result of one verification."""
 
     path: list[int]
-    """Accepted rows, root first; all of them had logits."""
+    """Accepted rows from the root down. The logits of all of them have returned."""
     next_token: int
-    """Token after the path: a child with logits still in flight, or outside the tree."""
+    """Token after the path. It is outside the tree, or a child with logits still in flight."""
     tests: list[bool]
     """One entry per position with draft tokens: True if one was accepted."""
     restarts: bool = False
@@ -95,7 +95,7 @@ class Verifier(ABC):
         self._ids: tuple[Tensor, Tensor] | None = None
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """Return the distribution for target or draft logits: float64 [..., V]."""
+        """Return the distribution for target or draft logits, as float64 [..., V]."""
         return probabilities(logits_V, self.temperature, self.filters)
 
     # Where the draft is.
@@ -103,19 +103,19 @@ class Verifier(ABC):
     def propose(
         self, logits_U: Tensor, ids_U: Tensor, position: int, *, attempt: int
     ) -> DraftToken:
-        """Return the draft's next token: the most likely one; ``attempt`` is the round number."""
+        """Return the draft's most likely next token. ``attempt`` is the round number."""
         ranked_1U = self.rank(logits_U[None], self.noise_rows(ids_U, [position]))
         return DraftToken(int(ids_U[ranked_1U[0].argmax()]))
 
     def noise_rows(self, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor | None:
-        """Noise added to the draft's log-probabilities: float64 [Q, U] on the CPU."""
+        """Return noise for the draft's log-probabilities, float64 [Q, U] on the CPU, or None."""
         return None
 
     def rank(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        """Logits for choosing children: the draft's own, or log q plus the target's noise.
+        """Return the draft's logits, or with noise log q plus the target's noise.
 
-        With noise the largest entry is the draft's sample. Filtered tokens move to the end but are
-        not removed, because the target may keep them.
+        Children are the tokens with the largest values. With noise the largest value is the draft's
+        sample. Filtered tokens move to the end but stay, because the target may keep them.
         """
         ranked_QU = logits_QU
         if noise_QU is not None:
@@ -127,9 +127,9 @@ class Verifier(ABC):
         return ranked_QU - PENALTY * is_removed_QU
 
     def child_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        """Log-probabilities [Q, U] for choosing children and ordering trees.
+        """Return log-probabilities [Q, U] for choosing children and ordering trees.
 
-        The scores are the draft's log-probabilities, with the noise added if the rule shares it: a
+        They are the draft's log-probabilities, with the noise added if the rule shares noise. A
         token favored by the noise is also more likely to be the target's own token.
         """
         return torch.log_softmax(self.rank(logits_QU, noise_QU).float(), -1)
@@ -141,7 +141,7 @@ class Verifier(ABC):
     def correct(
         self, draft_token: DraftToken, position: int, payloads: Sequence[Payload]
     ) -> int | None:
-        """Return the token to replace a rejected one; None: the payloads so far do not suffice."""
+        """Return the token that replaces a rejected one, or None if more payloads are needed."""
         match payloads:
             case [Token(id=token)]:
                 return token
@@ -157,14 +157,14 @@ class Verifier(ABC):
     # Where the logits are.
 
     def draw(self, logits_V: Tensor, position: int) -> int:
-        """Sample the target's own token at a position: argmax if greedy."""
+        """Sample the target's own token at a position. Greedy decoding takes the argmax."""
         if self.temperature == 0:
             return int(logits_V.argmax())
         uniform = self.random.uniform(position, "target")
         return draw(self.probabilities(logits_V), uniform)
 
     def target_tokens(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Return the target's own token after each row: int64 [R]."""
+        """Return the target's own token after each row, int64 [R]."""
         if self.temperature == 0:
             return logits_RV.argmax(-1).cpu()
         # Numbers are keyed by the position of the token they decide, one after its row.
@@ -175,7 +175,7 @@ class Verifier(ABC):
         return torch.tensor([self.draw(logits_V, position) for logits_V, position in rows])
 
     def draw_on_device(self, logits_RV: Tensor, positions: Sequence[int]) -> Tensor:
-        """Run ``draw`` for each row above temperature 0; copy only tokens [R] to the CPU."""
+        """Run ``draw`` for each row above temperature 0, and copy only tokens [R] to the CPU."""
         uniforms = [self.random.uniform(position, "target") for position in positions]
         return draw_on_device(self.probabilities(logits_RV), uniforms)
 
@@ -187,13 +187,13 @@ class Verifier(ABC):
         return self._ids[1]
 
     def judge(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Return one result per returned row, with all that ``walk`` needs: [R, ...] on the CPU."""
+        """Return all that ``walk`` needs for each returned row, [R, ...] on the CPU."""
         raise NotImplementedError
 
     def judge_states(
         self, target: StagedTarget, hidden_RH: Tensor, positions_R: Tensor, *, alone: bool = True
     ) -> Tensor:
-        """Run ``judge`` on raw hidden states; ``alone``: in one CUDA graph, where possible."""
+        """Run ``judge`` on raw hidden states, with ``alone`` in one CUDA graph where possible."""
         if not alone or not target.can_choose(len(hidden_RH)):
             return self.judge(target.logits(hidden_RH), positions_R)
         choice = self.choice(positions_R)
@@ -202,11 +202,11 @@ class Verifier(ABC):
         return checked_draws(target.choose(hidden_RH, choice).cpu())
 
     def choice(self, positions_R: Tensor) -> TokenChoice | None:
-        """Return ``judge`` for a CUDA graph; None: its results are no tokens, or need the host."""
+        """Return ``judge`` for a CUDA graph, or None if it needs the host or returns no tokens."""
         return None
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
-        """Test the draft token at this position; return None if it is accepted, else a payload."""
+        """Test a draft token. Return None if it is accepted, else a payload for the correction."""
         raise NotImplementedError
 
     def more(self, logits_V: Tensor, position: int, first: int, count: int) -> Payload:
@@ -236,14 +236,14 @@ class SampledVerifier(Verifier):
         return logits_RV.cpu()
 
     def q_of(self, tree: TokenTree, row: int) -> Tensor:
-        """Return the distribution used to sample a row's draft token: float64 [V] on the CPU."""
+        """Return the q that a row's draft token was sampled from, float64 [V] on the CPU."""
         q_V = tree.draft_probabilities[row]
         assert q_V is not None, "the rule needs the q that a draft token was drawn from"
         return q_V.cpu()
 
 
 class MatchVerifier(Verifier):
-    """Sample x ~ p(. | node), argmax if greedy; move to child x if the tree has it.
+    """Sample x ~ p(. | node), or take the argmax if greedy. Go to child x if it exists.
 
     The output is exact for any tree computed from earlier samples only, in whatever order siblings
     are verified, because sampling at a node never looks at its children. EAGLE's sequential test
@@ -287,7 +287,7 @@ class MatchVerifier(Verifier):
 
 
 class GumbelVerifier(MatchVerifier):
-    """``match`` with shared noise: target and draft use the same noise, so they agree more often.
+    """``match`` with noise that target and draft share, so they agree more often.
 
     Emitted tokens never depend on the tree, so the output equals autoregressive decoding.
     """
@@ -333,9 +333,9 @@ class GumbelVerifier(MatchVerifier):
 
 
 class ArgmaxVerifier(Verifier):
-    """FlexSpec's Algorithm 2 above temperature 0: accepts only the target's argmax.
+    """FlexSpec's Algorithm 2 above temperature 0, which accepts only the target's argmax.
 
-    The verification result is the target's argmax plus its own sample, which follows a rejection.
+    The verification result is the target's argmax and its own sample. A rejection emits the sample.
     """
 
     name: ClassVar[RuleName] = "argmax"

@@ -1,4 +1,4 @@
-"""Sampling filters: remove tokens from a distribution as transformers does."""
+"""Sampling filters that remove tokens from a distribution as transformers does."""
 
 # R rows, V vocabulary, K most likely (or most typical) tokens in order
 
@@ -24,9 +24,9 @@ FIRST_TOKENS = 64
 class TokenFilters:
     """Filters applied after the temperature, in field order.
 
-    Order and meaning match ``GenerationMixin`` in transformers. Each filter works on the
-    previous filter's renormalized result, and always keeps the most likely token (``typical_p``:
-    the most typical).
+    Order and meaning match ``GenerationMixin`` in transformers. Each filter works on the previous
+    filter's renormalized result, and always keeps the most likely token. ``typical_p`` keeps the
+    most typical token instead.
     """
 
     top_k: Annotated[int, Meta(ge=0, lt=2**31)] = 0
@@ -54,7 +54,7 @@ class TokenFilters:
 
     @property
     def filters(self) -> TokenFilters:
-        """Return the filters alone; a subclass has more fields."""
+        """Return the filters without the further fields of a subclass."""
         return TokenFilters(**self.active)  # type: ignore[arg-type]  # by field name
 
     @property
@@ -65,7 +65,7 @@ class TokenFilters:
 
     @property
     def reads_on_host(self) -> bool:
-        """True if ``apply`` looks at values on the host, as no CUDA graph can."""
+        """True if ``apply`` reads values on the host, which is impossible in a CUDA graph."""
         return self.top_p < 1 or self.typical_p < 1
 
     def apply(self, logits_RV: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class TokenFilters:
 
 
 def sampling_label(temperature: float, active: Mapping[str, float]) -> str:
-    """Return a label for tables, such as "1, top-k 50": temperature and active filters."""
+    """Return temperature and active filters as a label for tables, such as "1, top-k 50"."""
     filters = (f", {name.replace('_', '-')} {value:g}" for name, value in active.items())
     return f"{temperature:g}" + "".join(filters)
 
@@ -104,7 +104,7 @@ def _in_nucleus(logits_RV: Tensor, top_p: float) -> Tensor:
 
 
 def _is_typical(logits_RV: Tensor, typical_p: float) -> Tensor:
-    """Return bool [..., V]: the most typical tokens, including ties with the last one."""
+    """Return bool [..., V], True for the most typical tokens and ties with the last of them."""
     logp_RV = logits_RV.log_softmax(-1)
     p_RV = logp_RV.exp()
     # nansum: a removed token gives -inf times 0, which is NaN.

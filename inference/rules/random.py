@@ -30,8 +30,8 @@ Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "bra
 class KeyedRandom:
     """Uniform random numbers as a function of (seed, prompt, position, purpose, attempt).
 
-    Counter-based: the numbers at a position are the same under every schedule, and two decisions
-    never share a number.
+    The numbers at a position are the same under every schedule, and two decisions never share a
+    number.
     """
 
     seed: int
@@ -47,7 +47,7 @@ class KeyedRandom:
     def uniforms(
         self, position: int, purpose: Purpose, count: int, attempt: int | None = None
     ) -> np.ndarray:
-        """Return uniform numbers, float64 [count] in [0, 1), by Philox: equal on all machines."""
+        """Return float64 [count] in [0, 1) from Philox, which is the same on all machines."""
         last = "" if attempt is None else f":{attempt}"
         key = f"{self.seed}:{self.prompt}:{position}:{purpose}{last}".encode()
         # Philox takes a 128-bit key.
@@ -59,8 +59,8 @@ class KeyedRandom:
 def scaled(logits_V: Tensor, temperature: float, filters: TokenFilters = UNFILTERED) -> Tensor:
     """Return logits / temperature in float64, -inf for tokens removed by the filters.
 
-    No temperature above 0 overflows: below the commands' minimum the largest logit is subtracted
-    first. At other temperatures this would change the last bits.
+    No temperature above 0 overflows, because below ``MIN_TEMPERATURE`` the largest logit is
+    subtracted first. At other temperatures the subtraction would change the last bits.
     """
     logits_V = logits_V.double()
     if temperature < MIN_TEMPERATURE:
@@ -76,10 +76,10 @@ def probabilities(
 
 
 def draw(probabilities_V: Tensor, uniform: float) -> int:
-    """Inverse-CDF sample: the first token with cumulative probability above ``uniform``.
+    """Return the first token with cumulative probability above ``uniform`` (inverse CDF).
 
-    The weights need not sum to 1. A token with probability 0 is never returned: ``uniform`` is at
-    most 1 - 2^-53, so its product with the sum stays below the sum, even after rounding.
+    The weights need not sum to 1. A token with probability 0 is never returned, because ``uniform``
+    is at most 1 - 2^-53. Its product with the sum stays below the sum, even after rounding.
 
     Raises:
         ValueError: the weights sum to 0, infinity or NaN.
@@ -93,13 +93,13 @@ def draw(probabilities_V: Tensor, uniform: float) -> int:
 
 
 def draw_on_device(probabilities_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Run ``draw`` for each row on the rows' device: int64 [R] on the CPU."""
+    """Run ``draw`` for each row on the rows' device, and return int64 [R] on the CPU."""
     uniform_R = torch.tensor(uniforms, dtype=torch.float64).to(probabilities_RV.device)
     return checked_draws(drawn_tokens(probabilities_RV, uniform_R).cpu())
 
 
 def drawn_tokens(probabilities_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Run ``draw`` without the host: int64 [R], -1 for weights that nothing can be drawn from."""
+    """Run ``draw`` without the host. Return int64 [R], with -1 if no token can be drawn."""
     size, cumulative_RV = probabilities_RV.shape[1], probabilities_RV.cumsum(-1)
     least_RV = uniform_R[:, None] * cumulative_RV[:, -1:]
     # A parallel cumulative sum may rise by a last bit at a zero weight.
@@ -111,7 +111,7 @@ def drawn_tokens(probabilities_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def checked_draws(tokens_R: Tensor) -> Tensor:
-    """Return tokens from ``drawn_tokens``; raise ValueError if one could not be drawn."""
+    """Return the tokens of ``drawn_tokens``, or raise ValueError if one could not be drawn."""
     if bool((tokens_R < 0).any()):
         raise ValueError(UNDRAWABLE.format("not positive and finite"))
     return tokens_R
@@ -119,33 +119,33 @@ def checked_draws(tokens_R: Tensor) -> Tensor:
 
 NO_NUMBERS = torch.zeros(0, dtype=torch.float64)
 ALL_LOGITS = TokenChoice("logits", NO_NUMBERS, lambda logits_RV, _: logits_RV)
-"""No choice: the graph ends with the logits."""
+"""Makes no choice, so the graph ends with the logits."""
 GREEDY = TokenChoice("greedy", NO_NUMBERS, lambda logits_RV, _: logits_RV.argmax(-1))
 
 
 def sampled_tokens(filters: TokenFilters, logits_RV: Tensor, numbers: Tensor) -> Tensor:
-    """Sample as ``draw_on_device`` does; ``numbers``: the temperature, then one per row."""
+    """Sample as ``draw_on_device`` does. ``numbers`` has the temperature, then one per row."""
     # The temperature is data: clients choose it, and a constant would need a graph per value.
     scaled_RV = filters.apply(logits_RV.double() / numbers[0])
     return drawn_tokens(torch.softmax(scaled_RV, -1), numbers[1 : 1 + len(logits_RV)])
 
 
 class SharedNoise:
-    """Noise shared by target and draft: they sample the same token if their distributions agree.
+    """Noise shared by target and draft, which then sample the same token from equal distributions.
 
     With independent exponential numbers E_v, the token v with the smallest E_v / p_v is a sample
     from p. It is also the token with the largest log p_v + g_v, with Gumbel noise g_v = -log E_v.
     """
 
     NUM_KEPT: ClassVar[int] = 64
-    """Positions cached for draft and target: more than a tree's depth."""
+    """Number of positions cached for draft and target, more than a tree's depth."""
 
     def __init__(self, random: KeyedRandom) -> None:
         self.random = random
         self._kept: dict[int, np.ndarray] = {}
 
     def exponential(self, position: int, size: int) -> np.ndarray:
-        """Return a position's exponential numbers, float64 [size]; a larger size appends more."""
+        """Return a position's exponential numbers, float64 [size]. A larger size extends them."""
         kept = self._kept.get(position)
         if kept is None or len(kept) < size:
             if len(self._kept) >= self.NUM_KEPT:
@@ -167,7 +167,7 @@ class Token(Message, tag="t"):
 
 
 class Logits(Message, tag="l"):
-    """All target logits: both sides compute bitwise equal probabilities from them."""
+    """All target logits, from which both sides compute bitwise equal probabilities."""
 
     values: Tensor
     """float32 [V]."""
@@ -213,5 +213,5 @@ class DraftToken:
 
     @property
     def q(self) -> float:
-        """Probability of the draft token; 1 if it was not sampled."""
+        """Probability of the draft token, or 1 if it was not sampled."""
         return 1.0 if self.q_V is None else float(self.q_V[self.token])

@@ -54,21 +54,22 @@ class BlockVerifier(SampledVerifier):
     """Block verification for chains (Sun et al., arXiv:2403.10444, Algorithm 2).
 
     With X_i ~ q(. | X_<i), w_0 = 1 and w_i = min(w_{i-1} p(X_i | X_<i) / q(X_i | X_<i), 1), the
-    first i of M draft tokens pass with probability h_i (each i has its own uniform): h_M = w_M, and
+    first i of M draft tokens pass with probability h_i. Each i has its own uniform number. The
+    probabilities are h_M = w_M and
 
         h_i = S_i / (S_i + 1 - w_i),  S_i = sum_v (w_i p(v | X_<=i) - q(v | X_<=i))+  for i < M.
 
     The rule accepts the longest prefix that passes, then samples the next token from (w p - q)+, or
     from p after all M. On average it accepts at least as many tokens as ``rejection``.
 
-    Tokens behind the accepted prefix were tested and are drafted again, so the round number is part
-    of the random-number key for tests.
+    Tokens behind the accepted prefix were tested and are drafted again, so the root's position is
+    part of the random-number key for tests.
     """
 
     name: ClassVar[RuleName] = "block"
 
     def walk(self, tree: TokenTree, verdicts_R: Tensor) -> Verdict:
-        """Verify from the leaves up, as in ``TraversalVerifier``; needs the whole returned tree."""
+        """Verify the whole returned tree from the leaves up, as in ``TraversalVerifier``."""
         path = [self._open(tree, 0, 1.0, verdicts_R)]
         while True:
             node = path[-1]
@@ -116,12 +117,12 @@ class RecursiveVerifier(SampledVerifier):
     """Recursive rejection for children sampled without replacement (Jeon et al., arXiv:2402.14160).
 
     Gumbel top-k samples a node's children x_1, x_2, ..., each ~ q without the ones before it. With
-    p_1 = p and q_1 = q, x_j is accepted with probability min(1, p_j(x_j) / q_j(x_j)), else
+    p_1 = p and q_1 = q, x_j is accepted with probability min(1, p_j(x_j) / q_j(x_j)). Otherwise
 
-        p_{j+1} = (p_j - q_j)+ / sum_v (p_j - q_j)+,  q_{j+1} = q_j without x_j, renormalized;
+        p_{j+1} = (p_j - q_j)+ / sum_v (p_j - q_j)+,  q_{j+1} = q_j without x_j, renormalized.
 
-    after the last child the token comes from p_{k+1}. The output stays exact only if x_j itself has
-    no influence on whether the node gets a j-th child. EAGLE-2 breaks this, because it orders
+    After the last of k children, the token comes from p_{k+1}. The output stays exact only if x_j
+    itself has no influence on the existence of a j-th child. EAGLE-2 breaks this rule by ordering
     children by their own probability. Here a tree's shape depends on ranks alone (``score``).
     """
 
@@ -132,10 +133,11 @@ class RecursiveVerifier(SampledVerifier):
     def draw_children(
         self, logits_RU: Tensor, ids_U: Tensor, position: int, width: int, *, attempt: int
     ) -> tuple[Tensor, Tensor]:
-        """Sample children for R nodes: tokens [R, W] in sampling order, and q [R, V'] per node.
+        """Sample children for R nodes. Return tokens [R, W] in sampling order, and q [R, V'].
 
         Args:
-            position: shared by all nodes. Call once per round, so two nodes never share a number.
+            position: of all the children. Call once per round and position, so two nodes never
+                share a number.
         """
         q_RU = self.probabilities(logits_RU).cpu()
         ids = ids_U.cpu()
@@ -188,10 +190,10 @@ class RecursiveVerifier(SampledVerifier):
 class TraversalVerifier(BlockVerifier, RecursiveVerifier):
     """Traversal verification for trees, leaves first (Weng et al., arXiv:2505.12398).
 
-    Children are sampled as in ``recursive``. Each node has a weight w, the probability that the
-    output passes through it, given its token and earlier rejections; the root's is 1. Child x_1 ~ q
-    gets weight min(w p(x_1) / q(x_1), 1) and is tested with all its descendants. If none is
-    accepted, the node continues with its next child and
+    Children are sampled as in ``recursive``. A node's weight w is the probability that the output
+    passes through the node, given its token and earlier rejections. The root's weight is 1. Child
+    x_1 ~ q gets weight min(w p(x_1) / q(x_1), 1) and is tested with all its descendants. If none of
+    them is accepted, the node continues with its next child and
 
         w' = S / (S + 1 - w),  p' = (w p - q)+ / S,  q' = q without x_1, renormalized,
 
@@ -199,10 +201,10 @@ class TraversalVerifier(BlockVerifier, RecursiveVerifier):
     probability w', together with the path to it and a token from p'. Otherwise the node is
     rejected, and its parent goes on without this child.
 
-    The output is exact: by induction a node is in the output with probability w, and the next token
+    The output is exact. By induction a node is in the output with probability w, and the next token
     then follows p. A child x uses up q(x) min(w p(x) / q(x), 1) = min(w p(x), q(x)) from w p(x) and
-    leaves (w p(x) - q(x))+, in total S. The child is rejected with probability 1 - w + S, so w' is
-    S divided by this. On a chain, the rule is block verification.
+    leaves (w p(x) - q(x))+, in total S. The child is rejected with probability 1 - w + S, so w' =
+    S / (1 - w + S). On a chain, the rule is block verification.
     """
 
     name: ClassVar[RuleName] = "traversal"
@@ -210,13 +212,13 @@ class TraversalVerifier(BlockVerifier, RecursiveVerifier):
 
 
 class RejectionVerifier(SampledVerifier):
-    """Speculative sampling on a chain of sampled draft tokens: accept x ~ q with min(1, p / q).
+    """Speculative sampling on a chain, which accepts x ~ q with probability min(1, p / q).
 
     After a rejection the token comes from the residual (p - q)+ (Leviathan et al.,
-    arXiv:2211.17192). A draft token is accepted with probability sum_v min(p, q); for ``match``
-    this is only sum_v p q. Use it only for chains sampled from the stored q: deterministic draft
-    tokens or several children would change the distribution. The verification result is the row's
-    logits, because the residual needs all of p.
+    arXiv:2211.17192). A draft token is accepted with probability sum_v min(p, q), compared with
+    sum_v p q for ``match``. Use the rule only for chains sampled from the stored q, because
+    deterministic draft tokens or several children would change the distribution. The verification
+    result is the row's logits, because the residual needs all of p.
     """
 
     name: ClassVar[RuleName] = "rejection"
@@ -245,7 +247,7 @@ class RejectionVerifier(SampledVerifier):
     def _corrected(
         self, draft_token: DraftToken, logits_V: Tensor, position: int, payload: Payload
     ) -> int:
-        """Call ``correct`` until its payloads are enough; target and draft share this process."""
+        """Add payloads until ``correct`` returns a token. Target and draft share this process."""
         payloads, num_samples = [payload], self.tail_samples
         while (token := self.correct(draft_token, position, payloads)) is None:
             count = self.next_samples(len(payloads))
@@ -254,7 +256,7 @@ class RejectionVerifier(SampledVerifier):
         return token
 
     def next_samples(self, num_payloads: int) -> int:
-        """Number of samples to request after ``num_payloads``; 0: the whole distribution."""
+        """Return the number of samples to request next, 0 for the whole distribution."""
         return 4 * self.tail_samples if num_payloads == 1 else 0
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
@@ -288,7 +290,7 @@ class RejectionVerifier(SampledVerifier):
 
 
 class TopKVerifier(RejectionVerifier):
-    """PicoSpec's separate rejection sampling as published: only the K most likely tokens are sent.
+    """PicoSpec's separate rejection sampling as published, which sends the K most likely tokens.
 
     The correction is sampled from (p - q)+ among these K tokens. At a tested position the total
     variation from p is the sum of (p - q)+ outside the top K, which is at most p's mass there.
@@ -338,12 +340,13 @@ class TopKVerifier(RejectionVerifier):
 
 
 class TailEscapeVerifier(TopKVerifier):
-    """Exact rule: sends the K most likely tokens, the mass outside them, and samples from there.
+    """Exact rule that sends the K most likely tokens, the mass outside, and samples from there.
 
-    Let r be the mass of (p - q)+ among the K tokens and t the mass of p outside. Repeat: with
+    Let r be the mass of (p - q)+ among the K tokens and t the mass of p outside. In each turn, with
     probability r / (r + t), sample from (p - q)+ among the K. Otherwise take the next sample y ~ p
-    outside and accept it with probability (p(y) - q(y))+ / p(y). Each turn ends at token v with
-    probability (p(v) - q(v))+ / (r + t), inside or outside the K.
+    outside and accept it with probability (p(y) - q(y))+ / p(y). Take turns until a token is
+    accepted. Each turn ends at token v with probability (p(v) - q(v))+ / (r + t), inside or outside
+    the K.
     """
 
     name: ClassVar[RuleName] = "tail_escape"
@@ -421,7 +424,7 @@ def make_verifier(
     payload_tokens: int,
     tail_samples: int,
 ) -> Verifier:
-    """Return the named rule; at temperature 0, with nothing to correct, every rule is ``match``."""
+    """Return the named rule, or ``match`` at temperature 0, where nothing is sampled."""
     rule = RULES[name if temperature else "match"]
     return rule(
         temperature,
@@ -433,7 +436,7 @@ def make_verifier(
 
 
 def _entries(draft_token: DraftToken, ids: Tensor) -> Tensor:
-    """Return q for some tokens; 0 for every id past the draft's last token."""
+    """Return q for some tokens, with 0 for every id past the end of q."""
     q_V = draft_token.q_V
     assert q_V is not None, "only tokens that were drawn from q are tested against it"
     known = ids < len(q_V)

@@ -1,4 +1,4 @@
-"""Schedules decide when to draft and inject: one file each, which calls the session's verbs."""
+"""Schedules decide when to draft and inject tokens. Each has a file and calls ``Session``."""
 
 from importlib import import_module
 from pkgutil import iter_modules

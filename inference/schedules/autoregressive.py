@@ -1,4 +1,4 @@
-"""Autoregressive decoding on a pipelined target: each token crosses all stages before the next."""
+"""Autoregressive decoding on a pipeline. A token crosses all stages before the next one enters."""
 
 from __future__ import annotations
 

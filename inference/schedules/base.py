@@ -1,4 +1,4 @@
-"""Base classes for schedules: checked settings, ``run``, and a label."""
+"""Base classes for schedules, and checks for their settings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Schedule(ABC):
 
     name: ClassVar[str]
     grows: ClassVar[Growth | None] = None
-    """Growth verb required from the draft source; None: the schedule uses no draft."""
+    """Growth verb required from the draft source, or None if the schedule uses no draft."""
     needs_link: ClassVar[bool] = False
-    """True for a target behind a network: decisions depend on time and on batches in flight."""
+    """True for a target behind a network. Decisions then depend on time and batches in flight."""
     verifies_whole: ClassVar[bool] = False
     """True if a round drafts a complete tree and verifies it only after all segments return."""
     own_rule: ClassVar[RuleName | None] = None
@@ -39,12 +39,12 @@ class Schedule(ABC):
 
     @property
     def width(self) -> int:
-        """Draft tokens per layer, children per tree root, or branches."""
+        """Number of draft tokens per layer, of children per tree root, or of branches."""
         return 1
 
     @property
     def label(self) -> str | None:
-        """Name of the drafted shape in tables; None for a layer with ``width`` draft tokens."""
+        """Draft shape as tables show it. None is a plain layer, which tables name by ``width``."""
         return None
 
     @property
@@ -74,7 +74,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSchedule(Schedule):
-    """Schedule base: adds one layer of draft tokens below the deepest ones."""
+    """Base for schedules that add one layer of draft tokens below the deepest ones."""
 
     grows: ClassVar[Growth | None] = "layers"
 
@@ -96,7 +96,7 @@ class LayerSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSchedule(Schedule):
-    """Schedule base: drafts a complete tree per round."""
+    """Base for schedules that draft a complete tree per round."""
 
     grows: ClassVar[Growth | None] = "trees"
 
@@ -124,7 +124,7 @@ class TreeSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSchedule(TreeSchedule):
-    """Schedule base: sends each tree through the pipeline in segments."""
+    """Base for schedules that send each tree through the pipeline in segments."""
 
     micro_batches: int | None = None
     """Segments per tree; None: stages + 1."""
@@ -140,7 +140,7 @@ class SegmentSchedule(TreeSchedule):
 
 
 def check_at_least(settings: object, least: float, *names: str) -> None:
-    """Refuse settings that are below a number or not finite; accept None."""
+    """Refuse settings below ``least`` and settings that are not finite. Accept None and auto."""
     for name in names:
         value = getattr(settings, name)
         if value not in (None, "auto") and not least <= value < float("inf"):

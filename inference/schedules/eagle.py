@@ -1,4 +1,4 @@
-"""EAGLE on a pipelined target: draft a tree, verify it in one forward pass, restart."""
+"""EAGLE on a pipeline. Each round drafts a tree and verifies the tree in one forward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleSchedule(TreeSchedule):
-    """Sends one segment per round, which takes n steps; stages wait while the head drafts."""
+    """Sends one segment per round, which takes n steps. The stages wait while the head drafts."""
 
     name: ClassVar[str] = "eagle"
     verifies_whole: ClassVar[bool] = True

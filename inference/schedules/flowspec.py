@@ -1,4 +1,4 @@
-"""FlowSpec: a tree travels in segments, each result prunes it, and fresh trees join it."""
+"""FlowSpec sends a tree in segments, prunes it after each result, and merges fresh trees."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 class FlowSpec(PrunedPP):
     """Pruned pipeline parallelism plus drafting overlapped with pipeline steps, as published.
 
-    After a rejection the stages wait for a new tree. It enters with the root in segments, best
+    After a rejection the stages wait for a new tree. The root and its tree enter in segments, best
     draft tokens first (score-based segmentation). After every commit the draft grows a fresh tree
     from the root and merges it by token path (context-aware expansion). If pruning emptied the
     returning segment, the draft deepens the last fresh tree (score-aware expansion).
 
-    Deviation: fresh trees have as many levels as fit within a step; the paper uses 6.
+    Deviation: fresh trees have as many levels as fit within a step. The paper uses 6.
     """
 
     name: ClassVar[str] = "flowspec"
@@ -49,7 +49,7 @@ class FlowSpec(PrunedPP):
 
     @property
     def is_chain(self) -> bool:
-        """Return False: a fresh tree may give the root a second draft token."""
+        """Return False, because a fresh tree may give the root a second draft token."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""FlowSpec continued: extend the in-flight tree during every step."""
+"""FlowSpec with the in-flight tree extended during every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
 
 MAX_FORWARDS = 7
-"""Maximum draft forwards per step: as many as EAGLE-2's tree takes."""
+"""Maximum draft forwards per step, as many as EAGLE-2's tree takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class FlowSpecContinued(Schedule):
     """FlowSpec's pruning and both expansions at every step, without a first tree.
 
     Each round sends its root at once. During every step the draft extends the in-flight tree at its
-    most probable leaves: below the root after a commit, and below the best draft tokens not
-    continued yet. Their computed states are reused, and each draft token enters once.
+    most probable leaves. These are the root after a commit, and the best draft tokens not continued
+    yet. Computed states are reused, and each draft token enters once.
     """
 
     name: ClassVar[str] = "flowspec_continued"
@@ -53,7 +53,7 @@ class FlowSpecContinued(Schedule):
 
     @property
     def is_chain(self) -> bool:
-        """Return False: a root that is continued again may get a second draft token."""
+        """Return False, because a root that is continued again may get a second draft token."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""Naive pipeline parallelism: a tree in micro-batches, verified after all of them return."""
+"""Naive pipeline parallelism, which verifies a tree after all its micro-batches return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NaivePP(SegmentSchedule):
-    """FlowSpec's baseline: n + M - 1 steps per round (M = n + 1 micro-batches).
+    """FlowSpec's baseline, with n + M - 1 steps per round for M micro-batches (default n + 1).
 
     ``eagle`` verifies the same tree in one forward pass and n steps.
     """

@@ -1,4 +1,4 @@
-"""PEARL: keep drafting while the target verifies one batch; read results between batches."""
+"""PEARL keeps drafting while the target verifies a batch, and reads results between batches."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""PicoSpec: keep drafting during verification; enough batches in flight keep the target busy."""
+"""PicoSpec keeps drafting during verification, with enough batches in flight for a busy target."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PicoSpec(LinkSchedule):
-    """Drafts during verification and cuts batches by time; the target computes rows early.
+    """Drafts during verification and cuts batches by time. The target computes rows early.
 
     After a rejection, the target sends only a part of its distribution. Only elapsed time cuts a
-    batch: dropping draft tokens for their low probability would bias the distribution of the
+    batch. Dropping draft tokens because of their low probability would bias the distribution of the
     remaining ones.
     """
 

@@ -1,4 +1,4 @@
-"""PipeDec: one wide layer of draft tokens enters below the deepest ones at every step."""
+"""PipeDec adds one wide layer of draft tokens below the deepest ones at every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PipeInfer: micro-batches of draft tokens enter at every step, on top of those in flight."""
+"""PipeInfer sends micro-batches of draft tokens without waiting for verification results."""
 
 # Q leaves, W best tokens per leaf
 
@@ -84,12 +84,12 @@ class PipeInfer(Schedule):
 
     @property
     def is_chain(self) -> bool:
-        """Return False with ``restart``: the root may then get a second draft token."""
+        """Return True for one branch, unless ``restart`` may give the root a second draft token."""
         return self.branches == 1 and not self.restart
 
     @property
     def can_sample(self) -> bool:
-        """Return False: PipeInfer drafts greedily."""
+        """Return False, because PipeInfer drafts greedily."""
         return False
 
     def run(self, session: Session) -> None:
@@ -158,7 +158,7 @@ class PipeInfer(Schedule):
 
         A branch ends if the draft's best token has a probability below ``accept + shift``. It forks
         into the next best tokens with a probability above ``split + shift``, up to ``branches``
-        branches in total. ``interrupted``, called before every further forward, ends it early.
+        branches in total. Drafting ends early if ``interrupted`` returns True before a forward.
 
         Returns:
             The row for every draft token, parents first. Some may have been in the tree before.
@@ -200,7 +200,7 @@ class PipeInfer(Schedule):
 
 
 class DraftGate:
-    """Pauses a draft whose acceptance rate stays below ``floor``; 0 never pauses."""
+    """Pauses a draft if its acceptance rate stays below ``floor``. A floor of 0 never pauses."""
 
     def __init__(self, floor: float) -> None:
         self.floor, self.share = floor, 0.5
@@ -208,7 +208,7 @@ class DraftGate:
         """Length and rest of the pause, in verification results; the length doubles each time."""
 
     def observe(self, share: float | None) -> None:
-        """Record a result's acceptance rate; None if it had no draft tokens."""
+        """Record a result's acceptance rate, or None if the result had no draft tokens."""
         if share is None:
             self.left = max(0, self.left - 1)
             return
@@ -219,5 +219,5 @@ class DraftGate:
 
 
 def _deepest(tree: TokenTree, rows: Iterable[int]) -> int:
-    """Return the deepest row; break ties by score."""
+    """Return the deepest row, and of equally deep rows the one with the best score."""
     return max(rows, key=lambda row: (tree.depths[row], tree.scores[row]))

@@ -1,4 +1,4 @@
-"""PPSD: the early-exit head drafts after each step while every stage waits."""
+"""PPSD's early-exit head drafts after each step while every stage waits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PPSDSchedule(LayerSchedule):
 
 
 def draft_after_step(session: Session, width: Budget) -> None:
-    """Run steps and drafts in turn: the head reads hidden states from AFTER the step.
+    """Run steps and drafts in turn. The head reads hidden states from AFTER the step.
 
     SPD with timing ``output_states`` uses this loop too. The head sits behind the first stage and
-    starts before the verification result is known. Its time counts at every step, as in the paper:
-    the speed-up is L' L / (Ls n + L), with L layers in the target and Ls in the head. A step with
-    nothing to continue still pays for one draft token.
+    starts before the verification result is known. The head's time counts at every step, as in the
+    paper. The speed-up is L' L / (Ls n + L), with L layers in the target and Ls in the head. A step
+    with nothing to continue still pays for one draft token.
     """
     while not session.done:
         session.inject()

@@ -1,4 +1,4 @@
-"""Pruned pipeline parallelism: a tree travels in segments and is pruned as each one returns."""
+"""Pruned pipeline parallelism, which prunes a tree after each of its segments returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SPD: the head drafts one layer during every pipeline step."""
+"""SPD's head drafts one layer during every pipeline step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SPDSchedule(LayerSchedule):
 
 
 def draft_beside_step(session: Session, grow: Callable[[], None]) -> None:
-    """Overlap drafting with each step: the head reads hidden states from BEFORE the step.
+    """Overlap drafting with each step. The head reads hidden states from BEFORE the step.
 
     A round starts with the root alone in the pipeline, so its first verification result takes n
     steps. From then on every step returns verified tokens until a rejection.

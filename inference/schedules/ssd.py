@@ -1,4 +1,4 @@
-"""SSD: while one batch is verified, the draft prepares possible next batches."""
+"""SSD prepares possible next batches while the current batch is verified."""
 
 # Q rows to continue, W best tokens per row
 
@@ -24,9 +24,9 @@ class SSD(Schedule):
     takes n steps, so there are K / n batches. They are all hits, except each round's first batch.
 
     Deviations: outcomes are chosen over the whole batch by the draft's probabilities
-    (``_flatten``), not a fixed number per length. Above temperature 0 the draft uses the shared
-    noise: it predicts the target's own sample, and the output never depends on the predictions.
-    Preparation ends when the verification result returns.
+    (``_flatten``), not a fixed number for each number of accepted tokens. Above temperature 0 the
+    draft uses the shared noise, so it predicts the target's own sample, and the output never
+    depends on the predictions. Preparation ends when the verification result returns.
     """
 
     name: ClassVar[str] = "ssd"
@@ -49,7 +49,7 @@ class SSD(Schedule):
 
     @property
     def is_chain(self) -> bool:
-        """Return False: outcomes are further children of rows in the batch."""
+        """Return False, because outcomes are further children of rows in the batch."""
         return False
 
     def run(self, session: Session) -> None:
@@ -85,10 +85,10 @@ class SSD(Schedule):
     def _grow(
         self, session: Session, leaves: list[int], levels: int, outcomes: int = 0
     ) -> tuple[int, list[int]]:
-        """Draft possible next batches by 1 to ``levels`` levels; return their number and last rows.
+        """Add 1 to ``levels`` levels to possible next batches. Return levels added and last rows.
 
         Args:
-            outcomes: number to search for; 0: they are chosen already, continue every leaf.
+            outcomes: number to search for, or 0 to continue every leaf of outcomes chosen before.
         """
         done, beams = 0, outcomes or len(leaves)
         for best_2QW in session.drafter.best_levels(
@@ -116,7 +116,7 @@ def _children(
     """Return (negative score, parent, token) for children not yet in the tree.
 
     An outcome's score is log(p sqrt(P)). P is the draft's probability that all draft tokens above
-    the outcome are accepted; p is the probability that the outcome's token follows.
+    the outcome are accepted. p is the probability that the outcome's token follows.
     """
     return [
         (-score, parent, int(token))
@@ -131,6 +131,6 @@ def _flatten(scores: list[float]) -> None:
 
     Misses at a row fall with a power r of the number of tokens prepared below it. Misses are
     fewest if these numbers are proportional to P^(1 / (1 + r)), with P the probability that
-    verification reaches the row; r is near one.
+    verification reaches the row. The power r is near 1, so the exponent is near 1/2.
     """
     scores[:] = [score / 2 for score in scores]

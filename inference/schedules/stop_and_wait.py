@@ -1,4 +1,4 @@
-"""Draft, send, wait: batches of draft tokens cross a link, one at a time.
+"""Draft one batch of tokens, send the batch across a link, and wait for its result.
 
 FlexSpec is stop-and-wait with a draft length that adapts to the link. In DSSD a rejection returns
 the target's whole distribution.
@@ -23,7 +23,7 @@ MAX_BATCH = 256
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSchedule(Schedule):
-    """Schedule base for links: sends batches, each with one verification result."""
+    """Base for schedules across links, which send batches and get one result for each batch."""
 
     grows: ClassVar[Growth | None] = "layers"
     needs_link: ClassVar[bool] = True
@@ -46,24 +46,24 @@ class LinkSchedule(Schedule):
 
     @property
     def drafts_on(self) -> bool:
-        """True to draft while batches are in flight; full acceptance then brings no bonus token."""
+        """True to draft while batches are in flight. Full acceptance then gives no bonus token."""
         return False
 
     @property
     def max_window(self) -> int | None:
-        """Maximum batches in flight; None: enough to keep the target busy."""
+        """Maximum batches in flight, or None for enough batches to keep the target busy."""
         return 1
 
     @property
     def early(self) -> bool:
-        """True if the target may compute rows before their batch is complete, without delay."""
+        """True if the target may compute rows of an incomplete batch when this costs no delay."""
         return False
 
     def make_policy(self, estimates: Estimates) -> DraftLengthPolicy:
         return parse_policy(self.policy, max_length=self.max_length)
 
     def batch_size(self, chosen: int, num_batches: int) -> int:
-        """Return the next batch's draft length; ``num_batches`` were sent since a rejection."""
+        """Return the next batch's draft length, given the number of batches since a rejection."""
         return chosen
 
     def is_late(self, link: LinkedPipeline) -> bool:
@@ -71,7 +71,7 @@ class LinkSchedule(Schedule):
         return False
 
     def reads(self, is_complete: bool) -> bool:
-        """Return True to read results now; ``is_complete``: the current batch is complete."""
+        """Return True to read results now. ``is_complete`` is True for a complete current batch."""
         return True
 
     # -- the loop ---------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class FlexSpecSchedule(LinkSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class DSSD(StopAndWait):
-    """Distributed split speculative decoding: the draft side samples corrections itself."""
+    """Distributed split speculative decoding, where the draft side samples corrections itself."""
 
     name: ClassVar[str] = "dssd"
     own_rule = "rejection"

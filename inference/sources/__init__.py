@@ -1,4 +1,4 @@
-"""Draft sources: each draft's work at decode time."""
+"""Draft sources, which run each type of draft at decode time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from pipedraft.inference.sources.spd import SPDSource
 
 
 def make_source(draft: Any, timing: str = "input_states", tokens_per_step: int = 1) -> DraftSource:
-    """Build the draft source for a loaded draft; schedule ``spd`` gives the other arguments."""
+    """Build the source for a loaded draft. Only schedule ``spd`` sets the other arguments."""
     sources: dict[str, Callable[[Any], DraftSource]] = {
         "ppsd": PPSDSource,
         "eagle": EagleSource,

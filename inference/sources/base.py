@@ -1,4 +1,4 @@
-"""Base for draft sources: schedules reach a draft only through ``DraftSource``."""
+"""Base for draft sources. Schedules reach a draft only through ``DraftSource``."""
 
 # P prompt positions, a committed positions, H hidden, Q leaves
 # U draft vocabulary, V target vocabulary
@@ -33,11 +33,11 @@ class DraftSampling:
 
     @property
     def samples_chain(self) -> bool:
-        """True: sample one draft token from q and store q. False: take the best tokens."""
+        """True to sample one draft token from q and store q, False to take the best tokens."""
         return self.rule.needs_q
 
     def child_scores(self, logits_QU: Tensor, noise_QU: Tensor | None) -> Tensor:
-        """Return the rule's scores for children; sharpened if weighed against costs."""
+        """Return the rule's scores for children, sharpened if they are weighed against costs."""
         scores_QU = self.rule.child_scores(logits_QU, noise_QU)
         if self.costs is None:
             return scores_QU
@@ -45,7 +45,7 @@ class DraftSampling:
 
     @property
     def graph_key(self) -> tuple[object, ...] | None:
-        """Key of a graph with ``child_scores``; None: no graph, because launches depend on data."""
+        """Key of a CUDA graph with ``child_scores``, or None if its launches depend on data."""
         filters = self.rule.filters
         if filters.top_p < 1 or filters.typical_p < 1:
             return None
@@ -87,9 +87,9 @@ class Expansion:
 
 
 class DraftSource:
-    """Draft at decode time: reads committed tokens and rows in flight, and adds draft tokens.
+    """Draft at decode time, which reads committed tokens and rows in flight to add draft tokens.
 
-    A source lists its growth verbs in ``grows``; a schedule that needs another verb is rejected.
+    ``grows`` lists a source's growth verbs. A schedule that needs another verb is rejected.
     """
 
     taps: tuple[int, ...] = ()
@@ -100,15 +100,15 @@ class DraftSource:
     """Draft forwards so far."""
 
     def begin(self, features: Features, tokens: list[int]) -> None:
-        """Start a sequence: prompt hidden states [P, H] by layer; P prompt tokens and the root."""
+        """Start a sequence from hidden states [P, H] by layer, P prompt tokens, and the root."""
         raise NotImplementedError
 
     def observe(self, features: Features, next_tokens: list[int]) -> None:
-        """Receive newly committed positions: hidden states [a, H], and the token after each."""
+        """Receive hidden states [a, H] for newly committed positions, and the token after each."""
         raise NotImplementedError
 
     def keep(self, keep: KeepRows) -> None:
-        """Renumber rows as in ``TokenTree.reroot``; if no row is retained, this is a rejection."""
+        """Renumber rows as in ``TokenTree.reroot``. If no row is retained, a new tree begins."""
 
     @property
     def draft_ids(self) -> Tensor:
@@ -116,7 +116,7 @@ class DraftSource:
         raise NotImplementedError
 
     def leaf_logits(self, tree: TokenTree, rows: list[int], features: Features) -> Tensor:
-        """Return logits [Q, U] for the token after each tree row; features as in ``grow_layer``."""
+        """Return logits [Q, U] for the token after each row, with features as in ``grow_layer``."""
         raise NotImplementedError
 
     def best_levels(
@@ -136,7 +136,7 @@ class DraftSource:
 
         Args:
             levels: maximum number of levels added below the rows.
-            beams: number of best-scored new children that the caller adds next; 0: unknown.
+            beams: how many of the best new children the caller adds next, or 0 if unknown.
         """
         logits_QU = self.leaf_logits(tree, leaves, features)
         yield best_children(tree, leaves, logits_QU, self.draft_ids, width, sampling)
@@ -144,7 +144,7 @@ class DraftSource:
     def grow_layer(
         self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
     ) -> int:
-        """Add up to ``width`` draft tokens below the deepest rows; return the number added.
+        """Add up to ``width`` draft tokens below the deepest rows, and return their number.
 
         Args:
             features: CURRENT hidden states [r, H] by layer, for the r first rows past this layer.
@@ -154,14 +154,14 @@ class DraftSource:
     def grow_tree(
         self, tree: TokenTree, shape: TreeShape, *, by_score: bool, sampling: DraftSampling
     ) -> int:
-        """Draft a fresh tree below the root, merge it by token path; return the rows added.
+        """Draft a fresh tree, merge it below the root by token path, and return the rows added.
 
-        ``by_score``: add rows by descending score, not by level; parents always come first.
+        ``by_score`` adds rows by descending score, not by level. Parents always come first.
         """
         raise NotImplementedError
 
     def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
-        """Continue each row once, and the root once after every commit; return the rows added."""
+        """Continue each row once, and the root after every commit. Return how many rows are new."""
         raise NotImplementedError
 
     def deepen_tree(self, tree: TokenTree, levels: int, num_tokens: int) -> int:
@@ -174,7 +174,7 @@ def add_sampled(
 ) -> int:
     """Sample one token from q, store q for the test, and return the token's row.
 
-    q is float64 over the target's vocabulary; tokens unknown to the draft have 0.
+    q is float64 over the target's vocabulary. Tokens unknown to the draft have q = 0.
     """
     position = tree.position(leaf) + 1
     drawn = sampling.rule.propose(logits_U, draft.draft_ids, position, attempt=sampling.attempt)
@@ -187,7 +187,7 @@ def add_sampled(
 def add_layer(
     tree: TokenTree, logits_QU: Tensor, draft: Any, *, width: int, sampling: DraftSampling
 ) -> int:
-    """Add draft tokens below the Q deepest rows in the tree; return their number."""
+    """Add draft tokens below the Q deepest rows in the tree, and return their number."""
     leaves = deepest_rows(tree)
     if sampling.samples_chain:
         add_sampled(tree, leaves[0], logits_QU[0], draft, sampling)
@@ -209,7 +209,7 @@ def best_children(
     width: int,
     sampling: DraftSampling,
 ) -> Tensor:
-    """Return tokens and cumulative scores for each leaf's best children: float64 [2, Q, W], CPU."""
+    """Return tokens and cumulative scores of leaves' best children, float64 [2, Q, W], CPU."""
     positions = [tree.position(leaf) + 1 for leaf in leaves]
     # The position of the child, not of its leaf: noise is keyed by the token it decides.
     noise_QU = sampling.rule.noise_rows(ids_U, positions)
@@ -223,7 +223,7 @@ def best_children(
 def add_children(
     tree: TokenTree, leaves: list[int], best_2QW: Tensor, width: int, sampling: DraftSampling
 ) -> int:
-    """Add the ``width`` best entries over all leaves, within costs; return their number."""
+    """Add the best children worth their cost, at most ``width``, and return their number."""
     tokens_QW, total_QW = best_2QW
     scores_W, places_W = total_QW.flatten().topk(min(width, total_QW.numel()))
     parents = [leaves[place // total_QW.shape[1]] for place in places_W.tolist()]

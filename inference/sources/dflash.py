@@ -1,4 +1,4 @@
-"""DFlash head at decode time: one forward pass for a block of draft tokens."""
+"""DFlash head at decode time, with one forward pass for each block of draft tokens."""
 
 # A text rows with spare ones, R rows and S draft tokens per block, C cache places, D depths read
 # Q rows to continue, W best tokens per row, U draft vocabulary, H hidden
@@ -21,11 +21,11 @@ from pipedraft.models.target import KeepRows
 
 
 class DFlashSource(TreeSource):
-    """Draft tokens from the block at the root, until the root changes.
+    """Takes draft tokens from the block at the root, until the root changes.
 
     Every row is continued from its depth's marginal distribution, whatever its tokens are. A chain
-    takes the best token per depth, a tree several, and no level needs a pass of its own. Trees
-    deeper than a block use more masked positions than in training.
+    takes the best token per depth. A tree takes several, and no level needs a pass of its own.
+    Trees deeper than a block use more masked positions than in training.
     """
 
     def __init__(self, draft: DFlash) -> None:
@@ -50,7 +50,7 @@ class DFlashSource(TreeSource):
         """On a GPU: scoring key, and the best tokens [2, D, W] read with it."""
 
     def expand_tree(self, tree: TokenTree, expansion: Expansion, sampling: DraftSampling) -> int:
-        """Grow the tree by levels; one pass computes the block for all levels."""
+        """Grow the tree by levels. One pass computes the block for all levels."""
         more = replace(expansion, num_forwards=expansion.num_forwards + 1)
         return super().expand_tree(tree, more, sampling)
 
@@ -64,7 +64,7 @@ class DFlashSource(TreeSource):
         return self._behind(tree, tree.depths[row])
 
     def _behind(self, tree: TokenTree, depth: int) -> Tensor:
-        """Return the block's output [H] for the token after a depth; the root is at depth 0."""
+        """Return the block's output [H] for the token after a depth. The root has depth 0."""
         known = 0 if self._block_SH is None else len(self._block_SH)
         if depth >= known:
             size = self.draft.config.num_tokens
@@ -77,7 +77,7 @@ class DFlashSource(TreeSource):
         return self._block_SH[depth]
 
     def _propose(self, tree: TokenTree, num_tokens: int) -> Tensor:
-        """Run one forward pass: newly committed tokens, then the block at the root."""
+        """Run one forward pass over newly committed tokens and the block at the root."""
         self.num_forwards += 1
         weight, text = self.draft.fc.weight, self._take_pending()
         num_rows = num_tokens + self.draft.config.first_row
@@ -106,7 +106,7 @@ class DFlashSource(TreeSource):
     def _read(
         self, tree: TokenTree, num_depths: int, width: int, sampling: DraftSampling
     ) -> Tensor:
-        """Return the best tokens after at least ``num_depths`` depths: [2, D, W] on the host."""
+        """Return the best tokens after at least ``num_depths`` depths, [2, D, W] on the host."""
         assert self._blocks is not None
         self._behind(tree, num_depths - 1)
         assert self._block_SH is not None
@@ -121,7 +121,7 @@ class DFlashSource(TreeSource):
         return found
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        """Forget the block: the new root's block will have read more tokens."""
+        """Forget the block, because the new root's block will have read more tokens."""
         self._forget_block()
 
 
@@ -139,7 +139,7 @@ class GraphBlocks(GraphText):
         """Largest requests so far; later reads request as much at once."""
 
     def propose(self, text: NewText, token: int, num_rows: int) -> Tensor:
-        """Return a block's hidden states, as in ``DFlash.propose``: a reused buffer [S, H]."""
+        """Return a block's hidden states as in ``DFlash.propose``, in a reused buffer [S, H]."""
         while len(text.tokens) > MAX_ROWS:
             # Only fills the cache: one block row is the least, and nothing reads its output.
             self._call(text.split(CHUNK_ROWS), token, 1)
@@ -168,7 +168,7 @@ class GraphBlocks(GraphText):
     def _compute(
         self, packing: Packing, A: int, R: int, packed: Tensor, given_PH: Tensor | None
     ) -> Tensor:
-        """Run the whole call: read fixed buffers, return a new one."""
+        """Run the whole call on fixed input buffers, and return a new buffer."""
         x, draft = packing.unpack(packed), self.draft
         first, end = x["counts"].split(1)
         columns_C = torch.arange(self._num_places + self._num_spare, device=packed.device)
@@ -192,10 +192,10 @@ class GraphBlocks(GraphText):
     def best(
         self, states_SH: Tensor, num_depths: int, width: int, position: int, sampling: DraftSampling
     ) -> Tensor:
-        """Return tokens and log-probabilities for each depth's best tokens: float64 [2, D, W], CPU.
+        """Return the best tokens and log-probabilities of each depth, float64 [2, D, W], CPU.
 
-        D and W may be larger than requested. ``position``: that of the first depth's token. The
-        host waits here, once.
+        D and W may be larger than requested. ``position`` is the position of the first depth's
+        token. The host waits here, once.
         """
         self._num_depths = max(self._num_depths, num_depths)
         self._width = max(self._width, width)

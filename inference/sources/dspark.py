@@ -1,4 +1,4 @@
-"""DSpark head at decode time: DFlash's block, plus the token before each row."""
+"""DSpark head at decode time, which combines DFlash's block with each row's own token."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from pipedraft.inference.tree import TokenTree
 class DSparkSource(DFlashSource):
     """Continues a row by the block's output at its depth and by its own token.
 
-    Every tree row has its own distribution, still from one pass.
+    Every tree row has its own distribution, although one pass serves all rows.
     """
 
     def _output(self, tree: TokenTree, row: int) -> Tensor:
@@ -24,5 +24,5 @@ class DSparkSource(DFlashSource):
     def _best(
         self, tree: TokenTree, rows: list[int], width: int, sampling: DraftSampling
     ) -> Tensor:
-        """Rank row by row, also on a GPU: the best tokens depend on the row's own token."""
+        """Rank row by row, also on a GPU, because the best tokens depend on the row's own token."""
         return TreeSource._best(self, tree, rows, width, sampling)

@@ -54,9 +54,10 @@ class EagleSource(CacheSource):
         self._take_in(tree, rows)
 
     def _take_in(self, tree: TokenTree, rows: list[int]) -> None:
-        """Run one forward pass: newly committed text, then tree rows.
+        """Run one forward pass over newly committed text, then tree rows.
 
-        Each token is joined to the state before it: the target's for text, else the head's own.
+        Each token is joined to the state before it. For text this is the target's state, else the
+        head's own.
         """
         text = self._take_pending()
         states = [self.draft.feature(taps) for taps in text.features]
@@ -80,9 +81,9 @@ class EagleSource(CacheSource):
             self._root_state = text_AH[-1]
 
     def _within_window(self, tree: TokenTree, positions: list[int], root: int) -> Tensor:
-        """Return which cached rows are within the window: bool [R, C]; without a window, all.
+        """Return bool [R, C], True for cached rows within the window (True if there is no window).
 
-        Deviation: chain rows leave the window with age, as in inference engines; the package
+        Deviation: chain rows leave the window with age, as in inference engines. The package
         speculators trains with the window of the chain's first row.
         """
         window = self.draft.window

@@ -22,7 +22,7 @@ class FlexSpecSource(RowsSource):
         config, weight = self.draft.config, self.draft.lm_head.weight
         # The first text row has no predecessor; it reads zeros in its place.
         self._text_state = weight.new_zeros(config.num_readings, weight.shape[1])
-        """[E, H]: the last text row's state."""
+        """State of the last text row, [E, H]."""
 
     def _keep_rows(self, keep: KeepRows) -> None:
         # Before ``super``: it forgets the outputs when rows become text.
@@ -37,7 +37,7 @@ class FlexSpecSource(RowsSource):
         return self._text_state
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
-        """Run one forward pass: newly committed text, then tree rows."""
+        """Run one forward pass over newly committed text, then tree rows."""
         tokens, first = self._take_pending().tokens, self._rows.num_text
         num_text = len(tokens)
         parents = [self._name(tree, tree.parents[row]) for row in rows if tree.parents[row]]

@@ -1,4 +1,4 @@
-"""Data for one CUDA-graph call to a draft: rows, query, tensor sizes, and row places."""
+"""Data for one CUDA-graph call to a draft, with rows, query, tensor sizes and row places."""
 
 # R tree rows, Q leaves, S columns: rows behind the leading text, C all places
 # X.. axes of a state
@@ -17,7 +17,7 @@ from pipedraft.models.layers import KeyValues
 
 
 class GraphDraft(Protocol):
-    """Runs a draft's rows, and uses only tensors with fixed shapes."""
+    """Draft that CUDA graphs can capture, because it uses only tensors with fixed shapes."""
 
     @property
     def num_caches(self) -> int: ...
@@ -57,7 +57,7 @@ class GraphDraft(Protocol):
 
 @dataclass(frozen=True)
 class ChildQuery:
-    """Query for some leaves' children; each query has its own graph."""
+    """Query for some leaves' children. Each query has its own graph."""
 
     width: int = 0
     """Best children per leaf; 0: return the leaves' logits."""
@@ -71,7 +71,7 @@ class ChildQuery:
 
     @property
     def key(self) -> tuple[object, ...] | None:
-        """Key of a graph with this query; None: no graph, because launches depend on data."""
+        """Key of a CUDA graph with this query, or None if its launches depend on data."""
         rule = () if self.sampling is None else self.sampling.graph_key
         if rule is None:
             return None
@@ -80,7 +80,7 @@ class ChildQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphCall:
-    """Text to take in, tree rows to forward, and rows whose children to rank."""
+    """Text and tree rows to forward, and leaves with children to rank."""
 
     tree: TokenTree
     text: NewText
@@ -96,7 +96,7 @@ class GraphCall:
 
 @dataclass(frozen=True)
 class CallShape:
-    """Tensor sizes in a call; each combination of sizes has its own graph."""
+    """Tensor sizes in a call. Each combination of sizes has its own graph."""
 
     num_text: int
     num_rows: int
@@ -145,10 +145,10 @@ class Places:
     before: int
     """Place of the last text row before this call, or a place that stays zero."""
     slot_of: Mapping[int, int]
-    """By row name."""
+    """Places by row name."""
 
     def of(self, name: int) -> int:
-        """Return a tree row's place; for a row without one, the text's end."""
+        """Return a tree row's place, or the text's end for a row without a place."""
         # The root is text, and has no place as a tree row.
         end_of_text = self.slot_of.get(TEXT, self.leading - 1)
         return self.slot_of.get(name, end_of_text)

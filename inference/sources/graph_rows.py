@@ -1,4 +1,4 @@
-"""CUDA-graph version of ``RowCache``: one captured graph forwards rows and ranks their children.
+"""``RowCache`` with CUDA graphs. One graph forwards rows and ranks their children.
 
 On a GPU a draft forward is a few hundred launches with little work, and reading its best tokens
 waits for all of them. Here one graph takes in committed text, forwards tree rows, ranks children,
@@ -39,7 +39,7 @@ MIN_COLUMNS = 64
 class GraphRows(RowCache):
     """``RowCache`` with buffers and graphs that outlive a sequence.
 
-    Dropping or renaming a row takes no time: rows move only when the next ones arrive.
+    Dropping or renaming a row takes no time, because rows move only when the next ones arrive.
     """
 
     def __init__(self, draft: GraphDraft, like: Tensor) -> None:
@@ -75,7 +75,7 @@ class GraphRows(RowCache):
         """Take in text, forward tree rows, and rank some rows' children.
 
         Returns:
-            Logits [Q, U], or the input to ``levels``; on the device.
+            Logits [Q, U] or the input to ``levels``, on the device.
         """
         while len(call.text.tokens) > MAX_ROWS:
             part = call.text.split(CHUNK_ROWS)
@@ -97,7 +97,7 @@ class GraphRows(RowCache):
         return out if query.width else out[:num_leaves].clone()
 
     def _place(self, call: GraphCall) -> Places:
-        """Assign places after the cached rows; first close the gaps between those."""
+        """Close the gaps between cached rows, and assign places after these rows to new rows."""
         first, leading, num_text = len(self._names), self._num_leading, self.num_text
         new = [*[TEXT] * len(call.text.tokens), *map(call.name, call.rows)]
         names = self._names = [*self._names, *new]
@@ -119,7 +119,7 @@ class GraphRows(RowCache):
     def _pack(
         self, call: GraphCall, at: Places, pad: Callable[[int], int]
     ) -> tuple[CallShape, Packing, Tensor, list[Tensor]]:
-        """Pack the call's host data into one tensor; hidden states are not copied."""
+        """Pack the call's host data into one tensor. Hidden states are not copied."""
         tree, query, rows, leaves = call.tree, call.query, call.rows, call.leaves
         tokens, first, end = call.text.tokens, at.first, len(at.slots)
         A, num_text, num_rows = len(tokens), pad(len(tokens)), pad(len(rows))
@@ -166,7 +166,7 @@ class GraphRows(RowCache):
         return shape, packing, packed, sources
 
     def levels(self, flat: Tensor, num_leaves: int, query: ChildQuery) -> list[Level]:
-        """Unpack the result from ``grow``; the host waits here, once."""
+        """Unpack the result from ``grow``. The host waits here, once."""
         numbers, found = flat.cpu(), []
         width, then = (min(width, len(self._ids_U)) for width in (query.width, query.then))
         if not query.levels:  # the leaves were padded
@@ -185,7 +185,7 @@ class GraphRows(RowCache):
     # -- in the host's memory ---------------------------------------------------------------
 
     def _visible(self, call: GraphCall, rows: list[int], num_columns: int) -> Tensor:
-        """Return bool [R, S]: each row sees the text, its ancestors and itself."""
+        """Return bool [R, S], True for the text, a row's ancestors and the row itself."""
         text_O = torch.tensor([cached == TEXT for cached in self._names], dtype=torch.bool)
         seen_RO = text_O | call.tree.ancestors(rows, [call.name(cached) for cached in self._names])
         return torch.nn.functional.pad(seen_RO, (0, num_columns - len(text_O)))
@@ -249,7 +249,7 @@ class GraphRows(RowCache):
         packed: Tensor,
         given_PH: Tensor | None,
     ) -> Tensor:
-        """Run the whole call: read fixed buffers, return a new one."""
+        """Run the whole call on fixed input buffers, and return a new buffer."""
         x, A, S = packing.unpack(packed), shape.num_text, shape.num_columns
         leading, first, end, before = x["counts"].split(1)
         features_GX = None
@@ -286,7 +286,7 @@ class GraphRows(RowCache):
         query: ChildQuery,
         sampling: DraftSampling,
     ) -> Tensor:
-        """Rank the leaves' best children, then the best of these, level by level; float64."""
+        """Rank the leaves' best children, then children of the best, level by level, in float64."""
         columns_S = torch.arange(len(x["text_S"]), device=states_QX.device)
         positions_Q = x["leaf_positions_Q"]
         scores_Q = x["leaf_scores_Q"].view(torch.float64).float()
@@ -333,7 +333,7 @@ class GraphRows(RowCache):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Forward rows; write keys, values and states to their places in the buffers.
+        """Forward rows, and write keys, values and states to the rows' places in the buffers.
 
         Args:
             new_3R: the rows' tokens, rotary positions and places.
@@ -356,7 +356,7 @@ def _joined(
 
 
 def make_rows(draft: GraphDraft, holder: object, like: Tensor) -> RowCache:
-    """Create a draft's rows; on a GPU, with CUDA graphs that later sequences reuse."""
+    """Create a draft's row cache, on a GPU with CUDA graphs that later sequences reuse."""
     if like.device.type != "cuda":
         return RowCache(draft.num_caches)
     assert isinstance(draft, torch.nn.Module)

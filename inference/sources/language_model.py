@@ -24,8 +24,8 @@ class GraphLanguageModelSource(RowsSource):
 class LanguageModelSource(TextSource):
     """Draft tokens from a causal LM, run as a one-stage target.
 
-    The text, including the pending root, is committed in its cache; draft tokens are speculative
-    rows. An accepted draft token is committed by KeepRows, so no row is computed twice.
+    The text, including the pending root, is committed in the LM's cache. Draft tokens are
+    speculative rows. KeepRows commits accepted draft tokens, so no row is computed twice.
     """
 
     def __init__(self, draft: LanguageModelDraft) -> None:
@@ -69,7 +69,7 @@ class LanguageModelSource(TextSource):
         self.num_forwards += 1
 
     def _rename_rows(self, names: Mapping[int, int], num_committed: int = 0) -> None:
-        """Rename computed rows and forget the others; the first ``num_committed`` become text."""
+        """Rename computed rows and forget the others. The first ``num_committed`` become text."""
         # KeepRows wants ascending places.
         retained = sorted(self._places.keys() & names.keys(), key=self._places.__getitem__)
         self._stage.keep(KeepRows(tuple(self._places[name] for name in retained), num_committed))
@@ -78,7 +78,7 @@ class LanguageModelSource(TextSource):
         self._places = {names[name]: place for place, name in enumerate(retained)}
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        """Commit accepted rows; the old root is committed already, the new one is text as well."""
+        """Commit accepted rows and the new root as text. The old root is committed already."""
         text = keep.rows[1 : keep.num_committed + 1]
         self._num_taken_in = sum(row in self._places for row in text)
         if len(keep.rows) > keep.num_committed and text[-1] in self._places:

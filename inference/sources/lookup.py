@@ -1,10 +1,10 @@
-"""Draft tokens by lookup in the sequence: n-grams, or suffixes of any length.
+"""Find draft tokens by lookup in the sequence, of n-grams or of suffixes of any length.
 
 Both estimate the next token's distribution from earlier occurrences of the current context, longer
 contexts first. If a token followed a context c times out of C, its probability is (c + e) / (C +
-1), with e the estimate from the next shorter context; the empty context falls back to the uniform
+1), with e the estimate from the next shorter context. The empty context falls back to the uniform
 distribution (prediction by partial matching, Cleary and Witten 1984, escape method A). Every
-request thus gets a draft token, and every acceptance rule a distribution.
+request thus gets a draft token, and every acceptance rule gets a distribution.
 """
 
 # R tree rows, V vocabulary, N tokens of text
@@ -33,7 +33,7 @@ class Followers:
         self.kind, self.vocab_size = kind, vocab_size
         self._text_N = torch.zeros(0, dtype=torch.int64)
         self._length_N = torch.zeros(1, dtype=torch.int64)
-        """Per place 0 .. N: length of the longest context ending both there and at the end."""
+        """For each place 0 .. N, length of the longest context ending both there and at the end."""
 
     def extend(self, token: int) -> None:
         """Append one token to the text."""
@@ -41,12 +41,12 @@ class Followers:
         self._length_N = self._lengthened(self._length_N, token)
 
     def _lengthened(self, length_N: Tensor, token: int) -> Tensor:
-        """Return the lengths after one more token: place i + 1 extends place i's, or is 0."""
+        """Return lengths after one more token. Place i + 1 extends place i's context, or has 0."""
         next_N = torch.where(self._text_N == token, length_N + 1, 0)
         return torch.nn.functional.pad(next_N, (1, 0))
 
     def estimate(self, path: Sequence[int]) -> Tensor:
-        """Return the distribution [V] after text and path, float32, by the formula above."""
+        """Return the distribution [V] after text and path, float32, by the module's formula."""
         length_N = self._length_N
         for token in path:
             length_N = self._lengthened(length_N[:-1], token)
@@ -66,7 +66,7 @@ class Followers:
 
 
 class Lookup(nn.Module):
-    """Draft with no neural network and no training, as an engine sees it; forwards are free."""
+    """Draft without neural network or training, as an engine expects it. Forwards are free."""
 
     num_stages: ClassVar[int | None] = None
     boundaries: ClassVar[tuple[int, ...]] = ()
@@ -97,7 +97,7 @@ def make_lookup(kind: LookupKind, target: PreTrainedModel) -> Lookup:
 class LookupSource(TextSource):
     """Draft tokens from a ``Lookup`` under every schedule.
 
-    A forward is a free lookup. When the sequence grows, the root is looked up again; other rows
+    A forward is a free lookup. When the sequence grows, the root is looked up again. Other rows
     retain their results.
     """
 

@@ -106,7 +106,7 @@ class PPSDSource(DraftSource):
     def _forward(
         self, tree: TokenTree, rows: list[int], stream_RH: Tensor, positions: list[int]
     ) -> None:
-        """Forward tree rows; if there are none, forward the next text rows."""
+        """Forward tree rows, or the next text rows if there are no tree rows."""
         device = stream_RH.device
 
         def forward(caches: list[KeyValues], visible_RC: Tensor) -> Tensor:

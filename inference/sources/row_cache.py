@@ -78,10 +78,10 @@ class GraphText:
 
 
 class RowCache:
-    """Cached rows: keys and values for every draft layer, and the outputs.
+    """Cache of rows, with keys and values for every draft layer, and the outputs.
 
     Each row is computed once. A tree row is named by its row number, and stays until it leaves the
-    tree or becomes text. It sees the text, its cached ancestors and itself.
+    tree or becomes text. A row sees the text, its cached ancestors and itself.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -121,13 +121,13 @@ class RowCache:
         num_text: int = 0,
         name: Callable[[int], int] = int,
     ) -> Tensor:
-        """Add tree rows, and before them A text rows; return the text rows' outputs [A, H].
+        """Add A text rows, then tree rows. Return the text rows' outputs [A, H].
 
         Args:
-            rows: not cached yet; each one's ancestors are text, cached, or earlier in the list.
+            rows: not cached yet. Each row's ancestors are text, cached, or earlier in the list.
             forward: appends A + R rows to all layers' caches with visibility bool [A + R, C], and
                 returns their outputs [A + R, H].
-            name: maps this tree's rows to names and back; keeps two trees' rows apart.
+            name: maps this tree's rows to names and back, and keeps two trees' rows apart.
         """
         first, new = len(self._names), [name(row) for row in rows]
         self._names += [TEXT] * num_text + new
@@ -143,7 +143,7 @@ class RowCache:
         return outputs_RH[:num_text]
 
     def rename(self, names: Mapping[int, int]) -> None:
-        """Rename tree rows that moved or became ``TEXT``; drop rows without a new name."""
+        """Rename tree rows that moved or became ``TEXT``, and drop rows without a new name."""
         names = {**names, TEXT: TEXT}
         places = [place for place, name in enumerate(self._names) if name in names]
         for layer in self.layers:

@@ -68,7 +68,7 @@ class SPDSource(DraftSource):
             self.draft.extend(self._caches, features, self._caches[0].num_rows)
 
     def keep(self, keep: KeepRows) -> None:
-        """Do nothing: rows in flight are read again at every step."""
+        """Do nothing, because rows in flight are read again at every step."""
 
     def grow_layer(
         self, tree: TokenTree, features: Features, *, width: int, sampling: DraftSampling
@@ -155,7 +155,7 @@ class GraphModule(GraphText):
     def grow(self, rows: RowsInFlight, query: ChildQuery) -> Tensor:
         """Return logits [Q, U] as in ``SPD.propose``, or each row's best children (on the device).
 
-        Best children are a float64 tensor: tokens [W, K], then scores [W, K], for Q and spare rows.
+        Best children are float64, tokens [W, K] before scores [W, K], for Q and spare rows.
         """
         text, self._pending = self._pending, NewText([], [])
         while len(text.tokens) > MAX_ROWS:
@@ -206,7 +206,7 @@ class GraphModule(GraphText):
         )
 
     def _place(self, depths: Sequence[int], width: int) -> list[int]:
-        """Place each row in flight: deepest rows first, ``width`` places per depth."""
+        """Return a place for each row, by falling depth, with ``width`` places per depth."""
         deepest, taken = self.draft.config.max_in_flight, Counter[int]()
         places = []
         for depth in depths:
@@ -220,8 +220,8 @@ class GraphModule(GraphText):
         """Index all rows' hidden states by place in the sources, without copying them.
 
         Returns:
-            Layer -> index for each text row; layer -> index for each place of rows in flight;
-                sources.
+            The indices by layer for text rows, the indices by layer for places of rows in flight,
+            and the sources.
         """
         draft = self.draft
         text_places, sources = text.gathered(self._text_layers)
@@ -246,7 +246,7 @@ class GraphModule(GraphText):
         packed: Tensor,
         given_PH: Tensor | None,
     ) -> Tensor:
-        """Run the whole call: read fixed buffers, return a new one."""
+        """Run the whole call on fixed input buffers, and return a new buffer."""
         x, draft, (A, W) = packing.unpack(packed), self.draft, shape
         first, committed = x["counts"].split(1)
         assert given_PH is not None, "states of new rows or of rows in flight"

@@ -1,4 +1,4 @@
-"""Draft sources to continue any draft token: by layers, trees or micro-batches."""
+"""Draft sources that can continue any draft token, by layers, trees or micro-batches."""
 
 # Q rows to continue, R forwarded rows, W children per row, H hidden, U draft vocabulary
 
@@ -36,7 +36,7 @@ _Child: TypeAlias = tuple[int, float, Tensor | None]
 
 @dataclass
 class _FreshTree:
-    """Tree drafted from committed tokens alone, some of it merged into the session's tree."""
+    """Tree drafted from committed tokens alone, partly merged into the session's tree."""
 
     tree: TokenTree
     sampling: DraftSampling
@@ -48,11 +48,11 @@ class _FreshTree:
         return range(1, len(self.tree))
 
     def best(self, count: int | None = None) -> list[int]:
-        """Return the best draft tokens by cumulative score; parents win ties."""
+        """Return the best draft tokens by cumulative score, parents first at equal scores."""
         return sorted(self.draft_tokens, key=lambda row: (-self.tree.scores[row], row))[:count]
 
     def merge(self, tree: TokenTree, chosen: list[int]) -> int:
-        """Add draft tokens with new token paths; return the number of rows added."""
+        """Add draft tokens with new token paths, and return the number of rows added."""
         before = len(tree)
         for row in chosen:
             # chosen lists parents first, so the parent has a row in the tree already.
@@ -64,11 +64,11 @@ class _FreshTree:
 
 
 class TreeSource(DraftSource):
-    """Draft source: computes a tree row's output [H] from the row and its ancestors.
+    """Draft source that computes a tree row's output [H] from the row and its ancestors.
 
-    ``leaf_logits`` continues rows in the session's tree from earlier results; layers and
-    micro-batches use it. ``grow_tree`` drafts a fresh tree below the root from committed tokens
-    alone. Results for merged draft tokens are retained.
+    ``leaf_logits``, for layers and micro-batches, continues rows in the session's tree from earlier
+    results. ``grow_tree`` drafts a fresh tree below the root from committed tokens alone. Results
+    for merged draft tokens are retained.
     """
 
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
@@ -97,7 +97,7 @@ class TreeSource(DraftSource):
         self.observe(features, tokens[1:])
 
     def observe(self, features: Features, next_tokens: list[int]) -> None:
-        """Queue committed tokens for the next growth; without one, they are never computed."""
+        """Queue committed tokens for the next growth. Without growth they are never computed."""
         self._pending.features.append(features)
         self._pending.tokens += next_tokens
 
@@ -109,7 +109,7 @@ class TreeSource(DraftSource):
 
     @property
     def _outputs(self) -> Mapping[int, Tensor]:
-        """Computed rows below the root: name -> output [H]."""
+        """Outputs [H] of computed rows below the root, by row name."""
         return self._states
 
     @property
@@ -119,7 +119,7 @@ class TreeSource(DraftSource):
 
     @property
     def _graph_rows(self) -> GraphRows | None:
-        """CUDA graphs in place of ``_root_output`` and ``_compute``; None: no graphs."""
+        """CUDA graphs that replace ``_root_output`` and ``_compute``, or None without graphs."""
         return None
 
     def _num_passes(self, tree: TokenTree, has_text: bool, rows: list[int]) -> int:
@@ -130,15 +130,15 @@ class TreeSource(DraftSource):
         raise NotImplementedError
 
     def _compute(self, tree: TokenTree, rows: list[int]) -> None:
-        """Compute outputs for some rows; their parents' outputs exist."""
+        """Compute outputs for some rows. The outputs of their parents exist already."""
         raise NotImplementedError
 
     def _rename_rows(self, names: Mapping[int, int]) -> None:
-        """Rename rows; forget rows without a new name."""
+        """Rename rows, and forget rows without a new name."""
         self._states = {names[row]: x for row, x in self._states.items() if row in names}
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        """Renumber the tree's rows; the new root's output is recomputed, as text."""
+        """Renumber the tree's rows. The new root's output will be recomputed, as text."""
         # Place 0 is left out: the new root is read again with the target's true state.
         retained = keep.rows[keep.num_committed :]
         self._rename_rows({row: place for place, row in enumerate(retained) if place})
@@ -155,12 +155,12 @@ class TreeSource(DraftSource):
         self._root_waits = True
 
     def _name(self, tree: TokenTree, row: int) -> int:
-        """Return a row's name: row, or ~row in the fresh tree. For a name, return its row."""
+        """Return a row's name, or a name's row. A name is row, or ~row in the fresh tree."""
         is_fresh = self._fresh is not None and tree is self._fresh.tree
         return ~row if is_fresh else row
 
     def _adopt_fresh(self) -> None:
-        """End the fresh tree: its computed rows move to the session's tree if merged."""
+        """End the fresh tree. If merged, its computed rows move to the session's tree."""
         if self._fresh is None:
             return
         merged, self._fresh = self._fresh.merged, None
@@ -192,7 +192,7 @@ class TreeSource(DraftSource):
     def _query(
         self, graph: GraphRows, tree: TokenTree, leaves: list[int], query: ChildQuery
     ) -> Tensor:
-        """Query the children of some rows; first forward the rows not computed yet."""
+        """Forward the rows not computed yet, then query the children of some rows."""
         name, text = partial(self._name, tree), self._take_pending()
         missing = [row for row in leaves if row and name(row) not in graph.known]
         self.num_forwards += self._num_passes(tree, bool(text.tokens), missing) + query.levels
@@ -284,10 +284,10 @@ class TreeSource(DraftSource):
     def _rows_to_continue(
         self, tree: TokenTree, width: int, by_score: bool, again: bool = False
     ) -> list[int]:
-        """Choose the rows to continue: the root once after every commit, and the best new rows.
+        """Return the rows to continue, which are the best new rows, and the root after a commit.
 
-        ``again``: include rows whose children were not worth their cost in an earlier step. They
-        are not recomputed, and their best child may be this step's free first row.
+        ``again`` includes rows with children that were not worth their cost in an earlier step.
+        These rows are not recomputed, and their best child may be this step's free first row.
         """
         self._adopt_fresh()
         known, rows = {0, *self._known}, range(1, len(tree))
@@ -337,7 +337,7 @@ class TreeSource(DraftSource):
         return sorted(deepest_rows(fresh.tree), key=lambda row: -fresh.tree.scores[row])[:top_k]
 
     def _deepen(self, fresh: _FreshTree, parents: list[int], levels: int, top_k: int) -> None:
-        """Grow as EAGLE-2: k children per row, then below the best k of them, level by level."""
+        """Grow as EAGLE-2 does, k children per row, then below the k best rows of each level."""
         graph = self._graph_rows
         if graph is None or isinstance(fresh.sampling.rule, RecursiveVerifier):
             self._expand(fresh, parents, top_k)
@@ -373,7 +373,7 @@ class TreeSource(DraftSource):
     def _children(
         self, fresh: _FreshTree, parents: list[int], width: int
     ) -> dict[int, list[_Child]]:
-        """Return ``width`` children per row: the best, or sampled without replacement."""
+        """Return ``width`` children per row, the best ones or a sample without replacement."""
         tree, rule = fresh.tree, fresh.sampling.rule
         if isinstance(rule, RecursiveVerifier):
             logits_RU = self._logits(tree, parents)
@@ -437,7 +437,7 @@ class CacheSource(TreeSource):
 
 
 class TextSource(TreeSource):
-    """Draft source from tokens alone, up to the root.
+    """Draft source that reads only tokens, up to the root.
 
     Results for accepted draft tokens are retained as text.
     """
@@ -459,7 +459,7 @@ class TextSource(TreeSource):
 
 
 class RowsSource(CacheSource, TextSource):
-    """Draft source from tokens alone, with its rows in one ``RowCache``.
+    """Draft source that reads only tokens, with its rows in one ``RowCache``.
 
     No row is computed twice, except that fresh trees ignore rows in the session's tree.
     """
@@ -469,7 +469,7 @@ class RowsSource(CacheSource, TextSource):
         super().__init__(draft)
 
     def _keep_rows(self, keep: KeepRows) -> None:
-        """Rename accepted rows to text, including the new root; the old root is text already."""
+        """Rename accepted rows and the new root to text. The old root is text already."""
         path, retained = keep.rows[1 : keep.num_committed + 1], keep.rows[keep.num_committed :]
         computed = [row for row in path if row in self._known]
         self._num_taken_in = len(computed)
