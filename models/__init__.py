@@ -1,4 +1,4 @@
-"""Networks: the target cut into stages, and the heads and draft models drafting for it."""
+"""Networks for the target model, which is cut into stages, and for its heads and draft models."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> object:
 
 
 def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Cut L layers into n contiguous stages; return the boundaries (0, b1, .., L).
+    """Return the boundaries (0, b1, .., L) that cut L layers into n contiguous stages.
 
     Sizes differ by at most one. Longer stages come last, since the first stage also embeds.
 

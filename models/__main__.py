@@ -26,7 +26,7 @@ from pipedraft.files import write_folder
 
 
 class Command(Options):
-    """A subcommand: its options are fields, and ``run`` does the work."""
+    """Base class for subcommands, with options as fields and the work in ``run``."""
 
     @abstractmethod
     def run(self) -> None:

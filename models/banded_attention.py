@@ -1,11 +1,11 @@
-"""Exact attention without masks: causal against one key block, plus diagonals in other blocks.
+"""Compute exact attention, causal in one key block and diagonal in others, without masks.
 
 B batch, S query sequences, N query heads, J key heads, G query heads per key head (N = J G),
 T positions, D head size, W diagonals
 
-A diagonal is one key per query, at a fixed distance behind it. Diagonals are elementwise work, the
-causal part runs in a fused kernel, and both are merged by their log-sum-exp. No mask or score
-matrix is ever stored.
+A diagonal gives each query one key, at a fixed distance before the query. Diagonals are computed
+elementwise, and the causal part in a fused kernel. The log-sum-exps merge both parts. No mask or
+score matrix is ever stored.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Band:
-    """Band of the mask: the keys visible to the queries of adjacent examples."""
+    """Keys visible to the queries of adjacent examples, as a causal part and diagonals."""
 
     query: Place
     blocks: Place
@@ -47,12 +47,12 @@ class Band:
 def banded_attention(
     bands: Sequence[Band], query_SNTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> Tensor:
-    """Softmax attention of every query over the keys in its band.
+    """Compute softmax attention from every query to the keys in its band.
 
-    Fastest memory order: rows [S, T, heads, D] for queries and [B, T, J, D] for each block (as a
-    GEMM over rows writes them), passed as transposed views. Other strides with a contiguous last
-    axis are used without a copy. Results and gradients are returned in the fastest order. Under
-    autocast all inputs are cast to its dtype. CUDA needs float16 or bfloat16.
+    The fastest memory order is rows [S, T, heads, D] for queries and [B, T, J, D] for each block,
+    as a matrix product writes them. Pass transposed views of these rows. Other strides with a
+    contiguous last axis are used without a copy. Results and gradients are returned in the fastest
+    order. Under autocast all inputs are cast to its dtype. CUDA needs float16 or bfloat16.
 
     Args:
         query_SNTD: query head h uses key head h // (N // J).
@@ -82,12 +82,12 @@ def banded_attention(
 
 
 class _BandedAttention(torch.autograd.Function):
-    """Merge diagonals and fused part in forward; backward needs the merged output and log-sum-exp.
+    """Autograd function that merges the diagonals with the fused causal part.
 
-    With L the merged log-sum-exp, every probability is P = exp(S - L), and dS = P (dP - delta),
-    delta = rowsum(dO O). The fused backward computes exactly this from its arguments O and L. Given
-    the merged O and L, its gradients are therefore exact (as in ring attention, arXiv:2310.01889).
-    Autograd cannot do this: the fused op's log-sum-exp carries no gradient.
+    With scores S, merged output O and merged log-sum-exp L, every probability is P = exp(S - L),
+    and dS = P (dP - delta) with delta = rowsum(dO O). The fused backward computes exactly this from
+    its arguments O and L, so its gradients are exact (as in ring attention, arXiv:2310.01889).
+    Autograd cannot do this, because the fused op's log-sum-exp carries no gradient.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class _BandedAttention(torch.autograd.Function):
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """Make the last axis contiguous, as fused kernels require; other strides may be anything."""
+    """Return ``x`` with a contiguous last axis, the only stride that fused kernels restrict."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -157,7 +157,7 @@ def _documents(band: Band, T: int) -> list[slice]:
 
 
 def _query_rows(x_BNTD: Tensor, J: int) -> Tensor:
-    """View as [B, T, J, G, D]: a key row [B, T, J, 1, D] broadcasts over its G query heads."""
+    """Return a view [B, T, J, G, D], to which key rows [B, T, J, 1, D] broadcast."""
     return x_BNTD.transpose(1, 2).unflatten(2, (J, -1))
 
 
@@ -166,11 +166,11 @@ def _key_rows(x_BJTD: Tensor) -> Tensor:
 
 
 def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tensor:
-    """Fill ``out_BTND`` and ``lse_BTN``; return the diagonals' probabilities [W, B, T, N].
+    """Fill ``out_BTND`` and ``lse_BTN``, and return the diagonals' probabilities [W, B, T, N].
 
-    Both outputs are zero on entry. Work on one diagonal at a time: at T = 2048 and N D = 256 its
-    product stays in the last-level cache. Chunks of T (64 to 512), or one strided view of all
-    diagonals, were no faster.
+    Both outputs must be zero on entry. Diagonals are computed one at a time, because at T = 2048
+    and N D = 256 the product of one diagonal stays in the last-level cache. Chunks of T (64 to
+    512), or one strided view of all diagonals, were no faster.
     """
     query_BNTD, keys, values = inputs
     r, first = band.causal
@@ -214,12 +214,12 @@ def _attend(band: Band, inputs: Rows, out_BTND: Tensor, lse_BTN: Tensor) -> Tens
 
 
 def _product(rows: Tensor, others: Tensor, room: Tensor) -> Tensor:
-    """Put rows * others at the front of ``room``: torch.compile accepts no ``out`` with gaps."""
+    """Multiply into the front of ``room``, because torch.compile needs an ``out`` without gaps."""
     return torch.mul(rows, others, out=room[: rows.numel()].view(rows.shape))
 
 
 def _hide_other_documents(band: Band, scores_WBTN: Tensor) -> None:
-    """Hide a diagonal's first rows in a document: they would reach into the previous one."""
+    """Hide diagonal scores where the key would belong to the previous document."""
     if band.lengths is None or len(band.lengths) == 1:
         return
     device = scores_WBTN.device
@@ -235,7 +235,7 @@ def _attend_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     gradients: Rows,
 ) -> None:
-    """Add to `gradients`, which start at zero; never assign, as diagonals may share a block."""
+    """Add the band's gradients to ``gradients``, because several diagonals may share a block."""
     query_BNTD, keys, values = inputs
     grad_BNTD, out_BNTD, lse_BTN, probs_WBTN = saved
     dquery_BNTD, dkeys, dvalues = gradients
@@ -288,7 +288,7 @@ def _attend_backward(
 def _fused_forward(
     query_BNMD: Tensor, key_BJMD: Tensor, value_BJMD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return causal attention and its natural log-sum-exp [B, N, M]; key heads are not repeated."""
+    """Return causal attention and its natural log-sum-exp [B, N, M], without copied key heads."""
     attend = (
         aten._scaled_dot_product_flash_attention
         if query_BNMD.is_cuda

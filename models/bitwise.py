@@ -1,4 +1,4 @@
-"""Run forward passes in which no row's bits depend on the other rows: ``--bitwise``.
+"""Run forward passes in which no row's bits depend on the other rows, for ``--bitwise``.
 
 Libraries choose kernels by shape, and each kernel sums in its own order. So in bfloat16 a row's
 logits depend on the other rows. Here every matrix product is padded to the same row count, and each
@@ -56,7 +56,7 @@ def _places(seen_C: Tensor) -> Tensor | slice:
 
 
 def row_by_row(stage: "Stage", visible_lS: Tensor) -> "RowByRow":
-    """Return attention over the stage's cache, with every segment row alone."""
+    """Return a cache stand-in through which every segment row attends alone."""
     # Every row sees all committed rows; the mask covers only the segment's.
     committed_lC = visible_lS.new_ones(len(visible_lS), stage.cache.num_committed)
     return RowByRow(stage.cache, torch.cat([committed_lC, visible_lS], 1), stage.window)
@@ -68,8 +68,8 @@ class RowByRow:
     def __init__(self, cache: StageCache, visible_lC: Tensor, window: int | None) -> None:
         """
         Args:
-            visible_lC: bool; cache rows visible to row i, including its own.
-            window: how many last positions sliding layers see; None: all.
+            visible_lC: bool, cache rows visible to each segment row, including its own.
+            window: number of last positions that sliding layers see, or None for all.
         """
         self.cache = cache
         seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]
@@ -86,7 +86,7 @@ class RowByRow:
     def update(
         self, keys_1JPD: Tensor, values_1JPD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """Cache the keys and values; attention modules need only the shape of the returned ones."""
+        """Cache keys and values. Return the arguments, of which modules use only the shape."""
         own = slice(len(self._seen))
         self._known = self.cache.update(keys_1JPD[:, :, own], values_1JPD[:, :, own], layer_idx)
         return keys_1JPD, values_1JPD

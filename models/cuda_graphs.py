@@ -1,9 +1,9 @@
-"""CUDA graphs for fixed-shape launches: a stage's layers, a draft, and choosing tokens.
+"""Run a stage's layers, a draft, or the choice of tokens as a CUDA graph with fixed shapes.
 
-A decoding step with a few rows launches hundreds of small kernels; on a GPU launching takes longer
-than their work. The host packs all values varying between steps, and copies them into a fixed
-buffer in one transfer. Rows on the device enter another buffer. Launches are captured once per key.
-On a CPU the same functions run without a graph.
+A decoding step with a few rows launches hundreds of small kernels. On a GPU, launching them takes
+longer than running them. The host packs all values varying between steps, and copies them into a
+fixed buffer in one transfer. Rows that are already on the device are copied to another buffer.
+Launches are captured once per key. On a CPU the same functions run without a graph.
 """
 
 # P padded rows, H hidden, S columns, C cache rows
@@ -71,13 +71,13 @@ class Graphs:
         *,
         can_capture: bool = True,
     ) -> Tensor:
-        """Return compute(packed, rows) by the key's graph, captured at the first call.
+        """Return compute(packed, rows), run by the key's graph, which the first call captures.
 
         Args:
-            key: everything the launches depend on, apart from the entry and row counts (added
-                here).
+            key: everything that the launches depend on. The sizes of ``packed`` and ``rows`` are
+                added here.
             packed: int64 in host memory.
-            rows: [.., H] each; ``compute`` sees one [P, H] with spare rows.
+            rows: tensors [.., H]. ``compute`` gets one tensor [P, H], with spare rows in a graph.
             can_capture: False runs the launches one by one.
 
         Returns:
@@ -112,7 +112,7 @@ class Graphs:
             torch.cat([*rows], out=filled_RH)
 
     def _buffer(self, rows: Sequence[Tensor]) -> Tensor | None:
-        """Return [P, H] with the rows first."""
+        """Return a tensor [P, H] that begins with the rows, or None without rows."""
         if not rows:
             return None
         shape = padded_rows(sum(map(len, rows))), rows[0].shape[1]
@@ -160,13 +160,13 @@ def padded_rows(num_rows: int) -> int:
 
 
 class Packing:
-    """Number lists in one int64 tensor, each with fixed room."""
+    """Layout for several number lists, each with fixed room, in one int64 tensor."""
 
     def __init__(self, **sizes: int) -> None:
         self.sizes = sizes
 
     def pack(self, **values: Sequence[int] | Tensor) -> Tensor:
-        """Pack lists up to their room; float64 tensors are packed bit by bit."""
+        """Return one tensor with all lists, zeros in unused room, and float64 bits as int64."""
         # Zeroed: shorter lists must not leave an earlier step's numbers in their room.
         packed = torch.zeros(sum(self.sizes.values()), dtype=torch.int64)
         for name, room in zip(self.sizes, packed.split([*self.sizes.values()]), strict=True):
@@ -181,11 +181,11 @@ class Packing:
 
 
 def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) -> Tensor:
-    """Return the buffer columns hidden from each row: bool [P, C].
+    """Return bool [P, C], True where a buffer column is hidden from a row.
 
     Args:
         num_visible_1: number of columns at the buffer's start, visible to all rows.
-        visible_PS: visibility of the next S columns; later columns are hidden.
+        visible_PS: visibility of the next S columns. All later columns are hidden.
     """
     S = visible_PS.shape[1]
     column_C = torch.arange(num_columns, device=visible_PS.device) - num_visible_1
@@ -200,11 +200,12 @@ def borrow_for(
 ) -> Borrowed:
     """Borrow the buffers and graphs that an earlier holder of this key left, or make new ones.
 
-    They are returned when ``holder`` dies, so successive sequences share them, in any engine.
+    When ``holder`` dies, ``owner`` gets the buffers and graphs back. So successive sequences share
+    them, in any engine.
 
     Args:
-        owner: network that retains idle buffers; after its weights move, it starts without any.
-        make: creates new ones; must not refer to ``holder``.
+        owner: network that stores idle buffers. After its weights move, new ones are made.
+        make: creates buffers and graphs, and must not refer to ``holder``.
     """
     weight = next(owner.parameters())  # graphs read its address, so a moved weight needs new ones
     kept = vars(owner).setdefault("_idle_graphs", {})
@@ -222,7 +223,7 @@ def borrow_for(
 def _capture(
     compute: Callable[[], None], device: torch.device, pool: "_POOL_HANDLE"
 ) -> Callable[[], None]:
-    """Capture ``compute``'s launches; warm-up runs let libraries choose their kernels."""
+    """Capture ``compute``'s launches, after warm-up runs in which libraries choose kernels."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()  # torch's rule: warm up on a side stream before capture
         side.wait_stream(torch.cuda.current_stream())

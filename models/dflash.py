@@ -1,4 +1,4 @@
-"""DFlash (arXiv:2602.06036): one forward pass proposes a whole block of draft tokens.
+"""DFlash head (arXiv:2602.06036), which drafts a whole block of tokens in one forward pass.
 
 A block is the anchor, the newest token in the sequence, followed by mask tokens. The block's rows
 see each other. In every layer they also see the target's hidden states at all positions before the
@@ -86,7 +86,7 @@ class DFlashConfig:
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the authors' five evenly spaced layers, 2 to L - 2; fewer in shallow targets."""
+    """Return the authors' five evenly spaced layers from 2 to L - 2, or fewer if L is small."""
     if num_layers < 6:
         return tuple(sorted({min(1, num_layers), num_layers // 2, num_layers}))
     return tuple(sorted({round(2 + part * (num_layers - 4) / 4) for part in range(5)}))
@@ -103,11 +103,12 @@ class _Group(NamedTuple):
 
 
 class DFlash(Draft):
-    """c_t = norm(fc([h_1; ..; h_k]_t)); block rows x = [embed(anchor); embed(mask); ..].
+    """DFlash head, with a block of draft rows that attends to the target's fused features.
 
-    In every layer, keys and values come from [c before the anchor; norm(x)] and queries from
-    norm(x). Attention within a block is bidirectional. The target's embedding and LM head are
-    attached, not saved. Layers are Qwen3 layers, as published, for every target.
+    The features are c_t = norm(fc([h_1; ..; h_k]_t)), the block rows x = [embed(anchor);
+    embed(mask); ..]. In every layer, keys and values come from [c before the anchor; norm(x)] and
+    queries from norm(x). Attention within a block is bidirectional. The target's embedding and LM
+    head are attached, not saved. Layers are Qwen3 layers, as published, for every target.
     """
 
     draft_type: ClassVar[str] = "dflash"
@@ -143,7 +144,7 @@ class DFlash(Draft):
         return cast(list[DecoderLayer], list(self.layers))
 
     def attach(self, target: PreTrainedModel) -> None:
-        """Use this target's embedding and LM head; lists keep them out of the parameters."""
+        """Use this target's embedding and LM head, in lists to keep them out of the parameters."""
         head = target.get_output_embeddings()
         if self.config.draft_vocab_size is not None:
             part = nn.Linear(head.in_features, len(self.draft_ids), bias=False, device="meta")
@@ -158,7 +159,7 @@ class DFlash(Draft):
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """Copy the target's final norm; fc passes the deepest fused layer through."""
+        """Copy the target's final norm, and let fc pass the deepest fused layer through."""
         if draft_ids is not None:
             self.draft_ids.copy_(draft_ids)
         self.attach(target)
@@ -168,12 +169,12 @@ class DFlash(Draft):
         initialize_matrices(self.layers, len(self.layers))
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        """Return every layer's key-value input: [..., H] from the target's hidden states."""
+        """Return the features [..., H] that every layer projects to keys and values."""
         fused = [taps[layer] for layer in self.config.feature_layers]
         return self.hidden_norm(self.fc(torch.cat(fused, -1)))
 
     def embed_blocks(self, anchors_A: Tensor, num_rows: int) -> Tensor:
-        """Return block rows [A, R, H]: the anchor token's embedding, then the mask's."""
+        """Return block rows [A, R, H], the anchor token's embedding and then mask embeddings."""
         assert self.config.mask_token_id is not None, "refused above"
         ids_AR = anchors_A.new_full((len(anchors_A), num_rows), self.config.mask_token_id)
         ids_AR[:, 0] = anchors_A
@@ -187,16 +188,17 @@ class DFlash(Draft):
         anchors: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Compute blocks at many anchors in whole sequences, each as in decoding.
+        """Compute blocks at many anchors in whole sequences, each block as in decoding.
 
         Args:
             taps: target hidden states [B, T, H] by layer index.
-            anchors: on the host, per sequence or document: ascending rows b * T + t with t > 0.
+            anchors: on the host, for each sequence or document its ascending rows b T + t with t >
+                0.
             lengths: document lengths in a packed row [1, T].
 
         Returns:
-            Outputs [A, S, H] for ``logits``; row k predicts the token k + 1 positions after its
-                anchor.
+            Outputs [A, S, H] for ``logits``. Row k predicts the token k + 1 positions after its
+            anchor.
         """
         B, T = ids_BT.shape
         # Blocks see only their own document's rows before their anchor: they attend in groups.
@@ -252,11 +254,11 @@ class DFlash(Draft):
         position: int,
         caches: Sequence[KeyValues],
     ) -> Tensor:
-        """Run a decode-time block: append the context's keys and values, never the block's.
+        """Run a block in decoding, and cache keys and values of the context but not of the block.
 
         Args:
             anchor: int64 [1], the token at ``position``.
-            num_rows: block rows, including the anchor; more than the trained size extrapolates.
+            num_rows: block rows, including the anchor. More rows than in training extrapolate.
             feature_CH: new context, up to the row before the anchor.
             caches: one per decoder layer.
 
@@ -284,7 +286,7 @@ class DFlash(Draft):
         caches: Sequence[KeyValues],
         visible_RC: Tensor,
     ) -> Tensor:
-        """Run ``propose`` on fixed-shape tensors; the block's keys and values stay in the caches.
+        """Run ``propose`` on fixed-shape tensors, leaving the block's keys and values cached.
 
         Args:
             positions: for the new context, then for the block.
@@ -312,7 +314,7 @@ def _attend_in_groups(
     context: Sequence[Tensor],
     block: Sequence[Tensor],
 ) -> Tensor:
-    """Attend from block rows to the context before their anchor and to their block: [A, R, N, D].
+    """Return attention [A, R, N, D] from block rows to their block and the context before it.
 
     Args:
         context: keys and values [P, J, D].

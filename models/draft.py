@@ -1,4 +1,4 @@
-"""Base for every draft network: checkpoint folder, link to one target, draft vocabulary."""
+"""Base class for drafts, with checkpoint folder, reference to one target, and draft vocabulary."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -105,7 +105,7 @@ class _Checkpoint(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetReference:
-    """Target a draft was trained for, identified by its fingerprint; its name only locates it."""
+    """Target that a draft was trained for, identified by fingerprint and located by name."""
 
     name: str
     revision: str | None = None
@@ -117,7 +117,7 @@ class TargetReference:
         """Raise ValueError unless the fingerprint matches the target the draft was trained for.
 
         Args:
-            allow_evolved: sizes must agree, hashes may differ.
+            allow_evolved: compare only sizes, so that hashes may differ.
         """
         if allow_evolved:
             fingerprint = {name: x for name, x in fingerprint.items() if isinstance(x, int)}
@@ -153,7 +153,7 @@ class Draft(nn.Module):
 
     @property
     def num_stages(self) -> int | None:
-        """Pipeline stages the draft was trained for; None: any number."""
+        """Number of stages that the draft was trained for, or None if any number works."""
         return None
 
     @property
@@ -168,7 +168,7 @@ class Draft(nn.Module):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Target layer indices read by the draft (0 the embedding, L the last, raw)."""
+        """Target layer indices that the draft reads (0: the embedding, L: the last raw output)."""
         return ()
 
     @property
@@ -185,11 +185,11 @@ class Draft(nn.Module):
         return self.reference.fingerprint["vocab_size"]
 
     def logits(self, state_H: Tensor) -> Tensor:
-        """Return logits [..., U] for the draft's outputs; entry u is target token draft_ids[u]."""
+        """Return logits [..., U] for the draft's outputs. Entry u is for token draft_ids[u]."""
         raise NotImplementedError
 
     def compute(self, function: Callable[[*Inputs], Result], *inputs: *Inputs) -> Result:
-        """Return function(*inputs); with ``checkpointing`` recompute it identically in backward."""
+        """Return function(*inputs), recomputed identically in backward if ``checkpointing``."""
         if not (self.checkpointing and torch.is_grad_enabled()):
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -202,8 +202,8 @@ class Draft(nn.Module):
     def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
         """Hash the target weights that a draft needs.
 
-        Training stores the hash, loading compares it. A subclass that needs more weights adds their
-        hash under another name.
+        Training stores the hash, and loading compares it. A subclass that needs more weights adds
+        their hash under another name.
         """
         return target_fingerprint(target)
 
@@ -216,7 +216,7 @@ class Draft(nn.Module):
         return getattr(self.config, "share_head", False)
 
     def attach(self, target: PreTrainedModel) -> None:
-        """Attach target modules that the draft uses but does not save; most drafts need none."""
+        """Attach target modules that the draft uses but does not save. Most drafts need none."""
         if self.shares_head:
             copy_head(self, target.get_output_embeddings().weight)
 
@@ -284,7 +284,7 @@ class Draft(nn.Module):
     def _read_parts(
         cls, description: Description, num_tensors: int
     ) -> "tuple[Any, LayerConfig, TargetReference]":
-        """Read the constructor arguments; refuse bad sizes, such as more layers than tensors."""
+        """Read the constructor arguments, refusing bad sizes such as more layers than tensors."""
         architecture, layer = description["architecture"], description["layer"]
         kinds = (cls.config_class, architecture), (LayerConfig, layer)
         for kind, values in kinds:
@@ -325,7 +325,7 @@ def copy_head(draft: Draft, head_VH: Tensor) -> None:
 
 
 def read_description(folder: Path) -> Description:
-    """Read a checkpoint folder's config.json; a ValueError tells how to fix a bad one."""
+    """Read a checkpoint folder's config.json, or raise ValueError with a fix."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
@@ -375,7 +375,7 @@ def load_draft(
 
 
 def load_untied(folder: Path) -> Draft:
-    """Load a draft of any type without its target: checks the weights, not the target.
+    """Load a draft of any type without its target, and check only the weights.
 
     Raises:
         ValueError: missing or damaged checkpoint, or unknown type.
@@ -390,7 +390,7 @@ def load_untied(folder: Path) -> Draft:
 
 
 def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
-    """Resolve a checkpoint folder: itself, a run's best checkpoint, or a Hub download.
+    """Return a checkpoint folder, a run's best checkpoint, or a folder downloaded from the Hub.
 
     Raises:
         ValueError: folder, repository or revision not found, no access, or not cached while
@@ -418,7 +418,7 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
 
 
 def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:
-    """Return ids of the ``size`` most frequent tokens, ascending; ties go to the smaller id.
+    """Return ids of the ``size`` most frequent tokens, ascending. Smaller ids win ties.
 
     Args:
         token_counts_V: label count per target token in the training data.
@@ -457,7 +457,7 @@ class StagedDraftConfig:
 
 
 class StagedDraft(Draft):
-    """Base class for drafts with a fixed number of stages: decoder layers, norm and LM head."""
+    """Base class for drafts with decoder layers, norm and LM head, and a fixed number of stages."""
 
     joins_rows: ClassVar[bool] = True
     config: StagedDraftConfig
@@ -486,5 +486,5 @@ class StagedDraft(Draft):
         return cast(list[DecoderLayer], list(self.layers))
 
     def logits(self, stream_H: Tensor) -> Tensor:
-        """Return logits [..., U] for output rows [..., H]; entry u is target token draft_ids[u]."""
+        """Return logits [..., U] for output rows [..., H]. Entry u is for token draft_ids[u]."""
         return self.lm_head(self.norm(stream_H))

@@ -1,4 +1,4 @@
-"""Run several sequences' draft forwards as one: rows are joined, attention runs separately.
+"""Run several sequences' draft forwards as one, with joined rows and separate attention.
 
 Every sequence decodes on its own thread. Inside ``asking``, a draft source's network calls are
 passed to a callback to be joined with other sequences' calls. Outside, each call runs immediately.
@@ -72,7 +72,7 @@ _thread = threading.local()
 def asking(ask: Callable[[DraftCall], object] | None) -> Iterator[None]:
     """Pass this thread's draft calls to ``ask``, which returns their outcomes.
 
-    None: run each call immediately.
+    If ``ask`` is None, run each call immediately.
     """
     _thread.ask = ask
     try:
@@ -108,7 +108,7 @@ def make_first(calls: Sequence[DraftCall]) -> list[DraftCall]:
 
 
 def _are_made_together(calls: Sequence[DraftCall]) -> bool:
-    """Run calls to one method as a single call; return False on failure, with caches unchanged."""
+    """Run calls to one method as one. On failure, restore the caches and return False."""
     caches = [(cache, cache.num_rows) for one in calls for cache in one.caches()]
     join = _propose if calls[0].function.__name__ == "propose_rows" else _make_joined
     try:
@@ -156,7 +156,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _propose(calls: Sequence[DraftCall]) -> Sequence[Tensor]:
-    """Run the SPD head's rows together: deepest rows first, queries last."""
+    """Run the SPD head's rows together, sorted by depth so that depth-0 queries come last."""
     options = [one.options for one in calls]
     draft: Any = calls[0].function.__self__
     depths = [own["depths"] for own in options]
@@ -186,7 +186,7 @@ def _ordered_taps(
 ) -> dict[int, Tensor]:
     """Return hidden states in the joint row order.
 
-    A layer that a row has not passed is never read.
+    If a row has not passed a layer, its state there is arbitrary and never read.
     """
     found: dict[int, dict[int, Tensor]] = {}
     for s, own in enumerate(options):
@@ -201,7 +201,7 @@ def _ordered_taps(
 
 
 class _SeparateKeyValues(KeyValues):
-    """Cache stand-in for a batch of sequences: each attends to its own keys and values only."""
+    """Cache stand-in that lets each sequence in a batch attend only to its own keys and values."""
 
     def __init__(
         self,
@@ -211,8 +211,8 @@ class _SeparateKeyValues(KeyValues):
     ) -> None:
         """
         Args:
-            places: each sequence's rows within the call, ascending.
-            visible: bool [.., C] per sequence.
+            places: for each sequence, the ascending places of its rows in the call.
+            visible: for each sequence, a bool mask [.., C].
         """
         super().__init__()
         self._own = list(zip(caches, places, visible, strict=True))

@@ -1,4 +1,4 @@
-"""DSpark (arXiv:2607.05147): a DFlash block in which each token also depends on the previous one.
+"""DSpark head (arXiv:2607.05147), a DFlash with draft tokens that depend on the previous token.
 
 One DFlash forward pass gives the block's outputs. A low-rank table, indexed by the previous token,
 adds a bias to the logits at each place in the block. So each draft token fits the previous one
@@ -53,7 +53,7 @@ class DSparkConfig(DFlashConfig):
 
 
 class _Pairs(nn.Module):
-    """Table [V, U] with rank r: W_1 for the token before, W_2 for the draft token."""
+    """Table [V, U] with rank r, a product of W_1 (previous token) and W_2 (draft token)."""
 
     def __init__(self, vocabulary: int, rank: int, num_draft: int) -> None:
         super().__init__()
@@ -68,7 +68,9 @@ class _Confidence(nn.Module):
 
 
 class DSpark(DFlash):
-    """logits at place k = LM head(h_k) + W_2 W_1[x_{k-1}]; acceptance = sigmoid(w [h_k; W_1[..]]).
+    """DSpark head, a DFlash head with a previous-token table and a confidence head.
+
+    logits at place k = LM head(h_k) + W_2 W_1[x_{k-1}]; acceptance = sigmoid(w [h_k; W_1[..]]).
 
     h_k is DFlash's output for place k. An output [H + r] is [h_k; W_1[x_{k-1}]].
     """
@@ -126,7 +128,7 @@ class DSpark(DFlash):
         return self.behind(states_ASH, ids_P[before_AS.clamp(max=len(ids_P) - 1)])
 
     def behind(self, state_H: Tensor, token: Tensor) -> Tensor:
-        """Join a DFlash output with the table's row for the previous token [...]: [..., H + r]."""
+        """Return [..., H + r], a DFlash output joined with the previous token's table row."""
         if self.markov_head is None:
             return state_H
         return torch.cat([state_H, self.markov_head.markov_w1(token).to(state_H.dtype)], -1)

@@ -1,4 +1,4 @@
-"""EAGLE heads: one decoder layer that continues the target's hidden states.
+"""EAGLE heads, which continue the target's hidden states with one decoder layer.
 
 Row t joins the embedding of token t + 1 with the hidden state at position t. It yields the hidden
 state at position t + 1, whose logits predict token t + 2. The state for the first draft token comes
@@ -49,7 +49,7 @@ class EagleHead(Draft):
 
     @property
     def window(self) -> int | None:
-        """Positions that a row sees, its own included; None: all."""
+        """Number of positions that a row sees, including its own, or None for all."""
         return None
 
     def attach(self, target: PreTrainedModel) -> None:
@@ -58,7 +58,7 @@ class EagleHead(Draft):
         self._embedding = [plain_embedding(target)]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Look up frozen token embeddings: ids [...] -> [..., H]."""
+        """Return frozen token embeddings [..., H] for ids [...]."""
         with torch.no_grad():  # the embedding is the target's: frozen
             return self._embedding[0](ids)
 
@@ -68,7 +68,7 @@ class EagleHead(Draft):
 
     @abstractmethod
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
-        """Return each position's state from the target's raw hidden states: [..., H]."""
+        """Return each position's state [..., H], from the target's raw hidden states."""
 
     @abstractmethod
     def project(
@@ -110,19 +110,19 @@ class EagleHead(Draft):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Run the training-time test: as in decoding, extend every row's chain token after token.
+        """Run the training-time test, which extends every row's chain as decoding does.
 
-        Step i continues row t from its own state in step i - 1 (step 0: the feature) with the
-        sequence's token t + 1 + i, as if all earlier draft tokens were accepted, at rotary position
-        t + i. See `ttt_attention` for visible rows.
+        Step 0 starts row t from its feature. Step i continues row t from its state in step i - 1.
+        The input token is the sequence's token t + 1 + i, as if all earlier draft tokens were
+        accepted. The rotary position is t + i. See `ttt_attention` for visible rows.
 
         Args:
-            rows: requested rows b T + t per step; each step's are a prefix of the previous step's.
+            rows: for each step, the rows b T + t to compute, a prefix of the previous step's rows.
             lengths: document lengths in a packed row [1, T].
 
         Returns:
-            One [M, H] per step, in row order. States in step i belong to position t + 1 + i; their
-                logits predict token t + 2 + i.
+            One tensor [M, H] per step, in row order. States in step i belong to position t + 1 + i,
+            and their logits predict token t + 2 + i.
         """
         B, T, _ = feature_BTH.shape
         # Past its end a sequence has no rows in any step, so any token will do.
@@ -163,9 +163,9 @@ class EagleHead(Draft):
         """Return the states for every step of ``unroll``.
 
         Args:
-            advance: step number, states to continue, and keys and values from all earlier steps ->
-                this step's states, keys and values. Step i sees step 0 causally, and later steps
-                only in its own row.
+            advance: maps a step's number, the states to continue, and all earlier steps' keys and
+                values to this step's states, keys and values. A row sees step 0 causally, and in
+                later steps only itself.
             counts: rows per step.
         """
         keys: list[Tensor] = []
@@ -189,7 +189,7 @@ class EagleHead(Draft):
         *,
         in_order: bool = True,
     ) -> Tensor:
-        """Run decode-time rows: append keys and values, return the next hidden states [R, H].
+        """Run rows in decoding, append keys and values, and return the next states [R, H].
 
         Args:
             tokens_R: token after each row's position.
@@ -266,7 +266,7 @@ class EagleConfig:
 
 
 class Eagle(TiedHead):
-    """EAGLE-1: regresses the target's final hidden state; the target's own LM head reads it.
+    """EAGLE-1 head, which predicts the target's final hidden state for the target's LM head.
 
     z_t = fc([embed(x_{t+1}); f_t])  (2H -> H, bias);  f'_{t+1} = layer(z)_t  without input norm;
     logits of x_{t+2} = LM head(f'_{t+1}); f is the target's hidden state after its final norm.

@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv:2503.01840): fuses three target layers, and learns from logits alone."""
+"""EAGLE-3 head (arXiv:2503.01840), which fuses three target layers and learns only from logits."""
 
 # ... any leading axes, H hidden, N query heads, J key heads, D head size, U draft vocabulary
 # B batch, T rows per sequence, M rows per training step, C = (N + 2 J) D
@@ -108,7 +108,7 @@ def default_feature_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Layer(nn.Module):
-    """Decoder layer with attention over [norm(embedding); norm(state)], 2H wide.
+    """Decoder layer with the 2H-wide attention input [norm(embedding); norm(state)].
 
     r = s + attention([norm(e); norm(s)]), out = r + mlp(norm(r)). The residual s stays un-normed
     unless the head has ``norm_before_residual``.
@@ -129,9 +129,11 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3(EagleHead):
-    """EAGLE-3: s_t = fc([h_low; h_mid; h_high]_t) at first, then the head's own un-normed output.
+    """EAGLE-3 head, which continues fused target states with its own outputs.
 
-    Logits for x_{t+2} are LM head(norm(out_t)) over the draft vocabulary.
+    The first state is s_t = fc([h_low; h_mid; h_high]_t). Later states are the head's outputs,
+    un-normed unless ``norm_output``. Logits for x_{t+2} are LM head(norm(out_t)) over the draft
+    vocabulary.
     """
 
     draft_type: ClassVar[str] = "eagle3"
@@ -176,7 +178,7 @@ class Eagle3(EagleHead):
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """Copy the target's LM head and final norm; fc passes the deepest fused layer through."""
+        """Copy the LM head and final norm, and let fc pass the deepest fused layer through."""
         self.attach(target)
         initialize_head(self, target, draft_ids)
         hidden = self.layer_config.hidden_size
@@ -223,9 +225,10 @@ class Eagle3(EagleHead):
         rows: Sequence[Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Unroll faster than the base, as projections are linear in [norm(embedding); norm(state)].
+        """Unroll faster than the base class, by projecting each token's embedding only once.
 
-        The embedding's half is computed once per token instead of once per step.
+        Projections are linear in [norm(embedding); norm(state)]. So the embedding's half is
+        computed once per token instead of once per step.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         B, T, H = feature_BTH.shape
@@ -279,7 +282,7 @@ class Eagle3(EagleHead):
         return self.norm(out_H) if self.config.norm_output else out_H
 
     def normed(self, state_H: Tensor) -> Tensor:
-        """Return the LM head's input: the state after the head's own final norm, applied once."""
+        """Return the LM head's input, the state after the final norm, which is applied once."""
         return state_H if self.config.norm_output else self.norm(state_H)
 
     def logits(self, state_H: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def check_packable(config: PreTrainedConfig) -> None:
 
 
 def has_latents(config: PreTrainedConfig) -> bool:
-    """Return True if caches store latents, expanded by each layer to keys and values (DeepSeek)."""
+    """Return True if caches store latents that layers expand to keys and values (DeepSeek)."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
@@ -63,14 +63,14 @@ def choose_attention(config: PreTrainedConfig) -> str:
 
 
 def embed(embedding: nn.Module, config: PreTrainedConfig, ids: Tensor) -> Tensor:
-    """Return layer index 0 for token ids: [..., H]."""
+    """Return layer index 0, the embeddings [..., H] of token ids."""
     rows: Tensor = embedding(ids)
     factor = getattr(config, "embedding_multiplier", 1.0)
     return rows if factor == 1 else rows * factor
 
 
 def plain_embedding(target: PreTrainedModel) -> nn.Module:
-    """Return the embedding read by drafts and engines: weight rows without Gemma's scale."""
+    """Return the embedding without Gemma's scale, as drafts and engines read it."""
     embedding: Any = target.get_input_embeddings()
     if not hasattr(embedding, "embed_scale"):
         return embedding
@@ -79,7 +79,7 @@ def plain_embedding(target: PreTrainedModel) -> nn.Module:
 
 
 def logits_divisor(config: PreTrainedConfig) -> float:
-    """Return the divisor applied to the LM head's output to get logits (Granite); else 1."""
+    """Return the divisor from the LM head's output to logits, for example Granite's, or 1."""
     return float(getattr(config, "logits_scaling", None) or 1.0)
 
 
@@ -98,7 +98,7 @@ def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
 
 
 def packed_masks(config: PreTrainedConfig, positions_T: Tensor) -> Tensor | dict[str, Tensor]:
-    """Return additive masks [1, 1, T, T] for a packed row; by layer kind if there are several."""
+    """Return additive masks [1, 1, T, T] for a packed row, by kind if layers have kinds."""
     document_T = (positions_T == 0).cumsum(0)
     visible_TT = (document_T[:, None] == document_T).tril()
     dtype = getattr(torch, str(config.dtype).removeprefix("torch."), torch.float32)
@@ -197,7 +197,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
 
 
 def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Make tensors missing in weight files (rotary tables, scales), for a meta-device model."""
+    """Create a meta-device model's tensors that no weight file has (rotary tables, scales)."""
     decoder = model.get_decoder()
     if (rotary := getattr(decoder, "rotary_emb", None)) is not None:
         decoder.rotary_emb = type(rotary)(config=decoder.config).to(device)
@@ -220,7 +220,7 @@ def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Value
 
 
 def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
-    """Run a layer of each kind and structure as a stage does, on the meta device; name any lack."""
+    """Run a layer of each kind and structure on the meta device, and return what it lacks."""
     inputs = _inputs(decoder, kinds)
     hidden, given = tree_map_only(Tensor, lambda x: x.to("meta"), inputs)
     forms = {
@@ -249,7 +249,7 @@ def _lack_of_layers(decoder: Any, kinds: Sequence[str]) -> str | None:
 def _difference(
     model: PreTrainedModel, decoder: Any, head: nn.Module, kinds: Sequence[str]
 ) -> str | None:
-    """Compare the work around the layers with transformers' forward; return the first difference.
+    """Return the first difference from transformers' forward in the work around the layers.
 
     Stand-ins replace the layers and negate their input.
     """

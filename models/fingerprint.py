@@ -42,7 +42,7 @@ def target_fingerprint(model: PreTrainedModel) -> dict[str, int | str]:
 
 
 def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return weights as stored in the model's files, if loading rounded them to 16 bits.
+    """Return the weights, with the files' precision where loading rounded them to 16 bits.
 
     Args:
         weights: keyed by their names in a decoder-only file.
@@ -108,7 +108,7 @@ class TargetFiles:
 
     @property
     def head_VH(self) -> Tensor:
-        """Return the LM head; the embedding if tied."""
+        """Return the LM head, which is the embedding if tied."""
         return [*self.weights.values(), self.embedding_VH][2]
 
 
@@ -148,7 +148,7 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash the tokenizer for manifests; a slow tokenizer's hash covers only the vocabulary."""
+    """Hash the tokenizer for manifests, or only its vocabulary if the tokenizer is slow."""
     if tokenizer.is_fast:
         text = tokenizer.backend_tokenizer.to_str()
     else:

@@ -1,4 +1,4 @@
-"""FlexSpec (arXiv:2601.00644): a small draft model around a frozen copy of the target's last block.
+"""FlexSpec (arXiv:2601.00644), a small draft model around a frozen copy of the last target block.
 
 The draft reads only token ids, so it can run on another machine. It stays usable for a fine-tuned
 target as long as the copied block, called the anchor, is unchanged in the target.
@@ -86,16 +86,16 @@ class FlexSpecConfig:
 
 
 class FlexSpec(Draft):
-    """Frozen embedding, trained stem, the target's frozen last block, trained MLP and projection.
+    """FlexSpec draft with the target's last block between a trained stem and a trained MLP.
 
     x_t = embedding of token t;  a = B_L(stem(x));  h_t = MLP(a_t);  logits of t + 1 = head(h_t)
 
-    The copies (embedding, last block B_L, with preset practical the final norm) are saved with the
-    draft, so it decodes without the target. A row depends only on tokens up to its own, so states
-    computed for a draft token remain valid once it is accepted. The block uses full attention, even
-    if the target limits it to a window.
+    Embedding, last block B_L and, in preset practical, the final norm are frozen copies. They are
+    saved with the draft, so it decodes without the target. A row depends only on tokens up to its
+    own, so states computed for a draft token remain valid once it is accepted. The block uses full
+    attention, even if the target limits it to a window.
 
-    A state holds all readings' outputs for a position, [..., E, H]; the last one is h_t.
+    A state [..., E, H] has all readings' outputs for a position. The last output is h_t.
     """
 
     draft_type: ClassVar[str] = "flexspec"
@@ -130,7 +130,7 @@ class FlexSpec(Draft):
     def fingerprint(target: PreTrainedModel) -> dict[str, int | str]:
         """Return the target's fingerprint, with its last block's hash as ``anchor``.
 
-        It excludes layers 1 .. L-1: a target fine-tuned in these alone keeps its draft.
+        Layers 1 .. L-1 are not hashed. So a target fine-tuned only in them keeps its draft.
         """
         return {**target_fingerprint(target), "anchor": anchor_hash(target)}
 
@@ -150,7 +150,7 @@ class FlexSpec(Draft):
         return (self.reference.fingerprint["num_layers"] - 1,)
 
     def relative_cost(self, target: StagedTarget) -> float:
-        """Return a forward's relative cost by weights, taking all target layers as anchor-sized."""
+        """Return a forward's relative cost by weights, as if all target layers had anchor size."""
         layer = _num_weights(self.anchor)
         own = layer + sum(_num_weights(part) for part in (self.stem, self.stem_layers, self.mlp))
         return self.config.num_readings * own / (layer * target.num_layers)
@@ -202,7 +202,7 @@ class FlexSpec(Draft):
         return stream_H + changed_H if self.config.residual else changed_H
 
     def forward(self, tokens_BT: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """Compute hidden states [B, T, E, H] for whole sequences; row t predicts token t + 1.
+        """Compute hidden states [B, T, E, H] for sequences. Row t predicts token t + 1.
 
         Args:
             lengths: document lengths in a packed row [1, T].
@@ -231,14 +231,14 @@ class FlexSpec(Draft):
         known_QEH: Tensor,
         before_R: Tensor,
     ) -> Tensor:
-        """Run decode-time rows: append keys and values, return hidden states [R, E, H].
+        """Run rows in decoding, append keys and values, and return hidden states [R, E, H].
 
         Args:
             caches: one per decoder layer and reading, all with the same rows.
             visible_RC: bool, cache rows (including these R) visible to each row.
-            known_QEH: states computed earlier; zeros before a sequence's first token.
-            before_R: int64, each row's predecessor: an index into the Q known rows followed by the
-                R new ones.
+            known_QEH: states computed earlier, or zeros before a sequence's first token.
+            before_R: int64, index of each row's predecessor in the Q known rows followed by the R
+                new rows.
         """
         embedding_RH = self.embedding(tokens_R)
         cos, sin = self.rotary.of_heads(positions_R, embedding_RH.dtype)
@@ -282,7 +282,7 @@ class FlexSpec(Draft):
         )
 
     def logits(self, states_EH: Tensor) -> Tensor:
-        """Return logits [..., U] for states [..., E, H]; entry u is target token draft_ids[u]."""
+        """Return logits [..., U] for states [..., E, H]. Entry u is for token draft_ids[u]."""
         return self.lm_head(states_EH[..., -1, :])
 
 
@@ -295,7 +295,7 @@ def anchor_hash(target: PreTrainedModel) -> str:
 
 
 def last_block(target: PreTrainedModel) -> nn.Module:
-    """Return the target's last decoder layer; load it if its weights are rounded or missing."""
+    """Return the target's last decoder layer, and load it if its weights are rounded or missing."""
     block = target.get_decoder().layers[-1]
     if not next(block.parameters()).is_meta and rounded_dtype(block) is None:
         return block
@@ -338,7 +338,7 @@ def check_anchor(target: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _what_last_block_adds(target: PreTrainedModel, anchor: DecoderLayer) -> tuple[Tensor, Tensor]:
-    """Return what anchor and target's last block each add to random rows: two float32 [T, H]."""
+    """Return what the anchor and the last target block each add to random rows, float32 [T, H]."""
     layer = LayerConfig.from_target(target.get_decoder().config)
     rows_TH = torch.randn(4, layer.hidden_size, generator=torch.Generator().manual_seed(0))
     rows_TH = rows_TH.to(anchor.mlp.up_proj.weight)

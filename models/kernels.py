@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Weight(ctypes.Structure):
-    """Addresses and sizes of packed weights, as in kernels.cpp; keep the tensors alive."""
+    """Addresses and sizes of packed weights for kernels.cpp. The tensors must stay alive."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "scale", "bias")),
@@ -48,7 +48,7 @@ class Weight(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Addresses and sizes of a decoder layer's weights, as in kernels.cpp; keep them alive."""
+    """Addresses and sizes of a layer's weights for kernels.cpp. The tensors must stay alive."""
 
     _fields_ = (
         *((name, Weight) for name in ("query_key_value", "output", "gate_up", "down")),
@@ -69,7 +69,7 @@ KINDS = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Compile and load the kernels; None: no compiler can. Failures are logged."""
+    """Compile and load the kernels, or log the failures and return None."""
     compilers = [found for name in COMPILERS if (found := shutil.which(name))]
     if not compilers:
         logger.info("no C++ compiler (%s): CPU decoding is slower", ", ".join(COMPILERS))
@@ -131,7 +131,7 @@ def _load(command: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return True for a file, not a link, writable by this user alone."""
+    """Return True if only this user can write the file and its folder, and neither is a link."""
     try:
         found = [path.lstat(), path.parent.lstat()]
     except OSError:
@@ -193,7 +193,7 @@ def unpack_int4(blocks_GB: Tensor) -> Tensor:
 
 
 def weight(rows: Tensor, scale_G: Tensor | None = None, bias_G: Tensor | None = None) -> Weight:
-    """Describe packed weights to the kernels; keep the tensors alive."""
+    """Describe packed weights to the kernels. The caller must keep the tensors alive."""
     num_inputs = rows.shape[1]
     if rows.dtype == torch.uint8:
         num_inputs = num_inputs // (4 + BLOCK // 2) * BLOCK
@@ -202,13 +202,13 @@ def weight(rows: Tensor, scale_G: Tensor | None = None, bias_G: Tensor | None = 
 
 
 def _check(x: Tensor, size: int) -> None:
-    """Raise ValueError for rows unfit for the kernels, such as a faulty peer's."""
+    """Raise ValueError for rows that the kernels cannot read, such as a faulty peer's."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or x.shape[-1] != size:
         raise ValueError(f"{x.dtype} rows {list(x.shape)} on {x.device}: want float32, {size} wide")
 
 
 def product(own: Weight, rows_MH: Tensor) -> Tensor:
-    """Return x W^T + b: float32 [M, G]. Inputs are padded like the weights in ``pack``."""
+    """Return x W^T + b as float32 [M, G]. Inputs are padded like the weights in ``pack``."""
     lacking = own.inputs - rows_MH.shape[1]
     if 0 < lacking < BLOCK:
         rows_MH = torch.nn.functional.pad(rows_MH, (0, lacking))
@@ -225,7 +225,7 @@ def product(own: Weight, rows_MH: Tensor) -> Tensor:
 
 
 def before_attention(layer: Layer, hidden_1MH: Tensor, cos_M1D: Tensor, sin_M1D: Tensor) -> Tensor:
-    """Return rotated queries, rotated keys, and values: float32 [1, N + 2 J, M, D].
+    """Return rotated queries, rotated keys, and values, joined to float32 [1, N + 2 J, M, D].
 
     ``sin_M1D`` has a minus sign in its first half, as in ``plain_layers``.
     """
@@ -242,7 +242,7 @@ def before_attention(layer: Layer, hidden_1MH: Tensor, cos_M1D: Tensor, sin_M1D:
 
 
 def can_attend(query_1NMD: Tensor, keys_1JCD: Tensor, values_1JCD: Tensor) -> bool:
-    """Return True if ``attend`` takes these: float32 on a CPU, all with one head size."""
+    """Return True if there are kernels, a float32 query on a CPU, and only one head size."""
     is_float32 = query_1NMD.dtype == torch.float32 and query_1NMD.device.type == "cpu"
     has_one_size = query_1NMD.shape[3] == keys_1JCD.shape[3] == values_1JCD.shape[3]
     return is_float32 and has_one_size and library() is not None
@@ -251,7 +251,7 @@ def can_attend(query_1NMD: Tensor, keys_1JCD: Tensor, values_1JCD: Tensor) -> bo
 def attend(
     query_1NMD: Tensor, keys_1JCD: Tensor, values_1JCD: Tensor, mask_11MC: Tensor, scale: float
 ) -> Tensor:
-    """Return softmax(scale q k^T) v over visible columns: float32 [1, N, M, D].
+    """Return softmax(scale q k^T) v over visible columns as float32 [1, N, M, D].
 
     Args:
         mask_11MC: 0 for visible columns. Hidden columns change no bits.

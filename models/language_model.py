@@ -1,4 +1,4 @@
-"""Draft model: an independent causal LM with the target's tokenizer."""
+"""Draft model that is an independent causal LM with the target's tokenizer."""
 
 # R rows, C cache rows, J key heads, D head size, H draft hidden, V vocabulary of both
 
@@ -20,10 +20,10 @@ from pipedraft.pretrained import dtype_named
 
 
 class LanguageModelDraft(nn.Module):
-    """Causal LM drafting for another one; it reads only token ids.
+    """Causal LM that drafts for another one and reads only token ids.
 
-    It drafts for any number of stages. It is no checkpoint of this package: ``load_draft_model``
-    reads it from a Hugging Face folder or the Hub.
+    It drafts for any number of stages. ``load_draft_model`` reads it from a Hugging Face folder or
+    the Hub, not from a checkpoint of this package.
     """
 
     draft_type: ClassVar[str] = "language_model"
@@ -38,7 +38,7 @@ class LanguageModelDraft(nn.Module):
     ) -> None:
         """
         Args:
-            num_tokens: shared tokenizer size; the models may differ in embedding rows after it.
+            num_tokens: shared tokenizer size. Embedding rows beyond this size may differ.
 
         Raises:
             ValueError: the vocabularies differ in size.
@@ -100,7 +100,7 @@ class LanguageModelDraft(nn.Module):
         *,
         in_order: bool,
     ) -> Tensor:
-        """Return hidden states before the final norm; append keys and values to the caches."""
+        """Append keys and values to the caches, and return hidden states before the final norm."""
         decoder = self.model.get_decoder()
         hidden_1RH = decoder.embed_tokens(tokens_R)[None]
         turn = decoder.rotary_emb(hidden_1RH, positions_R[None])
@@ -149,7 +149,7 @@ class _LayerCaches:
 
 
 def model_folder(name_or_path: str) -> str:
-    """Return the best model if this is a run's output folder; else the argument."""
+    """Return the best model's folder in a run's output folder, or else the argument."""
     best = Path(name_or_path, "best")
     if (best / CONFIG_FILE).exists() and not Path(name_or_path, CONFIG_FILE).exists():
         return str(best)

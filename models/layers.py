@@ -1,7 +1,7 @@
 """Pre-norm decoder layer for all heads: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
-A layer exposes its projections and the part after attention, so training and decoding share one
-set of weights. Each head adds its own attention pattern. Causal attention is here: over whole
+A layer exposes its projections and the part after attention, so training and decoding share one set
+of weights. Each head adds its own attention pattern. This module has causal attention over whole
 sequences, packed or not, and over cached rows.
 """
 
@@ -98,7 +98,7 @@ def check_layers(layers: Sequence[int], last: int) -> None:
 
 
 def intermediate_size(config: PreTrainedConfig) -> int:
-    """Return the target's MLP size; if it has only experts, their total size per token."""
+    """Return the target's MLP size, or the experts' total size per token if it has only experts."""
     if (size := getattr(config, "intermediate_size", None)) is not None:
         return int(size)
     chosen = config.num_experts_per_tok * config.moe_intermediate_size
@@ -106,7 +106,7 @@ def intermediate_size(config: PreTrainedConfig) -> int:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions (cos, sin); frequencies from transformers, so scaled variants agree."""
+    """Rotary positions (cos, sin) with transformers' frequencies, so scaled variants agree."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move frequencies with the module, but keep them in float32.
 
-        Rounded to bfloat16, they turn position 500 by half a radian too far.
+        Frequencies rounded to bfloat16 turn position 500 by half a radian too far.
         """
 
         def move(tensor: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x_ND: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-    """Rotate heads x [..., D]: all entries, or only as many first ones as cos and sin have."""
+    """Rotate the entries of heads x [..., D], or only the first ones if cos and sin are shorter."""
     if (size := cos_D.shape[-1]) < x_ND.shape[-1]:
         return torch.cat([rotate(x_ND[..., :size], cos_D, sin_D), x_ND[..., size:]], -1)
     left, right = x_ND.chunk(2, -1)
@@ -187,7 +187,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def query(self, x_H: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-        """Return rotated queries [..., N, D] from normed rows [..., H]; cos, sin [..., 1, D]."""
+        """Return rotated queries [..., N, D] from normed rows [..., H] and cos, sin [..., 1, D]."""
         heads = self.q_proj(x_H).unflatten(-1, (self.num_heads, self.head_size))
         # Norm before the rotation: Qwen3's order. The norm's weights would not commute with it.
         return rotate(self.q_norm(heads), cos_D, sin_D)
@@ -226,7 +226,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def finish(self, x_H: Tensor, attended_ND: Tensor) -> Tensor:
-        """Return residual rows after attention and MLP; attended [..., N, D]."""
+        """Return residual rows after attention and MLP, given ``attended_ND`` [..., N, D]."""
         x_H = x_H + self.self_attn.o_proj(attended_ND.flatten(-2))
         return x_H + self.mlp(self.post_attention_layernorm(x_H))
 
@@ -235,8 +235,8 @@ class DecoderLayer(nn.Module):
 def initialize_matrices(module: nn.Module, num_layers: int) -> None:
     """Initialize a head's matrices randomly, smaller if they write to the residual stream.
 
-    The scale is half the usual 1 / sqrt(fan-in): the residual stream starts as a target state, and
-    layers should change it slowly.
+    The scale is half the usual 1 / sqrt(fan-in), because the residual stream starts as a target
+    state and layers should change it slowly.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim == 2:
@@ -257,7 +257,7 @@ def document_slices(lengths: Sequence[int]) -> list[slice]:
 
 
 def positions_of(num_positions: int, lengths: Sequence[int] | None, device: torch.device) -> Tensor:
-    """Return every token's position in its own document: int64 [T]."""
+    """Return every token's position in its own document as int64 [T]."""
     if lengths is None:
         return torch.arange(num_positions, device=device)
     return torch.cat([torch.arange(length, device=device) for length in lengths])
@@ -266,7 +266,7 @@ def positions_of(num_positions: int, lengths: Sequence[int] | None, device: torc
 def causal_attention(
     query_BTND: Tensor, keys_BTJD: Tensor, values_BTJD: Tensor, lengths: Sequence[int] | None = None
 ) -> Tensor:
-    """Run causal attention without a mask: rows see their document up to themselves.
+    """Run causal attention, in which rows see their document up to themselves, without a mask.
 
     Returns:
         [B, T, N, D].
@@ -287,7 +287,7 @@ class WithinDocuments(TorchFunctionMode):
 
     No pair across documents is computed, and no mask for the whole row is built.
 
-    Use it for forward passes only: when backward recomputes a layer, the mode is no longer active.
+    Use it for forward passes only. When backward recomputes a layer, the mode is not active.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -310,7 +310,7 @@ def _attend_apart(
     """Run attention within each packed document.
 
     Args:
-        options: for ``attend``; a sliding window's ``attn_mask`` over the whole row is cut, too.
+        options: for ``attend``. A sliding window's ``attn_mask`` over the whole row is cut, too.
     """
     mask, outs = options.pop("attn_mask", None), []
     parts = zip(*(x.split(list(lengths), 2) for x in inputs), strict=True)
@@ -345,9 +345,9 @@ MIN_ROWS = 64
 
 
 class KeyValues:
-    """Keys and values in row order, in buffers doubling when full.
+    """Keys and values in row order, in buffers that double when full.
 
-    A new row costs the same after 1,000 others as after 30,000."""
+    Appending a row takes as long after 1,000 rows as after 30,000."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -373,7 +373,7 @@ class KeyValues:
         self.num_rows += len(keys_RJD)
 
     def _write(self, keys_RJD: Tensor, values_RJD: Tensor) -> Tensor:
-        """Write rows after the counted ones; return all rows up to the last, [2, J, P + R, D]."""
+        """Write R rows after the P counted ones, and return all of them, [2, J, P + R, D]."""
         end, used = self.num_rows + len(keys_RJD), self._buffers_2JCD
         if used is None or end > used.shape[2]:
             _, J, D = keys_RJD.shape
@@ -386,7 +386,7 @@ class KeyValues:
         return self._rows(end)
 
     def keep(self, first: int, places: list[int]) -> None:
-        """Drop rows from ``first`` on, except ``places``, which count from ``first`` and ascend."""
+        """Drop all rows from ``first`` on except ``places``, ascending offsets from ``first``."""
         if places and places != list(range(len(places))):  # a prefix is in place already
             rows_2JKD = self._rows(self.num_rows)[:, :, first:]
             rows_2JKD[:, :, : len(places)] = rows_2JKD[:, :, places]
@@ -395,12 +395,12 @@ class KeyValues:
     def attend_with(
         self, query_RND: Tensor, keys_KJD: Tensor, values_KJD: Tensor, visible_RC: Tensor
     ) -> Tensor:
-        """Run ``attend`` with some more rows, without keeping them."""
+        """Attend to the cached rows and to more rows, without keeping the latter."""
         keys_JCD, values_JCD = self._write(keys_KJD, values_KJD)
         return masked_attention(query_RND, keys_JCD, values_JCD, visible_RC)
 
     def attend(self, query_RND: Tensor, visible_RP: Tensor) -> Tensor:
-        """Return attention over the cached rows: [R, N, D].
+        """Return attention [R, N, D] over the cached rows.
 
         Args:
             visible_RP: bool, cached rows visible to each query.
@@ -409,7 +409,7 @@ class KeyValues:
 
 
 class FixedKeyValues(KeyValues):
-    """Fixed-size buffers with rows at any places; queries read all places through a mask."""
+    """Fixed-size buffers with rows at any places, all read by queries through a mask."""
 
     def __init__(self, num_places: int) -> None:
         super().__init__()
@@ -461,11 +461,11 @@ def grouped_attention(
 ) -> Tensor:
     """Run masked attention [1, N, R, D], with query heads folded into rows of their key head.
 
-    A GPU has no kernel for grouped heads with a mask: torch would copy keys and values for each
-    query head, in every layer and step.
+    A GPU has no kernel for grouped heads with a mask. Without folding, torch would copy keys and
+    values for each query head, in every layer and step.
 
     Args:
-        mask_gP: bool or additive [..., g, P], g = N / J times R rows, head after head.
+        mask_gP: bool or additive [..., g, P], where g rows are N / J copies of the R rows.
     """
     rows_1JgD = query_1NRD.reshape(1, keys_1JPD.shape[1], -1, query_1NRD.shape[-1])
     out_1JgD = F.scaled_dot_product_attention(
@@ -484,7 +484,7 @@ def causal_layer(
     sin_T1D: Tensor,
     lengths: Sequence[int] | None,
 ) -> Tensor:
-    """Apply a decoder layer to whole sequences; each row sees rows up to itself.
+    """Apply a decoder layer to whole sequences, so that each row sees rows up to itself.
 
     Args:
         lengths: document lengths in a packed row [1, T].

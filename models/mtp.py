@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layer shipped with a target to continue its own hidden states.
+"""Multi-token prediction (MTP) layer, shipped with a target to continue its hidden states.
 
 Row t joins the embedding of token t + 1 with the target's state at position t after its final norm:
 
@@ -62,7 +62,7 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class GatedAttention(Attention):
-    """Qwen3.5 attention: q_proj gives each head a query and a gate for its output."""
+    """Qwen3.5 attention, where q_proj gives each head a query and a gate for its output."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__(config)
@@ -105,7 +105,7 @@ class MTP(TiedHead):
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """Initialize a new layer: fc passes the state through, the final norm is the target's."""
+        """Copy the target's final norm into a new layer, and let fc pass the state through."""
         assert draft_ids is None, "an MTP layer reads its logits off the target's LM head"
         self.attach(target)
         self.pass_state_on()
@@ -136,7 +136,7 @@ class MTP(TiedHead):
         return self.norm(self.layer.finish(residual_H, attended_ND))
 
     def normed(self, state_H: Tensor) -> Tensor:
-        """Return the LM head's input; states are already normed."""
+        """Return the state as the LM head's input, because states are already normed."""
         return state_H
 
     @property

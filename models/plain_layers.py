@@ -1,8 +1,9 @@
-"""Decoder layers for few rows on a CPU: transformers' arithmetic in fewer calls.
+"""Run decoder layers for few rows on a CPU, with transformers' arithmetic in fewer calls.
 
-One product computes queries, keys and values, another one gate and up. We join their weights in
-memory once, and transformers' modules keep views, so nothing is stored twice. Compiled kernels
-(``kernels.py``) run all but attention in two calls per layer; without a compiler torch does.
+One product computes queries, keys and values. Another product computes gate and up. Their weights
+are joined in memory once, and transformers' modules keep views, so nothing is stored twice.
+Compiled kernels (``kernels.py``) run a layer, except attention, in two calls. Without a compiler,
+torch runs it.
 """
 
 # R rows, H hidden, N query heads, J key heads, D head size, G joined outputs, I intermediate size
@@ -48,7 +49,7 @@ class PlainLayer:
         self._kept = [x for module in _read(layer) for x in module.parameters(recurse=False)]
 
     def is_current(self, layer: nn.Module) -> bool:
-        """Return False once a module or weight was replaced: moved, merged or loaded."""
+        """Return False once a module or weight was moved, merged, loaded or otherwise replaced."""
         return self._identity == _identity(layer)
 
     @property
@@ -91,7 +92,7 @@ class PlainLayer:
         return (rows_RH + self.mlp.down_proj(F.silu(gate_RI) * up_RI))[None]
 
     def _fitted(self, layer: nn.Module) -> kernels.Layer | None:
-        """Return the layer for the kernels; None: no compiler, or they do not take its parts."""
+        """Return the layer for the kernels, or None if they are missing or cannot run it."""
         if kernels.library() is None or not all(map(_can_read, _read(layer))):
             return None
         joined = self.query_key_value, self.attention.o_proj, self.gate_up, self.mlp.down_proj
@@ -151,7 +152,7 @@ _joined: "WeakKeyDictionary[nn.Module, PlainLayer]" = WeakKeyDictionary()
 
 
 class PlainLayers:
-    """A stage's layers as ``PlainLayer`` calls, if all of them are plain; else transformers' own.
+    """A stage's layers, called as ``PlainLayer`` if all are plain, or else as transformers' own.
 
     Checking 30 layers takes 3 ms, so they are checked only once per sequence.
     """
@@ -162,7 +163,7 @@ class PlainLayers:
         self._is_checked = False
 
     def reset(self) -> None:
-        """Check again in the next call, as a layer may have been replaced, hooked or trained."""
+        """Check the layers again in the next call, because they may have changed."""
         self._is_checked = False
 
     def calls(
@@ -205,9 +206,10 @@ class PlainLayers:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Return True for a layer in float32 (or rounded) on a CPU, without hooks, adapters, sharding.
+    """Return True for a float32 or rounded layer on a CPU, without hooks, adapters or sharding.
 
-    In other dtypes transformers' norms round between steps, and the results would differ.
+    The family must be in ``PLAIN``, with sdpa attention, SiLU and frozen weights. In other dtypes
+    transformers' norms round between steps, and the results would differ.
     """
     attention: HFModule = getattr(layer, "self_attn", None)
     if attention is None or attention.config.model_type not in PLAIN:
@@ -237,7 +239,7 @@ def _can_join(part: HFModule) -> bool:
 
 
 def _read(layer: HFModule) -> list[HFModule]:
-    """Return the modules whose weights the kernels read beside the joined ones."""
+    """Return the norms and projections that the kernels read but that are not joined."""
     found = [layer.input_layernorm, layer.post_attention_layernorm]
     found += [layer.self_attn.o_proj, layer.mlp.down_proj]
     names = [name for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
@@ -245,7 +247,7 @@ def _read(layer: HFModule) -> list[HFModule]:
 
 
 def _can_read(part: HFModule) -> bool:
-    """Return True if a module does no more than its weights say, and the kernels take these."""
+    """Return True if a module only applies its weights, and the kernels can read these weights."""
     if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
         return False
     if isinstance(part, RoundedLinear):
@@ -258,7 +260,7 @@ def _can_read(part: HFModule) -> bool:
 
 
 def _identity(layer: HFModule) -> list[object]:
-    """Return the modules read by ``PlainLayer``, their weights' addresses, and who reads them."""
+    """Return the modules, weight addresses and kernel support that a ``PlainLayer`` relies on."""
     found: list[object] = [layer.self_attn, layer.mlp, *_read(layer)]
     for part in _read(layer):
         found += [_can_read(part), *(x.data_ptr() for x in part.parameters(recurse=False))]
@@ -271,13 +273,13 @@ def _identity(layer: HFModule) -> list[object]:
 
 
 def _parts(layer: HFModule) -> list[list[HFModule]]:
-    """Return the modules to join: for attention, for the MLP."""
+    """Return the modules to join, first those for attention and then those for the MLP."""
     blocks = ((getattr(layer, block), names) for block, names in JOINED.items())
     return [[getattr(block, name) for name in names] for block, names in blocks]
 
 
 def _join(parts: Sequence[HFModule]) -> nn.Module:
-    """Join weights and biases into one layer; the parts then hold views."""
+    """Join weights and biases into one layer, and replace the parts' own by views."""
     if isinstance(parts[0], RoundedPart):
         return parts[0].joined
     sizes = parts[0].in_features, sum(part.out_features for part in parts)

@@ -1,4 +1,4 @@
-"""PPSD's early-exit head: draft for pipeline-parallel self-speculative decoding.
+"""PPSD's early-exit head, which drafts in pipeline-parallel self-speculative decoding.
 
 The head continues the first stage's output for the newest token with a few decoder layers, a norm
 and an LM head. All its input rows, in flight or committed, come from this stage. So plain causal
@@ -43,9 +43,9 @@ class PPSDConfig(StagedDraftConfig):
 class PPSD(StagedDraft):
     """Decoder layers, norm and LM head on the target's first-stage output.
 
-    Row t reads position t's state after this stage and predicts the token at t + 1. Training
-    and decoding compute the same function: ``forward`` for whole sequences, ``rows`` for further
-    rows.
+    Row t reads position t's state after this stage and predicts the token at t + 1. ``forward``
+    computes whole sequences for training, and ``rows`` computes further rows in decoding. Both
+    compute the same function.
     """
 
     draft_type: ClassVar[str] = "ppsd"
@@ -76,7 +76,7 @@ class PPSD(StagedDraft):
         """Copy the layers after the first stage, the final norm and the LM head from the target.
 
         These layers were trained on exactly this input. Layers of another kind (recurrent, mixture
-        of experts) cannot be copied; the head's layers start random instead.
+        of experts) cannot be copied. The head's layers then start random.
         """
         initialize_head(self, target, draft_ids)
         initialize_matrices(self.layers, len(self.layers))
@@ -94,7 +94,7 @@ class PPSD(StagedDraft):
             lengths: document lengths in a packed row [1, T].
 
         Returns:
-            [B, T, H] before the norm; row t predicts the token at position t + 1.
+            [B, T, H] before the norm. Row t predicts the token at position t + 1.
         """
         stream_BTH = taps[self.exit_layer]
         positions_T = positions_of(stream_BTH.shape[1], lengths, stream_BTH.device)
@@ -111,7 +111,7 @@ class PPSD(StagedDraft):
         caches: Sequence[KeyValues],
         visible_RC: Tensor,
     ) -> Tensor:
-        """Run decode-time rows: append keys and values, return the output rows [R, H].
+        """Run rows in decoding, append keys and values, and return the output rows [R, H].
 
         Args:
             stream_RH: first stage's output.

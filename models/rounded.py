@@ -1,7 +1,7 @@
-"""Round target and draft weights on a CPU: ``--dtype`` float16, bfloat16, int8 and int4.
+"""Round target and draft weights on a CPU to float16, bfloat16, int8 or int4 (``--dtype``).
 
-Inputs and sums stay in float32, as do embeddings, norms and attention. A row's numbers never depend
-on the other rows, so drafts change no token.
+Inputs and sums stay in float32, as do embeddings, norms and attention. A row's bits never depend on
+the other rows, so drafting changes no token.
 """
 
 # M rows, H inputs, G output channels
@@ -23,16 +23,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.int8, kernels.int4)
 
 
 class RoundedLinear(nn.Module):
-    """Compute x W^T + b with rounded W; a row's result has the same bits next to any other rows.
+    """Linear layer x W^T + b with rounded W, in which no row's bits depend on the other rows.
 
-    int8: W = round(W / s) s, s = max |W| / 127 per channel. int4: blocks of 32 inputs; see
-    ``kernels.pack``.
+    int8 stores round(W / s), with s = max |W| / 127 for each output channel. int4 stores blocks of
+    32 inputs, as described in ``kernels.pack``.
     """
 
     def __init__(
         self, weight_GH: Tensor, bias_G: Tensor | None, dtype: torch.dtype, *, keep_weight: bool
     ) -> None:
-        """``keep_weight``: also keep the float32 weight, for code that reads it."""
+        """Round the weight. With ``keep_weight``, also keep the float32 weight for other code."""
         super().__init__()
         self.out_features, self.in_features = weight_GH.shape
         self.dtype, self._packed = dtype, kernels.pack(weight_GH, dtype)
@@ -51,7 +51,7 @@ class RoundedLinear(nn.Module):
 
 
 class RoundedPart(nn.Module):
-    """One of several linear layers joined into one: its output channels."""
+    """Linear layer that computes some of the output channels of a joined ``RoundedLinear``."""
 
     def __init__(self, joined: RoundedLinear, channels: slice) -> None:
         super().__init__()
@@ -68,24 +68,25 @@ class RoundedPart(nn.Module):
 
 
 def rounded_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the rounded weights' dtype in a module; None: it has none."""
+    """Return the dtype of a module's rounded weights, or None if it has none."""
     layers = (x.joined if isinstance(x, RoundedPart) else x for x in module.modules())
     return next((x.dtype for x in layers if isinstance(x, RoundedLinear)), None)
 
 
 def dtype_of(model: PreTrainedModel) -> torch.dtype:
-    """Return the weights' dtype as given to ``load_target``."""
+    """Return the weights' dtype, as given to ``load_target``."""
     return rounded_dtype(model) or model.dtype
 
 
 def rounds(dtype: torch.dtype, config: PreTrainedConfig, device: torch.device | str) -> bool:
-    """Return True if a dtype rounds only weights: all but float32 on a CPU.
+    """Return True if ``dtype`` rounds only the weights, while inputs and sums stay in float32.
 
-    Without a compiler, and in families without a pass in ``plain_layers``, float16 and bfloat16
-    also round what is computed.
+    This needs a dtype other than float32, a CPU, a compiler, and a family that ``plain_layers`` can
+    run. Without one of these, float16 and bfloat16 apply to the whole model's computation.
 
     Raises:
-        ValueError: int8 or int4 on another device, in such a family or without a compiler.
+        ValueError: ``dtype`` is int8 or int4, but the device is not a CPU, ``plain_layers`` cannot
+            run the family, or no compiler works.
     """
     is_plain = config.model_type in PLAIN and config.hidden_act == "silu"
     on_cpu = torch.device(device).type == "cpu"
@@ -108,7 +109,7 @@ def rounds(dtype: torch.dtype, config: PreTrainedConfig, device: torch.device | 
 
 @torch.no_grad()
 def round_target(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Replace all linear layers in decoder layers, and the LM head; meta weights stay."""
+    """Round the decoder layers' linear layers and the LM head, except on the meta device."""
     for layer in model.get_decoder().layers:
         for block, names in JOINED.items():
             _join(getattr(layer, block), names, dtype)
@@ -117,11 +118,11 @@ def round_target(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def round_head(head: nn.Module, dtype: str, target: PreTrainedModel) -> None:
-    """Round a head's weights: to a dtype's name, or auto: as the target's weights.
+    """Round a head's weights to the named ``dtype``, or like the target's weights for "auto".
 
     Raises:
-        ValueError: another dtype than auto on another device than a CPU, for a target that does
-            not compute in float32, or without a compiler.
+        ValueError: ``dtype`` is not "auto", but the target is not on a CPU, it does not compute in
+            float32, or no compiler works.
     """
     rounded = rounded_dtype(target) if dtype == "auto" else dtype_named(dtype, "draft_dtype")
     if dtype != "auto":
@@ -137,9 +138,9 @@ def round_head(head: nn.Module, dtype: str, target: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def round_draft(draft: nn.Module, dtype: torch.dtype) -> None:
-    """Replace a draft's projections in attention and MLP, those in lists, and its LM head.
+    """Round a draft's attention and MLP projections, its linear layers in lists, and its LM head.
 
-    Other layers stay in float32: they are small, and some heads read parts of their weights.
+    Other layers stay in float32. They are small, and some heads read parts of their weights.
     """
     for parent, name, linear in _linear_layers(draft):
         in_list = isinstance(parent, nn.ModuleList)

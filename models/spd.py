@@ -1,9 +1,9 @@
 """SPD's multi-depth speculation head (arXiv:2605.30852).
 
-In a pipeline with n stages, the newest token has passed 0 stages, the one before it 1 stage, and so
-on: each token's known depth depends on its distance from the newest. For every earlier position the
-head reads features of exactly this depth. It predicts the token to enter next, so the pipeline
-never runs empty.
+In a pipeline with n stages, the newest token has passed 0 stages, the token before it 1 stage, and
+so on. So each token's known depth depends on its distance from the newest token. For every earlier
+position the head reads features of exactly this depth. The head predicts the token to enter next,
+so the pipeline never runs empty.
 """
 
 # B batch, T positions, H hidden, N query heads, J key heads, D head size, U draft vocabulary
@@ -95,15 +95,15 @@ class SPDConfig(StagedDraftConfig):
 
     @property
     def lead(self) -> int:
-        """Stages that the newest token has passed: 1 with output states, else 0."""
+        """Number of stages that the newest token has passed, 1 with output states, else 0."""
         return int(self.timing == "output_states")
 
     @property
     def max_in_flight(self) -> int:
-        """Maximum rows in flight before the newest one; earlier rows are committed.
+        """Maximum number of rows in flight before the newest row. Earlier rows are committed.
 
-        With m tokens per step: m n + m - 1 (m - 1 of them just drafted), and one less with output
-        states.
+        With m tokens per step this is m n + m - 1, including m - 1 rows just drafted. With output
+        states it is one less.
         """
         return self.num_stages * self.tokens_per_step + self.tokens_per_step - 1 - self.lead
 
@@ -111,10 +111,10 @@ class SPDConfig(StagedDraftConfig):
 def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
     """Return the layers whose hidden states form the feature at each distance 0..max_in_flight.
 
-    Distances count from the newest token. With one token per step the distance gives the depth:
-    0..n, or 1..n with output states. With m tokens per step, distance i uses depth
-    max((i - m + 1) // m, 0): in the last of a step's m forwards this is the row's true depth; in
-    the earlier ones the row may be deeper.
+    Distances count from the newest token. With one token per step the distance gives the depth,
+    which is 0..n, or 1..n with output states. With m tokens per step, distance i uses the depth
+    max((i - m + 1) // m, 0). In the last of a step's m forwards this is the row's true depth. In
+    the earlier forwards the row may be deeper.
     Index 0 is the embedding, index i the raw output of layer i - 1. Only ``normed_last`` applies
     the final norm, to index L.
     Let l be the last layer index passed at depth k:
@@ -136,10 +136,11 @@ def feature_layers(config: SPDConfig) -> list[tuple[int, ...]]:
 
 
 class SPD(StagedDraft):
-    """SPD head: one feature per depth, Ls decoder layers, its own LM head.
+    """SPD head with one feature per depth, Ls decoder layers, and its own LM head.
 
-    Training and decoding compute the same function: ``forward`` for every position in a sequence at
-    a given occupancy, ``extend`` and ``propose`` for one moment in a running pipeline.
+    In training, ``forward`` computes every position in a sequence at a given occupancy. In
+    decoding, ``extend`` and ``propose`` compute the same function for one moment in a running
+    pipeline.
     """
 
     draft_type: ClassVar[str] = "spd"
@@ -174,7 +175,7 @@ class SPD(StagedDraft):
 
     @torch.no_grad()
     def initialize(self, target: PreTrainedModel, draft_ids: Tensor | None = None) -> None:
-        """Copy the target's final norm and LM head; start features as the deepest state.
+        """Copy the target's final norm and LM head, and start features as the deepest state.
 
         Each projection starts as the identity on its deepest layer and zero on the others, so the
         residual stream starts in the space known to the norm and the LM head.
@@ -191,7 +192,7 @@ class SPD(StagedDraft):
         initialize_matrices(self.layers, len(self.layers))
 
     def feature(self, taps: Mapping[int, Tensor], depth: int) -> Tensor:
-        """Return g^k = FC_k(concat of the hidden states in the depth-k feature): [..., H].
+        """Return g^k = FC_k(concatenated hidden states of the depth-k feature), [..., H].
 
         Applies FC_k piece by piece, so no concatenation is written or saved for backward.
         """
@@ -213,7 +214,7 @@ class SPD(StagedDraft):
         ]
 
     def _of_layer(self, index: int, rows_RH: Tensor, depths: Sequence[int]) -> Tensor:
-        """Return a layer's input. Depths are non-increasing; rows at depth 0 stay as they are."""
+        """Return a layer's input, given non-increasing depths. Rows at depth 0 stay unchanged."""
         if not self.config.layer_projections:
             return rows_RH
         projections, parts = cast(list[nn.Linear], self.layer_projections[index]), []
@@ -236,11 +237,12 @@ class SPD(StagedDraft):
         Args:
             taps: target hidden states [B, T, H] by layer index.
             occupancy: tokens in flight per example, 1..max_in_flight (simulated pipeline fill).
-                Fastest in descending order: later examples' missing depths are not computed.
-            lengths: document lengths in a packed row [1, T]; the documents are then the examples.
+                Descending order is fastest, because later examples' missing depths are not
+                computed.
+            lengths: document lengths in a packed row [1, T]. The documents are then the examples.
 
         Returns:
-            [B, T, H] before the final norm; row t predicts the token at position t + 1.
+            [B, T, H] before the final norm. Row t predicts the token at position t + 1.
         """
         examples = Fill(occupancy, lengths, self.config.max_in_flight)
         if self.config.query == "all":
@@ -280,7 +282,7 @@ class SPD(StagedDraft):
 
         Returns:
             keys, values: [B_r, J, T_r, D] by layer and block.
-            block_of_depth: for depths 0..n; block 0 is the query stream.
+            block_of_depth: block index for depths 0..n. Block 0 is the query stream.
         """
         layers = self.decoder_layers
         projections = [
@@ -317,7 +319,7 @@ class SPD(StagedDraft):
         bias_A: Tensor | None,
         rotation: tuple[Tensor, Tensor],
     ) -> list[Tensor]:
-        """Return one depth's keys and values, layer after layer: 2 Ls tensors [B, J, T, D]."""
+        """Return one depth's keys and values, 2 Ls tensors [B, J, T, D] in layer order."""
         attention, layers = self.layers[0].self_attn, self.decoder_layers
         shape = (2 * len(layers), attention.num_key_value_heads, attention.head_size)
         # One norm and one product for all layers' keys and values.
@@ -344,10 +346,11 @@ class SPD(StagedDraft):
     def _forward_all(self, taps: Mapping[int, Tensor], examples: Fill) -> Tensor:
         """Run a forward with every depth as a stream.
 
-        Row (depth d, position t) is the view of position t with the newest token d positions later.
+        The row of depth d and position t is position t's view if the newest token is at t + d.
 
-        All depths' streams pass the layers as one batch of S sequences (in a packed row: one long
-        row): all examples' rows at depth 0, then rows at depth 1 where they exist, and so on.
+        All depths' streams pass the layers as one batch of S sequences, or in a packed row as one
+        long row. All examples' rows at depth 0 come first, then existing rows at depth 1, and so
+        on.
         """
         # Examples are sorted by occupancy: a depth ends at the last example in flight there.
         depths, axis = range(self.config.max_in_flight + 1), examples.axis
@@ -417,7 +420,7 @@ class SPD(StagedDraft):
         positions_R: Tensor,
         visible_RC: Tensor,
     ) -> None:
-        """Run ``extend`` on tensors only; the C cache rows include the R new ones."""
+        """Run ``extend`` on tensors only. The C cache rows include the R new rows."""
         stream_RH = self._decoded_feature(taps, self.config.max_in_flight)
         cos, sin = self.rotary.of_heads(positions_R, stream_RH.dtype)
         for index, (layer, cache) in enumerate(zip(self.decoder_layers, caches, strict=True)):
@@ -446,13 +449,13 @@ class SPD(StagedDraft):
         """Return logits [Q, U] for the tokens after the Q rows at depth 0, which come last.
 
         Args:
-            caches: committed positions; left unchanged.
-            taps: layer index -> hidden states [r, H] for the first r rows. A row at depth k needs
+            caches: committed positions, left unchanged.
+            taps: hidden states [r, H] for the first r rows, by layer index. A row at depth k needs
                 only the layers for depth k, so deeper layers may have fewer rows.
-            depths: depth used for each of the R rows in flight, oldest first, non-increasing. It
-                may be smaller than the row's real depth.
+            depths: depth used for each of the R rows in flight, oldest first, non-increasing. A
+                depth may be smaller than the row's real depth.
             positions: absolute positions [R].
-            visible_RR: ancestors-or-self among the rows in flight.
+            visible_RR: bool, each row's ancestors and itself among the rows in flight.
         """
         # Every row in flight sees all committed positions.
         visible_RC = torch.cat(

@@ -1,8 +1,8 @@
 """Messages to a pipeline stage (``Segment``, ``KeepRows``), and the stage's cache.
 
-A stage mirrors the controller's sequence in the same order: the committed prefix, then the
-speculative rows S[0:m). A segment is data; ``KeepRows(I, a)`` is the only control message: it
-commits, prunes, rolls back and flushes, and its arithmetic is defined here once.
+A stage mirrors the controller's sequence, which is the committed prefix and then the speculative
+rows S[0:m). A segment is data. ``KeepRows(I, a)`` is the only control message. It commits, prunes,
+rolls back and flushes, and its arithmetic is defined only here.
 
 Shape suffixes: l segment rows, S mask columns, H hidden, C rows in use, N key/value heads, D head
 size, W channels and K inputs in the short convolution, T rows per call, B rows per call with
@@ -21,11 +21,11 @@ MIN_CAPACITY = 128  # rows; buffers double from here, so n appends cost O(n) cop
 
 @dataclass(frozen=True)
 class KeepRows:
-    """Message: retain rows I in the ordered token tree S, and commit the first a among them.
+    """Message to retain rows I in the ordered token tree S and to commit the first a of them.
 
-    A cache or segment with rows S[lo:hi) keeps its rows [i - lo for i in I if lo <= i < hi] and
-    the mask columns [i for i in I[a:] if i < hi]: committed rows are visible to everything and need
-    no column. Positions never change. S itself becomes S[I[a:]].
+    A cache or segment with rows S[lo:hi) keeps its rows [i - lo for i in I if lo <= i < hi] and the
+    mask columns [i for i in I[a:] if i < hi]. Committed rows are visible to all rows and need no
+    column. Positions never change. S itself becomes S[I[a:]].
     """
 
     rows: tuple[int, ...]
@@ -54,7 +54,7 @@ class KeepRows:
         """Refuse to commit rows before they are in the cache.
 
         Schedules commit a row only after it has left the last stage, hence after every stage has
-        cached it. If it were still waiting here, it would lose its own mask column.
+        cached it. A row still waiting here would lose its own mask column.
         """
         committed = self.rows[: self.num_committed]
         assert not committed or committed[-1] < num_cached, (
@@ -93,7 +93,7 @@ class Segment:
 
     @property
     def parents(self) -> list[int]:
-        """Each row's parent as an index into S; -1: the committed prefix."""
+        """Each row's parent as an index into S, or -1 for the committed prefix."""
         # Rows come after all their ancestors, so the last one before a row is its parent.
         before_lS = self.visible.tril(self.lo - 1)
         rows_S = torch.arange(1, self.hi + 1, device=before_lS.device)
@@ -108,8 +108,8 @@ def prune_segment(segment: Segment, keep: KeepRows, num_cached: int) -> Segment 
     """Apply a KeepRows to a segment waiting at a stage's input.
 
     Args:
-        num_cached: speculative rows ahead of the segment before pruning: cached by the stage, or in
-            segments waiting in front.
+        num_cached: speculative rows ahead of the segment before pruning. The stage has cached them,
+            or they wait in earlier segments.
 
     Returns:
         The surviving rows, or None when none survive.
@@ -137,14 +137,14 @@ def additive_mask(
     dtype: torch.dtype,
     groups: int = 1,
 ) -> Tensor:
-    """Return an attention mask [1, 1, l, C]: 0 for visible keys, the dtype's minimum elsewhere.
+    """Return an attention mask [1, 1, l, C], 0 for visible keys and the dtype's minimum elsewhere.
 
-    The S columns in ``visible_lS`` are the last among the C rows; all earlier rows are visible. A
+    The S columns in ``visible_lS`` are the last of the C rows. All earlier rows are visible. A
     sliding window also hides keys at positions <= own position - window (Mistral's rule).
 
-    Even a single row with everything visible gets a mask. Without one, the kernel and the row count
-    decide between "causal" and "everything". Only an additive float mask means the same to sdpa and
-    eager: eager *adds* a boolean one.
+    Even a single row with everything visible gets a mask. Without a mask, the kernel and the row
+    count decide between "causal" and "everything". Only an additive float mask means the same to
+    sdpa and eager, because eager *adds* a boolean mask.
 
     Args:
         groups: repeat the l rows this many times.
@@ -164,7 +164,7 @@ def additive_mask(
 
 
 class Abandoned(Exception):
-    """Raised when a segment becomes useless before its last layer; the cache stays unchanged."""
+    """Raised when a segment becomes useless before its last layer. The cache stays unchanged."""
 
 
 @dataclass
@@ -181,11 +181,12 @@ class StageCache:
 
     Hugging Face layers receive it as ``past_key_values``. The attention and gated-delta-net modules
     in transformers 5.23 call ``update``, ``is_recording_past`` and the four ``*_state`` methods.
-    ``begin`` announces rows and fixes the places for the layers' writes; ``advance`` counts the
+    ``begin`` announces rows and fixes the places for the layers' writes, and ``advance`` counts the
     rows. If a forward fails in between, the cache stays unchanged.
 
-    Recurrent layers cannot drop rows from their state. So the cache remembers the state after every
-    speculative row: each row starts from its parent's, and ``keep`` drops rows with their states.
+    Recurrent layers cannot drop rows from their state. So the cache stores the state after every
+    speculative row. Each row starts from its parent's state, and ``keep`` drops rows with their
+    states.
     """
 
     def __init__(self, recurrent_layers: Collection[int]):
@@ -215,23 +216,23 @@ class StageCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in all buffers; a recurrent state shared by several rows counts once."""
+        """Bytes in all buffers, counting a recurrent state shared by several rows once."""
         tensors = [*self._keys.values(), *self._values.values()]
         for state in self._states:
             tensors += [*state.conv.values(), *state.recurrent.values()]
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
     def reset(self) -> None:
-        """Forget every row; the buffers stay allocated."""
+        """Forget every row, but keep the buffers allocated."""
         self.num_committed = self.num_speculative = 0
         self._states = [RowState()]
 
     def begin(self, positions_l: Tensor, parents: Sequence[int] | None = None) -> Tensor:
-        """Make room for rows at these positions; return all rows' positions.
+        """Make room for rows at these positions, and return all rows' positions.
 
         Args:
-            parents: as ``Segment.parents``, for recurrent layers; None: each row continues the one
-                before it, and only the state after the last one is remembered.
+            parents: as ``Segment.parents``, for recurrent layers. If None, each row continues the
+                row before it, and only the state after the last row is stored.
         """
         end = self.reserve(positions_l.shape[0], positions_l.device)
         self._positions_C[self.num_rows : end] = positions_l
@@ -240,11 +241,11 @@ class StageCache:
         return self._positions_C[:end]
 
     def recurrent_calls(self) -> Iterator[list[int] | None]:
-        """Yield the new rows for a recurrent layer in batches: parents before children.
+        """Yield the new rows for a recurrent layer in batches, parents before children.
 
         Yields:
-            Rows for one batch, with known parent states; None: all rows, one after the other. The
-            ``*_state`` methods refer to these rows until the next batch.
+            Rows for one batch, with known parent states, or None for all rows, one after the other.
+            Until the next batch, the ``*_state`` methods refer to these rows.
         """
         known = [*self._states, *self._new_states]
         if self._parents is None:
@@ -261,7 +262,7 @@ class StageCache:
             waiting = [row for row in waiting if row not in rows]
 
     def reserve(self, num_rows: int, device: torch.device) -> int:
-        """Make room for rows; return the cache's row count after adding them."""
+        """Make room for rows, and return the cache's row count after adding them."""
         self._num_new = num_rows
         end = self.num_rows + num_rows
         if end > self.capacity:
@@ -269,7 +270,7 @@ class StageCache:
         return end
 
     def write_positions(self, slots_P: Tensor, positions_P: Tensor) -> Tensor:
-        """Write positions for a CUDA graph, as ``begin`` does; return the whole buffer."""
+        """Write positions in a CUDA graph, as ``begin`` does, and return the whole buffer."""
         return self._positions_C.index_copy_(0, slots_P, positions_P)
 
     def advance(self, *, committed: bool) -> None:
@@ -284,7 +285,7 @@ class StageCache:
             self._states += self._new_states
 
     def skip(self, positions_l: Tensor) -> None:
-        """Count speculative rows without computing them; write zeros there, as 0 * NaN is NaN."""
+        """Count speculative rows without computing them. Write zeros there, as 0 * NaN is NaN."""
         end = self.begin(positions_l).shape[0]
         for buffer_1NCD in (*self._keys.values(), *self._values.values()):
             buffer_1NCD[:, :, self.num_rows : end] = 0
@@ -292,7 +293,7 @@ class StageCache:
         self.advance(committed=False)
 
     def keep(self, keep: KeepRows, move: Callable[[list[int], int], None] | None = None) -> None:
-        """Gather the retained rows in place; an unmoved prefix costs nothing.
+        """Gather the retained rows in place, without copying a prefix that does not move.
 
         Args:
             move: replacement for this class's ``move``.
@@ -336,7 +337,7 @@ class StageCache:
 
     @contextmanager
     def writing_to(self, slots_P: Tensor) -> Iterator[None]:
-        """Context with fixed shapes: ``update`` writes to these places and returns the buffers."""
+        """Context in which ``update`` writes to these places and returns the whole buffers."""
         self._slots = slots_P
         try:
             yield
@@ -350,7 +351,7 @@ class StageCache:
     ) -> tuple[Tensor, Tensor]:
         """Append the rows announced by ``begin`` and return all the layer's rows.
 
-        Inside ``writing_to``: write to its slots, and return the whole buffers.
+        Inside ``writing_to``, write to its slots and return the whole buffers.
         """
         if layer_idx not in self._keys:
             for buffers, rows in ((self._keys, keys_1NlD), (self._values, values_1NlD)):
@@ -391,7 +392,7 @@ class StageCache:
     def update_conv_state(
         self, inputs_BWT: Tensor, layer_idx: int, *, conv_kernel_size: int
     ) -> Tensor:
-        """Return old state and inputs joined; store the last ``conv_kernel_size`` of the result."""
+        """Return old state and inputs joined, and store their last ``conv_kernel_size`` entries."""
         before_BWK = self.get_conv_state(layer_idx)
         if before_BWK is not None:
             inputs_BWT = torch.cat([before_BWK, inputs_BWT], dim=-1)

@@ -48,9 +48,9 @@ def can_capture(config: "PreTrainedConfig") -> bool:
 
 
 class StageGraphs(Graphs):
-    """Runs rows through one stage's layers and into its cache.
+    """CUDA graphs that run rows through one stage's layers and into its cache.
 
-    A step takes five launches at most, for any model: they copy the packed inputs and the previous
+    A step takes five launches at most, for any model. They copy the packed inputs and the previous
     stage's hidden states, run one graph, and copy its output.
     """
 
@@ -64,7 +64,7 @@ class StageGraphs(Graphs):
     def forward(
         self, hidden_or_ids: Tensor, positions_l: Tensor, visible_lS: Tensor, taps: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run a forward by CUDA graph, like ``Stage._run``; results are copies.
+        """Run a forward by CUDA graph, like ``Stage._run``, and return copies of the results.
 
         Args:
             hidden_or_ids: ids for a first stage.
@@ -88,7 +88,7 @@ class StageGraphs(Graphs):
         return out_KlH[0], dict(zip(own, out_KlH[1:], strict=True))
 
     def move(self, rows: list[int], first: int) -> None:
-        """Run ``StageCache.move`` for all layers in one graph; spare rows stay in place."""
+        """Run ``StageCache.move`` for all layers in one graph, leaving spare rows in place."""
         cache, num_spare = self.stage.cache, padded_rows(len(rows)) - len(rows)
         if num_spare > MAX_ROWS:  # more padding than the buffers have room for
             cache.move(rows, first)
@@ -108,7 +108,7 @@ class StageGraphs(Graphs):
         self.run(key, packed, [], compute)
 
     def _forget_smaller(self) -> None:
-        """Drop graphs for smaller buffers: they read freed memory."""
+        """Drop graphs for smaller buffers, because they would read freed memory."""
         if self.stage.cache.capacity != self._capacity:
             self.clear()
             self._capacity = self.stage.cache.capacity
@@ -120,7 +120,7 @@ class StageGraphs(Graphs):
         visible_lS: Tensor,
         ids_l: Tensor | Sequence[int],
     ) -> Tensor:
-        """Pack all inputs into one host tensor; padding rows are written after the cache's rows."""
+        """Pack all inputs into one host tensor, and place padding rows behind the cache's rows."""
         cache, num_rows = self.stage.cache, len(positions_l)
         slots_P = torch.arange(packing.sizes["slots_P"])
         slots_P += torch.where(slots_P < num_rows, cache.num_rows, cache.capacity - num_rows)
@@ -135,7 +135,7 @@ class StageGraphs(Graphs):
     def _compute(
         self, packing: Packing, taps: Sequence[int], packed: Tensor, rows_PH: Tensor | None
     ) -> Tensor:
-        """Run the whole stage, from fixed buffers to a new one."""
+        """Run the whole stage from fixed input buffers, and return a new output buffer."""
         stage, cache = self.stage, self.stage.cache
         # A replay reads everything that varies between calls from `packed`.
         given = packing.unpack(packed)
@@ -203,7 +203,7 @@ def masked(
     mask: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Run attention [1, N, l, D], query heads sharing key heads."""
+    """Run attention [1, N, l, D], in which query heads may share key heads."""
     own = query_1NlD, keys_1JCD, values_1JCD
     if mask is not None and query_1NlD.shape[2] <= KERNEL_ROWS and kernels.can_attend(*own):
         scale = query_1NlD.shape[-1] ** -0.5 if scale is None else scale
@@ -236,7 +236,7 @@ def shared_heads(config: "PreTrainedConfig", device: torch.device) -> int:
 
 
 def folding_heads(groups: int) -> AbstractContextManager[None]:
-    """Context in which masks have ``groups`` times the rows; see ``grouped_attention``."""
+    """Context for ``grouped_attention``, in which masks have ``groups`` times the rows."""
     return attending_by(grouped_attention) if groups > 1 else nullcontext()
 
 

@@ -1,12 +1,12 @@
-"""Structural attention: each query sees every past position in exactly one of its n + 1 versions.
+"""Structural attention, in which queries see each past position in one of its n + 1 versions.
 
 B batch, S query sequences, N query heads, J key heads, T positions, D head size, R key blocks,
 W diagonals in the band (tokens ahead of the query still in flight)
 
-A token in flight has a hidden state at every depth it has passed; a finished token has the deepest
+A token in flight has a hidden state at every depth it has passed. A finished token has the deepest
 one. The key a query at position t uses for position T' thus depends only on t - T'. The nearest W
-positions appear at increasing depth (a band with W diagonals, one key each). All earlier ones
-appear at depth n: ordinary causal attention against one block.
+positions appear at increasing depth (a band with W diagonals, one key each). All earlier positions
+appear at depth n, which is ordinary causal attention over one block.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from pipedraft.models.banded_attention import EVERY, Band, Place, banded_attenti
 
 @dataclass(frozen=True)
 class Fill:
-    """Tokens in flight per example; examples follow the first axis, or T in a packed row."""
+    """Tokens in flight for each example, along the first axis, or along T in a packed row."""
 
     occupancy: Sequence[int]
     lengths: Sequence[int] | None
@@ -57,29 +57,29 @@ def structural_attention(
     out_t    = softmax over T' <= t of q_t . K[block_of_depth[k], T'] / sqrt(D), times V
              = causal attention over block n with T' <= t - W, plus W = a - d diagonals
 
-    d = n is plain causal attention over block n. Deviation: the fill rule is generalized to d > 0
-    by the distance to the newest token, as in decoding.
+    For d = n this is plain causal attention over block n. Deviating from the paper, the fill rule
+    also covers d > 0, by the distance to the newest token as in decoding.
 
     For memory order and dtypes see `banded_attention`. Adjacent examples with equal occupancy share
     one kernel call, so sort a batch by occupancy.
 
     Args:
         query_SNTD: query head h uses key head h // (N // J).
-        keys: R blocks, each with keys at one depth (or several, see `block_of_depth`): one tensor
-            [R, B, J, T, D], or R tensors [B_r, J, T, D] with the first B_r examples if no later
-            example sees block r.
+        keys: R blocks, each with keys at one depth, or at several (see `block_of_depth`). Give one
+            tensor [R, B, J, T, D], or R tensors [B_r, J, T, D] with the first B_r examples if no
+            later example sees block r.
         values: like keys.
         occupancy: B integers a in 1..n, tokens in flight per example.
-        depth: d in 0..n for all rows, one sequence of rows per example. Or several depths, whose
-            sequences follow one another: depth d has one sequence for each example in block
+        depth: d in 0..n for all rows, one sequence of rows per example. Or several depths, with
+            sequences that follow one another. Depth d has one sequence for each example in block
             block_of_depth[d].
         block_of_depth: block for depths 0..n; default 0..R-1. Depths may share a block.
         lengths: document lengths in a packed row. The documents are then the examples, along the
-            positions instead of the first axis (1 entry); this also applies to "first B_r" and
+            positions instead of the first axis (1 entry). This also applies to "first B_r" and
             "follow one another" above.
 
     Returns:
-        out_SNTD. Examples with a <= d < n have no such row: zeros, no gradient.
+        out_SNTD. Examples with a <= d < n have no row at depth d and get zeros without gradient.
     """
     keys, values = ([x] if isinstance(x, Tensor) else list(x) for x in (keys, values))
     # Examples are batch rows, or documents along one packed row.
@@ -108,7 +108,7 @@ def structural_attention(
 
 @dataclass(frozen=True)
 class _Examples:
-    """Examples along their axis: example b at ends[b] .. ends[b + 1]."""
+    """Places of the examples along their axis, with example b at ends[b] .. ends[b + 1]."""
 
     ends: list[int]
     lengths: Sequence[int] | None

@@ -83,16 +83,16 @@ def load_target(
 
     Args:
         name_or_path: a folder, or a repository name on the Hub.
-        dtype: on a CPU, all but float32 round only the linear layers' weights; see
-            ``rounded.py``.
-        may_round: False for code that reads these weights: float16 is then the whole model's dtype.
+        dtype: on a CPU, dtypes other than float32 usually round only the linear layers' weights, as
+            ``rounded.rounds`` decides.
+        may_round: False for code that reads these weights. Then ``dtype`` is the whole model's.
         attention: "sdpa" or "eager"; other kernels ignore the tree mask or reject it. None: "sdpa"
             if the model supports it.
         quantization: a transformers quantization_config.
 
     Raises:
-        ValueError: no model there, an unsupported one, custom code, or safetensors files that lack
-            weights or have others.
+        ValueError: no model there, an unsupported model, custom code, or safetensors files with
+            missing or unknown weights.
     """
     _check_attention(attention or "sdpa")
     config = load_config(name_or_path, revision)
@@ -181,12 +181,12 @@ class Stage:
 
     @torch.inference_mode()
     def keep(self, keep: KeepRows) -> None:
-        """Apply a KeepRows to the cached rows; see ``prune_segment`` for rows that wait."""
+        """Apply a KeepRows to the cached rows. For waiting rows, use ``prune_segment``."""
         self.cache.keep(keep, None if self.graphs is None else self.graphs.move)
 
     @torch.inference_mode()
     def skip(self, segment: Segment) -> None:
-        """Count a segment's rows without computing them; a later KeepRows drops them all."""
+        """Count a segment's rows without computing them. A later KeepRows drops them all."""
         self.cache.skip(segment.positions.to(self.device))
 
     @torch.inference_mode()
@@ -199,14 +199,15 @@ class Stage:
         """Run a segment and append its rows as speculative.
 
         Args:
-            is_wanted: asked before every layer; graphs run to their end.
+            is_wanted: called before every layer, except in graphs and with ``bitwise`` or rounded
+                weights.
 
         Returns:
             The segment with ``hidden`` after layer ``end``, and taps for indices in (start, end]
             (also 0 from the first stage).
 
         Raises:
-            Abandoned: ``is_wanted`` returned False; the segment counts as not run.
+            Abandoned: ``is_wanted`` returned False. The segment counts as not run.
         """
         assert segment.lo == self.num_speculative, (
             f"stage [{self.start}, {self.end}) holds {self.num_speculative} speculative rows, "
@@ -234,11 +235,11 @@ class Stage:
     def prefill(
         self, hidden_or_ids: Tensor, positions: Tensor, taps: Collection[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run and commit rows, each seeing all before it.
+        """Run and commit rows, where each row sees itself and all rows before it.
 
         Args:
             hidden_or_ids: int64 [P] for the first stage, [P, H] for the others.
-            positions: int64 [P], continuing those committed so far.
+            positions: int64 [P], continuing the committed positions.
 
         Returns:
             hidden_PH after layer ``end``, and the tapped states as in ``forward``.
@@ -259,7 +260,7 @@ class Stage:
     def masks(
         self, visible_lS: Tensor, positions_C: Tensor, dtype: torch.dtype
     ) -> dict[str, Tensor | None]:
-        """Return attention masks by layer kind; see ``additive_mask``."""
+        """Return attention masks, as ``additive_mask`` makes them, by layer kind."""
         build = partial(additive_mask, visible_lS, positions_C, dtype=dtype, groups=self.groups)
         windows = {"full_attention": None, "sliding_attention": self.window}
         masks = {kind: build(window=windows[kind]) for kind in windows.keys() & {*self.kinds}}
@@ -309,11 +310,11 @@ class Stage:
 class StagedTarget:
     """A decoder-only model as n contiguous stages in one process.
 
-    Chained, the stages compute the model's own forward, also after any KeepRows.
+    Run one after another, the stages compute the model's own forward, also after any KeepRows.
     """
 
     def __init__(self, model: PreTrainedModel, num_stages: int | Sequence[int]):
-        """``num_stages``: a count (near-even cut) or the boundaries (0, b1, .., L) themselves."""
+        """Cut at the boundaries ``num_stages`` (0, b1, .., L), or near-evenly if it is a count."""
         decoder = model.get_decoder()
         config = decoder.config
         check_target(model.config, model.name_or_path or type(model).__name__)
@@ -355,7 +356,7 @@ class StagedTarget:
 
     @property
     def prompt_rows(self) -> int | None:
-        """Rows per prompt chunk, if another size would change a row's bits; None: any size."""
+        """Rows per prompt chunk if another size would change a row's bits, else None."""
         return bitwise.PROMPT_ROWS if self._is_bitwise or self._is_rounded else None
 
     def reset(self) -> None:
@@ -363,7 +364,7 @@ class StagedTarget:
             stage.reset()
 
     def set_bitwise(self, is_on: bool) -> None:
-        """Make every row's numbers depend only on its own past; see ``bitwise.py``."""
+        """Choose whether every row's bits depend only on its own past (see ``bitwise.py``)."""
         if is_on:
             bitwise.check_bitwise(self.model.get_decoder().config)
         # Rounded weights do this always, and without padding.
@@ -422,12 +423,12 @@ class StagedTarget:
 
     @torch.inference_mode()
     def embed(self, ids_l: Tensor) -> Tensor:
-        """Return layer index 0 for token ids, on the embedding's device: [l, H]."""
+        """Return layer index 0, the embeddings [l, H] of token ids, on the embedding's device."""
         return embed(self.model.get_input_embeddings(), self._config, ids_l.to(self.device))
 
     @torch.inference_mode()
     def logits(self, hidden_lH: Tensor) -> Tensor:
-        """Return logits, from raw hidden states (index L); float32 [l, V]."""
+        """Return float32 logits [l, V] from raw hidden states (layer index L)."""
         if self._is_bitwise:
             count = bitwise.rows_of_a_pass(hidden_lH.device)
             parts = (bitwise.pad(x) for x in hidden_lH.split(count))
@@ -436,7 +437,7 @@ class StagedTarget:
         return _logits(self._norm, self._lm_head, self._config, hidden_lH)
 
     def can_choose(self, num_rows: int) -> bool:
-        """Return True if ``choose`` accepts this many rows: only a few, and only on a GPU."""
+        """Return True if ``choose`` accepts this many rows. It needs CUDA graphs and few rows."""
         return (
             self._graphs is not None and not self._is_bitwise and num_rows <= stage_calls.MAX_ROWS
         )
@@ -446,7 +447,7 @@ class StagedTarget:
         """Compute logits and choose from them in one CUDA graph.
 
         Returns:
-            [l, ...]: a view of a buffer that the next call overwrites.
+            A view [l, ...] of a buffer that the next call overwrites.
         """
         assert self._graphs is not None
         numbers = torch.zeros(1 + padded_rows(len(hidden_lH)), dtype=torch.float64)
@@ -502,14 +503,14 @@ def capture_hidden(
     layers: Collection[int],
     lengths: Sequence[int] | None = None,
 ) -> dict[int, Tensor]:
-    """Run a batch for its raw hidden states, for training; no cache and no logits.
+    """Run a batch without cache and logits, and return its raw hidden states for training.
 
-    Rows may be padded on the right only: every layer is causal, so padding reaches no other token.
+    Rows may be padded on the right only. Every layer is causal, so padding reaches no other token.
     The call goes through the model's root, so sharded (FSDP, ZeRO-3) targets gather their weights.
 
     Args:
-        layers: indices in [0, L]; index L is before the final norm.
-        lengths: document lengths in a packed row [1, T]; each document then sees only itself.
+        layers: indices in [0, L]. Index L is before the final norm.
+        lengths: document lengths in a packed row [1, T]. Each document then sees only itself.
 
     Returns:
         {index: hidden_BTH}, detached, in the model's dtype.

@@ -1,4 +1,4 @@
-"""Load parts of a target into one process: some layers, the embedding, the LM head."""
+"""Load some layers, the embedding or the LM head of a target into one process."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ def load_target_part(
     device: torch.device | str = "cpu",
     may_round: bool = True,
 ) -> PreTrainedModel:
-    """Load some decoder layers; everything else stays on the meta device.
+    """Load parts of a target, and leave everything else on the meta device.
 
     The revision is kept as ``config.loaded_revision``, for reading more layers later. Only this
     part's tensors are read, one after another, each straight to its device. Only their files are
@@ -103,7 +103,7 @@ def load_more_layers(
 def _wanted(
     model: PreTrainedModel, layers: Collection[int], has_embedding: bool, has_head: bool
 ) -> set[str]:
-    """Return this part's names in the state dict; a tied LM head is the embedding."""
+    """Return this part's names in the state dict, the embedding's for a tied LM head."""
     decoder = model.get_decoder()
     is_tied = model.config.get_text_config().tie_word_embeddings
     modules: list[nn.Module] = [decoder.layers[index] for index in layers]
@@ -180,7 +180,7 @@ def _sources(
 def weights_identity(name: str, revision: str | None = None) -> str:
     """Identify a target's weights without reading them all.
 
-    For a folder, hash each tensor's name, type, shape and some bytes: training changes a whole
+    For a folder, hash each tensor's name, type, shape and some bytes. Training changes a whole
     matrix, so it changes these bytes, too. For a Hub repository, return its commit.
 
     Raises:

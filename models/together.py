@@ -1,7 +1,7 @@
 """Run a stage's layers once for several sequences.
 
 Their rows are concatenated without padding, so projections and MLPs read their weights only once.
-Attention runs per sequence, over its own cache; with ``bitwise``, per row.
+Attention runs for each sequence over its own cache, or with ``bitwise`` for each row.
 """
 
 # l rows in a segment, R rows of all segments, H hidden, C cache rows, S mask columns
@@ -41,7 +41,7 @@ def forward_together(
 ) -> list[Segment]:
     """Run several sequences' stages at once, and append their rows as speculative.
 
-    Results equal separate runs up to rounding; with rounded weights, bit for bit.
+    Results equal those of separate runs up to rounding, or bit for bit with rounded weights.
 
     Args:
         stages: the same layers in the same model, each with its own cache.
@@ -99,7 +99,7 @@ def forward_together(
 
 
 def forward_bitwise(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
-    """Run a segment in passes of ``rows_of_a_pass`` rows; see ``bitwise.py``."""
+    """Run a segment in passes of ``rows_of_a_pass`` rows, as ``bitwise.py`` explains."""
     outs: list[Tensor] = []
     tapped: dict[int, list[Tensor]] = {}
     for rows_l in torch.arange(segment.num_rows).split(rows_of_a_pass(stage.device)):
@@ -116,7 +116,7 @@ def forward_bitwise(stage: "Stage", segment: Segment, taps: Collection[int]) -> 
 
 
 class _Masked:
-    """A sequence's rows, attending to its cache in one call, behind a mask per layer kind."""
+    """Cache stand-in for one sequence, in which all rows attend in one call behind a mask."""
 
     def __init__(
         self, stage: "Stage", segment: Segment, positions_C: Tensor, dtype: torch.dtype
@@ -145,7 +145,7 @@ class _Masked:
 
 
 class _Apart:
-    """Cache stand-in for several sequences: splits the rows, so each attends to its own cache."""
+    """Cache stand-in that splits the rows by sequence, so each attends to its own cache."""
 
     def __init__(self, parts: Sequence[_Masked | RowByRow], sizes: Sequence[int]) -> None:
         self._parts, self._sizes = parts, list(sizes)
@@ -163,7 +163,7 @@ class _Apart:
         return keys_1JRD, values_1JRD
 
     def attend(self, query_1NRD: Tensor, *_: Tensor, scale: float | None) -> Tensor:
-        """Return rows in sequence order: [1, N, R, D]."""
+        """Return the attention's results [1, N, R, D] in sequence order."""
         queries = query_1NRD.split(self._sizes, 2)
         outs = [p.attend(q, scale=scale) for p, q in zip(self._parts, queries, strict=True)]
         return torch.cat(outs, 2)

@@ -1,1 +1,1 @@
-"""Exchange heads: export to serving engines, import from other projects, cards, the Hub."""
+"""Export, import and upload heads, and write their model cards."""

@@ -1,4 +1,4 @@
-"""Model cards, from card.md.jinja: the draft, how to run it, its training data, its results."""
+"""Write model cards from card.md.jinja, with a draft's usage, training data and results."""
 
 import re
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ class CardSource:
 
 
 def model_card(description: Description) -> str:
-    """Return the card for a checkpoint not yet on the Hub; read only local files."""
+    """Return the card for a checkpoint that is not yet on the Hub, reading only local files."""
     return render_card(CardSource(description=description))
 
 
@@ -93,7 +93,7 @@ def render_card(source: CardSource, *, asks_hub: bool = False) -> str:
     """Return README.md with metadata for the Hub.
 
     Args:
-        asks_hub: False: look for the target's license only in a folder or the download cache.
+        asks_hub: if False, look for the target's license only in a folder or the download cache.
     """
     revision = source.description["target"].get("revision")
     license = _clean(license_of(source.target, revision, asks_hub=asks_hub))
@@ -127,7 +127,7 @@ def _clean(value: Any) -> Any:
 
 
 def _shown(source: CardSource) -> CardSource:
-    """Escape text from checkpoints, rows and results; shorten local folders to their names."""
+    """Escape text from checkpoints, rows and results, and shorten local folders to their names."""
     description, measured = _clean(source.description), source.measured
     if not source.target_is_public:
         description["target"]["name"] = f".../{plain(Path(source.target).name)}"  # not a Hub name
@@ -201,7 +201,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
     @property
     def sampling(self) -> str:
-        """Label for temperature and filters; only entries with equal labels are comparable."""
+        """Label for temperature and filters. Only entries with equal labels are comparable."""
         filters = (f", {name.replace('_', '-')} {x:g}" for name, x in self.filters.items())
         return f"{self.temperature:g}" + "".join(filters)
 
@@ -245,7 +245,7 @@ class Measured:
 
     @property
     def best(self) -> MeasuredRun | None:
-        """Return the greedy entry with the largest speed-up (if untimed: most tokens per round)."""
+        """Return the greedy entry with the most speed-up, or most tokens per round if untimed."""
 
         def gain(run: MeasuredRun) -> tuple[float, float]:
             speedup = run.wallclock.speedup if run.wallclock else None
@@ -289,7 +289,7 @@ class Measured:
         return cls(runs, manifest, chart if is_own else None)
 
     def eval_results(self) -> list[EvalResult]:
-        """Return results as Hub metadata, without the baseline's."""
+        """Return the draft's results as Hub metadata, without the baseline."""
         found = []
         for run in (run for run in self.runs if run.checkpoint is not None):
             names = ("schedule", "stages", "temperature", "tree_width", "tree")
@@ -327,11 +327,11 @@ class Measured:
 
 
 def license_of(name: str, revision: str | None, *, asks_hub: bool) -> Values:
-    """Return the license named on the target's card; infer nothing.
+    """Return the license named on the target's card, or {} if the card names none.
 
     Args:
         name: folder or Hub id of the target.
-        asks_hub: False: read only a folder or the download cache.
+        asks_hub: if False, read only a folder or the download cache.
     """
     path: object = Path(name, CARD)
     if not Path(name).is_dir():

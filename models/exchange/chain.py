@@ -1,4 +1,4 @@
-"""Acceptance by draft position: the best chain for a launch command, and simulator settings.
+"""Compute the best chain length and simulator settings from acceptance by draft position.
 
 vLLM and SGLang can accept draft tokens at given rates instead of verifying them, so you can measure
 a rate's effect on other hardware. Rates from a real run make the figures reproducible.
@@ -20,14 +20,14 @@ CHAIN_LENGTH = 3
 
 
 def sum_counts(runs: Sequence[MeasuredRun]) -> list[float]:
-    """Return acceptance rates by draft position, given acceptance at all earlier ones."""
+    """Return acceptance rates by draft position, given acceptance at all earlier positions."""
     counts = [run.position_tests for run in runs], [run.position_accepts for run in runs]
     tests, accepts = ([sum(x) for x in zip_longest(*rows, fillvalue=0)] for rows in counts)
     return [a / t for a, t in zip(accepts, tests, strict=True) if t]
 
 
 def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
-    """Group entries by sampling, one per benchmark: only those with the longest evaluated chain.
+    """Group benchmark entries by sampling, keeping only the longest evaluated chain.
 
     Raises:
         ValueError: this checkpoint has no evaluated chain.
@@ -48,7 +48,7 @@ def chains_of(runs: Sequence[MeasuredRun]) -> dict[str, list[MeasuredRun]]:
 
 
 def validated_acceptance(description: Description) -> list[float]:
-    """Return by position how often draft and target agree on held-out rows."""
+    """Return, for each position, how often draft and target agree on held-out rows."""
     metrics = description.get("training", {}).get("metrics") or {}
     names = [f"agreement_{position}" for position in range(1, len(metrics) + 1)]
     return [float(metrics[name]) for name in names if name in metrics]
@@ -68,14 +68,14 @@ def relative_cost(head: Draft) -> float:
 
 
 def draft_tokens(head: Draft, acceptance: Sequence[float]) -> int:
-    """Return the draft tokens per round for a launch command; a block has one length."""
+    """Return the draft tokens per round for a launch command. Block heads fix this number."""
     if isinstance(head, DFlash):
         return head.config.num_tokens
     return best_chain(acceptance, relative_cost(head))
 
 
 def best_chain(acceptance: Sequence[float], cost: float) -> int:
-    """Return the length k with the most tokens per time: a round takes 1 + k ``cost``."""
+    """Return the chain length k with the most tokens per time, if a round takes 1 + k ``cost``."""
     # Token j counts only if all before it are accepted; 1.0 is the target's own token.
     tokens = list(accumulate(accumulate(acceptance, mul), initial=1.0))
     lengths = range(1, len(acceptance) + 1)

@@ -1,14 +1,14 @@
-"""Export heads in serving engines' layouts; docs/export.md has the launch commands.
+"""Export heads in serving engines' layouts. See docs/export.md for the launch commands.
 
 ``sglang`` is the authors' layout: `LlamaForCausalLMEagle3`, `LlamaForCausalLMEagle`,
 `DFlashDraftModel` or `Qwen3DSparkModel`. vLLM loads the last two as well. ``speculators`` is vLLM's
 own. An MTP layer is written in its target's layout, `mtp.*`.
 
-Weights stay float32 as trained. The token embedding is the target's: SGLang takes it from the
-target, vLLM's layout gets a copy. (vLLM needs no copy, but without one the speculators package
+Weights stay float32 as trained. The token embedding is the target's. SGLang takes it from the
+target, and vLLM's layout gets a copy. (vLLM needs no copy, but without one the speculators package
 reads uninitialized memory with transformers 5.23.)
 
-Layer numbers: here and in vLLM index i is the input of the target's layer i. SGLang adds one to the
+Here and in vLLM, layer index i means the input of the target's layer i. SGLang adds one to the
 numbers it reads, so its numbers are written one lower, and omitted where they equal its default.
 """
 
@@ -66,7 +66,7 @@ NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 
 
 class HeadTarget:
-    """A head's target, under the name by which an engine loads it; read when first needed."""
+    """A head's target, named as an engine loads it. Its files are read when first needed."""
 
     def __init__(self, reference: TargetReference, name: str | None = None) -> None:
         self.name, self._reference = name or reference.name, reference
@@ -91,7 +91,7 @@ def export(
 
     Args:
         folder: checkpoint folder.
-        out: created by one rename when every file is written; must be empty or new.
+        out: new or empty folder, created by one rename when every file is written.
         target: name by which the engine loads the target, if different from training.
         results: results.json from an evaluation with a chain. It sets the chain length, and its
             acceptance is written for the engines' simulators.
@@ -172,7 +172,7 @@ def prepare(head: Draft, target: TargetFiles | None = None) -> None:
 def _parts(
     head: Draft, layout: Layout, target: HeadTarget, num_tokens: int
 ) -> tuple[Config, dict[str, Tensor]]:
-    """Return config.json and weights, including target parts repeated in the layout."""
+    """Return config.json and weights, including target weights that the layout repeats."""
     if isinstance(head, MTP):
         return mtp_parts(head, target.files)
     if isinstance(head, Eagle):
@@ -193,7 +193,7 @@ def _parts(
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """An export's origin: stored in the folder for its card, ignored by engines."""
+    """Origin of an export, stored in its folder for the card. Engines ignore it."""
 
     layout: Layout
     weights_sha256: str
@@ -330,7 +330,7 @@ def speculators_config(head: Eagle3, target: HeadTarget, num_tokens: int) -> Con
 
 
 def speculators_weights(head: Eagle3, embedding_VH: Tensor) -> dict[str, Tensor]:
-    """Return the weights, without maps for a whole vocabulary: vLLM has no parameters for these."""
+    """Return the weights, but no maps of a whole vocabulary, for which vLLM has no parameters."""
     renamed = {
         name.replace("midlayer.", "layers.0."): value
         for name, value in sglang_weights(head).items()
@@ -364,7 +364,7 @@ def eagle_config(head: Eagle) -> Config:
 
 
 def eagle_weights(head: Eagle) -> dict[str, Tensor]:
-    """Return weights without the embedding and the LM head: engines take both from the target.
+    """Return weights without embedding and LM head, because engines use the target's.
 
     SGLang allocates a bias for ``fc`` in every head, and for ``o_proj`` where queries have one. If
     the file lacked these biases, they would stay uninitialized.
@@ -432,7 +432,7 @@ def dspark_config(head: DSpark) -> Config:
 def _block_config(head: DFlash, lowest: int) -> Config:
     """Return config.json entries for DFlash and DSpark.
 
-    A layer number means this layer's output, -1 the embedding.
+    Layer number i means the output of layer i, and -1 means the embedding.
     """
     _check_layers(head, lowest)
     if (size := head.config.draft_vocab_size) is not None:
@@ -553,7 +553,7 @@ def convert(head: Eagle3 | DFlash) -> None:
 
 @torch.no_grad()
 def sort_layers(head: Eagle3 | DFlash) -> None:
-    """Permute the columns in ``fc``: engines collect hidden states in layer order."""
+    """Sort the columns in ``fc`` by layer, because engines collect hidden states in this order."""
     layers = head.config.feature_layers
     if len(set(layers)) < len(layers):
         raise ValueError(
@@ -576,7 +576,7 @@ def sort_layers(head: Eagle3 | DFlash) -> None:
 
 @torch.no_grad()
 def sort_vocabulary(head: Eagle3 | DFlash) -> None:
-    """Order the LM head's rows by token: engines read no map for a whole vocabulary."""
+    """Sort the LM head's rows by token, because engines read no map of a whole vocabulary."""
     order_V = head.draft_ids.argsort()
     if isinstance(head, Eagle3):  # block heads use the target's LM head
         head.lm_head.weight.copy_(head.lm_head.weight[order_V])

@@ -35,7 +35,7 @@ WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h
 
 
 def check_repo_id(repo: str) -> None:
-    """Raise ValueError for an invalid repository name; a valid one has no path such as ``..``."""
+    """Raise ValueError unless ``repo`` is a valid user/name, without paths such as ``..``."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -57,7 +57,7 @@ def fill_upload(
     target: str | None = None,
     is_half: bool = False,
 ) -> None:
-    """Write the files for the Hub into ``out``, never the training state.
+    """Write the files for the Hub, but not the training state, into ``out``.
 
     A hand-written README.md is kept unchanged.
 
@@ -66,7 +66,7 @@ def fill_upload(
         revision: branch named on the card; None: the main one.
         results: results.json from an evaluation of this checkpoint, for the card.
         target: the target's Hub id, if training used a folder.
-        is_half: write weights in fp16; loading makes them float32 again.
+        is_half: write weights in fp16. Loading converts them back to float32.
 
     Raises:
         ValueError: no complete checkpoint or export, damaged or non-finite weights, another target
@@ -105,7 +105,7 @@ def fill_upload(
 
 
 def _check_export(path: Path) -> None:
-    """Refuse damaged or non-finite weights; a checkpoint's are refused by ``load_untied``."""
+    """Refuse an export's damaged or non-finite weights, as ``load_untied`` does for checkpoints."""
     try:
         with safe_open(path, framework="pt") as file:
             for name in sorted(file.keys()):
@@ -135,7 +135,7 @@ def _write_card(
 
 
 def _halved(path: Path) -> dict[str, Tensor]:
-    """Return weights in fp16, with 11 significant bits (bf16: 8).
+    """Return weights in fp16, which keeps 11 significant bits, while bf16 keeps 8.
 
     Raises:
         ValueError: a weight outside the fp16 range.
@@ -234,7 +234,7 @@ def _check_content(api: HfApi, folder: Path, info: ModelInfo, *, is_new_branch: 
 
 
 def _draft_in(files: Mapping[str, Path]) -> str:
-    """Describe a draft by type, layout, stages and target; "" for another model's files."""
+    """Describe a draft by type, layout, stages and target, or return "" for another model."""
     try:
         content = {name: json.loads(path.read_bytes()) for name, path in files.items()}
         description, form = content[CONFIG_FILE], ""

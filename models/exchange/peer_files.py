@@ -1,7 +1,7 @@
-"""Read heads from other projects: files, settings, vocabulary, tensors.
+"""Read the files, settings, vocabulary and tensors of heads from other projects.
 
-Pickled files are opened with ``weights_only=True``: tensors and plain values, no code. A setting or
-tensor that this package cannot express is refused by its name and value.
+Pickled files are opened with ``weights_only=True``, which loads tensors and plain values but no
+code. A setting or tensor that this package cannot express is refused by its name and value.
 """
 
 # H hidden, V target vocabulary, U draft vocabulary
@@ -54,7 +54,7 @@ def place_of(name: str, revision: str | None) -> Path:
 
 
 def read_head(name: str, place: Path) -> tuple[Values, Weights]:
-    """Read configuration and weights from a folder or a file; from a target only its MTP layer."""
+    """Read a head's configuration and weights, or a target's MTP layer, from a folder or file."""
     folder, files = place.parent, [place]
     if place.is_dir():
         folder, files = place, sorted(place.glob("*.safetensors"))
@@ -95,7 +95,7 @@ def _read_tensors(files: list[Path]) -> Weights:
 
 
 def _unpickle(file: Path) -> tuple[Values, Weights]:
-    """Read tensors and plain values from a torch.save file; refuse all else without running it."""
+    """Read tensors and plain values from a torch.save file, and refuse code without running it."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
@@ -144,7 +144,7 @@ class Peer:
         return ValueError(f"--from: {self.name!r} has {key} {value!r}; {fix}")
 
     def check(self, key: str, value: object, wanted: object) -> None:
-        """Refuse a value other than ``wanted``; a missing or null setting passes."""
+        """Refuse a setting that is present, not null, and not ``wanted``."""
         if value not in (None, wanted):
             raise self.refuse(key, value, f"only {wanted!r} can be expressed here")
 
@@ -161,7 +161,7 @@ class Peer:
             ) from error
 
     def layer(self, settings: Values) -> LayerConfig:
-        """Return the decoder layer's shape: from the tensors if possible, else from config.json."""
+        """Return the decoder layer's shape, from the tensors if possible, else from config.json."""
         known = {key: value for key, value in settings.items() if key != "architectures"}
         with explained("--from", self.name):
             if settings.get("model_type") in FAMILIES:
@@ -218,7 +218,7 @@ class Peer:
             )
 
     def fill(self, head: Head, weights: Weights) -> Head:
-        """Load these weights into the head, in float32; names must match exactly."""
+        """Load these weights, with exactly the head's names, into the head in float32."""
         if (embedding := weights.pop(EMBEDDING, None)) is not None:
             self.check_shared(EMBEDDING, embedding, self.target.embedding_VH)
         weights = {key: x for key, x in weights.items() if not key.startswith(UNREAD)}

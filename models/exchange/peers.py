@@ -13,8 +13,8 @@ Tensors and config.json identify a folder's layout:
     SPD                  the authors' .pt files, versions 10 and 11
 
 Every setting and tensor is either converted or refused by its name and value. The token embedding
-comes from the target; one in the file must equal it. Pickled files are opened with
-``weights_only=True``: tensors and plain values, no code.
+comes from the target, and an embedding in the file must equal the target's. Pickled files are
+opened with ``weights_only=True``, which loads tensors and plain values but no code.
 """
 
 # H hidden, V target vocabulary, U draft vocabulary
@@ -97,7 +97,7 @@ def import_head(
 
 
 class _EngineSettings(msgspec.Struct):
-    """SGLang's ``eagle_config``; its layer ids number outputs, not inputs."""
+    """SGLang's ``eagle_config``, with layer ids that number outputs instead of inputs."""
 
     use_aux_hidden_state: bool = True
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
@@ -148,7 +148,7 @@ def _eagle3(peer: Peer) -> Eagle3:
 
 
 def _feature_layers(peer: Peer, given: _Eagle3Settings) -> tuple[int, ...]:
-    """Return the fused layers by input: index i is the input of the target's layer i."""
+    """Return the fused layers, where index i means the input of the target's layer i."""
     engine = given.eagle_config
     peer.check("use_aux_hidden_state", engine.use_aux_hidden_state, True)
     numbers, shift = given.eagle_aux_hidden_state_layer_ids, 0
@@ -227,7 +227,7 @@ PAIRS, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight
 
 
 class _BlockSettings(msgspec.Struct):
-    """Settings that the head's configuration here takes over."""
+    """Settings that are copied to the head's configuration."""
 
     num_hidden_layers: int
     mask_token_id: int
@@ -240,7 +240,7 @@ class _BlockSettings(msgspec.Struct):
 
 
 def _block(peer: Peer) -> DFlash:
-    """Return the head; a DFlash whose anchor gives a draft token becomes a tableless DSpark."""
+    """Return the head, as a DSpark without table if a DFlash's anchor gives a draft token."""
     kind, settings = _block_kind(peer), _block_settings(peer)
     given = peer.convert(settings, _BlockSettings)
     layers = {key.split(".")[1] for key in peer.weights if key.startswith("layers.")}
@@ -297,7 +297,7 @@ def _block_settings(peer: Peer) -> Values:
 
 
 def _pairs(peer: Peer, settings: Values, hidden: int) -> Values:
-    """Read DSpark's table and confidence settings from the tensors; config.json must agree."""
+    """Read DSpark's table and confidence settings from the tensors, and check config.json."""
     rank = peer.weights[PAIRS].shape[-1] if PAIRS in peer.weights else 0
     proj, confidence = peer.weights.get(CONFIDENCE), "none"
     peer.check_all(settings, markov_rank=rank, markov_head_type="vanilla")
@@ -310,10 +310,10 @@ def _pairs(peer: Peer, settings: Values, hidden: int) -> Values:
 
 
 def _block_layers(peer: Peer, given: _BlockSettings, lowest: int) -> list[int]:
-    """Return the fused layers by input, as speculators counts them; other layouts count outputs.
+    """Return the fused layers by input, as speculators does. Other layouts count outputs.
 
     Args:
-        lowest: smallest output; -1: the embedding.
+        lowest: smallest output number allowed, where -1 means the embedding.
     """
     key, numbers = "aux_hidden_state_layer_ids", given.aux_hidden_state_layer_ids
     least, most, shift = 0, peer.num_layers, 0
@@ -386,7 +386,7 @@ def _spd(peer: Peer) -> SPD:
 
 
 def _anchors(peer: Peer, given: _Module) -> tuple[Values, dict[str, str]]:
-    """Return version 11's SPDConfig settings, and projections: theirs -> ours, "" if unused."""
+    """Return version 11's SPDConfig settings, and our name for each projection ("" if unused)."""
     n, bounds = given.num_stages, given.aggr_feature_bound
     is_sound = len(bounds) > 1 and bounds[0] == 0 and bounds == sorted(set(bounds))
     if not is_sound or bounds[-1] > peer.num_layers:
@@ -400,7 +400,7 @@ def _anchors(peer: Peer, given: _Module) -> tuple[Values, dict[str, str]]:
 
 
 def _listed(peer: Peer, given: _Module) -> tuple[Values, dict[str, str]]:
-    """Return version 10's SPDConfig settings, and projections: theirs -> ours."""
+    """Return version 10's SPDConfig settings, and our name for each projection."""
     n, lists = given.num_stages, given.shallow_hidden_layer_indices
     is_sound = all(row and row == sorted(set(row)) and row[0] >= 0 for row in lists)
     if len(lists) != n or not is_sound or any(row[-1] > peer.num_layers for row in lists):
