@@ -229,6 +229,9 @@ def _load_network(
     dtype: str = "auto",
 ) -> tuple[DraftNetwork | None, Values | None]:
     """Return the draft, and the ``pipedraft eval`` options for it (None for a loaded model)."""
+    is_loaded = not isinstance(draft, str | Path | TrainedHead) or draft in LOOKUPS
+    if dtype != "auto" and is_loaded:
+        raise ValueError(f"draft_dtype: {dtype!r}, but no weights are loaded; leave it out")
     if draft is None:
         return None, {}
     if isinstance(draft, PreTrainedModel):

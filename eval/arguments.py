@@ -14,6 +14,7 @@ from pipedraft.inference.arguments import (
     Rule,
     ScheduleOptions,
     TemplateOptions,
+    check_draft_dtype,
     read_temperature,
 )
 from pipedraft.inference.config import RuleName
@@ -187,6 +188,7 @@ class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, 
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_draft_dtype(self.draft_dtype, self.checkpoint or self.draft_model)
         timed = {
             "--repeats": self.repeats > 1,
             "--calibrate": self.calibrate is not None,

@@ -239,6 +239,15 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
         yield cluster
 
 
+def check_draft_dtype(dtype: str, weights: object) -> None:
+    """Raise UsageError for a draft dtype without a draft that has weights."""
+    if dtype != "auto" and not weights:
+        raise UsageError(
+            f"--draft-dtype: {dtype}, but no draft has weights; give --checkpoint or --draft-model, "
+            "or leave it out"
+        )
+
+
 SHARED_SETTINGS = ("verifier", "payload_tokens", "tail_samples", "bitwise", "never_slower")
 
 
@@ -279,6 +288,10 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
     """cost model that chooses automatic draft-token budgets: h100, a100, rtx4090, jetson_orin,
     this_cpu, or a file written by eval --calibrate; default: extra tokens per pass, links and
     verification take no time"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_draft_dtype(self.draft_dtype, self.checkpoint or self.draft_model)
 
     def engine_settings(self) -> Values:
         """Return the schedule's settings and the shared ones not set per prompt."""

@@ -117,6 +117,11 @@ def test_bad_arguments_are_refused_by_name(model, arguments, message):
 def test_a_loaded_target_has_its_device(model):
     with pytest.raises(ValueError, match="dtype: 'bfloat16', but the target is loaded"):
         pipedraft.load(model.target, dtype="bfloat16")
+    for loaded in ("ngram", None, model.draft):
+        with pytest.raises(ValueError, match="draft_dtype: 'int8', but no weights are loaded"):
+            pipedraft.load(model.target, loaded, draft_dtype="int8")
+    with pytest.raises(ValueError, match="dtype: 'int5' is no dtype here; give auto, float32"):
+        pipedraft.load("assets/target", dtype="int5")
 
 
 def test_a_schedule_may_be_named_in_a_configuration():

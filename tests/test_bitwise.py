@@ -1,24 +1,29 @@
 """--bitwise, and 8-bit weights: outputs equal the baseline's, as every row has the same bits."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import tiny_llama, tiny_mistral
 from decode_runs import (
+    CHAIN,
     PROMPTS,
     WAYS,
     SimulatedSource,
+    assert_sampled_like_the_target,
+    distribution_p_value,
     engine_for,
     friendly_module,
     plain_text,
+    sampling_target,
     way_name,
 )
 from inline_ranks import connect_inline
 from needs import NEEDS_KERNELS
 from pretended_device import pretended_cuda
 from staged_targets import chain_segment, tiny
-from tiny_drafts import make_exit
+from tiny_drafts import make_exit, make_head
 
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.filters import TokenFilters
@@ -208,6 +213,33 @@ def test_a_rounded_draft_leaves_a_float32_targets_text(dtype, way):
     options = {"num_stages": 4, "max_new_tokens": TOKENS}
     result = engine_for(target, draft=draft, **way, **options).decode(PROMPT)
     assert result.token_ids == expected and result.num_drafted > 0
+
+
+SAMPLED = {"schedule": "eagle", "tree": CHAIN, "verifier": "rejection"}
+
+
+@NEEDS_KERNELS
+def test_sampled_text_with_a_rounded_draft_has_the_targets_law():
+    target = sampling_target()
+    draft = make_head(target)
+    round_head(draft, "int4", target)
+    assert_sampled_like_the_target(target, draft, **SAMPLED)
+
+
+@NEEDS_KERNELS
+def test_a_test_against_other_probabilities_than_the_rounded_drafts_shows(monkeypatch):
+    target = sampling_target()
+    draft = make_head(target)
+    round_head(draft, "int4", target)
+    rule = RULES["rejection"]
+    propose = rule.propose
+
+    def mutant(*arguments, **options):
+        drawn = propose(*arguments, **options)
+        return replace(drawn, q_V=torch.full_like(drawn.q_V, 1 / len(drawn.q_V)))
+
+    monkeypatch.setattr(rule, "propose", mutant)
+    assert distribution_p_value(target, draft, **SAMPLED) < 1e-6
 
 
 def test_a_drafts_dtype_is_checked(target):

@@ -156,6 +156,12 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         [*RUN, *INFERENCE, "--temperature", "1e-320"],
         ["'1e-320' is", "give 0 (greedy)"],
     ),
+    (
+        "inference",
+        ["--target", "{target}", "--draft", "ngram", *INFERENCE, "--draft-dtype", "int8"],
+        ["--draft-dtype: int8", "give --checkpoint or --draft-model"],
+    ),
+    ("eval", ["--target", "t", "--draft", "ngram", *EVAL, "--draft-dtype", "int4"], ["int4, but"]),
     ("inference", [*RUN, *INFERENCE, "--trace", "t.json"], ["--trace", "'t.json'", "--backend"]),
     ("inference", [*RUN, *INFERENCE, "--backend", "process"], ["--backend", "torchrun"]),
     ("eval", [*RUN, *EVAL, "--seed", "-1"], ["--seed: -1", "give at least 0"]),

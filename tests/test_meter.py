@@ -179,7 +179,18 @@ def test_several_sequences_share_the_meter_and_keep_their_texts(shuffled):
         asked = [(prompt, DecodeConfig.of("eagle", **way), 0) for prompt in PROMPTS[:3]]
         _, handles = decode_several(target, draft, 2, asked)
         texts.append([handle.token_ids for handle in handles])
-    assert texts[0] == texts[1] and Shuffled.chosen
+    assert texts[0] == texts[1] and {0.0, 0.5, 1.0} <= {*Shuffled.chosen}
+
+
+def test_several_sequences_would_show_a_token_changed_with_a_part(shuffled, monkeypatch):
+    emit = Session._emit
+
+    def mutant(session, token, accepted, logits_V):
+        emit(session, 0 if accepted and session.part != 1 else token, accepted, logits_V)
+
+    monkeypatch.setattr(Session, "_emit", mutant)
+    with pytest.raises(AssertionError):
+        test_several_sequences_share_the_meter_and_keep_their_texts(None)
 
 
 def test_off_means_no_meter():

@@ -7,6 +7,7 @@
     OPENVINO/bin/python docs/lab/other_engines.py openvino:out/ov_int8 out/prompts.json
 
 Set OMP_NUM_THREADS. The first command writes six prompts, and our float32 output without a draft.
+After our dtype, eagle3 means the head in this dtype. A dtype means the head rounded to this dtype.
 out/vllm_eagle3 is assets/heads/smollm2_eagle3 in speculators' layout; docs/engines.md says how to
 install vLLM, and eval/engine_parity.py which environment variables it needs. For OpenVINO: `pip
 install openvino-genai==2026.4.1 optimum-intel nncf`, `pip uninstall torchvision`, and `optimum-cli
