@@ -20,7 +20,7 @@ RESERVED_VARIABLES = {
     *("documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
     *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
 }
-"""Names that the rendering sets itself, or that users must not set."""
+"""Names set by the rendering itself, or forbidden to users."""
 
 
 def check_template_variables(variables: Mapping[str, object] | None, field: str) -> None:

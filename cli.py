@@ -64,7 +64,7 @@ class UsageError(ValueError):
 
 
 class Failure(RuntimeError):
-    """Failure not caused by the input, such as a network outage. Prints one line, exits with 1."""
+    """Failure not caused by the input, like a network outage. Prints one line, exits with 1."""
 
 
 def check_ranges(values: object, ranges: Mapping[str, str], prefix: str = "") -> None:
@@ -155,7 +155,7 @@ ALIASES = {"num_stages": "--stages"}
 
 
 def as_typed(message: str, words: Sequence[str]) -> str:
-    """Begin a message with the option that the user typed instead of the field's name."""
+    """Begin a message with the option as the user typed it, instead of the field's name."""
     field, colon, rest = message.partition(": ")
     typed = {word.partition("=")[0] for word in words if word.startswith("--")}
     for flag in (ALIASES.get(field, ""), f"--{field}", flag_name(field)):
@@ -165,7 +165,7 @@ def as_typed(message: str, words: Sequence[str]) -> str:
 
 
 def needed(message: str, words: Sequence[str]) -> str:
-    """Return the command that creates the missing file named in a message, or "" if unknown.
+    """Return the command to create the missing file named in a message, or "" if unknown.
 
     Comments in YAML files on the command line name these commands. For example, after ``# Needs
     out/smollm2: make out/smollm2/config.json`` a message about 'out/smollm2' gets ``make ...``.
@@ -181,7 +181,7 @@ def needed(message: str, words: Sequence[str]) -> str:
 
 
 def _tell_launcher(line: str) -> None:
-    """Store an error line, which torchrun prints last in its long report on a failed rank."""
+    """Store an error line. Torchrun prints it last in its long report on a failed rank."""
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if place:
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -190,7 +190,7 @@ def _tell_launcher(line: str) -> None:
 
 
 def leave_at_interrupts() -> None:
-    """Let Ctrl-C end the process with one line during the imports, which take seconds.
+    """Let Ctrl-C end the process with one line during the slow imports.
 
     Libraries may turn KeyboardInterrupt into another error while they load.
     """
@@ -254,7 +254,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _forget_output() -> None:
-    """Drop output that a closed pipe refused, because the final flush would fail again."""
+    """Drop output refused by a closed pipe, because the final flush would fail again."""
     try:
         print(end="", flush=True)
     except OSError:
@@ -328,8 +328,8 @@ class Options:
         """Return the parser for this class's flags, --help and --config.
 
         Args:
-            shows_help: fill in the help texts from the fields' docstrings, which is slow.
-            is_short: leave out options of classes that are not ``IN_SHORT_HELP``.
+            shows_help: fill in the help texts from the fields' docstrings. This is slow.
+            is_short: leave out options unless their class is ``IN_SHORT_HELP``.
         """
         epilog = cls.EXAMPLE
         if is_short and not all(vars(owner).get("IN_SHORT_HELP", True) for owner in cls.__mro__):
@@ -376,7 +376,7 @@ class Options:
 
     @classmethod
     def read_own(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
-        """Parse the words that belong to this class. Return the options and all other words."""
+        """Parse the words for this class's options. Return the options and all other words."""
         takes = {flag_of(part): hint is not bool for part, hint in typed_fields(cls)}
         own: list[str] = []
         rest: list[str] = []
@@ -515,7 +515,7 @@ def checked(parse: Reader) -> Reader:
 
 
 def check_yaml(text: str) -> None:
-    """Raise yaml.YAMLError for text that is no YAML, too long, or has duplicate keys."""
+    """Raise yaml.YAMLError if the text is no YAML, is too long, or has duplicate keys."""
     if len(text) > MAX_YAML_BYTES:
         raise yaml.YAMLError(f"more than {MAX_YAML_BYTES} characters")
     waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set[int]()
@@ -580,7 +580,7 @@ def _lists_of_file(path: str, parser: ArgumentParser) -> list[str]:
 
 
 def explain(error: Exception, parser: ArgumentParser) -> str:
-    """Return jsonargparse's message as one line that begins with the option as typed."""
+    """Return jsonargparse's message as one line, beginning with the option as typed."""
     lines = [line.strip() for line in str(error).splitlines()] or [type(error).__name__]
     start, _, rest = lines[0].partition(": ")
     if start == "unrecognized arguments":
@@ -617,7 +617,7 @@ def _shown(name: str, parser: ArgumentParser) -> str:
 
 
 def _unknown(key: str, parser: ArgumentParser) -> str:
-    """Return an error about the unknown ``key`` that suggests the nearest flag or file key."""
+    """Return an error about the unknown ``key``, with a hint at the nearest flag or file key."""
     start = "--" if key.startswith("--") else ""
     flags = [f[2:] for action in parser._actions for f in action.option_strings if f[:2] == "--"]
     names = [*flags, *(flag.rpartition(".")[2] for flag in flags)]  # the last part alone, too

@@ -168,7 +168,7 @@ def check_target(folder: Path) -> Iterator[Finding]:
 
 
 def check_hub() -> Iterator[Finding]:
-    """Check the connection to the Hub, which only models and data hosted there need."""
+    """Check the connection to the Hub. Only models and data hosted there need it."""
     endpoint = constants.ENDPOINT
     if constants.HF_HUB_OFFLINE:
         yield Finding("ok", "Hub", "offline by HF_HUB_OFFLINE: folders and the cache are used")

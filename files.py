@@ -97,7 +97,7 @@ def read_yaml(path: Path, field: str) -> Any:
 
 
 def bounded_lines(file: IO[bytes], most: int) -> Iterator[bytes | None]:
-    """Yield a file's lines, but None for a line above ``most`` bytes, which is not retained."""
+    """Yield a file's lines. A line above ``most`` bytes yields None and is not retained."""
     while line := file.readline(most + 1):
         if len(line) <= most or line.endswith(b"\n"):
             yield line
@@ -140,7 +140,7 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
 
 
 def partial(path: Path) -> Path:
-    """Return the temporary path for a file or folder that is being written or deleted."""
+    """Return the temporary path for a file or folder during writing or deletion."""
     return path.with_name(f".{path.name}.partial")
 
 

@@ -99,17 +99,17 @@ def iid(random: np.random.Generator, length: int) -> np.ndarray:
 
 
 def falling(random: np.random.Generator, length: int) -> np.ndarray:
-    """Return rates that fall with the position in a round, because the draft drifts as in EAGLE."""
+    """Return rates falling within a round, because the draft drifts as in EAGLE."""
     return np.tile([0.92, 0.86, 0.80, 0.72, 0.62, 0.5, 0.4, 0.3], (length, 1))
 
 
 def rising(random: np.random.Generator, length: int) -> np.ndarray:
-    """Return rates that rise within a round, because accepted tokens indicate an easy passage."""
+    """Return rates rising within a round, because accepted tokens indicate an easy passage."""
     return np.tile([0.6, 0.75, 0.85, 0.9, 0.93, 0.95, 0.95, 0.95], (length, 1))
 
 
 def drifting(random: np.random.Generator, length: int) -> np.ndarray:
-    """Return rates that swing between 0.48 and 0.92 with a period of 1500 tokens."""
+    """Return rates swinging between 0.48 and 0.92 with a period of 1500 tokens."""
     phase_T = np.arange(length) / 1500 + random.random()
     return np.repeat(0.7 + 0.22 * np.sin(2 * np.pi * phase_T)[:, None], MAX_LENGTH, axis=1)
 
@@ -196,7 +196,7 @@ def energy_model(shape: RoundShape, radio: str) -> EnergyModel:
 
 
 class World:
-    """True state of the simulation at a round's start, which runtime policies cannot see."""
+    """True state of the simulation at a round's start. Runtime policies cannot see it."""
 
     def __init__(self, text: DraftedText, link: Link, protocol: Protocol, start_s: float) -> None:
         self.text, self.link, self.protocol, self.now_s = text, link, protocol, start_s
@@ -228,7 +228,7 @@ class Contestant:
 
 
 class Informed(DraftLengthPolicy):
-    """Policy that takes the best length for the true survival, which only a simulation knows."""
+    """Policy that takes the best length for the true survival, known only in a simulation."""
 
     def __init__(self, world: World) -> None:
         super().__init__(MAX_LENGTH)
@@ -257,7 +257,7 @@ class PolicyOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Verification result for a batch, with the times and message sizes that the edge observes."""
+    """Verification result for a batch, with the times and message sizes observed by the edge."""
 
     drafted: int
     accepted: int

@@ -1,4 +1,4 @@
-"""Compare losses, gradients and drafted blocks with those computed by speculators and SpecForge.
+"""Compare losses, gradients and drafted blocks with results from speculators and SpecForge.
 
     python -m venv --system-site-packages PEERS
     PEERS/bin/pip install --no-deps speculators==0.9.0 specforge==0.2.0 hs-connectors==0.9.0 \\
@@ -96,7 +96,7 @@ def kl(logits_MU: Tensor, p_MU: Tensor) -> Tensor:
 
 
 def rows(M: int, U: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return random hidden states and LM head, those of the teacher, and draft vocabulary ids."""
+    """Return random hidden states and LM heads for draft and teacher, and draft vocabulary ids."""
     hidden, head = torch.randn(M, 32, requires_grad=True), torch.randn(U, 32, requires_grad=True)
     ids = torch.randperm(VOCABULARY)[:U].sort().values
     return hidden, head, torch.randn(M, 32), torch.randn(VOCABULARY, 32), ids

@@ -61,7 +61,7 @@ def random_target(args: argparse.Namespace) -> Any:
 
 
 def make_batch(args: argparse.Namespace, counted: float, length: int) -> dict[str, Tensor]:
-    """Return turns with 128 positions each, of which the last share ``counted`` is supervised."""
+    """Return turns with 128 positions. In each turn the last share ``counted`` is supervised."""
     answered_T = torch.arange(length) % 128 >= 128 * (1 - counted)
     return {
         "input_ids": torch.randint(args.vocabulary, (args.batch, length)),

@@ -1,4 +1,4 @@
-"""Make batches of padded rows with similar lengths, or of rows packed as separate documents."""
+"""Make batches from padded rows with similar lengths, or from rows packed as separate documents."""
 
 from collections.abc import Sequence
 
@@ -24,14 +24,14 @@ def length_bucketed_batches(
     Every batch obeys max(length) * rows <= batch_tokens. Rows are shuffled, sorted by length inside
     pools and cut into batches. Then groups of ``group`` consecutive batches are shuffled. Lengths
     in a group are similar, so processes that share a group do not wait long for each other. Every
-    row is in exactly one batch. The batches with the most rows are halved until the number of
-    batches is a multiple of ``group``. If every batch is a single row, the first batches are
-    repeated instead.
+    row is in exactly one batch. The batches with the most rows are halved until the batch count
+    is a multiple of ``group``. If every batch is a single row, the first batches are repeated
+    instead.
 
     Args:
         lengths: tokens per row, after any cut.
         batch_tokens: padded tokens per batch at most.
-        group: number of batches that stay together.
+        group: this many batches stay together.
 
     Raises:
         ValueError: a row longer than batch_tokens, or no rows.
@@ -170,7 +170,7 @@ def inner_mask(batch: dict[str, Tensor]) -> Tensor:
 
 
 def reorder(batch: dict[str, Tensor], order: Tensor) -> dict[str, Tensor]:
-    """Reorder the rows of a padded batch, or the documents of a packed batch."""
+    """Reorder a padded batch's rows, or a packed batch's documents."""
     lengths = document_lengths(batch)
     if lengths is None:
         return {name: x[order.to(x.device)] for name, x in batch.items()}

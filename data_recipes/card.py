@@ -1,4 +1,4 @@
-"""Count all rows by what became of them, such as kept, refused, duplicate or not drawn."""
+"""Count all rows by outcome, for example kept, refused, duplicate or not drawn."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ UNKNOWN_LICENSE = "unknown"
 
 @dataclass(kw_only=True)
 class DataReport:
-    """Counts of rows, by what became of the rows.
+    """Row counts by outcome.
 
     rows_read = rows_kept + bad rows + rows with an empty mask + rows refused by filters,
     benchmarks, length or as duplicates + rows not drawn.

@@ -1,4 +1,4 @@
-"""Group texts by context length, language and kind of text, for acceptance figures."""
+"""Group texts by context length, language and text kind, for acceptance figures."""
 
 import re
 import unicodedata
@@ -13,7 +13,7 @@ CONTEXT_EDGES = (0, 512, 1024, 2048, 4096, 8192, 16384)
 """Context edges in tokens. Each group ends below the next edge; the last is open."""
 ANSWER, CODE, THINKING, TOOL_CALL = "answer", "code", "thinking", "tool call"
 SEGMENTS = (TOOL_CALL, THINKING, CODE, ANSWER)
-"""Kinds of assistant text. A row gets the first kind found in it."""
+"""Segment kinds in assistant text. A row gets the first kind found in it."""
 WORDS = {
     "en": "the of and to is that it was for you with are this have not",
     "de": "der die und das ist nicht ein eine zu den mit von sich auf ich",
@@ -98,7 +98,7 @@ def prose(text: str) -> str:
 
 
 def groups_of(messages: Sequence[Message]) -> tuple[str, str]:
-    """Return the language and the segment (kind of text) of a conversation's answers."""
+    """Return the language and the segment (text kind) for a conversation's answers."""
     turns = [inline_thinking(m) for m in messages if m["role"] == "assistant"]
     text = "\n".join(turn["content"] for turn in turns)
     kinds = {kind for turn in turns for _, kind in segments_of(turn["content"])}
@@ -131,7 +131,7 @@ def balance(
 ) -> np.ndarray:
     """Return weights with which each group gets its share of rows on average.
 
-    The sum of all weights stays the same. Rows outside the named groups keep their proportions.
+    The total weight stays the same. Rows outside the named groups keep their proportions.
     Several dimensions are fitted in turn.
 
     Args:

@@ -101,7 +101,7 @@ class LocalTarget:
 
 
 DROPPED_SHARE = 1 / 8
-"""Share of finished rows that triggers their removal from the batch."""
+"""Remove finished rows from the batch once they reach this share."""
 
 
 @torch.inference_mode()
@@ -196,7 +196,7 @@ def answer_together(
     *,
     is_greedy: bool,
 ) -> None:
-    """Answer all turns of these dialogues in one batch, which shrinks as dialogues complete."""
+    """Answer all turns of these dialogues in one batch. The batch shrinks as dialogues complete."""
     while dialogues:
         prompts: dict[int, tuple[str, int]] = {}
         for index, dialogue in enumerate(dialogues):

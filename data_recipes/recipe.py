@@ -68,7 +68,7 @@ def load_data(
 ) -> TokenizedData:
     """Read, filter, tokenize, mask, mix, split and count the sources.
 
-    loss_mask is 1 on tokens that the assistant writes (end-of-turn token included) and on every
+    loss_mask is 1 on tokens written by the assistant (end-of-turn token included) and on every
     token in a text document. Each conversation or document is a row, cut at max_length.
 
     A row is dropped for the first of these reasons: it cannot be read or rendered, a filter refuses
@@ -78,8 +78,8 @@ def load_data(
 
     Args:
         side_file: gets a JSON line per dropped row, with "reason", "source", "location" and "row".
-            Some have a "detail", such as the value that a filter refused, the benchmarks and first
-            shared words, or the location of the row that a duplicate repeats.
+            Some have a "detail", for example the value refused by a filter, the benchmarks and
+            first shared words, or the location of the row repeated by a duplicate.
 
     Raises:
         ValueError: a source cannot be read, or no row is usable. The message says why.

@@ -137,7 +137,7 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
 
 
 def scan(source: Source) -> tuple[int, str]:
-    """Return the number of rows in the input, and a digest of their texts."""
+    """Return the input's row count, and a digest of the rows' texts."""
     if not Path(source.path).is_file():
         raise UsageError(f"--data: no file {source.path}; give JSONL or parquet rows")
     digest, num_rows = hashlib.sha256(), 0
@@ -154,7 +154,7 @@ def scan(source: Source) -> tuple[int, str]:
 
 @dataclass
 class Run:
-    """One run, which reads rows from an input and stores their answers."""
+    """One run. It reads rows from an input and stores their answers."""
 
     source: Source
     answers: AnswerFile

@@ -2,7 +2,7 @@
 
 ``datasets.Dataset`` can do this, too, but takes 70 MB and a second to import, mostly for pandas.
 
-N is the number of rows, M the number of chosen rows.
+N is the row count, M the count of chosen rows.
 """
 
 import os

@@ -121,7 +121,7 @@ class Difference:
 
 
 def read_answer(payload: Values) -> Answer:
-    """Return the answer in a chat completion, which may be empty.
+    """Return the possibly empty answer in a chat completion.
 
     Raises:
         TryAgain: the payload is no complete chat completion.
@@ -300,7 +300,7 @@ class Audit:
 
     @property
     def scope(self) -> list[str]:
-        """Describe the tested answers, and the smallest fault that each test can find."""
+        """Describe the tested answers, and each test's smallest detectable fault."""
         num_ties = sum(one.is_tie for one in self.differences)
         equal = len(self.greedy) - len(self.differences)
         lines = [

@@ -17,7 +17,7 @@ import numpy as np
 NUM_PERMUTATIONS = 2000
 NUM_SIMULATIONS = 100
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Power is computed for these shares of wrong answers."""
+"""Wrong-answer shares for the power computation."""
 POWER = 0.9
 """A test must find a fault with this probability."""
 
@@ -27,7 +27,7 @@ Features = Sequence[Hashable]
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
-    """Result of one test on all prompts."""
+    """One test's result on all prompts."""
 
     name: str
     p_value: float
@@ -108,7 +108,7 @@ def _detectable(
 
     Args:
         tables: for each prompt, feature counts [2 N, K] of both servers' answers, a faulty answer's
-            feature counts [K], and the number of answers per server.
+            feature counts [K], and the answer count per server.
         critical: critical value. A larger statistic raises an alarm.
     """
     for share in SHARES:

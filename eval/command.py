@@ -75,7 +75,7 @@ def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedul
     """Return (name, schedule) for each combination of the schedule's settings, in order.
 
     Args:
-        given: setting -> value or list of values. Settings for other schedules are ignored.
+        given: setting -> one value or a list. Settings for other schedules are ignored.
         label: common name. Settings are added if no table column tells the combinations apart.
     """
     own = {
@@ -160,10 +160,10 @@ def _load_target(
     trained: Iterable[Values],
     cluster: Cluster | None,
 ) -> _Target:
-    """Load the target in this process, or on the ranks of a cluster if there is one.
+    """Load the target in this process, or on the cluster's ranks if there is a cluster.
 
     Args:
-        trained: the drafts' descriptions, which name stages and boundaries.
+        trained: the drafts' descriptions, with stages and boundaries.
     """
     device = place_of(options, cluster)
     dtype = resolve_dtype(options.dtype, device, name, revision)

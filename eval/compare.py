@@ -103,7 +103,7 @@ def by_group(entries: Iterable[RunRecord]) -> list[Quantity]:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """Contents of the files in an evaluation's output folder."""
+    """File contents from an evaluation's output folder."""
 
     name: str
     entries: list[RunRecord]
@@ -146,7 +146,7 @@ class Line:
     compared: RunRecord
     quantity: Quantity
     left_out: int
-    """Number of prompts in only one of the two runs."""
+    """Number of prompts missing in one run."""
     result: PairedComparison
 
 

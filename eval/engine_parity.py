@@ -137,7 +137,7 @@ METHODS = {
     "dflash": "speculators",
     "mtp": "sglang",
 }
-"""Heads that vLLM runs on a CPU, and the layout exported for each."""
+"""Heads with CPU support in vLLM, and the layout exported for each."""
 
 
 def engine_depth(draft: Draft, depth: int) -> int:
@@ -153,7 +153,7 @@ def engine_depth(draft: Draft, depth: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFault:
-    """One deviation from training that an engine may have."""
+    """One possible deviation of an engine from training."""
 
     what: str
     detail: str

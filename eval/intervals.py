@@ -48,7 +48,7 @@ def resampling_weights(size: int, *, seed: int) -> np.ndarray:
 
 
 def effective_size(weight_P: np.ndarray) -> np.ndarray:
-    """Return the effective number of conversations [...], sum(w)^2 / sum(w^2) (Kish 1965)."""
+    """Return the effective conversation count [...], sum(w)^2 / sum(w^2) (Kish 1965)."""
     with np.errstate(invalid="ignore"):
         return weight_P.sum(-1) ** 2 / (weight_P**2).sum(-1)
 
@@ -103,11 +103,11 @@ def wilson_over_prompts(accepts_P: np.ndarray, tests_P: np.ndarray) -> tuple[flo
 
     This is Wilson's interval for p (1 - p) / v effective tests, where v is the rate's jackknife
     variance over prompts. Student's t replaces z (after Korn and Graubard 1998, Survey Methodology
-    24). If v is 0, because all or none were accepted, the effective number of prompts replaces the
-    number of tests. Deviation: Korn and Graubard widen Clopper and Pearson's interval, they
+    24). If v is 0, because all or none were accepted, the effective prompt count replaces the
+    test count. Deviation: Korn and Graubard widen Clopper and Pearson's interval, they
     linearize the variance, and their degrees of freedom assume equally long prompts.
 
-    From 10 prompts up, with log-normal numbers of tests (sigma 0.7 to 1.5), coverage is 91 to 99 %.
+    From 10 prompts up, with log-normal test counts (sigma 0.7 to 1.5), coverage is 91 to 99 %.
     Wilson's own interval, which assumes independent tests, covers 47 to 95 %. A bootstrap would
     shrink to a point where everything was accepted.
 

@@ -89,7 +89,7 @@ class Text:
     def states(self, draft: Draft, depth: int) -> list[Tensor]:
         """Return the LM head's inputs in training, one [T, ...] per draft token 1 .. depth.
 
-        Row t belongs to the round that has the token at t as its root. Rows without a round contain
+        Row t belongs to the round with the token at t as its root. Rows without a round contain
         arbitrary values.
         """
         taps, ids_T, ids_BT = self.taps, self.ids_T, self.ids_T[None]
@@ -157,7 +157,7 @@ class Drafted:
     read: list[Read]
     """All draft inputs: the committed text, and these rows in flight."""
     state: Tensor | None = None
-    """LM head input. This field and the next two are None under a CUDA graph, which does not expose
+    """LM head input. This field and the next two are None under a CUDA graph, as it does not expose
     them."""
     logits_U: Tensor | None = None
     position: int | None = None

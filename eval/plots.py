@@ -38,7 +38,7 @@ def drafted_series(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 def _by_temperature(
     runs: Sequence[RunRecord], values: Callable[[list[RunRecord]], dict[Any, Estimate]]
 ) -> dict[str, Series]:
-    """Return one panel per temperature, with every series that has values."""
+    """Return one panel per temperature, with all non-empty series."""
     drafted = tables.drafted_runs(runs)
     by_temperature = sorted(drafted, key=lambda run: run.temperature)
     samplings = dict.fromkeys(run.sampling for run in by_temperature)
@@ -67,7 +67,7 @@ def lengths_by_benchmark(runs: Sequence[RunRecord]) -> Chart:
 
 
 def lengths_by_stages(pooled: Sequence[RunRecord]) -> Chart:
-    """Draw L' against stages, with a line for each method that has several numbers of stages."""
+    """Draw L' against stages. Each method with several stage counts gets a line."""
     series: Series = {}
     for run in sorted(tables.drafted_runs(pooled), key=lambda run: run.stages):
         label = f"{run.method}, T={run.sampling}, {run.shape}"
@@ -135,7 +135,7 @@ def latencies(rows: Sequence[LatencyRecord]) -> Chart:
 def all_charts(
     runs: Sequence[RunRecord], pooled: Sequence[RunRecord], latency: Sequence[LatencyRecord]
 ) -> list[Chart]:
-    """Return the charts that have data.
+    """Return all charts with data.
 
     Args:
         runs: every entry.

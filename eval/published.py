@@ -110,7 +110,7 @@ def for_terminal(table: Table) -> str:
 
 
 def notes(table: Spec, context: TableContext, machine: str) -> list[str]:
-    """Return the lines below a table, which state differences and the numbers' sources."""
+    """Return the lines below a table, with differences and the numbers' sources."""
     prompts = ", ".join(f"{len(found)} of {name}" for name, found in context.benchmarks.items())
     name = "assets/target" if table.target == DEFAULT_TARGET else table.target
     lines = [

@@ -107,7 +107,7 @@ def cost_conflict(schedule: Schedule, recorded: CostModel, cost: CostModel) -> s
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replayed:
-    """One recorded run on other hardware, on one benchmark or on all of them ("overall")."""
+    """One recorded run on other hardware, on one benchmark or on all ("overall")."""
 
     recording: Recording
     cost_name: str
@@ -116,7 +116,7 @@ class Replayed:
     """Layers where the target is cut: (0, b1, .., L)."""
     benchmark: str
     prompts_P4: np.ndarray
-    """Tokens, steps, time, and time of autoregressive decoding per conversation."""
+    """Tokens, steps, time, and autoregressive decoding time per conversation."""
 
     @property
     def config(self) -> DecodeConfig:
@@ -178,7 +178,7 @@ def replay(recording: Recording, hardware: Hardware) -> list[Replayed]:
 def _price(
     recording: Recording, cost: CostModel, cut: Sequence[int]
 ) -> dict[tuple[str, str], np.ndarray]:
-    """Return each conversation's row of ``Replayed.prompts_P4`` under another cost model."""
+    """Return each conversation's row in ``Replayed.prompts_P4`` under another cost model."""
     sums: dict[tuple[str, str], np.ndarray] = {}
     for (benchmark, name, _), result in recording.turns.items():
         clock = VirtualClock(cost, cut, cost.draft_forward or 0.0)
@@ -201,7 +201,7 @@ def replay_log(result: DecodeResult, clock: VirtualClock) -> None:
 
 
 def speedups_by_row(results: Sequence[DecodeResult], engine: "Engine") -> dict[str, float]:
-    """Return S of recorded steps for each stage cost of an extra row, the run's own included.
+    """Return the recorded steps' S for each stage cost of an extra row, the run's own included.
 
     If the schedule chooses its draft tokens by this cost, only S at the run's own cost is returned.
     """
@@ -334,7 +334,7 @@ def _row_and_sharing(runs: Sequence[RunRecord]) -> tuple[float, float]:
     """Return the extra time for each further row, and for each further busy process, as fractions
     of the first row's time.
 
-    Fit by non-negative least squares. A column of zeros is left out.
+    Fit by non-negative least squares. A zero column is left out.
     """
     calls = np.array([_total(run, "counts", "stage") for run in runs])
     rows = np.array([_total(run, "rows", "stage") for run in runs])

@@ -1,4 +1,4 @@
-"""Read specifications for the evaluation runner, which combine rows, prompts and settings.
+"""Read specifications for the evaluation runner. They combine rows, prompts and settings.
 
 A row is a draft with its decoding settings, optionally with a paper's published numbers. A
 specification is YAML (configs/papers, configs/eval) or made from command-line flags. Reading and

@@ -58,7 +58,7 @@ class Prompt:
     """The published answer, in the benchmark's own form; not used for decoding."""
     system: str | None = None
     expected: Decimal | None = None
-    """Number that a correct answer ends on; None: answers cannot be scored."""
+    """A correct answer ends on this number; None: answers cannot be scored."""
 
     @property
     def form(self) -> str:
@@ -216,7 +216,7 @@ def _own_prompt(row: Values, where: str) -> Prompt:
 @dataclass(frozen=True)
 class Benchmark:
     files: tuple[str, ...]
-    """Paths below the data folder; the first that exists is read."""
+    """Paths below the data folder; the first existing one is read."""
     parse: Callable[[Values, str], Prompt] = _questions
     category: str | None = None
     """Category for all its prompts; None: each row names its own."""
@@ -330,7 +330,7 @@ def _source(name: str, data_dir: str | Path | None) -> Source:
 
 
 def task_name(name: str) -> str:
-    """Return the name in results, which is the benchmark's name or a user file's name."""
+    """Return the name in results, either the benchmark's name or a user file's name."""
     if name.endswith(FILE_ENDINGS):
         return Path(name).name.partition(".jsonl")[0]
     return ALIASES.get(name, name)

@@ -6,7 +6,7 @@
 OUT/traces has one JSON lines file per decoding method and shard. The file's name begins with a hash
 of everything that outputs and steps depend on, so other settings start new files. A turn's times
 come from the launch that decoded it. Process measurements (``processes`` in the results) come only
-from the last launch. A line stores a turn's whole ``DecodeResult``, from which ``replay`` computes
+from the last launch. A line stores a turn's whole ``DecodeResult``, so ``replay`` can compute
 times on other hardware.
 """
 
@@ -41,7 +41,7 @@ TurnKey = tuple[str, str, int]
 
 
 class TraceFile:
-    """File with JSON values by key, to which each new value adds a line.
+    """File with JSON values by key. Each new value adds a line.
 
     A line cut short by a kill is ignored.
     """
@@ -55,7 +55,7 @@ class TraceFile:
         """
         Args:
             folder: folder for the files. None keeps everything in memory.
-            identity: content of the first line. The file's name contains its digest.
+            identity: the first line's content. The file's name contains its digest.
             shard: (index, number). Read lines from every shard, and write new lines to this one.
         """
         self.path: Path | None = None
@@ -100,7 +100,7 @@ class TraceFile:
 
 
 def _untimed(value: object) -> object:
-    """Clear the times of a decoded turn, and leave other values unchanged."""
+    """Clear a decoded turn's times, and leave other values unchanged."""
     if isinstance(value, dict) and "token_times_s" in value:
         return value | {"token_times_s": []}
     return value
@@ -146,7 +146,7 @@ class Traces:
 
 
 def turn_key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[object]:
-    """Return a decoded turn's key, which includes a hash of the prompt's tokens."""
+    """Return a decoded turn's key, with a hash of the prompt's tokens."""
     digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
     return [prompt.task, prompt.id, turn, digest]
 
@@ -211,11 +211,11 @@ def remove_traces(out: Path, shard: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class Recording:
-    """Turns that one method decoded in all shards of an evaluation."""
+    """One method's decoded turns from all shards of an evaluation."""
 
     config: DecodeConfig
     draft_type: str | None
-    """Type of the draft; None: autoregressive decoding."""
+    """Draft type; None: autoregressive decoding."""
     draft_hash: str
     relative_cost: float
     """Cost of a draft forward, by its size, in one-token target passes."""
@@ -245,7 +245,7 @@ class _Recorded(msgspec.Struct):
 
 
 class _Header(msgspec.Struct):
-    """Fields that are read from a trace file's first line."""
+    """Fields read from a trace file's first line."""
 
     config: Values | None = None
     repeat: int = 0
@@ -254,7 +254,7 @@ class _Header(msgspec.Struct):
 
 
 def read_recordings(places: Iterable[Path]) -> list[Recording]:
-    """Read evaluation traces, which store each run's decoding step by step.
+    """Read evaluation traces. They store each run's decoding step by step.
 
     Args:
         places: evaluation folders, their "traces" folders, or trace files.

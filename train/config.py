@@ -246,7 +246,7 @@ def parse_run(
 
     Args:
         methods: method name -> configuration dataclass for its network.
-        example: shown at the end of ``--help``.
+        example: shown last in ``--help``.
 
     Returns:
         The run, the network's configuration, and the resolved YAML.

@@ -15,7 +15,7 @@ from pipedraft.train.objective import DraftObjective
 NEW_TOKENS = 32
 """Maximum answer length."""
 DECODED_TAU, DECODED_LENGTH = "decoded_acceptance_length", "decoded_equivalent_acceptance_length"
-"""Names of the decoded figures in the log."""
+"""Log names for the decoded figures."""
 
 
 def first_turns(rows: Rows, count: int, *, max_positions: int) -> list[list[int]]:
@@ -24,7 +24,7 @@ def first_turns(rows: Rows, count: int, *, max_positions: int) -> list[list[int]
     Rows without tokens before an assistant turn are skipped.
 
     Args:
-        count: maximum number of prompts.
+        count: maximum prompt count.
         max_positions: the target's limit for a prompt and its answer. Longer prompts are skipped.
     """
     prompts: list[list[int]] = []
@@ -59,7 +59,7 @@ def decode_config(draft: Draft, num_steps: int) -> DecodeConfig:
 def decode(
     objective: DraftObjective, weights: dict[str, Tensor], prompts: list[list[int]]
 ) -> dict[str, float]:
-    """Decode the prompts in this process, and return tau and L' over all of them."""
+    """Decode the prompts in this process, and return tau and L' over all prompts."""
     draft = objective.draft_with(weights)
     config = decode_config(draft, objective.num_steps)
     engine = Engine(objective.target, NoText(), config, draft)

@@ -41,9 +41,9 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
 
 
 def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
-    """Return the number of supervised rows in the block at each position, and documents' slices.
+    """Return the supervised row count in the block at each position, and documents' slices.
 
-    The numbers are int64 [P] on the host. A block counts only labels in its anchor's turn, because
+    The counts are int64 [P] on the host. A block counts only labels in its anchor's turn, because
     in decoding an anchor is never a prompt token.
     """
     mask_BT = batch["loss_mask"]
@@ -86,7 +86,7 @@ def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tenso
 class DFlashObjective(ChainObjective):
     """Sum of w_i KL(target || draft) over all anchors and each draft token i in an anchor's block.
 
-    The training loop divides this sum by the number of anchors. Each anchor has at least one
+    The training loop divides this sum by the anchor count. Each anchor has at least one
     supervised row. The paper's loss is the cross-entropy with the sequence's tokens. ``loss: ce``
     equals the paper's loss if the target wrote the sequence greedily.
     """

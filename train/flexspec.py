@@ -76,7 +76,7 @@ class FlexSpecObjective(DraftObjective):
 
     The rows are those before an assistant token. h_t is the target's hidden state after its final
     norm, and h_d is the input to the draft's vocabulary projection (equations 5 and 6 in the
-    paper). The matrix W_p is trained, too, but is not part of the draft.
+    paper). The matrix W_p is trained, too, but does not belong to the draft.
     """
 
     draft_class: ClassVar[type[Draft]] = FlexSpec
@@ -168,7 +168,7 @@ class FlexSpecObjective(DraftObjective):
         """Compute metrics.
 
         In evaluation, add measured chain survival and tokens per round, 1 + sum_j s_j. The survival
-        s_j is the fully accepted share of the chains with j draft tokens.
+        s_j is the fully accepted share among the chains with j draft tokens.
         """
         count = max(sums["count"], 1)
         names = ("loss", "regression", "kl", "acceptance", "agreement", "mass_outside")

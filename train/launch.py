@@ -47,7 +47,7 @@ WAIT_FOR_OTHERS = timedelta(hours=12)
 """Timeout for collective calls: the other processes wait during downloads and tokenization, and
 these take hours. If a process ends, its launcher ends the others without waiting."""
 LOST = re.compile(r"Timed out waiting|[Cc]onnection (closed|reset) by peer|caused pair closure")
-"""Matches gloo's messages about a peer that is late or has ended."""
+"""Matches gloo's messages about a late or ended peer."""
 
 
 def resolve_precision(precision: str) -> str:
@@ -103,7 +103,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
 
 @contextmanager
 def needs_others() -> Iterator[None]:
-    """Turn the error of a collective call that lost a peer into a one-line failure.
+    """Turn a collective call's error about a lost peer into a one-line failure.
 
     Raises:
         Failure: another process has ended, or missed a collective call's timeout.

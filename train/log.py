@@ -31,7 +31,7 @@ HELD_PROCESS_GROUPS: list[object] = []
 Shape = Sequence[int]
 
 CLOCK_METRICS = ("tokens_per_s", "data_share", "mfu")
-"""Metrics that differ between repeated runs; all others are equal."""
+"""Only these metrics differ between repeated runs."""
 
 
 class MetricsLog:

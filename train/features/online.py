@@ -1,7 +1,7 @@
 """Get each batch's hidden states from vLLM servers while training.
 
-A server answers a completion request with the path of a safetensors file, which vLLM's
-``ExampleHiddenStatesConnector`` writes. The file contains ``hidden_states`` [tokens, layers, H] and
+A server answers a completion request with the path of a safetensors file, written by vLLM's
+``ExampleHiddenStatesConnector``. The file contains ``hidden_states`` [tokens, layers, H] and
 ``token_ids``. The server holds a lock on PATH.lock until the file is complete. Trainers and servers
 therefore share a file system.
 """

@@ -46,7 +46,7 @@ DTYPES = {
 
 
 def encode(hidden_MH: Tensor, dtype: str, layer: int) -> dict[str, Tensor]:
-    """Return the tensors that a shard stores for one layer, by name.
+    """Return a shard's tensors for one layer, by name.
 
     int8 stores round(127 x / max|x|) and the scale max|x| / 127, with the maximum at each position.
     """
@@ -75,7 +75,7 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
 
 
 def data_identity(split: str, dataset: Rows) -> dict[str, int | str]:
-    """Return a split's number of rows and tokens, and a hash of its ids. Masks are ignored."""
+    """Return a split's row and token counts, and a hash of its ids. Masks are ignored."""
     digest, num_tokens = hashlib.sha256(), 0
     for lengths, flat in dataset.pieces("input_ids"):
         # Lengths count, too: the same ids may be cut into other rows.

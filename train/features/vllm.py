@@ -52,7 +52,7 @@ def states_request(
 
 
 def server_command(python: Path, request: Values, folder: Path) -> list[str | Path]:
-    """Return the command that runs vLLM's server for ``ServedStates``.
+    """Return the command to run vLLM's server for ``ServedStates``.
 
     Args:
         request: see ``states_request``.
