@@ -104,7 +104,7 @@ class Model:
                 template.
             schedule: schedule name. None uses the draft's default schedule.
             stages: number of pipeline stages. None uses the draft's number from training, else 1.
-            tree: draft tree shape, such as "chain:5", "dynamic:7:10:59" or "auto".
+            tree: draft tree shape, as "chain:5", "dynamic:7:10:59" or "auto".
             temperature: 0 is greedy.
             stream: called with each piece of text once it is certain; True prints it.
             settings: fields of the schedule and ``DecodeConfig``, such as ``top_p=0.9``.
@@ -201,7 +201,7 @@ def load(
             sums are in float32.
         draft_dtype: the same names. auto uses the target's dtype. On a CPU, int8 drafts faster, and
             greedy output stays the same.
-        tokenizer: needed for a target object that was not loaded from a folder.
+        tokenizer: needed for a target object without a folder.
 
     Raises:
         ValueError: a missing model, an unsupported family, or a draft for another target.
@@ -345,10 +345,10 @@ def train(
 
     Args:
         method: "eagle3", "spd" or another name from ``pipedraft train --help``.
-        target: folder or Hub id, or a model that was loaded from one.
+        target: folder or Hub id, or a model loaded from one.
         dataset: conversations as lists of {"role", "content"}, a ``datasets.Dataset`` with a column
             ``messages`` or ``conversations``, a file, or a ``DataConfig``.
-        data: other ``DataConfig`` fields, such as {"max_length": 512}.
+        data: other ``DataConfig`` fields, for example {"max_length": 512}.
         fields: ``RunConfig`` fields, such as max_steps=500, optim={"lr": 3e-4}, model={...}.
 
     Raises:
@@ -448,11 +448,11 @@ def evaluate(
     """Decode benchmarks and compare with autoregressive decoding, as ``pipedraft eval`` does.
 
     Args:
-        model: a head, or a model that was loaded by names, not from objects.
+        model: a head, or a model loaded by names, not from objects.
         benchmarks: names, or .jsonl files with prompts.
         limit: use the first prompts in each benchmark. None uses all.
         out: results folder.
-        options: command options, such as stages=4, schedule=["eagle"], temperature=[0, 1].
+        options: command options, for example stages=4, schedule=["eagle"], temperature=[0, 1].
 
     Raises:
         ValueError: an unknown or out-of-range option, or a model without a name.

@@ -1,7 +1,7 @@
 """Print figures with a budget, one per line. Run `python docs/count.py` in the checkout.
 
-Source is every Python file outside benchmarks, docs and tests. A circle is a group of source files
-that import each other at run time, directly or through others. A class name has two meanings if two
+Source is every Python file outside benchmarks, docs and tests. Files in a circle import each
+other at run time, directly or through other files. A class name has two meanings if two
 classes have it.
 """
 
@@ -56,7 +56,7 @@ def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the largest groups of modules in which every module reaches every other by imports."""
+    """Return the largest module groups. In a group, every module reaches every other by imports."""
     reach = {name: set(used) for name, used in graph.items()}
     for middle in graph:
         for name in graph:

@@ -25,7 +25,7 @@ WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 
 
 def is_doing(word: str) -> bool:
-    """Return True for any form of the verbs in ``DOING``."""
+    """Return True for a verb in ``DOING``, in any form."""
     stems = {word, word.removesuffix("s"), word.removesuffix("es")}
     stems |= {word.removesuffix("ing"), word.removesuffix("ing") + "e"}
     stems |= {word.removesuffix("ed"), word.removesuffix("d")}
@@ -38,7 +38,7 @@ class Sample:
 
     words: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    """Number of words per sentence."""
+    """Words per sentence."""
 
     def add(self, text: str) -> None:
         for sentence in SENTENCE.split(text):
@@ -62,7 +62,7 @@ class Sample:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Yield the docstrings of modules, classes, functions and fields."""
+    """Yield docstrings from modules, classes, functions and fields."""
     for node in ast.walk(ast.parse(path.read_text())):
         for child in ast.iter_child_nodes(node):
             value = child.value if isinstance(child, ast.Expr) else None

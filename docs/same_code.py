@@ -1,4 +1,4 @@
-"""Compare the code of two revisions. Run `python docs/same_code.py OLD [NEW]` in the checkout.
+"""Compare two revisions' code. Run `python docs/same_code.py OLD [NEW]` in the checkout.
 
 Parse every Python file at both revisions and drop the docstrings. Print the files with changed
 code, and a count. Exit with status 1 if code changed. NEW is the working tree by default.
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def git(*arguments: str) -> str:
-    """Return the output of a git command."""
+    """Return a git command's output."""
     return subprocess.run(
         ("git", *arguments), cwd=ROOT, text=True, check=True, capture_output=True
     ).stdout

@@ -243,8 +243,8 @@ def check_draft_dtype(dtype: str, weights: object) -> None:
     """Raise UsageError for a draft dtype without a draft that has weights."""
     if dtype != "auto" and not weights:
         raise UsageError(
-            f"--draft-dtype: {dtype}, but no draft has weights; give --checkpoint or --draft-model, "
-            "or leave it out"
+            f"--draft-dtype: {dtype}, but no draft has weights; give --checkpoint or "
+            "--draft-model, or leave it out"
         )
 
 

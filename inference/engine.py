@@ -175,7 +175,7 @@ class Engine:
 
 
 class Session:
-    """State of one prompt's decoding, and the methods ("verbs") that schedules call."""
+    """One prompt's decoding state, and the methods ("verbs") for schedules."""
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ class Session:
         self.pending_forwards = 0
 
     def collect(self) -> Returned:
-        """Step until the whole tree has returned, and join the results of its segments."""
+        """Step until the whole tree has returned, and join its segments' results."""
         parts: list[Returned] = []
         while sum(part.num_rows for part in parts) < len(self.tree):
             returned = self.step()

@@ -7,23 +7,23 @@ from collections import deque
 from collections.abc import Collection
 
 PARTS = (1.0, 0.5, 0.0)
-"""Fractions of the configured draft to try; 0: no draft."""
+"""Draft sizes to try, relative to the configured draft. 0 is no draft."""
 WINDOW, PLAIN_WINDOW = 8, 2
 """Minimum tokens per timing window, with and without a draft. Autoregressive decoding takes the
 same time for every token, so a short window is enough without a draft."""
 MEMORY = 32
 """Timing windows remembered per part."""
 HICCUP = 4.0
-"""Windows whose time per token exceeds this many times the median are left out."""
+"""Factor above the median time per token. Slower windows are left out."""
 PATIENCE = 8
-"""Rounds to wait before a smaller number of sequences gets its own choice. Often the next request
-takes the place of one that has ended, and each change of the draft costs time."""
+"""Rounds to wait before fewer sequences get their own choice. Often a new request soon takes
+the place of an ended one, and each change costs time."""
 BUDGET = 0.0075
 """Maximum loss by each part's trials, as a fraction of the decoding time."""
 
 
 class DraftMeter:
-    """Timer for rounds that chooses the part of the draft with the most tokens per second.
+    """Timer for rounds. It chooses the part with the most tokens per second.
 
     A part is a fraction of the configured draft. If a trial of another part loses time, the part's
     next trial waits for loss / BUDGET. Two other parts are tried, so trials cost about 1.5 %.
@@ -33,8 +33,8 @@ class DraftMeter:
         """
         Args:
             factor: applied to the minimum tokens per window.
-            before: meter for fewer sequences. The new meter begins with the same choice and the
-                same waits for trials of larger parts. Smaller parts may be tried at once, because
+            before: meter for fewer sequences. The new meter begins with the same choice, and waits
+                as long before it tries larger parts. It may try smaller parts at once, because
                 drafts gain less with more sequences.
         """
         self._factor = factor
@@ -47,7 +47,7 @@ class DraftMeter:
         }
         """For each part, time and token count per recent window."""
         self._due = dict.fromkeys(PARTS, 0.0)
-        """For each part, the ``total`` from which on it may be tried again."""
+        """For each part, the earliest ``total`` at which it may be tried again."""
         if before is not None:
             larger = (part for part in PARTS if part > self.part)
             self._due |= {part: before._due[part] - before.total for part in larger}
@@ -76,7 +76,7 @@ class DraftMeter:
         self._tokens, self._time = self._tokens + num_tokens, self._time + time
 
     def charge(self, num_tokens: int, time: float) -> None:
-        """Charge the part on trial with the time around a change, which is in no window."""
+        """Charge the part on trial with time around a change. No window contains this time."""
         self.total += time
         if self._windows[self.best]:
             self._charge(num_tokens, time, self._before if self.part == self.best else self.part)
@@ -132,7 +132,7 @@ class BatchMeter:
         self._tokens += num_tokens
 
     def choose(self) -> float:
-        """Return the part to use, which changes only between steps."""
+        """Return the part to use. It changes only between steps."""
         return self.part
 
     def end_step(self, time: float, num_sequences: int, *, has_prompt_rows: bool) -> None:

@@ -51,7 +51,7 @@ class RoundedLinear(nn.Module):
 
 
 class RoundedPart(nn.Module):
-    """Linear layer that computes some of the output channels of a joined ``RoundedLinear``."""
+    """Linear layer with some output channels from a joined ``RoundedLinear``."""
 
     def __init__(self, joined: RoundedLinear, channels: slice) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class RoundedPart(nn.Module):
 
 
 def rounded_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of a module's rounded weights, or None if it has none."""
+    """Return the dtype to which a module's weights are rounded, or None if they are not."""
     layers = (x.joined if isinstance(x, RoundedPart) else x for x in module.modules())
     return next((x.dtype for x in layers if isinstance(x, RoundedLinear)), None)
 

@@ -1,4 +1,4 @@
-"""Stages as processes: the controller's bookkeeping, and real ranks that agree."""
+"""Stages as processes: the controller's bookkeeping, and agreement between real ranks."""
 
 import json
 import subprocess
@@ -98,7 +98,7 @@ def test_both_backends_agree_with_an_early_exit_head(width):
 
 @pytest.mark.parametrize("verifier, is_token", [("auto", True), ("rejection", False)])
 def test_plain_decoding_above_temperature_0_sends_a_token_a_step(verifier, is_token, monkeypatch):
-    """Under a rule that weighs logits, here with SPD's chain, logits travel instead of tokens."""
+    """If a rule weighs logits, here with SPD's chain, logits travel instead of tokens."""
     target = tiny_llama(layers=4, vocab=500)
     verdicts = []
     send = Wire.send
@@ -232,7 +232,7 @@ def test_two_ranks_decode_in_bfloat16_what_plain_decoding_does(parent, tmp_path)
 @pytest.mark.all
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_ranks_round_their_own_layers(dtype):
-    """Known-bad: ranks knew only the dtypes that hidden states travel in, and int4 is none."""
+    """Known-bad: ranks knew only dtypes for sending hidden states, and int4 is none."""
     command = [sys.executable, "-m", "pipedraft.inference", "--target", "assets/target"]
     command += ["--schedule", "autoregressive", "--stages", "2", "--dtype", dtype]
     command += ["--prompt", "What is 3 + 4?", "--max-new-tokens", "12"]

@@ -74,7 +74,7 @@ def test_rounded_targets_give_a_row_the_same_bits_among_several_texts(name, dtyp
 
 
 def by_torch(own, rows_MH, product=kernels.product):
-    """Products whose order of sums depends on the number of rows, as libraries' do."""
+    """Products that sum in another order for another row count, like a library's."""
     doubled = product(own, rows_MH)
     return doubled + len(rows_MH) * 1e-7
 
@@ -96,7 +96,7 @@ def test_products_that_depend_on_other_texts_would_be_noticed(mutant, dtype, mon
 
 
 def test_attention_that_mixed_the_texts_would_be_noticed():
-    """Known-bad: one cache in place of another changes the rows."""
+    """Known-bad: with another sequence's cache, the rows change."""
     model = TARGETS["llama"]()
     staged = [begin(model, prompt) for prompt in PROMPTS[:2]]
     wrong = [begin(model, PROMPTS[0]), begin(model, [9])]

@@ -3,8 +3,8 @@
     python docs/lab/same_tokens.py int8 --ppsd out/ppsd --flexspec out/flexspec
 
 Decodes with the target and the heads in assets, greedy and at temperature 1 (rule gumbel). In
-float32, greedy decoding is compared with transformers' `generate`, too. Prints the number of equal
-outputs for each run.
+float32, greedy decoding is compared with transformers' `generate`, too. Prints for each run how
+many outputs are equal.
 """
 
 import argparse

@@ -58,7 +58,7 @@ def in_numbers(values: object, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def differences(numbers: Path | None = None) -> list[str]:
-    """Return a line for each cell that one file lacks or that differs between files."""
+    """Return a line for each cell missing in one file or different between the files."""
     lines, cells = read_lines(), in_tables()
     found = [f"{key}: only in one of the two" for key in lines.keys() ^ cells.keys()]
     for key in lines.keys() & cells.keys():
