@@ -23,14 +23,14 @@ EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_
 
 
 class NoText:
-    """Tokenizer stand-in that returns no text, because transformers uses token ids only."""
+    """Tokenizer stand-in returning no text, because transformers uses token ids only."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
 
 class Stopper(Observer):
-    """Observer that ends the sequence at a stopping criterion which the engine does not apply."""
+    """Observer that ends the sequence at a stopping criterion not applied by the engine."""
 
     def __init__(self, prompt_ids: list[int], criteria: Sequence[StoppingCriteria]) -> None:
         self.ids, self.criteria = list(prompt_ids), criteria
@@ -111,7 +111,7 @@ def _end_ids(config: GenerationConfig) -> tuple[int, ...]:
 def _refuse(
     config: GenerationConfig, processors: Sequence[LogitsProcessor], model_kwargs: Values
 ) -> None:
-    """Reject unsupported settings that would change the output."""
+    """Reject unsupported settings if they would change the output."""
     one = {name: getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")}
     found: list[tuple[str, object]] = [(name, n) for name, n in one.items() if n != 1]
     found += [(name, True) for name in EXTRA_OUTPUTS if getattr(config, name, None)]

@@ -7,7 +7,7 @@ from functools import cache
 from pipedraft.inference.clock import CostModel
 
 AUTO = -1
-"""Marks ``--boundaries auto`` until the numbers of layers and stages are known."""
+"""Marks ``--boundaries auto`` until the layer and stage counts are known."""
 
 
 def read_boundary(text: str | int) -> int:

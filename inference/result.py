@@ -26,7 +26,7 @@ def stop_reason(
     """Return why decoding ends at this token, as in ``DecodeResult``, or "" if it continues.
 
     Args:
-        num_new: number of tokens after the prompt, including this one.
+        num_new: token count after the prompt, including this one.
         length, limit: number of prompt and output tokens, and the target's maximum.
     """
     if token in eos_token_ids:
@@ -61,7 +61,7 @@ class Observer:
         """Receive a segment's verification result, before ``token`` gets its tokens."""
 
     def step(self, rows: Sequence[int]) -> None:
-        """Receive the number of rows each stage processed in a finished pipeline step."""
+        """Receive each stage's row count in a finished pipeline step."""
 
 
 @dataclass

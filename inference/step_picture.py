@@ -1,4 +1,4 @@
-"""Picture of the tokens at each stage in each step of a decoded sequence."""
+"""Draw the tokens at each stage in each step of a decoded sequence."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -14,7 +14,7 @@ import torch
 from pipedraft.files import Values
 
 MAX_PENDING = 4096
-"""Maximum number of GPU spans waiting to be read."""
+"""Maximum GPU spans waiting to be read."""
 MAX_EVENTS = 200_000
 WAIT = "wait"
 """Span kind for times when the process can only wait for a message."""

@@ -1,4 +1,4 @@
-"""Networks for the target model, which is cut into stages, and for its heads and draft models."""
+"""Networks for the target model, cut into stages, and for its heads and draft models."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> object:
 
 
 def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the boundaries (0, b1, .., L) that cut L layers into n contiguous stages.
+    """Return the boundaries (0, b1, .., L) for cutting L layers into n contiguous stages.
 
     Sizes differ by at most one. Longer stages come last, since the first stage also embeds.
 

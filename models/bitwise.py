@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROWS = 16
 """Rows per product on a CPU."""
 PROMPT_ROWS = 512
-"""Rows per prompt chunk in every pipeline, so that full chunks have one shape without padding."""
+"""Rows per prompt chunk in every pipeline, so full chunks have one shape without padding."""
 
 
 def check_bitwise(config: PreTrainedConfig) -> None:
@@ -56,7 +56,7 @@ def _places(seen_C: Tensor) -> Tensor | slice:
 
 
 def row_by_row(stage: "Stage", visible_lS: Tensor) -> "RowByRow":
-    """Return a cache stand-in through which every segment row attends alone."""
+    """Return a cache stand-in to let every segment row attend alone."""
     # Every row sees all committed rows; the mask covers only the segment's.
     committed_lC = visible_lS.new_ones(len(visible_lS), stage.cache.num_committed)
     return RowByRow(stage.cache, torch.cat([committed_lC, visible_lS], 1), stage.window)
@@ -69,7 +69,7 @@ class RowByRow:
         """
         Args:
             visible_lC: bool, cache rows visible to each segment row, including its own.
-            window: number of last positions that sliding layers see, or None for all.
+            window: number of last positions visible to sliding layers, or None for all.
         """
         self.cache = cache
         seen = [visible_C.nonzero()[:, 0] for visible_C in visible_lC]
@@ -86,7 +86,7 @@ class RowByRow:
     def update(
         self, keys_1JPD: Tensor, values_1JPD: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """Cache keys and values. Return the arguments, of which modules use only the shape."""
+        """Cache keys and values. Return the arguments, because modules use only their shape."""
         own = slice(len(self._seen))
         self._known = self.cache.update(keys_1JPD[:, :, own], values_1JPD[:, :, own], layer_idx)
         return keys_1JPD, values_1JPD

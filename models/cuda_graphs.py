@@ -2,7 +2,7 @@
 
 A decoding step with a few rows launches hundreds of small kernels. On a GPU, launching them takes
 longer than running them. The host packs all values varying between steps, and copies them into a
-fixed buffer in one transfer. Rows that are already on the device are copied to another buffer.
+fixed buffer in one transfer. Rows already on the device are copied to another buffer.
 Launches are captured once per key. On a CPU the same functions run without a graph.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 MAX_IDLE = 1
-"""Maximum idle caches, with their graphs, that a network retains per key for later sequences."""
+"""Maximum idle caches, with their graphs, retained by a network per key for later sequences."""
 Borrowed = TypeVar("Borrowed")
 
 
@@ -74,7 +74,7 @@ class Graphs:
         """Return compute(packed, rows), run by the key's graph, which the first call captures.
 
         Args:
-            key: everything that the launches depend on. The sizes of ``packed`` and ``rows`` are
+            key: everything the launches depend on. The sizes of ``packed`` and ``rows`` are
                 added here.
             packed: int64 in host memory.
             rows: tensors [.., H]. ``compute`` gets one tensor [P, H], with spare rows in a graph.
@@ -155,7 +155,7 @@ class TokenChoice:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round a row count up to a power of two, so that few sizes need a graph."""
+    """Round a row count up to a power of two, so few sizes need a graph."""
     return 1 << (num_rows - 1).bit_length() if num_rows else 0
 
 
@@ -198,7 +198,7 @@ def hidden_columns(num_visible_1: Tensor, visible_PS: Tensor, num_columns: int) 
 def borrow_for(
     owner: nn.Module, holder: object, key: Hashable, make: Callable[[], Borrowed]
 ) -> Borrowed:
-    """Borrow the buffers and graphs that an earlier holder of this key left, or make new ones.
+    """Borrow the buffers and graphs left by an earlier holder of this key, or make new ones.
 
     When ``holder`` dies, ``owner`` gets the buffers and graphs back. So successive sequences share
     them, in any engine.

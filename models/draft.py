@@ -95,7 +95,7 @@ class _Training(msgspec.Struct):
 
 
 class _Checkpoint(msgspec.Struct):
-    """Checkpoint fields that commands and cards read before the draft is built."""
+    """Checkpoint fields read by commands and cards before the draft is built."""
 
     draft_type: str
     target: _NamedTarget
@@ -117,7 +117,7 @@ class TargetReference:
         """Raise ValueError unless the fingerprint matches the target the draft was trained for.
 
         Args:
-            allow_evolved: compare only sizes, so that hashes may differ.
+            allow_evolved: compare only sizes, so hashes may differ.
         """
         if allow_evolved:
             fingerprint = {name: x for name, x in fingerprint.items() if isinstance(x, int)}
@@ -153,7 +153,7 @@ class Draft(nn.Module):
 
     @property
     def num_stages(self) -> int | None:
-        """Number of stages that the draft was trained for, or None if any number works."""
+        """Number of stages the draft was trained for, or None if any number works."""
         return None
 
     @property

@@ -28,7 +28,7 @@ PLAIN = ("llama", "qwen2", "qwen3", "mistral")
 """Model types with pre-norm layers, RMSNorm, rotary positions for whole heads, and SwiGLU: no
 experts, whose row counts vary with routing, and no recurrent layers."""
 OFFSET_NORMS = ("gemma", "qwen3_5", "qwen3_next")
-"""Prefixes of model types with an RMSNorm that adds one to its weight."""
+"""Prefixes of model types with one added to the RMSNorm's weight."""
 PARTS = {"layers": nn.ModuleList, "embed_tokens": nn.Embedding, "norm": nn.Module}
 PLACES = {"attention_mask", "position_embeddings", "position_ids", "past_key_values"}
 """Arguments passed by stages to layers."""
@@ -197,7 +197,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
 
 
 def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Create a meta-device model's tensors that no weight file has (rotary tables, scales)."""
+    """Create a meta-device model's tensors absent from all weight files (rotary tables, scales)."""
     decoder = model.get_decoder()
     if (rotary := getattr(decoder, "rotary_emb", None)) is not None:
         decoder.rotary_emb = type(rotary)(config=decoder.config).to(device)

@@ -203,7 +203,7 @@ def masked(
     mask: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Run attention [1, N, l, D], in which query heads may share key heads."""
+    """Run attention [1, N, l, D]. Query heads may share key heads."""
     own = query_1NlD, keys_1JCD, values_1JCD
     if mask is not None and query_1NlD.shape[2] <= KERNEL_ROWS and kernels.can_attend(*own):
         scale = query_1NlD.shape[-1] ** -0.5 if scale is None else scale

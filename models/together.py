@@ -116,7 +116,7 @@ def forward_bitwise(stage: "Stage", segment: Segment, taps: Collection[int]) -> 
 
 
 class _Masked:
-    """Cache stand-in for one sequence, in which all rows attend in one call behind a mask."""
+    """Cache stand-in for one sequence. All rows attend in one call behind a mask."""
 
     def __init__(
         self, stage: "Stage", segment: Segment, positions_C: Tensor, dtype: torch.dtype

@@ -47,7 +47,7 @@ class Steps:
         return self.values[self._piece(time_s % self.period_s)]
 
     def reach(self, start_s: float, amount: float) -> float:
-        """Return the earliest t such that the integral from ``start_s`` to t is ``amount``.
+        """Return the earliest t at which the integral from ``start_s`` equals ``amount``.
 
         Whole periods are counted by a division and only the rest is looked up, so long waits take
         no extra computing time.
@@ -140,7 +140,7 @@ class Link:
         jitter_ms: float = 0.0,
         loss: float = 0.0,
     ) -> "Link":
-        """Build a constant link from the papers' units, which are Mbit/s and milliseconds.
+        """Build a constant link from the papers' units, Mbit/s and milliseconds.
 
         ``down_mbps`` is ``up_mbps`` by default. Each direction gets half of ``jitter_ms``.
         """
@@ -264,9 +264,9 @@ class LinkEstimate:
         self.state = state
 
     def set_bandwidth(self, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
-        """Set the bandwidths that the radio reports (FlexSpec's R_n), except those that are 0.
+        """Set the bandwidths reported by the radio (FlexSpec's R_n), except zeros.
 
-        A bandwidth of 0 is an outage. Its end is unknown, and no draft length helps until then.
+        Bandwidth 0 is an outage. Its end is unknown, and no draft length helps until then.
         """
         self.state = replace(
             self.state,
@@ -278,7 +278,7 @@ class LinkEstimate:
         """Update the round trip from the time ``network_s`` for a request and its answer.
 
         ``network_s`` excludes the cloud's computing time. ``up_bytes`` and ``down_bytes`` are
-        sizes on the wire, which include headers.
+        sizes on the wire, including headers.
         """
         state = self.state
         # Sending time depends on the draft length: only the rest is a property of the link.

@@ -3,7 +3,7 @@
 The runtime calls a policy's ``choose`` before each round and ``observe`` after it. The number of
 accepted tokens is censored, because a fully accepted round does not tell how many more tokens would
 have been accepted. ``Geometric`` corrects for this. The published rules average the fraction of
-accepted draft tokens, which does not correct for censoring.
+accepted draft tokens, without this correction.
 """
 
 # K draft lengths 1..max_length, or positions in a round
@@ -29,22 +29,22 @@ class RoundShape:
     verify_s: float
     """Time for the target's pass over a round without draft tokens."""
     verify_row_s: float = 0.0
-    """Time that each draft token adds to the pass."""
+    """Time added to the pass by each draft token."""
     up_bytes: int
     """Size of a request without draft tokens."""
     up_bytes_per_token: int
     down_bytes: int
     """Size of a verification result."""
     reject_bytes: int = 0
-    """Size that a rejection adds to the result: the distribution to resample from."""
+    """Size added to the result by a rejection, for the distribution to resample from."""
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Seconds per round for each number of draft tokens, and whether a bonus token follows."""
+    """Seconds per round for each draft length, and whether a bonus token follows."""
 
     hit_s_K: np.ndarray
-    """Seconds for a round in which all draft tokens are accepted."""
+    """Seconds for a round with all draft tokens accepted."""
     miss_s_K: np.ndarray
     """Seconds for a round with a rejected draft token."""
     has_bonus: bool = True
@@ -81,8 +81,8 @@ class RoundCost:
 
         B = ceil((RTT + T_v) / T_d) rounds are enough. A fully accepted round costs only its
         drafting time, because earlier results arrive during drafting. The cloud verifies all
-        arrived rows in one pass. A round that is drafted faster than it is verified therefore waits
-        half a pass on average.
+        arrived rows in one pass. A round drafted faster than it is verified therefore waits half a
+        pass on average.
         """
         drafted_K, away_K, reject_s = _times(shape, link, max_length)
         verify_K = shape.verify_s + shape.verify_row_s * np.arange(1, max_length + 1)
@@ -147,7 +147,7 @@ class Estimates:
 
     @property
     def away_s(self) -> float:
-        """Return RTT + T_v, the seconds for which a batch is in flight."""
+        """Return RTT + T_v, a batch's seconds in flight."""
         return self.link.state.round_trip_s + self.verify_s
 
     def window(self, batch_size: int) -> int:

@@ -70,9 +70,9 @@ class Batch:
     """Draft tokens that share one verification result."""
 
     start: int
-    """Position of the first draft token."""
+    """The first draft token's position."""
     size: int
-    """Planned number of draft tokens; after sending, the actual number."""
+    """Planned draft length; after sending, the actual one."""
     started_s: float
     num_drafted: int = 0
     seq: int = -1

@@ -1,4 +1,4 @@
-"""Serve a target that verifies edge devices' draft tokens, or decodes alone without a draft."""
+"""Serve a target to edge devices. It verifies their draft tokens, or decodes without a draft."""
 
 import asyncio
 import signal

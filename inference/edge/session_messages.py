@@ -48,7 +48,7 @@ MAX_BYTES = 16 * 2**20
 MAX_DRAFT_TOKENS = 256
 MAX_PROMPT = 2**20
 WINDOW = 64
-"""Most messages that a target stores during a forward pass."""
+"""Maximum messages stored by a target during a forward pass."""
 
 Ids = Annotated[list[Count], Meta(max_length=MAX_DRAFT_TOKENS)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -223,7 +223,7 @@ REPLIES: Codec[Reply] = Codec(Reply, max_header_bytes=2**16, max_tensor_bytes=MA
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """Description and state of a server, encoded as a msgpack map that every version can read."""
+    """A server's description and state, encoded as a msgpack map that every version can read."""
 
     protocol: int
     target: str
@@ -242,7 +242,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     forward_s: Seconds
     """Time for a one-row pass, measured before serving."""
     row_s: Seconds
-    """Time that each further row adds to the pass."""
+    """Time added to the pass by each further row."""
     sessions: int
     """Open sessions."""
     cache_bytes: int

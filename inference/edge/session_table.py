@@ -23,7 +23,7 @@ UNSENT_BYTES = 4 * 2**20
 
 
 class MessageRate:
-    """Limit of messages per second, with bursts of one second. The caller passes the time."""
+    """Limit for messages per second, with one-second bursts. The caller passes the time."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 Untyped: TypeAlias = Any
-"""Object from grpc, which has no type annotations."""
+"""Object from grpc, a package without type annotations."""
 SERVICE = "pipedraft.EdgeCloud"
 NUM_PASSES = "passes"
-"""Key of the trailing metadata that gives a finished session's target passes after the prompt."""
+"""Trailing metadata key for a finished session's target passes after the prompt."""
 FRAME_BYTES = 2**16
 """Bytes allowed in a message beyond a session's payload."""
 

@@ -23,7 +23,7 @@ class LocalPipeline(Pipeline):
         self.target = target
         self.timeline = timeline or Timeline("one process", device=target.device)
         self.is_prefilling = False
-        """True while the waiting segments are prompt rows, which every stage commits after its
+        """True while the waiting segments are prompt rows. Every stage commits these rows after its
         pass."""
         self.error: Exception | None = None
         """Exception from a step in which this sequence's own rows failed."""
@@ -102,7 +102,7 @@ class LocalPipeline(Pipeline):
 
     @property
     def next_rows(self) -> list[int]:
-        """Return the number of rows that each stage will process in the next step."""
+        """Return each stage's row count in the next step."""
         first = self._entrance[0] if self._entrance else None
         return [0 if s is None else s.num_rows for s in (first, *self._waiting[1:])]
 

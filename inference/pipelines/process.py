@@ -1,8 +1,8 @@
 """Controller side for a pipeline with one process per stage.
 
 The controller tracks each row's place in the equivalent lock-step pipeline, so it counts the same
-steps as ``LocalPipeline``. It waits only for data that it needs. Steps without a returning row cost
-no time, and only the next verification result is on the critical path.
+steps as ``LocalPipeline``. It waits only for needed data. Steps without a returning row cost no
+time, and only the next verification result is on the critical path.
 """
 
 # P prompt rows, R rows, H hidden
@@ -87,7 +87,7 @@ class ProcessPipeline(Pipeline):
     ) -> None:
         """
         Args:
-            target: target of which only the embedding and the description are used.
+            target: only its embedding and its description are used.
             answers: answers from the stages, for all sequences in the pipeline.
             cancels: direct links to every stage outside this process.
         """
@@ -97,7 +97,7 @@ class ProcessPipeline(Pipeline):
         self._mailbox = answers.open()
         self.last_rows: list[int] = [0] * target.num_stages
         self.runs_ahead = True
-        """True to send a segment before the verification result that it depends on."""
+        """True to send a segment before the verification result it depends on."""
         self._sequence, self._is_bitwise = 0, False
         self._forget()
 
@@ -127,7 +127,7 @@ class ProcessPipeline(Pipeline):
     def prefill(
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
-        """Commit a prompt in chunks that follow each other through the stages."""
+        """Commit a prompt in chunks following each other through the stages."""
         # An earlier sequence may have ended with rows in flight: do not wait for them.
         self._cancel_all()
         self._forget()
@@ -239,7 +239,7 @@ class ProcessPipeline(Pipeline):
         self._send(Step.of(keeps, segment))
 
     def tick(self, ahead: Ahead | None = None) -> Returned | None:
-        """Run one step of the lock-step pipeline. Wait only for rows that return in this step.
+        """Run one step of the lock-step pipeline. Wait only for rows returning in this step.
 
         If ``ahead`` is sent, the first stage need not wait for the last one, even if stage times
         vary. If the result drops that segment, stages stop computing it before their next layer.
@@ -336,7 +336,7 @@ class ProcessPipeline(Pipeline):
         return committed
 
     def _drop_finished(self, lost: list[_Flight]) -> None:
-        """Drop flights without speculative rows, and cancel those that stages still compute."""
+        """Drop flights without speculative rows, and cancel the ones stages still compute."""
         gone = [flight for flight in self._flights if not flight.alive] + lost
         self._flights = [flight for flight in self._flights if flight.alive]
         under_way = [f.sequence for f in gone if f.verdicts is None and f.sequence >= 0]

@@ -49,9 +49,9 @@ Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Base class of messages, which are encoded as the tag and the fields in declaration order.
+    """Base class for messages, encoded as the tag and the fields in declaration order.
 
-    A subclass checks combinations of fields in ``__post_init__``, and raises ``ValueError`` there.
+    A subclass checks field combinations in ``__post_init__``, and raises ``ValueError`` there.
     """
 
 
@@ -234,7 +234,7 @@ def _tensor(head: TensorHeader, data: bytearray, at: int) -> Tensor:
 
 
 def _header_room(header_bytes: int, tensor_bytes: int) -> int:
-    """Return the header's size, which is padded if tensors follow."""
+    """Return the header's size, padded if tensors follow."""
     return _padded(header_bytes) if tensor_bytes else header_bytes
 
 

@@ -1,4 +1,4 @@
-"""Watchdog threads of a rank, which exit the process with a one-line reason if any rank fails.
+"""Watchdog threads of a rank. They exit the process with a one-line reason if any rank fails.
 
 One thread checks signals, this rank's progress and the launcher. Another exchanges heartbeats with
 the other ranks through the launch's store. A stage may wait in C++ for messages that never arrive,
@@ -110,7 +110,7 @@ class Watch:
         self._outward.start()
 
     def stop(self) -> None:
-        """Stop watching, so that other ranks may exit in any order."""
+        """Stop watching, so other ranks may exit in any order."""
         self._stopping.set()
         self._wake.set()
         self._inward.join()

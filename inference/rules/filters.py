@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FIRST_TOKENS = 64
-"""Number of tokens sorted at first; they usually hold the requested mass."""
+"""Tokens sorted at first. They usually hold the requested mass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def _in_nucleus(logits_RV: Tensor, top_p: float) -> Tensor:
 
 
 def _is_typical(logits_RV: Tensor, typical_p: float) -> Tensor:
-    """Return bool [..., V], True for the most typical tokens and ties with the last of them."""
+    """Return bool [..., V], True for the most typical tokens and for ties with the last one."""
     logp_RV = logits_RV.log_softmax(-1)
     p_RV = logp_RV.exp()
     # nansum: a removed token gives -inf times 0, which is NaN.

@@ -44,7 +44,7 @@ class Schedule(ABC):
 
     @property
     def label(self) -> str | None:
-        """Draft shape as tables show it. None is a plain layer, which tables name by ``width``."""
+        """Draft shape as tables show it. None is a plain layer. Tables name it by ``width``."""
         return None
 
     @property
@@ -74,7 +74,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSchedule(Schedule):
-    """Base for schedules that add one layer of draft tokens below the deepest ones."""
+    """Base for schedules adding one layer of draft tokens below the deepest ones."""
 
     grows: ClassVar[Growth | None] = "layers"
 
@@ -140,7 +140,7 @@ class SegmentSchedule(TreeSchedule):
 
 
 def check_at_least(settings: object, least: float, *names: str) -> None:
-    """Refuse settings below ``least`` and settings that are not finite. Accept None and auto."""
+    """Refuse settings below ``least`` and infinite or NaN settings. Accept None and auto."""
     for name in names:
         value = getattr(settings, name)
         if value not in (None, "auto") and not least <= value < float("inf"):

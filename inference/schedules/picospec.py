@@ -17,8 +17,7 @@ class PicoSpec(LinkSchedule):
     """Drafts during verification and cuts batches by time. The target computes rows early.
 
     After a rejection, the target sends only a part of its distribution. Only elapsed time cuts a
-    batch. Dropping draft tokens because of their low probability would bias the distribution of the
-    remaining ones.
+    batch. Dropping draft tokens for their low probability would bias the distribution of the rest.
     """
 
     name: ClassVar[str] = "picospec"

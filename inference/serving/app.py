@@ -70,7 +70,7 @@ PAGE_HEADERS = {
 
 
 class Service:
-    """State that all paths share, such as decoder, limits and clients."""
+    """State shared by all paths, for example decoder, limits and clients."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Service:
         self.ending = asyncio.Event()
         """Set to end all answers now."""
         self.end: Callable[[], object] = lambda: None
-        """Function that ends the server as a signal does. Any thread may call it."""
+        """Function to end the server as a signal does. Any thread may call it."""
 
     def describe(self) -> str:
         config, keys = self.decoder.base, len(self.keys)
@@ -216,7 +216,7 @@ class Service:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Return a header that names ignored request fields, or {} if there are none."""
+    """Return a header naming ignored request fields, or {} if there are none."""
     # Clients choose these names: a line break would inject a header.
     plain = sorted({re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in names})
     return {IGNORED: ", ".join(plain[:MAX_IGNORED])} if plain else {}

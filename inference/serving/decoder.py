@@ -1,4 +1,4 @@
-"""Decoder for all clients' sequences, which connects requests to the engine."""
+"""Decoder for all clients' sequences. It connects requests to the engine."""
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future

@@ -1,4 +1,4 @@
-"""Sort out request fields that the server does not parse, and refuse the unsupported ones."""
+"""Sort out unparsed request fields, and refuse the unsupported ones."""
 
 import difflib
 from collections.abc import Collection, Mapping
@@ -53,7 +53,7 @@ CHANGES_MESSAGES = {"tool_calls", "function_call", "tool_call_id", "prefix", "im
 """Unsupported message fields the model would see."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 TYPO = 0.8
-"""Minimum similarity to a known field at which an unknown name is refused as a typo."""
+"""Minimum similarity to a known field for refusing an unknown name as a typo."""
 
 
 def split_fields(content: Json, known: Collection[str]) -> tuple[Json, list[str]]:
@@ -89,10 +89,10 @@ def _unsupported(name: str) -> RequestError:
 
 
 def plain_message(turn: object, ignored: list[str]) -> object:
-    """Return a message's fields that the server reads, with text parts in one format.
+    """Return the fields read from a message, with text parts in one format.
 
-    Names of unknown fields are added to ``ignored``. Unsupported fields that the model would see
-    are refused.
+    Names of unknown fields are added to ``ignored``. Unsupported fields are refused if the model
+    would see them.
     """
     if not isinstance(turn, dict):
         return turn

@@ -24,7 +24,7 @@ class TokenLogprob:
 def measure(
     tokenizer: "PreTrainedTokenizerBase", token: int, logits_V: "Tensor", num_top: int
 ) -> TokenLogprob:
-    """Return the log-probability of a token and of the ``num_top`` most likely tokens."""
+    """Return the log-probabilities for a token and for the ``num_top`` most likely tokens."""
     # Sums over a vocabulary lose probability mass in 16 bits.
     logp_V = logits_V.float().log_softmax(-1)
     best = logp_V.topk(min(num_top, len(logp_V)))

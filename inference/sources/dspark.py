@@ -1,4 +1,4 @@
-"""DSpark head at decode time, which combines DFlash's block with each row's own token."""
+"""DSpark head at decode time. It combines DFlash's block with each row's own token."""
 
 import torch
 from torch import Tensor

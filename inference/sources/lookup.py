@@ -1,4 +1,4 @@
-"""Find draft tokens by lookup in the sequence, of n-grams or of suffixes of any length.
+"""Find draft tokens by looking up n-grams, or suffixes of any length, in the sequence.
 
 Both estimate the next token's distribution from earlier occurrences of the current context, longer
 contexts first. If a token followed a context c times out of C, its probability is (c + e) / (C +

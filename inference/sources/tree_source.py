@@ -74,8 +74,8 @@ class TreeSource(DraftSource):
     grows: tuple[Growth, ...] = ("layers", "trees", "micro_batches")
     reads_features = True
     """True if a row's result depends on the target's current hidden states. Of two rows for one
-    draft token, True keeps the later one. False keeps the earlier one, whose cache place is between
-    its parent's and its children's."""
+    draft token, True keeps the later one. False keeps the earlier one, because its cache place is
+    between its parent's and its children's."""
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
@@ -286,8 +286,8 @@ class TreeSource(DraftSource):
     ) -> list[int]:
         """Return the rows to continue, which are the best new rows, and the root after a commit.
 
-        ``again`` includes rows with children that were not worth their cost in an earlier step.
-        These rows are not recomputed, and their best child may be this step's free first row.
+        ``again`` includes rows with children not worth their cost in an earlier step. These
+        rows are not recomputed, and their best child may be this step's free first row.
         """
         self._adopt_fresh()
         known, rows = {0, *self._known}, range(1, len(tree))
@@ -447,7 +447,7 @@ class TextSource(TreeSource):
     def _restart(self) -> None:
         super()._restart()
         self._num_taken_in = 0
-        """Number of the next observed tokens that a ``KeepRows`` has turned into text already."""
+        """Number of the next observed tokens already turned into text by a ``KeepRows``."""
 
     def begin(self, features: Features, tokens: list[int]) -> None:
         self._restart()
@@ -461,7 +461,7 @@ class TextSource(TreeSource):
 class RowsSource(CacheSource, TextSource):
     """Draft source that reads only tokens, with its rows in one ``RowCache``.
 
-    No row is computed twice, except that fresh trees ignore rows in the session's tree.
+    No row is computed twice, except in fresh trees, because they ignore rows in the session's tree.
     """
 
     def __init__(self, draft: Any) -> None:

@@ -1,7 +1,7 @@
 """Read the files, settings, vocabulary and tensors of heads from other projects.
 
 Pickled files are opened with ``weights_only=True``, which loads tensors and plain values but no
-code. A setting or tensor that this package cannot express is refused by its name and value.
+code. A setting or tensor is refused by its name and value if this package cannot express it.
 """
 
 # H hidden, V target vocabulary, U draft vocabulary

@@ -14,7 +14,7 @@ Tensors and config.json identify a folder's layout:
 
 Every setting and tensor is either converted or refused by its name and value. The token embedding
 comes from the target, and an embedding in the file must equal the target's. Pickled files are
-opened with ``weights_only=True``, which loads tensors and plain values but no code.
+opened with ``weights_only=True``. This loads tensors and plain values but no code.
 """
 
 # H hidden, V target vocabulary, U draft vocabulary
@@ -343,7 +343,7 @@ class _Module(msgspec.Struct):
 
 
 def _spd(peer: Peer) -> SPD:
-    """Return the head from a file of version 10 (a list of layers per depth) or 11 (anchors).
+    """Return the head from a file in version 10 (a list of layers per depth) or 11 (anchors).
 
     Committed rows are read at depth n, whatever trained_with_use_deepest says, because their states
     are known up to the last layer.
@@ -423,4 +423,4 @@ READERS: dict[str, Callable[[Peer], Draft]] = {
     r".*\.hidden_norm\.": _eagle3,
     r"fc\.weight": _eagle,
 }
-"""Start of a tensor's name -> reader of its layout; the first match counts."""
+"""Tensor name prefix -> its layout's reader; the first match counts."""
