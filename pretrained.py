@@ -274,8 +274,8 @@ def check_exists(name_or_path: str, *, field: str = "target") -> None:
         )
     if is_offline_and_unknown(text):
         raise _Refused(
-            f"{field}: no folder {text!r} here{hint}; as a Hub name: HF_HUB_OFFLINE is set and it "
-            "is not in the cache; unset it, or give a folder"
+            f"{field}: no folder {text!r} here{hint}; as a Hub name: not in the cache, and "
+            "HF_HUB_OFFLINE is set; unset it, or give a folder"
         )
 
 

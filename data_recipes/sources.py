@@ -73,7 +73,7 @@ def list_files(source: Source) -> list[Path] | None:
     if is_file_name or is_text or not HUB_ID.fullmatch(source.path):
         raise ValueError(
             f"sources.path: {source.path!r} does not exist (current folder: {Path.cwd()}); "
-            "give an existing file or folder, or a Hub id such as 'user/name' (for text with "
+            "give an existing file or folder, or a Hub id such as 'user/name' (for text, set "
             "text_field)"
         )
     return None

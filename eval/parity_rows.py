@@ -41,7 +41,7 @@ class Parting:
     def __str__(self) -> str:
         row = f", row {self.root}, draft position {self.draft_position}" if self.root else ""
         place = "at every prompt" if self.prompt is None else f"first at prompt {self.prompt}{row}"
-        return f"part {place}: {self.what}: {self.detail}"
+        return f"differ {place}: {self.what}: {self.detail}"
 
 
 @dataclass(kw_only=True)

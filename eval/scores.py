@@ -1,8 +1,8 @@
 """Score answers with GSM8K's accuracy, and write files for other harnesses.
 
 Lossless decoding does not change the output, so every score is the target's own. Every method is
-scored anyway, to expose a method that changes answers. Programs are not run here. Instead, evalplus
-and lm-evaluation-harness score the files from ``save_answers``.
+scored anyway, to expose a method that changes answers. Generated programs are not run here:
+evalplus and lm-evaluation-harness score the files from ``save_answers``.
 """
 
 import json

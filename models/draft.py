@@ -335,8 +335,8 @@ def read_description(folder: Path) -> Description:
         description = msgspec.json.decode(read_bounded(path, "checkpoint", MAX_CONFIG_BYTES))
         if not isinstance(description, dict) or "draft_type" not in description:
             raise ValueError(
-                f"checkpoint: {path} names no draft_type; give a target as --target, and a head "
-                "that was trained elsewhere to pipedraft models import --from"
+                f"checkpoint: {path} names no draft_type; give a target as --target; import a "
+                "head trained elsewhere with pipedraft models import --from"
             )
         msgspec.convert(description, _Checkpoint)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -410,7 +410,7 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
     if is_offline_and_unknown(path_or_repo):
         raise ValueError(
             f"checkpoint: no folder {path_or_repo!r} here{did_you_mean(path_or_repo)}; as a Hub "
-            "name: HF_HUB_OFFLINE is set and it is not in the cache; unset it, or give a folder"
+            "name: not in the cache, and HF_HUB_OFFLINE is set; unset it, or give a folder"
         )
     files = ["*.json", "*.safetensors", "README.md"]
     with hub_link(f"checkpoint: {path_or_repo!r}"):

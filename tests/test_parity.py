@@ -134,7 +134,7 @@ def assert_named(parity, name, words, head="eagle3", *more):
     assert status == 1
     failed = [check["name"] for check in found["checks"] if check["first"]]
     assert failed[0] == name
-    assert lines[name].startswith("part ")
+    assert lines[name].startswith("differ ")
     for word in words:
         assert word in lines[name], lines[name]
 

@@ -24,7 +24,7 @@ await decode(runs[0][0], 8);
 const start = performance.now();
 let tokens = 0, equal = 0;
 for (const [ids, expected] of runs) {
-  const out = await decode(ids, 48);
+  const out = await decode(ids, 64);
   tokens += out.length;
   equal += JSON.stringify(out) === JSON.stringify(expected);
 }

@@ -6,7 +6,8 @@
     VLLM/bin/python docs/lab/other_engines.py vllm:float32:out/vllm_eagle3 out/prompts.json
     OPENVINO/bin/python docs/lab/other_engines.py openvino:out/ov_int8 out/prompts.json
 
-Set OMP_NUM_THREADS. The first command writes six prompts, and our float32 output without a draft.
+Set OMP_NUM_THREADS. The first command writes the eight turns of six prompts, and our float32 output
+without a draft.
 After our dtype, eagle3 means the head in this dtype. A dtype means the head rounded to this dtype.
 out/vllm_eagle3 is assets/heads/smollm2_eagle3 in speculators' layout; docs/engines.md says how to
 install vLLM, and eval/engine_parity.py which environment variables it needs. For OpenVINO: `pip
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-TARGET, HEAD, NEW_TOKENS = "out/smollm2", "assets/heads/smollm2_eagle3", 48
+TARGET, HEAD, NEW_TOKENS = "out/smollm2", "assets/heads/smollm2_eagle3", 64
 Decode = Callable[[list[int], int], list[int]]
 
 
@@ -85,9 +86,14 @@ def write_prompts(path: Path) -> None:
 
     tokenizer, decode = load_tokenizer(TARGET), ours("float32", None)
     tasks = load_tasks(["mt_bench", "gsm8k", "humaneval"], "data/eval", 2)
-    prompts = [prompt for prompts in tasks.values() for prompt in prompts]
-    every = [[*map(int, encode_turn(tokenizer, prompt, []))] for prompt in prompts]
-    path.write_text(json.dumps([[ids, decode(ids, NEW_TOKENS)] for ids in every]))
+    runs = []
+    for prompt in [prompt for prompts in tasks.values() for prompt in prompts]:
+        answers: list[str] = []
+        for _ in prompt.turns:
+            ids = [*map(int, encode_turn(tokenizer, prompt, answers))]
+            runs.append((ids, decode(ids, NEW_TOKENS)))
+            answers.append(tokenizer.decode(runs[-1][1], skip_special_tokens=True))
+    path.write_text(json.dumps(runs))
 
 
 def main() -> None:

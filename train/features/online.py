@@ -102,7 +102,7 @@ class ServedStates:
                 if time.monotonic() > until_s:
                     raise FeaturesLost(
                         f"features: {self.addresses[0]} sends no hidden states ({error}); start "
-                        "pipedraft train features serve there"
+                        "'pipedraft train features serve' there"
                     ) from error
                 self.addresses.rotate(-1)
                 time.sleep(0.5 / len(self.addresses))

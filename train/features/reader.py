@@ -155,8 +155,8 @@ class ShardFolder:
         other = difference(self.index.identity, identity)
         if other is not None:
             raise ValueError(
-                f"features: {folder} is of {other}; give the target and data of the dump, or make "
-                "one of yours with pipedraft train features"
+                f"features: {folder} is of {other}; give the dump's target and data, or dump your "
+                "own with pipedraft train features"
             )
         stored = self.index.settings["layers"]
         missing = sorted(set(layers) - set(stored))
