@@ -164,13 +164,13 @@ def test_faults_of_what_an_engine_reads_are_named(parity, place, what):
         change = {"weights": lambda x: {n: w * 0 + 1 for n, w in x.items() if "fc_norm" in n}}
     answer_of(place, changed(place, head, layout, **change))
     status, out, _ = parity(place / head)
-    assert status == 1 and f" {what}: " in out.partition("vLLM 0.0: part ")[2].splitlines()[0], out
+    assert status == 1 and f" {what}: " in out.partition("vLLM 0.0: differ ")[2].splitlines()[0], out
 
 
 def test_faults_of_positions_maps_dtype_and_prompts_are_named(parity, place, monkeypatch):
     def named(what):
         status, out, _ = parity(place / "eagle3")
-        first = out.partition("vLLM 0.0: part ")[2].partition("\n")[0]
+        first = out.partition("vLLM 0.0: differ ")[2].partition("\n")[0]
         assert status == 1 and f"{what}: " in first, out
 
     usual = {"rope_type": "default", "rope_theta": 10000.0}
