@@ -138,7 +138,9 @@ class Model:
                 raise ValueError(f"prompt: {prompt!r} is empty; give at least one word")
             return encode(self.tokenizer, prompt, raw=False)
         items = list(prompt)
-        if items and all(isinstance(item, Mapping) for item in items):
+        if not items:
+            raise ValueError("prompt: an empty list; give at least one message or token id")
+        if all(isinstance(item, Mapping) for item in items):
             return encode_chat(self.tokenizer, items)  # type: ignore[arg-type]
         if not all(isinstance(item, int) for item in items):
             raise ValueError(

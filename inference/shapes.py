@@ -162,6 +162,6 @@ def segment_sizes(
     """
     if max_rows is not None:
         num_segments = max(num_segments, math.ceil((num_rows - has_root) / max_rows))
-    # Rounding down puts the longer segments last: the first result returns sooner.
+    # Rounding down makes the first segment the shortest: its result returns sooner.
     cuts = [num_rows * part // num_segments for part in range(num_segments + 1)]
     return [stop - start for start, stop in pairwise(cuts) if start < stop]

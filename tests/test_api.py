@@ -99,6 +99,7 @@ def test_sampling_takes_the_schedules_settings_and_ids(model):
     "arguments, message",
     [
         ({"prompt": " "}, "prompt: ' ' is empty"),
+        ({"prompt": []}, "prompt: an empty list"),
         ({"prompt": [1.5]}, "prompt: a list of float; give text"),
         ({"schedule": "egle"}, "schedule: 'egle' is unknown; did you mean 'eagle'"),
         ({"tree_width": 2}, "tree_width: schedule 'eagle' has no such setting"),

@@ -151,7 +151,7 @@ class Estimates:
         return self.link.state.round_trip_s + self.verify_s
 
     def window(self, batch_size: int) -> int:
-        """Return ceil((RTT + T_v) / T_d), the batches in flight that keep the target busy."""
+        """Return ceil((RTT + T_v) / T_d), the batches in flight that let the edge draft on."""
         drafting_s = batch_size * self.draft_s
         # Free drafting can never hide the link, whatever the number in flight.
         # An exact multiple must not round up to one more.

@@ -1,4 +1,4 @@
-"""PicoSpec keeps drafting during verification, with enough batches in flight for a busy target."""
+"""PicoSpec keeps drafting during verification, with enough batches in flight to never wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PicoSpec(LinkSchedule):
     truncate: bool = True
     """End a batch once drafting has taken as long as a verification result takes to return."""
     window: int | None = None
-    """Batches in flight; None: enough to keep the target busy, ceil((RTT + T_v) / T_d)."""
+    """Batches in flight; None: enough to keep drafting, ceil((RTT + T_v) / T_d)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -51,7 +51,7 @@ class LinkSchedule(Schedule):
 
     @property
     def max_window(self) -> int | None:
-        """Maximum batches in flight, or None for enough batches to keep the target busy."""
+        """Maximum batches in flight, or None for enough batches to keep drafting."""
         return 1
 
     @property

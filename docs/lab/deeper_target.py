@@ -1,0 +1,66 @@
+"""Write a target K times as deep as SmolLM2 that computes the same function, and its EAGLE-3 head.
+
+    python docs/lab/deeper_target.py 12 out/deep
+
+Every layer is followed by K - 1 layers that add nothing, because their last matrices are zero. So
+outputs and acceptance stay the same, while a target pass costs K times as much. The draft's cost
+relative to the target becomes as small as for a large language model. The script writes
+OUT/target and OUT/head.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipedraft.models.fingerprint import target_fingerprint
+from pipedraft.models.target import load_target
+
+TARGET, HEAD = Path("out/smollm2"), Path("assets/heads/smollm2_eagle3")
+LAST = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+"""Matrices whose results a layer adds to its input."""
+
+
+def deeper(weights: dict[str, torch.Tensor], times: int) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, weight in weights.items():
+        if not name.startswith("model.layers."):
+            found[name] = weight
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        for copy in range(times):
+            own = torch.zeros_like(weight) if copy and rest in LAST else weight.clone()
+            found[f"model.layers.{int(layer) * times + copy}.{rest}"] = own
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("times", type=int, help="K")
+    parser.add_argument("out", type=Path, help="OUT")
+    options = parser.parse_args()
+    times, target, head = options.times, options.out / "target", options.out / "head"
+    shutil.copytree(TARGET, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    config = json.loads((TARGET / "config.json").read_text())
+    config["num_hidden_layers"] *= times
+    config.pop("layer_types", None)
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    weights = deeper(load_file(TARGET / "model.safetensors"), times)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(HEAD, head)
+    config = json.loads((head / "config.json").read_text())
+    config["target"] |= {
+        "name": str(target),
+        "fingerprint": target_fingerprint(load_target(target)),
+    }
+    sizes = config["architecture"]
+    sizes["feature_layers"] = [layer * times for layer in sizes["feature_layers"]]
+    sizes["num_target_layers"] *= times
+    (head / "config.json").write_text(json.dumps(config, indent=2))
+
+
+if __name__ == "__main__":
+    main()
