@@ -164,7 +164,8 @@ def test_faults_of_what_an_engine_reads_are_named(parity, place, what):
         change = {"weights": lambda x: {n: w * 0 + 1 for n, w in x.items() if "fc_norm" in n}}
     answer_of(place, changed(place, head, layout, **change))
     status, out, _ = parity(place / head)
-    assert status == 1 and f" {what}: " in out.partition("vLLM 0.0: differ ")[2].splitlines()[0], out
+    _, _, difference = out.partition("vLLM 0.0: differ ")
+    assert status == 1 and f" {what}: " in difference.splitlines()[0], out
 
 
 def test_faults_of_positions_maps_dtype_and_prompts_are_named(parity, place, monkeypatch):
