@@ -335,8 +335,8 @@ def read_description(folder: Path) -> Description:
         description = msgspec.json.decode(read_bounded(path, "checkpoint", MAX_CONFIG_BYTES))
         if not isinstance(description, dict) or "draft_type" not in description:
             raise ValueError(
-                f"checkpoint: {path} names no draft_type; give a target as --target; import a "
-                "head trained elsewhere with pipedraft models import --from"
+                f"checkpoint: {path} names no draft_type; give a target as --target; for a head "
+                "trained elsewhere, run pipedraft models import --from"
             )
         msgspec.convert(description, _Checkpoint)
     except (msgspec.DecodeError, RecursionError) as error:

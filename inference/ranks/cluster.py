@@ -177,7 +177,7 @@ class Cluster:
         if self.world_size not in (num_stages, num_stages + 1):
             raise ValueError(
                 f"--processes (torchrun: --nproc-per-node): {self.world_size} for {num_stages} "
-                f"stages; give {num_stages} (the first stage beside the draft) or {num_stages + 1}"
+                f"stages; give {num_stages} (draft and first stage share one) or {num_stages + 1}"
             )
         return num_stages
 
