@@ -98,9 +98,8 @@ class DecodeConfig(TokenFilters):
         samples = self.verifier in SAMPLING_RULES
         if samples and not (self.temperature and self.schedule.can_sample):
             raise ValueError(
-                f"verifier: {self.verifier!r} needs a sampled chain (temperature above 0, and a tree "
-                "of width 1 or kind chain); use 'match', which is exact for every "
-                "tree"
+                f"verifier: {self.verifier!r} needs a sampled chain (temperature above 0, and a "
+                "tree of width 1 or kind chain); use 'match', which is exact for every tree"
             )
         if self.never_slower and self.schedule.needs_link:
             raise ValueError(
