@@ -308,8 +308,8 @@ def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
         if names:
             first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
             raise ValueError(
-                f"{field}: {str(name)!r} has {len(names)} tensors {what} ({first}), by its "
-                "config.json; copy or convert the model again"
+                f"{field}: going by config.json, {str(name)!r} has {len(names)} tensors {what} "
+                f"({first}); copy or convert the model again"
             )
 
 

@@ -492,7 +492,7 @@ class Session:
     # -- bookkeeping ------------------------------------------------------------------------
 
     def _end_round(self, accepted: bool | None) -> None:
-        """Record a round by its last token's test: ``accepted``, rejected, or None (untested)."""
+        """Record a round. ``accepted`` is its last position's test result, None if untested."""
         began, self._round_began = self._round_began, self.pipeline.now()
         # Left out: part of the draft (another shape), and the last round (cut at the output's end).
         if self._shape is not None and self.part == 1 and not self.done:
