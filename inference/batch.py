@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipedraft.cli import check_ranges
 from pipedraft.inference.auto_tree import ShapeMeter
 from pipedraft.inference.batch_clock import BatchClock
 from pipedraft.inference.config import DecodeConfig, check_prompt
@@ -39,7 +40,6 @@ from pipedraft.inference.pipelines.shared import (
     step_ranks,
 )
 from pipedraft.inference.result import DecodeResult, Observer
-from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.sources.base import DraftSource
 from pipedraft.inference.timeline import WAIT
 from pipedraft.models.draft_calls import DraftCall, asking, make_first
@@ -69,7 +69,7 @@ class BatchLimits:
     """Maximum waiting requests."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "sequences", "rows", "prompt_rows", "kv_bytes", "waiting")
+        check_ranges(self, dict.fromkeys(vars(self), "[1, inf)"))
 
 
 @dataclass(eq=False)

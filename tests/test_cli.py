@@ -212,7 +212,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("inference", [*RUN, *INFERENCE, "--step-timeout", "-3"], ["--step-timeout", "'-3'", "above"]),
     # eval (more in test_eval_run)
     ("eval", [*WITH_MODEL[2:], *EVAL], ["--target", "missing", "--draft-model"]),
-    ("eval", [*WITH_MODEL, *EVAL, "--accept", "2"], ["accept", "2", "give 0 to 1"]),
+    ("eval", [*WITH_MODEL, *EVAL, "--accept", "2"], ["accept", "2", "at least 0 and at most 1"]),
     ("eval", EVAL, ["--checkpoint", "missing", "--help"]),
     ("eval", [*RUN, *EVAL, "--stages", "9"], ["--stages", "9", "leave --stages out"]),
     ("eval", [*RUN, *EVAL, "--target", "{other_weights}"], ["target", "hash", "give that target"]),

@@ -110,5 +110,5 @@ def test_module_and_schedule_have_the_same_number():
         SPDConfig(num_stages=2, num_target_layers=4, **late)
     with pytest.raises(ValueError, match=r"tokens_per_step: 2 with timing"):
         DecodeConfig.of("spd", **late)
-    with pytest.raises(ValueError, match=r"tokens_per_step: 0 is below 1"):
+    with pytest.raises(ValueError, match=r"tokens_per_step: 0; give at least 1"):
         DecodeConfig.of("spd", tokens_per_step=0)

@@ -1,4 +1,4 @@
-"""Base classes for schedules, and checks for their settings."""
+"""Base classes for schedules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pipedraft.cli import check_ranges
 from pipedraft.inference.rules import RuleName
 from pipedraft.inference.shapes import MOST_ROWS, Budget, TreeShape
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 Growth = Literal["layers", "trees", "micro_batches"]
 """Method a schedule calls to extend the token tree."""
+USUAL_RANGE = "[1, 1024]"
+"""Range for a schedule's numbers. No draft uses more rows, and larger drafts would not finish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,14 @@ class Schedule(ABC):
     own_rule: ClassVar[RuleName | None] = None
     """Acceptance rule above temperature 0 unless you set one. None: rejection if draft tokens may
     be sampled, else gumbel."""
+    ranges: ClassVar[dict[str, str]] = {}
+    """Ranges for numeric settings other than ``USUAL_RANGE``, in the notation of
+    ``check_ranges``."""
+
+    def __post_init__(self) -> None:
+        settings = vars(self).items()
+        numbers = [name for name, value in settings if type(value) in (int, float)]
+        check_ranges(self, {name: self.ranges.get(name, USUAL_RANGE) for name in numbers})
 
     @abstractmethod
     def run(self, session: Session) -> None:
@@ -82,9 +93,6 @@ class LayerSchedule(Schedule):
     """Draft tokens per step. Above 1, every branch that matches the output is kept. auto: choose 1
     to 16 by the cost model."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "tree_width")
-
     @property
     def width(self) -> int:
         return MOST_ROWS if self.tree_width == "auto" else self.tree_width
@@ -132,25 +140,5 @@ class SegmentSchedule(TreeSchedule):
     """Draft tokens per segment (FlowSpec's L_max), not counting the root. A tree too large for
     ``micro_batches`` segments is cut into more."""
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "micro_batches", "max_segment_rows")
-
     def num_segments(self, num_stages: int) -> int:
         return self.micro_batches or num_stages + 1
-
-
-def check_at_least(settings: object, least: float, *names: str) -> None:
-    """Refuse settings below ``least`` and infinite or NaN settings. Accept None and auto."""
-    for name in names:
-        value = getattr(settings, name)
-        if value not in (None, "auto") and not least <= value < float("inf"):
-            below = "negative" if least == 0 else f"below {least:g}"
-            problem = below if value < least else "not finite"
-            raise ValueError(f"{name}: {value} is {problem}; give at least {least:g}")
-
-
-def check_probability(settings: object, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}: {value} is no probability; give 0 to 1")

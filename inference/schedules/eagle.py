@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import TreeSchedule, check_at_least
+from pipedraft.inference.schedules.base import TreeSchedule
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
@@ -21,9 +21,6 @@ class EagleSchedule(TreeSchedule):
     max_segment_rows: int | None = None
     """Draft tokens per segment; larger trees are cut into several. None: one forward pass, as
     published."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_segment_rows")
 
     def run(self, session: Session) -> None:
         while not session.done:

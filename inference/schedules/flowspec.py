@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.schedules.pruned_pp import PrunedPP
 from pipedraft.inference.shapes import Budget
 
@@ -26,6 +25,7 @@ class FlowSpec(PrunedPP):
     """
 
     name: ClassVar[str] = "flowspec"
+    ranges: ClassVar[dict[str, str]] = dict.fromkeys(("refill_depth", "refill_tokens"), "[0, 1024]")
 
     expansion_depth: int | None = None
     """Levels per fresh tree, one draft forward each. None: as many as fit, under the cost model,
@@ -37,11 +37,6 @@ class FlowSpec(PrunedPP):
     """Levels added to the last tree if pruning emptied the returning segment; 0: none."""
     refill_tokens: int = 48
     """Number of new draft tokens sent from the levels that a refill adds, best first."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1, "expansion_depth", "expansion_tokens")
-        check_at_least(self, 0, "refill_depth", "refill_tokens")
 
     @property
     def label(self) -> str | None:

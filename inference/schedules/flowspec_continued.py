@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import Growth, Schedule, check_at_least
+from pipedraft.inference.schedules.base import Growth, Schedule
 from pipedraft.inference.schedules.flowspec import beside_step
 from pipedraft.inference.schedules.spd import draft_beside_step
 from pipedraft.inference.shapes import MOST_ROWS, Budget
@@ -39,9 +39,6 @@ class FlowSpecContinued(Schedule):
     """Draft tokens that enter together, from all forwards in a step, not counting the root."""
     level_order: bool = False
     """Draft level by level, with equally many children per token, instead of best first."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "step_tokens", "expansion_depth", "max_segment_rows")
 
     @property
     def width(self) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pipedraft.inference.edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
-from pipedraft.inference.schedules.base import check_at_least
+from pipedraft.inference.schedules.base import Schedule
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 
 
@@ -25,7 +25,7 @@ class PEARL(LinkSchedule):
     """Draft length policy: ratio (T_v / t_d), fixed:K, eq11, alg2 or geometric."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_length")
+        Schedule.__post_init__(self)
         if self.policy != "ratio":
             super().__post_init__()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import check_at_least
 from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
 
 if TYPE_CHECKING:
@@ -31,10 +30,6 @@ class PicoSpec(LinkSchedule):
     """End a batch once drafting has taken as long as a verification result takes to return."""
     window: int | None = None
     """Batches in flight; None: enough to keep drafting, ceil((RTT + T_v) / T_d)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1, "window")
 
     @property
     def early(self) -> bool:

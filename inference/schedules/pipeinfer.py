@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import Growth, Schedule, check_at_least, check_probability
+from pipedraft.inference.schedules.base import Growth, Schedule
 from pipedraft.inference.shapes import MOST_ROWS, Budget
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class PipeInfer(Schedule):
 
     name: ClassVar[str] = "pipeinfer"
     grows: ClassVar[Growth | None] = "micro_batches"
+    ranges: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("accept", "split", "give_up"), "[0, 1]"),
+        **dict.fromkeys(("recovery", "decay"), "[0, 1024]"),
+    }
 
     draft_tokens: Budget = 3
     """Draft tokens per micro-batch, over all branches; they enter the first stage together. auto:
@@ -68,11 +72,6 @@ class PipeInfer(Schedule):
     again, the tree merges the copies: each costs an entry, or a micro-batch place, but no row."""
     max_in_flight: int | None = None
     """Stop drafting while the tree has this many rows; None: no limit."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "draft_tokens", "branches", "max_in_flight")
-        check_probability(self, "accept", "split", "give_up")
-        check_at_least(self, 0, "recovery", "decay")
 
     @property
     def width(self) -> int:

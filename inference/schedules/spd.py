@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pipedraft.inference.schedules.base import LayerSchedule, check_at_least
+from pipedraft.inference.schedules.base import LayerSchedule
 from pipedraft.inference.schedules.ppsd import draft_after_step
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ class SPDSchedule(LayerSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "tokens_per_step")
         if self.tokens_per_step > 1 and self.timing == "output_states":
             raise ValueError(
                 f"tokens_per_step: {self.tokens_per_step} with timing output_states, where the "

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import Growth, Schedule, check_at_least
+from pipedraft.inference.schedules.base import Growth, Schedule
 
 if TYPE_CHECKING:
     from pipedraft.inference.engine import Session
@@ -38,9 +38,6 @@ class SSD(Schedule):
     """Outcomes to prepare for; one draft forward continues all of them."""
     fallback_tokens: int | None = None
     """Draft tokens in a batch after a miss, while every stage waits; None: the usual number."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "draft_tokens", "outcomes", "fallback_tokens")
 
     @property
     def label(self) -> str | None:

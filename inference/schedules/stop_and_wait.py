@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipedraft.inference.edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
 from pipedraft.inference.rules import RuleName
-from pipedraft.inference.schedules.base import Growth, Schedule, check_at_least
+from pipedraft.inference.schedules.base import Growth, Schedule
 
 if TYPE_CHECKING:
     from pipedraft.inference.edge.linked import LinkedPipeline
@@ -35,7 +35,7 @@ class LinkSchedule(Schedule):
     """Maximum draft tokens per batch."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_length")
+        super().__post_init__()
         parse_policy(self.policy, max_length=self.max_length)
 
     @property
