@@ -271,7 +271,7 @@ def decode_remotely(options: DecodeOptions) -> None:
 
 
 def print_figures(name: str, result: DecodeResult, pipeline: RemotePipeline) -> None:
-    sent = pipeline.connection.bytes
+    up, down = pipeline.connection.up, pipeline.connection.down
     # Without the prefill, which no draft shortens.
     elapsed_s = result.token_times_s[-1] - result.token_times_s[0]
     round_trip_s = pipeline.estimates.link.state.round_trip_s
@@ -282,9 +282,8 @@ def print_figures(name: str, result: DecodeResult, pipeline: RemotePipeline) -> 
         f"{shown(result.equivalent_acceptance_length)}, tokens per round tau "
         f"{shown(result.mean_acceptance_length)}, acceptance "
         f"{shown(result.draft_acceptance_rate)}; "
-        f"{sent.up} bytes up in {sent.messages_up} messages, {sent.down} down in "
-        f"{sent.messages_down}; round trip {round_trip_s * 1e3:.1f} ms "
-        f"({result.stop_reason})",
+        f"{up.payload_bytes} bytes up in {up.messages} messages, {down.payload_bytes} down in "
+        f"{down.messages}; round trip {round_trip_s * 1e3:.1f} ms ({result.stop_reason})",
         file=sys.stderr,
     )
     if pipeline.num_reopened:

@@ -135,7 +135,6 @@ async def decode(
             result = engine.decode(prompt, prompt_index=prompt_index, on_token=tell)
             return SimpleNamespace(
                 result=result,
-                bytes=connection.bytes,
                 fallback=pipeline.fallback,
                 num_reopened=pipeline.num_reopened,
                 round_trip_s=pipeline.estimates.link.state.round_trip_s,

@@ -17,7 +17,7 @@ from pipedraft.inference import command
 from pipedraft.inference.__main__ import print_figures
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import stream
-from pipedraft.inference.edge.channel import Link, LinkEstimate, LinkState
+from pipedraft.inference.edge.channel import Link, LinkEstimate, LinkState, Traffic
 from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.remote import TRIAL_TOKENS, RemotePipeline
 from pipedraft.inference.result import DecodeResult
@@ -301,7 +301,7 @@ def test_figures_of_nothing_are_dashes(capsys):
     result = DecodeResult([1], [2], "", "eos", 1, token_times_s=[0.0])
     state = SimpleNamespace(state=SimpleNamespace(round_trip_s=0.0))
     pipeline = SimpleNamespace(
-        connection=SimpleNamespace(bytes=stream.Bytes()),
+        connection=SimpleNamespace(up=Traffic(), down=Traffic()),
         estimates=SimpleNamespace(link=state),
         num_reopened=0,
     )

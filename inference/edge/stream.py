@@ -17,6 +17,7 @@ import msgspec
 from pipedraft.cli import Failure
 from pipedraft.inference.edge import session_messages as messages
 from pipedraft.inference.edge import wire
+from pipedraft.inference.edge.channel import Traffic
 from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS
 
 NUMBER = re.compile(r"[0-9]{1,9}")
@@ -82,16 +83,6 @@ class Break:
         return cls(call.code().name, " ".join(str(call.details()).split()), num_passes)
 
 
-@dataclass
-class Bytes:
-    """Payload bytes, without the headers of gRPC (5 bytes), HTTP/2 (9) and lower layers."""
-
-    up: int = 0
-    down: int = 0
-    messages_up: int = 0
-    messages_down: int = 0
-
-
 class Patience:
     """Retry limit, which is reached after ``give_up_s`` seconds without a reply."""
 
@@ -121,7 +112,9 @@ class Connection:
 
     def __init__(self, access: Access) -> None:
         self.grpc, self.access = wire.import_grpc(), access
-        self.bytes, self.patience = Bytes(), Patience(access)
+        # Payload bytes, without the headers of gRPC (5 bytes), HTTP/2 (9) and lower layers.
+        self.up, self.down = Traffic(), Traffic()
+        self.patience = Patience(access)
         bearer = ("authorization", f"Bearer {access.token}")
         self._metadata = (bearer,) if access.token else ()
 
@@ -200,8 +193,8 @@ class SessionStream:
 
     def send(self, request: messages.Request) -> None:
         data = REQUESTS.to_bytes(request)
-        self._connection.bytes.up += len(data)
-        self._connection.bytes.messages_up += 1
+        self._connection.up.messages += 1
+        self._connection.up.payload_bytes += len(data)
         self._requests.put(data)
 
     def _get(self, timeout_s: float) -> tuple[bytes | Break, float] | None:
@@ -229,8 +222,8 @@ class SessionStream:
         data, arrived_s = found
         if isinstance(data, Break):
             raise connection.access.lost(data)
-        connection.bytes.down += len(data)
-        connection.bytes.messages_down += 1
+        connection.down.messages += 1
+        connection.down.payload_bytes += len(data)
         reply = REPLIES.decode(data)
         # gRPC keeps the order, so a gap is the server's fault.
         if reply.number != self._next_number:
