@@ -175,7 +175,7 @@ def test_metrics_have_vllms_names_where_that_is_asked_for(place):
 
 
 def test_every_metric_without_a_reason_is_shown_before_the_first_request():
-    nobody = SimpleNamespace(num_waiting=0, num_running=0)
+    nobody = SimpleNamespace(num_waiting=0, num_live=0)
     page = Metrics("tiny").page(nobody).decode()
     shown = [*GAUGES, *(f"{name}_count" for name in HISTOGRAMS)]
     shown += [f"{name}_total" for name in COUNTERS.keys() - LABELS.keys()]

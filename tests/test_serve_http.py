@@ -245,7 +245,7 @@ def test_a_full_queue_says_when_to_come_again(monkeypatch):
         waiting = [in_background(place.chat)]
         wait_until(held.arrived.is_set)
         waiting.append(in_background(place.chat))
-        wait_until(lambda: decoder.num_waiting == 1)
+        wait_until(lambda: decoder.batch.num_waiting == 1)
         with monkeypatch.context() as without:
             without.setattr(
                 place.service.admissions, "_encode", None
@@ -291,11 +291,11 @@ def test_a_reader_that_leaves_ends_its_sequence_alone(stream):
         running = open_request(place, stream=stream)
         wait_until(held.arrived.is_set)
         waiting = open_request(place, stream=stream)
-        wait_until(lambda: service.decoder.num_waiting == 1)
+        wait_until(lambda: service.decoder.batch.num_waiting == 1)
         other = in_background(place.chat)
-        wait_until(lambda: service.decoder.num_waiting == 2)
+        wait_until(lambda: service.decoder.batch.num_waiting == 2)
         waiting.close()
-        wait_until(lambda: service.decoder.num_waiting == 1)
+        wait_until(lambda: service.decoder.batch.num_waiting == 1)
         running.close()
         wait_until(lambda: service.admissions.num_open == 1)
         held.release()
@@ -317,7 +317,7 @@ def test_an_answer_that_takes_too_long_is_ended(stream):
                 assert told.status == 504 and told.json["error"]["code"] == "timeout"
                 assert told.headers["x-should-retry"] == "false"
             wait_until(lambda: place.service.admissions.num_open == 0)
-        wait_until(lambda: place.service.decoder.num_running == 0)
+        wait_until(lambda: place.service.decoder.batch.num_live == 0)
 
 
 def test_a_sequence_that_fails_takes_no_other_with_it(monkeypatch):

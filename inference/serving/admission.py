@@ -142,13 +142,13 @@ class Admissions:
             raise RequestError(
                 "the server is about to end", status=503, headers={"retry-after": "5"}
             )
-        decoder = self.decoder
+        decoder, batch = self.decoder, self.decoder.batch
         if decoder.failure is not None:
             raise pipeline_failed()
         # A free place counts, too: some of the outputs may start at once.
-        waiting = decoder.num_waiting + decoder.num_running + count - decoder.capacity
+        waiting = batch.num_waiting + batch.num_live + count - decoder.capacity
         if waiting > self.limits.max_waiting:
-            raise self._busy(f"{decoder.num_waiting} sequences wait")
+            raise self._busy(f"{batch.num_waiting} sequences wait")
         if self.of_client[client] + count > self.limits.max_client_sequences:
             raise self._busy(f"{self.of_client[client]} sequences of this client are open")
 

@@ -352,7 +352,7 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/metrics")
     async def metrics(request: HttpRequest) -> Response:
         service.client_of(request)
-        return Response(service.metrics.page(service.decoder), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.page(service.decoder.batch), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/")
     async def page() -> Response:

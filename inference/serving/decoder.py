@@ -49,17 +49,9 @@ class SequenceDecoder:
         self._running.__enter__()
 
     @property
-    def num_waiting(self) -> int:
-        return self.batch.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        return self.batch.num_live
-
-    @property
     def wait_s(self) -> float:
         """Return a new sequence's estimated waiting time, based on earlier sequences."""
-        return self._usual_s * (self.num_waiting + 1) / self.capacity
+        return self._usual_s * (self.batch.num_waiting + 1) / self.capacity
 
     def submit(self, choice: Choice) -> None:
         """Start decoding a choice, or raise RuntimeError if decoding has stopped."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 if TYPE_CHECKING:
+    from pipedraft.inference.batch import BatchEngine
     from pipedraft.inference.serving.answers import Choice
-    from pipedraft.inference.serving.decoder import SequenceDecoder
 
 STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
@@ -122,11 +122,11 @@ class Metrics:
         if math.isfinite(result.equivalent_acceptance_length):
             self._observe("equivalent_acceptance_length", result.equivalent_acceptance_length)
 
-    def page(self, decoder: "SequenceDecoder") -> bytes:
+    def page(self, batch: "BatchEngine") -> bytes:
         """Return all metrics in Prometheus' text format."""
         # Gauges are read now: the queue changes between two requests for this page.
-        self._gauges["num_requests_waiting"].set(decoder.num_waiting)
-        self._gauges["num_requests_running"].set(decoder.num_running)
+        self._gauges["num_requests_waiting"].set(batch.num_waiting)
+        self._gauges["num_requests_running"].set(batch.num_live)
         page: bytes = generate_latest(self._as_vllm)
         others: bytes = generate_latest(self._others)
         if not self._has_vllm_names:
