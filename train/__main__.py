@@ -9,7 +9,6 @@ Exit status:
 The launchers accelerate and torchrun report their own status 1 instead.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -31,7 +30,7 @@ from pipedraft.files import locked, make_place, write_atomically
 from pipedraft.models.exchange.card import model_card
 from pipedraft.models.target import check_packable, load_tokenizer
 from pipedraft.pretrained import load_config, quieten
-from pipedraft.train.config import RunConfig, make_parser, parse_run
+from pipedraft.train.config import RunConfig, parse_run
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
@@ -86,18 +85,6 @@ def registry() -> "dict[str, tuple[type, Any]]":
 
 def methods() -> dict[str, type]:
     return {name: config for name, (config, _) in registry().items()}
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return a parser with the options of all methods. Runs use ``parse_run`` instead."""
-
-    whole = argparse.ArgumentParser(prog="pipedraft train")
-    whole.add_argument("--plan", metavar="CONFIG", help="say what a run will take, and end")
-    for method in methods():
-        for action in make_parser(method, methods(), EXAMPLE)._actions:
-            if not whole._option_string_actions.keys() & set(action.option_strings):
-                whole._add_action(action)
-    return whole
 
 
 def load_tokenizer_of(run: "RunConfig") -> "PreTrainedTokenizerBase":

@@ -30,9 +30,6 @@ HELD_PROCESS_GROUPS: list[object] = []
 
 Shape = Sequence[int]
 
-CLOCK_METRICS = ("tokens_per_s", "data_share", "mfu")
-"""Only these metrics differ between repeated runs."""
-
 
 class MetricsLog:
     """Writer for metrics.jsonl, with means over ``log_every_steps`` steps and each evaluation.
