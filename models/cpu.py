@@ -34,17 +34,12 @@ def lay_out(module: nn.Module) -> None:
     the weight by several rows as columns.
     """
     for layer in module.modules():
-        if type(layer) is nn.Linear and _is_large(layer.weight):
+        if (
+            type(layer) is nn.Linear
+            and layer.weight.device.type in ("cpu", "meta")
+            and layer.weight.numel() >= LEAST_WEIGHTS
+        ):
             layer.__class__ = FewRowsLinear  # the same object, so names and references stay
-
-
-def _is_float32_on_cpu(x_H: Tensor) -> bool:
-    is_float32 = x_H.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    return is_float32 and x_H.device.type == "cpu"
-
-
-def _is_large(weight_GH: Tensor) -> bool:
-    return weight_GH.device.type in ("cpu", "meta") and weight_GH.numel() >= LEAST_WEIGHTS
 
 
 class FewRowsLinear(nn.Linear):
@@ -61,7 +56,9 @@ class FewRowsLinear(nn.Linear):
             or not torch.is_inference_mode_enabled()
             or weight_GH.dtype != torch.float32
             or type(weight_GH) not in (nn.Parameter, Tensor)  # sharded or quantized
-            or not _is_float32_on_cpu(input)
+            or input.dtype != torch.float32
+            or input.device.type != "cpu"
+            or torch.is_autocast_enabled("cpu")
         ):
             return super().forward(input)
         rows_MH = input.reshape(num_rows, -1)
