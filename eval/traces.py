@@ -259,8 +259,7 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
     Args:
         places: evaluation folders, their "traces" folders, or trace files.
     """
-    headers: dict[str, _Header] = {}
-    turns: dict[str, dict[TurnKey, DecodeResult]] = {}
+    found: dict[str, Recording] = {}
     for path in dict.fromkeys(path for place in places for path in _files(place)):
         try:
             text, lines = read_lines(path)
@@ -270,12 +269,18 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
             # Decoding turns together changes no counts, so it makes no second recording.
             identity = json.loads(text)
             identity.pop("together", None)
-            text = json.dumps(identity)
-            headers[text] = header
+            recording = Recording(
+                config=DecodeConfig.from_dict(header.config),
+                draft_type=header.recorded.draft_type,
+                draft_hash=(header.draft or "").rpartition(" ")[2],
+                relative_cost=header.recorded.relative_cost,
+                boundaries=header.recorded.boundaries,
+                turns={},
+            )
+            turns = found.setdefault(json.dumps(identity), recording).turns
             for key, value in lines:
                 benchmark, name, turn, _ = json.loads(key)
-                result = msgspec.convert(value, DecodeResult)
-                turns.setdefault(text, {})[benchmark, name, turn] = result
+                turns[benchmark, name, turn] = msgspec.convert(value, DecodeResult)
         except UsageError:
             raise
         except (ValueError, TypeError, RecursionError) as error:
@@ -283,25 +288,13 @@ def read_recordings(places: Iterable[Path]) -> list[Recording]:
                 f"TRACES: {str(path)!r} is no trace file ({error}); give the --out folder of an "
                 "evaluation"
             ) from error
-    if not turns:
+    recordings = [recording for recording in found.values() if recording.turns]
+    if not recordings:
         raise UsageError(
             f"TRACES: {', '.join(map(str, places))}: no decoded turn; give the --out folder of an "
             "evaluation"
         )
-    return [
-        Recording(
-            config=DecodeConfig.from_dict(header.config or {}),
-            draft_type=recorded.draft_type,
-            draft_hash=(header.draft or "").rpartition(" ")[2],
-            relative_cost=recorded.relative_cost,
-            boundaries=recorded.boundaries,
-            turns=found,
-        )
-        for text, found in turns.items()
-        for header in [headers[text]]
-        for recorded in [header.recorded]
-        if recorded is not None
-    ]
+    return recordings
 
 
 def _files(place: Path) -> list[Path]:
