@@ -163,7 +163,7 @@ class Drafts:
                 if name in self.search.given:
                     raise
                 reason = f"{folder}: {error}"
-        self.missing[name] = f"{reason}; train it: {read_roles()[name].train}"
+        self.missing[name] = f"{reason}; train it: {read_roles()[name]}"
         return None
 
     def is_model(self, name: str) -> bool:

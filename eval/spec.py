@@ -35,13 +35,6 @@ Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 T = TypeVar("T")
 
 
-class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Draft that specifications request by the name of its folder in --checkpoints."""
-
-    train: Name
-    """Command to train it for the embedded target."""
-
-
 class Column(NamedTuple):
     """Measured column, written as QUANTITY [over ROW] [on BENCHMARK]."""
 
@@ -180,16 +173,19 @@ def _read(path: Path, kind: type[T], where: str) -> T:
         return msgspec.convert(read_yaml(path, where), kind)
     except msgspec.ValidationError as error:
         unknown = re.search(r"unknown field `(.*?)`", str(error))
-        fields = {field for part in (Spec, Row, Role) for field in part.__struct_fields__}
+        fields = {field for part in (Spec, Row) for field in part.__struct_fields__}
         fix = nearest(unknown[1], sorted(fields - {unknown[1]})) if unknown else "fix it"
         raise UsageError(f"{where}: {error}; {fix}") from error
 
 
 @cache
-def read_roles() -> dict[str, Role]:
-    """Return the roles that shipped specifications request, or {} in an installed wheel."""
+def read_roles() -> dict[str, str]:
+    """Map each role that specifications request to the command that trains it.
+
+    A role is the name of a draft's folder in --checkpoints. An installed wheel has none.
+    """
     path = FOLDER / ROLES_FILE
-    return _read(path, dict[str, Role], ROLES_FILE) if path.is_file() else {}
+    return _read(path, dict[str, str], ROLES_FILE) if path.is_file() else {}
 
 
 def table_names() -> list[str]:

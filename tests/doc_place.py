@@ -193,8 +193,7 @@ def made_by(command: str) -> tuple[str, list[str]]:
 
 def trained() -> dict[str, tuple[str, list[str]]]:
     """Map checkpoints read by commands to the documented training commands."""
-    roles = read_roles().items()
-    found = {f"out/{name}": made_by(role.train) for name, role in roles}
+    found = {f"out/{name}": made_by(command) for name, command in read_roles().items()}
     for command in COMMANDS:
         words = command.arguments
         if command.page in GENERATED:

@@ -86,8 +86,8 @@ def test_flowspecs_tables_have_its_five_micro_batches():
 
 
 def test_every_training_command_names_a_configuration_that_ships(repository):
-    for role in read_roles().values():
-        words = role.train.split()
+    for training in read_roles().values():
+        words = training.split()
         starts = words[: words.index("--config")]
         assert starts in (
             ["accelerate", "launch", "-m", "pipedraft.train"],
