@@ -2,9 +2,11 @@
 
 # T text tokens, R rows (roots), Q and a rows at once, H hidden, U draft vocabulary, V vocabulary
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -164,21 +166,15 @@ class Drafted:
     """Rotary position of the draft's last row."""
 
 
-@contextmanager
-def told(owner: object, name: str, note: Callable[..., None]) -> Iterator[None]:
-    """Call ``note(result, *arguments)`` after every call to one object's method."""
-    method = getattr(owner, name)
+def _noted(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    """Return a method that calls ``note(result, *arguments)`` after each call."""
 
     def call(*arguments: object, **options: object) -> object:
         result = method(*arguments, **options)
         note(result, *arguments)
         return result
 
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
+    return call
 
 
 class Decoding:
@@ -220,8 +216,9 @@ class Decoding:
             (self.draft.rotary, "of_heads", self._turned),
         ]
         with ExitStack() as stack:
-            for note in notes:
-                stack.enter_context(told(*note))
+            for owner, name, note in notes:
+                called = _noted(getattr(owner, name), note)
+                stack.enter_context(patch.object(owner, name, called))
             self.result = self.engine.decode(prompt_ids)
         return self.result.token_ids, self.drafted
 
