@@ -199,8 +199,7 @@ class Stage:
         """Run a segment and append its rows as speculative.
 
         Args:
-            is_wanted: called before every layer, except in graphs and with ``bitwise`` or rounded
-                weights.
+            is_wanted: called before every layer, except in graphs and with ``bitwise``.
 
         Returns:
             The segment with ``hidden`` after layer ``end``, and taps for indices in (start, end]
@@ -214,7 +213,7 @@ class Stage:
             f"the segment starts at row {segment.lo}"
         )
         if self.is_rounded:
-            return forward_together([self], [segment], taps)[0]
+            return forward_together([self], [segment], taps, is_wanted)[0]
         if self.is_bitwise:
             return forward_bitwise(self, segment, taps)
         entering = segment.ids if self.embedding is not None else segment.hidden

@@ -7,7 +7,7 @@ Attention runs for each sequence over its own cache, or with ``bitwise`` for eac
 # l rows in a segment, R rows of all segments, H hidden, C cache rows, S mask columns
 # N query heads, J key heads, D head size
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from pipedraft.models import kernels
 from pipedraft.models.bitwise import RowByRow, pad, row_by_row, rows_of_a_pass
 from pipedraft.models.families import has_latents
 from pipedraft.models.layers import grouped_attention
-from pipedraft.models.stage_cache import Segment
+from pipedraft.models.stage_cache import Abandoned, Segment
 from pipedraft.models.stage_calls import Attend, attending_by, masked
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ def can_run_together(stage: "Stage") -> bool:
 
 @torch.inference_mode()
 def forward_together(
-    stages: Sequence["Stage"], segments: Sequence[Segment], taps: Collection[int] = ()
+    stages: Sequence["Stage"],
+    segments: Sequence[Segment],
+    taps: Collection[int] = (),
+    is_wanted: Callable[[], bool] | None = None,
 ) -> list[Segment]:
     """Run several sequences' stages at once, and append their rows as speculative.
 
@@ -46,6 +49,10 @@ def forward_together(
     Args:
         stages: the same layers in the same model, each with its own cache.
         taps: layer indices, the same for all segments.
+        is_wanted: called before every layer.
+
+    Raises:
+        Abandoned: ``is_wanted`` returned False. The segments count as not run.
     """
     first = stages[0]
     assert all(stage.layers[0] is first.layers[0] for stage in stages), "one model's stages"
@@ -83,6 +90,8 @@ def forward_together(
     with attending_by(apart.attend):
         passes = zip(calls, first.kinds, strict=True)
         for index, (call, kind) in enumerate(passes, start=first.start + 1):
+            if is_wanted is not None and not is_wanted():
+                raise Abandoned
             apart.enter(kind)
             hidden_1RH = call(hidden_1RH)
             if index in taps:

@@ -6,9 +6,11 @@ import torch
 from conftest import tiny_llama
 from decode_runs import PROMPTS, SimulatedSource, prompts_of
 from inline_ranks import RanksInTurns, connect_in_turns, decode_both
+from needs import NEEDS_KERNELS
 from staged_targets import FAMILIES, NUM_LAYERS, random_ids, tiny
 
 from pipedraft.inference.pipelines.process import ProcessPipeline
+from pipedraft.models.rounded import round_target
 from pipedraft.models.stage_cache import Abandoned, Segment
 from pipedraft.models.target import KeepRows, StagedTarget
 
@@ -101,9 +103,12 @@ def test_a_verdict_that_is_misread_is_noticed(monkeypatch):
             )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, pytest.param("int8", marks=NEEDS_KERNELS)])
 def test_a_segment_that_is_abandoned_at_any_layer_leaves_no_trace(name):
-    target = StagedTarget(tiny(name), 1)
+    model = tiny("llama" if name == "int8" else name)
+    if name == "int8":
+        round_target(model, torch.int8)
+    target = StagedTarget(model, 1)
     stage = target.stages[0]
     ids = random_ids(9)
 
