@@ -155,7 +155,7 @@ def load_head(folder: Path, layout: str, kinds: Sequence[str]) -> tuple[Draft, D
         *known, last = kinds
         raise ValueError(
             f"--checkpoint: {folder} holds a draft of type {kind!r}; the layout {layout} is for "
-            f"{', '.join(known)} and {last} heads, give a checkpoint of one"
+            f"{', '.join(known)} and {last} heads; give such a head's checkpoint"
         )
     return load_untied(folder), description
 
