@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
@@ -62,8 +63,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     Some launcher configurations start independent replicas, or silently drop to one process. Both
     are refused here, since the run would train something else.
     """
-    for tracker in config.trackers:
-        import_module(tracker)  # accelerate would silently skip a missing one
+    _check_trackers(config)
     handlers = []
     if "RANK" in os.environ:
         has_accelerator = torch.accelerator.is_available()
@@ -150,6 +150,17 @@ def gather_together(objective: "DraftObjective", accelerator: Accelerator) -> No
 def _is_zero3(accelerator: Accelerator) -> bool:
     plugin = accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
+
+
+def _check_trackers(config: RunConfig) -> None:
+    """Raise ValueError for a tracker without its package, which accelerate would silently skip."""
+    installed = {str(name) for name in get_available_trackers()}
+    for name in config.trackers:
+        if name not in installed:
+            raise ValueError(
+                f"trackers: {name!r} is not installed; pip install 'pipedraft[{name}]', or leave "
+                "it out: metrics.jsonl is always written"
+            )
 
 
 def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
@@ -393,7 +404,11 @@ def quantization_config(kind: str | None) -> BitsAndBytesConfig | None:
     """Return transformers' configuration for bitsandbytes."""
     if kind is None:
         return None
-    import_module("bitsandbytes")  # transformers would refuse it later, without our fix
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"target_quantization: {kind!r} needs bitsandbytes; pip install "
+            "'pipedraft[quantization]', or leave it out"
+        )
     if kind == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)

@@ -140,8 +140,7 @@ def read_tokenizer(file: Path, head: Eagle3 | DFlash) -> dict[str, Any]:
     Raises:
         ValueError: the file belongs to another target.
     """
-    import gguf
-
+    gguf = _library()
     try:
         fields = gguf.GGUFReader(file).fields
         architecture = fields["general.architecture"].contents()
@@ -164,8 +163,7 @@ def read_tokenizer(file: Path, head: Eagle3 | DFlash) -> dict[str, Any]:
 def write_file(
     path: Path, head: Eagle3 | DFlash, tensors: dict[str, Tensor], tokenizer: dict[str, Any]
 ) -> None:
-    import gguf
-
+    gguf = _library()
     layer, config, kind = head.layer_config, head.config, head.draft_type
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(config.num_layers)
@@ -190,7 +188,6 @@ def write_file(
         writer.add_uint32(f"{kind}.block_size", head.config.block_size)
         # The head's own mask token replaces the one in the target's file.
         tokenizer = {name: x for name, x in tokenizer.items() if "mask_token_id" not in name}
-        assert head.config.mask_token_id is not None, "refused by DFlash"
         writer.add_uint32("tokenizer.ggml.mask_token_id", head.config.mask_token_id)
     for name, field in tokenizer.items():
         is_array = field.types[0] == gguf.GGUFValueType.ARRAY
@@ -204,3 +201,13 @@ def write_file(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(
+            "--format: 'gguf' needs the package gguf; pip install 'pipedraft[gguf]'"
+        ) from error
+    return gguf
