@@ -167,7 +167,7 @@ class Drafted:
 
 
 def _noted(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-    """Return a method that calls ``note(result, *arguments)`` after each call."""
+    """Return a method calling ``note(result, *arguments)`` after each call."""
 
     def call(*arguments: object, **options: object) -> object:
         result = method(*arguments, **options)
@@ -178,7 +178,7 @@ def _noted(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..
 
 
 class Decoding:
-    """Greedy decoder with chain drafts that records each draft token and the draft's inputs."""
+    """Greedy decoder with chain drafts, recording each draft token and the draft's inputs."""
 
     def __init__(
         self,

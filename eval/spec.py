@@ -180,7 +180,7 @@ def _read(path: Path, kind: type[T], where: str) -> T:
 
 @cache
 def read_roles() -> dict[str, str]:
-    """Map each role that specifications request to the command that trains it.
+    """Map each role in the shipped specifications to its training command.
 
     A role is the name of a draft's folder in --checkpoints. An installed wheel has none.
     """

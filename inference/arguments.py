@@ -77,7 +77,7 @@ class FilterOptions(Options):
 
     @property
     def filters(self) -> dict[str, float]:
-        """Filters that have an effect, by name."""
+        """Filters with an effect, by name."""
         return TokenFilters(**{f.name: getattr(self, f.name) for f in fields(TokenFilters)}).active
 
 

@@ -95,7 +95,7 @@ class DecodeResult:
     position_tests: list[int] = field(default_factory=list)
     """Entry j: number of draft tokens tested as the j-th token in a round."""
     position_accepts: list[int] = field(default_factory=list)
-    """Entry j: number of these tests in which the draft token was accepted."""
+    """Entry j: how often the draft token was accepted in these tests."""
     num_drafted: int = 0
     """Draft tokens proposed (tree rows without the root), tested or not."""
     num_draft_forwards: int = 0
@@ -139,7 +139,7 @@ class DecodeResult:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens emitted after the prefill token (N)."""
+        """Tokens emitted after the prefill token (N)."""
         return max(len(self.token_ids) - 1, 0)
 
     @property

@@ -297,7 +297,7 @@ class Checked(RemembersText, LanguageModelSource):
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
 def test_a_language_model_drafts_in_every_schedule(way):
-    """Exact output, and draft tokens from exactly the text and path that they continue."""
+    """Exact output, and draft tokens from exactly the text and path before them."""
     target = (tiny_mistral if "tree" in way else tiny_llama)(layers=4, vocab=16).double()
     source = Checked(noisy_copy(target))
     engine = engine_for(target, source=source, num_stages=2, max_new_tokens=NEW_TOKENS, **way)

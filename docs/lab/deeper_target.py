@@ -1,8 +1,8 @@
-"""Write a target K times as deep as SmolLM2 that computes the same function, and its EAGLE-3 head.
+"""Write a target K times as deep as SmolLM2 with the same outputs, and its EAGLE-3 head.
 
     python docs/lab/deeper_target.py 12 out/deep
 
-Every layer is followed by K - 1 layers that add nothing, because their last matrices are zero. So
+K - 1 layers follow each layer and add nothing, because their last matrices are zero. So
 outputs and acceptance stay the same, while a target pass costs K times as much. The draft's cost
 relative to the target becomes as small as for a large language model. The script writes
 OUT/target and OUT/head.
@@ -21,7 +21,7 @@ from pipedraft.models.target import load_target
 
 TARGET, HEAD = Path("out/smollm2"), Path("assets/heads/smollm2_eagle3")
 LAST = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-"""Matrices whose results a layer adds to its input."""
+"""A layer adds these matrices' results to its input."""
 
 
 def deeper(weights: dict[str, torch.Tensor], times: int) -> dict[str, torch.Tensor]:

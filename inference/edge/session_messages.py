@@ -2,9 +2,9 @@
 
 A session is two numbered streams. The edge's messages have ``seq`` 0, 1, ..., the cloud's have
 ``number`` 0, 1, .... gRPC keeps their order, and each side refuses a gap. Each reply names the
-``seq`` of the message that it answers.
+``seq`` of its message.
 
-An epoch ends at every token that the cloud or the edge samples itself (a correction, a bonus),
+An epoch ends at every token sampled by the cloud or the edge itself (a correction, a bonus),
 because tokens drafted before it do not continue the new sequence. Late messages from an ended epoch
 are stale and dropped.
 
@@ -223,7 +223,7 @@ REPLIES: Codec[Reply] = Codec(Reply, max_header_bytes=2**16, max_tensor_bytes=MA
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's description and state, encoded as a msgpack map that every version can read."""
+    """A server's description and state, encoded as a msgpack map readable in every version."""
 
     protocol: int
     target: str

@@ -1,4 +1,4 @@
-"""Sampling filters that remove tokens from a distribution as transformers does."""
+"""Remove tokens from a distribution before sampling, as transformers does."""
 
 # R rows, V vocabulary, K most likely (or most typical) tokens in order
 

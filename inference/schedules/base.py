@@ -39,7 +39,11 @@ class Schedule(ABC):
 
     def __post_init__(self) -> None:
         settings = vars(self).items()
-        numbers = [name for name, value in settings if type(value) in (int, float)]
+        numbers = [
+            name
+            for name, value in settings
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
         check_ranges(self, {name: self.ranges.get(name, USUAL_RANGE) for name in numbers})
 
     @abstractmethod
