@@ -84,7 +84,7 @@ def _boxes(text: str) -> Iterator[str]:
         while end < len(text) and depth:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             end += 1
-        yield text[start.end() : end]
+        yield text[start.end() : end if depth else end - 1]
 
 
 def score_answer(expected: Decimal, answer: str) -> Score:
