@@ -642,7 +642,7 @@ def _hub_error(field: str, error: Exception) -> Exception | None:
 FIXES = {
     401: "no valid token: set HF_TOKEN, or run hf auth login",
     403: "this token may not write here: give your own repository, or another token",
-    404: "check the name and the revision, and HF_TOKEN if it is private",
+    404: "check the name and the revision, and set HF_TOKEN for a private repository",
 }
 """Status of the Hub's answer -> what the user can do about it."""
 

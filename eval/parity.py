@@ -260,7 +260,7 @@ class Parity:
         noted = next((metrics[name] for name in NOTED if name in metrics), None)
         check.remark = f"{here:.3f} of the first draft tokens are right in training's forward pass"
         if noted is not None:
-            check.remark += f"; the checkpoint notes {noted:.3f} on validation rows"
+            check.remark += f"; the checkpoint lists {noted:.3f} on validation rows"
         if noted is not None and here < noted / 2:
             check.remark += ", more than twice that: other prompts, or other weights"
         if first["in order"] > 2 * first["training"]:

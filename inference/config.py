@@ -94,7 +94,7 @@ class DecodeConfig(TokenFilters):
         if samples and not (self.temperature and self.schedule.can_sample):
             raise ValueError(
                 f"verifier: {self.verifier!r} needs a sampled chain (temperature above 0, and a "
-                "tree of width 1 or kind chain); use 'match', which is exact for every tree"
+                "tree of width 1 or of kind chain); use 'match', which is exact for every tree"
             )
         if self.never_slower and self.schedule.needs_link:
             raise ValueError(

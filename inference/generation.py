@@ -1,4 +1,4 @@
-"""Answer to one prompt in Python: text, origin of each token, figures and picture."""
+"""One prompt's answer, for Python: text, origin of each token, numbers and picture."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

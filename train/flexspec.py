@@ -46,8 +46,8 @@ class FlexSpecTrainConfig(FlexSpecConfig, StartConfig):
 def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Sum the probabilities that chains with 1 .. depth draft tokens are accepted as a whole.
 
-    A chain starts after each row. The sequence's own tokens replace its draft tokens, as if all
-    earlier ones were accepted.
+    A chain starts after each row. Each rate assumes that the chain's earlier draft tokens are the
+    sequence's own.
 
     Args:
         rates_M: acceptance probability for the draft token after each supervised row.
@@ -55,7 +55,7 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
 
     Returns:
         Sums [depth] over rows of the products of 1 .. depth consecutive rates, and counts [depth]
-        of rows that begin 1 .. depth consecutive supervised rows.
+        of rows that start a run of 1 .. depth supervised rows.
     """
     # Other rows have rate 0: no chain survives its turn's end.
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
