@@ -1,6 +1,8 @@
 """Draft tokens started before the verification result they depend on, and dropped if it goes
 against them: same outputs, same K."""
 
+import copy
+
 import pytest
 import torch
 from conftest import tiny_llama
@@ -107,6 +109,7 @@ def test_a_verdict_that_is_misread_is_noticed(monkeypatch):
 def test_a_segment_that_is_abandoned_at_any_layer_leaves_no_trace(name):
     model = tiny("llama" if name == "int8" else name)
     if name == "int8":
+        model = copy.deepcopy(model)
         round_target(model, torch.int8)
     target = StagedTarget(model, 1)
     stage = target.stages[0]
