@@ -158,11 +158,11 @@ STAND_INS = {
     "assets/heads/smollm2_spd_n4": "assets/heads/spd_n4",
     "assets/heads/smollm2_spd_n8": "assets/heads/eagle3",  # any other head than n4's
     "assets/heads/smollm2_eagle3": "assets/heads/eagle3",
+    "out/deep/target": "assets/target",
     "out/deep/head": "assets/heads/eagle3",
 }
 HUB_TARGETS = {
     "out/smollm2": "assets/target",
-    "out/deep/target": "assets/target",
     "Qwen/Qwen3-0.6B": "assets/target",
     "Qwen/Qwen3-8B": "assets/target",
     "Qwen/Qwen3.5-4B": "random_target",
