@@ -55,7 +55,7 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
 
     Returns:
         Sums [depth] over rows of the products of 1 .. depth consecutive rates, and counts [depth]
-        of rows that start a run of 1 .. depth supervised rows.
+        of rows starting a run of 1 .. depth supervised rows.
     """
     # Other rows have rate 0: no chain survives its turn's end.
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
