@@ -54,8 +54,8 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
         labeled_BS: bool, True at rows before an assistant token.
 
     Returns:
-        Sums [depth] over rows of the products of 1 .. depth consecutive rates, and counts [depth]
-        of rows starting a run of 1 .. depth supervised rows.
+        Two tensors [depth], for the lengths 1 .. depth: the product of this many consecutive rates,
+        summed over all rows; and the number of rows starting a run of this many supervised rows.
     """
     # Other rows have rate 0: no chain survives its turn's end.
     rates_BS = rates_M.new_zeros(labeled_BS.shape).masked_scatter(labeled_BS, rates_M)
