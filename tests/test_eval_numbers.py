@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from pipedraft.eval.scores import find_number
+from pipedraft.eval.scores import _boxes, find_number
 
 NUMBERS = {
     # "####" first, wherever it is.
@@ -83,3 +83,7 @@ NUMBERS = {
 def test_number_of_an_answer(answer: str) -> None:
     number = NUMBERS[answer]
     assert find_number(answer) == (None if number is None else Decimal(number))
+
+
+def test_a_boxs_contents_end_before_its_brace() -> None:
+    assert [*_boxes("\\boxed{a{b}c} \\fbox{2} \\boxed{3")] == ["a{b}c", "2", "3"]

@@ -188,6 +188,7 @@ def write_file(
         writer.add_uint32(f"{kind}.block_size", head.config.block_size)
         # The head's own mask token replaces the one in the target's file.
         tokenizer = {name: x for name, x in tokenizer.items() if "mask_token_id" not in name}
+        assert head.config.mask_token_id is not None, "refused by DFlash"
         writer.add_uint32("tokenizer.ggml.mask_token_id", head.config.mask_token_id)
     for name, field in tokenizer.items():
         is_array = field.types[0] == gguf.GGUFValueType.ARRAY
