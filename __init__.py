@@ -14,16 +14,16 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
-    from pipedraft.api import DecodeConfig as DecodeConfig
-    from pipedraft.api import custom_generate as custom_generate
-    from pipedraft.api import evaluate as evaluate
-    from pipedraft.api import load as load
+    from .api import DecodeConfig as DecodeConfig
+    from .api import custom_generate as custom_generate
+    from .api import evaluate as evaluate
+    from .api import load as load
 
 PUBLIC = {
-    "load": "pipedraft.api",
-    "evaluate": "pipedraft.api",
-    "custom_generate": "pipedraft.api",
-    "DecodeConfig": "pipedraft.inference.config",
+    "load": "api",
+    "evaluate": "api",
+    "custom_generate": "api",
+    "DecodeConfig": "inference.config",
 }
 """Public name -> its module. ``train`` is not listed: it is a package that can be called."""
 
@@ -31,10 +31,10 @@ PUBLIC = {
 def __getattr__(name: str) -> object:
     """Import torch and transformers on first use of the API, not before."""
     if name == "train":
-        return import_module("pipedraft.train")
+        return import_module(".train", __name__)
     if name not in PUBLIC:
         raise AttributeError(f"module 'pipedraft' has no attribute {name!r}")
-    return getattr(import_module(PUBLIC[name]), name)
+    return getattr(import_module(f".{PUBLIC[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

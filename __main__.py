@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from pipedraft import __version__
+from . import __version__
 
 # Command -> folder or file to run, its description, an example.
 COMMANDS = {
@@ -90,13 +90,13 @@ def main() -> None:
     elif name in COMMANDS:
         folder, _, _ = COMMANDS[name]
     else:
-        from pipedraft.cli import nearest
+        from .cli import nearest
 
         print(f"error: command: {name!r} is unknown; {nearest(name, COMMANDS)}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"pipedraft {name}", *arguments]
     module = folder.replace("/", ".")
-    runpy.run_module(f"pipedraft.{module}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"{__package__}.{module}", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -20,42 +20,42 @@ import yaml
 from accelerate.state import AcceleratorState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.chats import encode_chat
-from pipedraft.cli import UsageError, flag_name
-from pipedraft.data_recipes.config import DataConfig
-from pipedraft.eval.arguments import EvalOptions
-from pipedraft.eval.command import evaluate_drafts
-from pipedraft.eval.compare import Evaluated, compare_runs, format_comparison
-from pipedraft.eval.record import RunRecord
-from pipedraft.eval.screen import screen_table
-from pipedraft.files import Values, write_atomically
-from pipedraft.inference.command import encode
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.custom_generate import CustomGenerate, NoText
-from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.generation import Connect, Generation, TextPieces, tokens_of
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.schedules.base import Schedule
-from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources import default_schedule
-from pipedraft.inference.sources.lookup import Lookup, make_lookup
-from pipedraft.models import load_draft
-from pipedraft.models.draft import Draft, resolve_folder
-from pipedraft.models.exchange.export import Layout, export
-from pipedraft.models.exchange.hub import check_repo_id, fill_upload, push
-from pipedraft.models.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
-from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
-from pipedraft.models.rounded import dtype_of
-from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
-from pipedraft.pretrained import (
+from .chats import encode_chat
+from .cli import UsageError, flag_name
+from .data_recipes.config import DataConfig
+from .eval.arguments import EvalOptions
+from .eval.command import evaluate_drafts
+from .eval.compare import Evaluated, compare_runs, format_comparison
+from .eval.record import RunRecord
+from .eval.screen import screen_table
+from .files import Values, write_atomically
+from .inference.command import encode
+from .inference.config import DecodeConfig
+from .inference.custom_generate import CustomGenerate, NoText
+from .inference.engine import DraftNetwork, Engine
+from .inference.generation import Connect, Generation, TextPieces, tokens_of
+from .inference.pipelines.local import LocalPipeline
+from .inference.schedules.base import Schedule
+from .inference.shapes import TreeShape
+from .inference.sources import default_schedule
+from .inference.sources.lookup import Lookup, make_lookup
+from .models import load_draft
+from .models.draft import Draft, resolve_folder
+from .models.exchange.export import Layout, export
+from .models.exchange.hub import check_repo_id, fill_upload, push
+from .models.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
+from .models.language_model import LanguageModelDraft, load_draft_model, model_folder
+from .models.rounded import dtype_of
+from .models.target import choose_decoding_threads, load_target, load_tokenizer
+from .pretrained import (
     place_draft,
     read_config,
     resolve_device,
     resolve_dtype,
     silent,
 )
-from pipedraft.train.__main__ import EXAMPLE, methods, run_training
-from pipedraft.train.config import parse_run
+from .train.__main__ import EXAMPLE, methods, run_training
+from .train.config import parse_run
 
 Place: TypeAlias = str | Path
 """Folder or Hub id."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipedraft.files import Values
+from .files import Values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.cli import Options, leave_at_interrupts, run_command
+from .cli import Options, leave_at_interrupts, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -24,7 +24,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from packaging.requirements import Requirement
 
-from pipedraft.files import file_sha256
+from .files import file_sha256
 
 EXAMPLE = """example:
   pipedraft doctor
@@ -94,8 +94,8 @@ def check_gpu() -> Iterator[Finding]:
     """Run the attention used to train SPD and EAGLE-3, and look for recurrent-layer kernels."""
     import torch
 
-    from pipedraft.models.banded_attention import ttt_attention
-    from pipedraft.pretrained import has_native_bf16, resolve_device
+    from .models.banded_attention import ttt_attention
+    from .pretrained import has_native_bf16, resolve_device
 
     if not torch.cuda.is_available():
         yield Finding("ok", "device", str(resolve_device("auto")))
@@ -125,7 +125,7 @@ def check_gpu() -> Iterator[Finding]:
 
 def check_kernels() -> Iterator[Finding]:
     """Compile the kernels for decoding on a CPU."""
-    from pipedraft.models import kernels
+    from .models import kernels
 
     if kernels.library() is not None:
         yield Finding("ok", "CPU kernels", "compiled")
@@ -151,7 +151,7 @@ def check_target(folder: Path) -> Iterator[Finding]:
             return
     import torch
 
-    from pipedraft.pretrained import load_model, load_tokenizer, quieten
+    from .pretrained import load_model, load_tokenizer, quieten
 
     quieten()
     try:

@@ -17,8 +17,8 @@ import msgspec
 import yaml
 from safetensors import SafetensorError
 
-from pipedraft.cli import MAX_YAML_BYTES, Failure, UsageError, check_yaml, make_folder
-from pipedraft.cli import Values as Values
+from .cli import MAX_YAML_BYTES, Failure, UsageError, check_yaml, make_folder
+from .cli import Values as Values
 
 T = TypeVar("T")
 

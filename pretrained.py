@@ -35,8 +35,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file, logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipedraft.cli import Failure, causes
-from pipedraft.files import Values, file_sha256, packaged, read_json, write_folder
+from .cli import Failure, causes
+from .files import Values, file_sha256, packaged, read_json, write_folder
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"

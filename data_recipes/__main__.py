@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.cli import (
+from ..cli import (
     HELP_FLAGS,
     Options,
     leave_at_interrupts,
@@ -21,10 +21,10 @@ if __name__ == "__main__":
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from pipedraft.files import locked, write_atomically
+from ..files import locked, write_atomically
 
 if TYPE_CHECKING:
-    from pipedraft.data_recipes.config import DataConfig
+    from .config import DataConfig
 
 EXAMPLE = """example:
   pipedraft data --config configs/data/chat_mix.yaml --out out/chat_mix
@@ -49,7 +49,7 @@ class DataOptions(Options):
 
 
 def build_parser(*, shows_help: bool = True) -> ArgumentParser:
-    from pipedraft.data_recipes.config import DataConfig
+    from .config import DataConfig
 
     parser = DataOptions.parser(shows_help=shows_help)
     parser.add_class_arguments(DataConfig, "data")
@@ -74,8 +74,8 @@ def build(config: "DataConfig", tokenizer_name: str, out: Path) -> None:
     """Load the data, print the report, and write everything to ``out``."""
     import datasets
 
-    from pipedraft.data_recipes.recipe import load_data
-    from pipedraft.pretrained import load_tokenizer
+    from ..pretrained import load_tokenizer
+    from .recipe import load_data
 
     tokenizer = load_tokenizer(tokenizer_name, field="tokenizer")
     make_folder("out", out)

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipedraft.chats import read_template_variables
-from pipedraft.cli import Failure, Options, option
-from pipedraft.data_recipes.conversations import SYSTEM_FIELDS, Message, read_row
-from pipedraft.files import Values, publish
+from ..chats import read_template_variables
+from ..cli import Failure, Options, option
+from ..files import Values, publish
+from .conversations import SYSTEM_FIELDS, Message, read_row
 
 WRITTEN = "written"
 """Settings key for the files written last. It never equals an option: these begin with dashes."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipedraft.files import Values
+from ..files import Values
 
 # Size of a sorting pool, in mean batches: larger means less padding and less mixing between epochs.
 BATCHES_PER_POOL = 50

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from pipedraft.data_recipes.config import DataConfig
-from pipedraft.data_recipes.overlap import (
+from ..files import Values
+from .config import DataConfig
+from .overlap import (
     CONTAMINATED,
     EXACT_DUPLICATE,
     Benchmarks,
 )
-from pipedraft.data_recipes.rows import FILTERED, TOO_LONG
-from pipedraft.data_recipes.table import Rows
-from pipedraft.files import Values
+from .rows import FILTERED, TOO_LONG
+from .table import Rows
 
 EMPTY_MASK = "empty mask"
 UNKNOWN_LICENSE = "unknown"

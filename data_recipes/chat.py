@@ -15,15 +15,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pipedraft.chats import ChatRefused, check_template_variables, render_chat, render_turns
-from pipedraft.data_recipes.conversations import (
+from ..chats import ChatRefused, check_template_variables, render_chat, render_turns
+from ..files import Values
+from .conversations import (
     REASONING,
     Conversation,
     Message,
     inline_thinking,
     thinking_of,
 )
-from pipedraft.files import Values
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "pipedraftprobe"

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipedraft.chats import check_template_variables
-from pipedraft.cli import check_ranges
-from pipedraft.data_recipes.groups import check_shares
+from ..chats import check_template_variables
+from ..cli import check_ranges
+from .groups import check_shares
 
 Duplicates = Literal["keep", "exact"]
 # Hiragana and katakana, CJK extension A, CJK unified ideographs.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipedraft.files import Values
+from ..files import Values
 
 ROLES = {
     "system": "system",

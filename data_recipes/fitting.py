@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.config import DataConfig
-from pipedraft.data_recipes.recipe import TokenizedData, load_data
-from pipedraft.pretrained import context_length
+from ..pretrained import context_length
+from .config import DataConfig
+from .recipe import TokenizedData, load_data
 
 
 def load_fitting(

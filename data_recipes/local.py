@@ -13,17 +13,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pipedraft.chats import check_template_variables, render_chat
-from pipedraft.data_recipes.answers import (
+from ..chats import check_template_variables, render_chat
+from ..pretrained import context_length, load_model, load_tokenizer, resolve_device
+from .answers import (
     AnswerSampling,
     Dialogue,
     RowFailed,
     TargetAnswer,
     kept_text,
 )
-from pipedraft.data_recipes.bulk import preallocate
-from pipedraft.data_recipes.chat import ChatRenderer
-from pipedraft.pretrained import context_length, load_model, load_tokenizer, resolve_device
+from .bulk import preallocate
+from .chat import ChatRenderer
 
 # B rows, T positions, V vocabulary
 

@@ -20,10 +20,10 @@ from zlib import crc32
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from pipedraft.data_recipes.config import CJK, Source
-from pipedraft.data_recipes.conversations import split_parts
-from pipedraft.data_recipes.sources import list_files, read_source
-from pipedraft.files import Values
+from ..files import Values
+from .config import CJK, Source
+from .conversations import split_parts
+from .sources import list_files, read_source
 
 # Chinese and Japanese are written without spaces, so each of their characters is a word.
 WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")

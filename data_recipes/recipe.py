@@ -21,18 +21,18 @@ from huggingface_hub import constants
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.card import EMPTY_MASK, DataReport, build_report, count_groups
-from pipedraft.data_recipes.chat import ChatRenderer
-from pipedraft.data_recipes.config import DataConfig, Source
-from pipedraft.data_recipes.conversations import explode, read_json
-from pipedraft.data_recipes.groups import balance, context_of
-from pipedraft.data_recipes.overlap import (
+from .card import EMPTY_MASK, DataReport, build_report, count_groups
+from .chat import ChatRenderer
+from .config import DataConfig, Source
+from .conversations import explode, read_json
+from .groups import balance, context_of
+from .overlap import (
     EXACT_DUPLICATE,
     Benchmarks,
     exact_duplicates,
     read_benchmarks,
 )
-from pipedraft.data_recipes.rows import (
+from .rows import (
     RAW,
     TABLE,
     draw_copies,
@@ -40,14 +40,14 @@ from pipedraft.data_recipes.rows import (
     split_rows,
     tokenize_batch,
 )
-from pipedraft.data_recipes.sources import (
+from .sources import (
     RawRow,
     dump_row,
     hub_stamp,
     list_files,
     read_source,
 )
-from pipedraft.data_recipes.table import Rows, cached_rows
+from .table import Rows, cached_rows
 
 # Part of every cache fingerprint: raise it when the meaning of a cached column changes.
 CACHE_FORMAT = 5

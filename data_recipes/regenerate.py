@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.cli import (
+from ..cli import (
     Options,
     UsageError,
     check_ranges,
@@ -27,16 +27,16 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from pipedraft.data_recipes.answers import (
+from ..files import Values
+from .answers import (
     AnswerFile,
     AnswerSampling,
     Dialogue,
     RowFailed,
     TargetLost,
 )
-from pipedraft.data_recipes.server import ChatServer, ChatServerOptions, is_address
-from pipedraft.data_recipes.sources import Source, read_source
-from pipedraft.files import Values
+from .server import ChatServer, ChatServerOptions, is_address
+from .sources import Source, read_source
 
 EXAMPLE = """example:
   pipedraft data regenerate --data chats.jsonl --target assets/target --out own.jsonl
@@ -210,9 +210,9 @@ async def ask_server(run: Run, options: RegenerateOptions) -> str:
 
 def ask_itself(answers: AnswerFile, options: RegenerateOptions, bar: tqdm) -> tuple[int, str]:
     """Sample self-made conversations. Return the number of cut answers, and a summary text."""
-    from pipedraft.data_recipes.local import load_on
-    from pipedraft.data_recipes.self_prompt import SelfPrompting
-    from pipedraft.pretrained import load_tokenizer
+    from ..pretrained import load_tokenizer
+    from .local import load_on
+    from .self_prompt import SelfPrompting
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tokenizer = load_tokenizer(str(options.target), field="--target")
@@ -223,7 +223,7 @@ def ask_itself(answers: AnswerFile, options: RegenerateOptions, bar: tqdm) -> tu
 
 
 def ask_local(run: Run, options: RegenerateOptions) -> str:
-    from pipedraft.data_recipes.local import LocalTarget, answer_dialogues
+    from .local import LocalTarget, answer_dialogues
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     target = LocalTarget(str(options.target), options.device, options.dtype, run.sampling)

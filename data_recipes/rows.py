@@ -12,23 +12,23 @@ import numpy as np
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.chat import ChatRenderer, RenderedChat
-from pipedraft.data_recipes.config import DataConfig, Source
-from pipedraft.data_recipes.conversations import (
+from ..files import Values
+from .chat import ChatRenderer, RenderedChat
+from .config import DataConfig, Source
+from .conversations import (
     Conversation,
     Message,
     read_conversation,
     read_json,
 )
-from pipedraft.data_recipes.groups import groups_of, language_of
-from pipedraft.data_recipes.overlap import (
+from .groups import groups_of, language_of
+from .overlap import (
     CONTAMINATED,
     Benchmarks,
     content_identity,
     mix_bits,
 )
-from pipedraft.data_recipes.sources import check_unicode
-from pipedraft.files import Values
+from .sources import check_unicode
 
 FILTERED = "filter: "
 TOO_LONG = "too long"

@@ -12,10 +12,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.chats import render_chat, set_template_variables, template_variables
-from pipedraft.data_recipes.answers import AnswerFile, AnswerSampling, Messages
-from pipedraft.data_recipes.bulk import Opening, SampledRow, repeats_itself, sample_rows
-from pipedraft.data_recipes.overlap import Benchmarks, read_benchmarks
+from ..chats import render_chat, set_template_variables, template_variables
+from .answers import AnswerFile, AnswerSampling, Messages
+from .bulk import Opening, SampledRow, repeats_itself, sample_rows
+from .overlap import Benchmarks, read_benchmarks
 
 CONTENT = "CONTENT"
 MIN_ANSWER = 8

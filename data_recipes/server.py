@@ -12,9 +12,10 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from pipedraft.chats import with_arguments
-from pipedraft.cli import Options, option
-from pipedraft.data_recipes.answers import (
+from ..chats import with_arguments
+from ..cli import Options, option
+from ..files import Values
+from .answers import (
     END_THINK,
     THINK,
     AnswerSampling,
@@ -24,8 +25,7 @@ from pipedraft.data_recipes.answers import (
     TargetLost,
     kept_text,
 )
-from pipedraft.data_recipes.conversations import read_calls
-from pipedraft.files import Values
+from .conversations import read_calls
 
 T = TypeVar("T")
 

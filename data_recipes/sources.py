@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
-from pipedraft.data_recipes.config import Source
-from pipedraft.data_recipes.conversations import ROW_FIELDS, read_json
-from pipedraft.files import bounded_lines
+from ..files import bounded_lines
+from .config import Source
+from .conversations import ROW_FIELDS, read_json
 
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
 TEXT_SUFFIXES = (".txt", ".md", ".py")

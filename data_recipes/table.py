@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 
-from pipedraft.files import flush
+from ..files import flush
 
 PIECE = 10_000
 

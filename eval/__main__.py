@@ -5,19 +5,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from pipedraft.cli import Options, leave_at_interrupts, run_command, subcommand
+from ..cli import Options, leave_at_interrupts, run_command, subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.eval.arguments import (
+from ..inference.arguments import backend_of
+from .arguments import (
     EdgeOptions,
     EnginesOptions,
     EvalOptions,
     ParityOptions,
     TableOptions,
 )
-from pipedraft.inference.arguments import backend_of
 
 SUBCOMMANDS = ("compare", "edge", "engines", "parity", "replay", "report", "table")
 OPTIONS: dict[str, type[Options]] = {
@@ -44,12 +44,12 @@ def run(argv: Sequence[str]) -> None:
         name, words = subcommand(argv[0], SUBCOMMANDS), argv[1:]
         read = [OPTIONS[name].read(words)] if name in OPTIONS else []
         module = "published" if name == "table" else name
-        importlib.import_module(f"pipedraft.eval.{module}").run(*read, words)
+        importlib.import_module(f".{module}", __package__).run(*read, words)
         return
     options = EvalOptions.read(argv)
     with backend_of(options) as cluster, ExitStack() as held:
         if cluster is None or cluster.is_controller:
-            from pipedraft.eval.command import evaluate_drafts
+            from .command import evaluate_drafts
 
             evaluate_drafts(options, argv, cluster, held)
         else:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pipedraft.cli import Options, option
-from pipedraft.inference.arguments import (
+from ..cli import Options, option
+from ..inference.arguments import (
     BackendOptions,
     Dtype,
     FilterOptions,
@@ -17,8 +17,8 @@ from pipedraft.inference.arguments import (
     check_draft_dtype,
     read_temperature,
 )
-from pipedraft.inference.config import RuleName
-from pipedraft.inference.schedules import SCHEDULES
+from ..inference.config import RuleName
+from ..inference.schedules import SCHEDULES
 
 EXAMPLE = """\
 example:

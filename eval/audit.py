@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
-from pipedraft.cli import (
+from ..cli import (
     Failure,
     UsageError,
     leave_at_interrupts,
@@ -31,12 +31,12 @@ if __name__ == "__main__":
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
-from pipedraft.data_recipes.answers import AnswerSampling, RowFailed, TargetLost
-from pipedraft.data_recipes.server import ChatServer, ChatServerOptions, TryAgain, read_choice
-from pipedraft.eval.arguments import FewPromptsOptions
-from pipedraft.eval.audit_tests import FEATURES, OF_THE_END, POWER, PairedTest, compare
-from pipedraft.eval.tasks import Prompt, load_tasks
-from pipedraft.files import Values, to_json, write_atomically
+from ..data_recipes.answers import AnswerSampling, RowFailed, TargetLost
+from ..data_recipes.server import ChatServer, ChatServerOptions, TryAgain, read_choice
+from ..files import Values, to_json, write_atomically
+from .arguments import FewPromptsOptions
+from .audit_tests import FEATURES, OF_THE_END, POWER, PairedTest, compare
+from .tasks import Prompt, load_tasks
 
 EXAMPLE = """\
 example:

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from pipedraft.eval.record import Interval, is_known, number_or_nan
-from pipedraft.eval.tables import Table, bounds, number
-from pipedraft.files import Values
+from ..files import Values
+from .record import Interval, is_known, number_or_nan
+from .tables import Table, bounds, number
 
 # (light, dark). Text has a contrast of 4.5 or more against paper and panel, marks 3 or more; series
 # differ by 20 or more in CIELAB for color-blind readers too (tests/test_eval_html.py).

@@ -9,15 +9,15 @@ from typing import Self
 import msgspec
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.cli import UsageError
-from pipedraft.eval.spec import read_roles
-from pipedraft.eval.tasks import Prompt
-from pipedraft.files import Values, read_yaml
-from pipedraft.inference.engine import DraftNetwork
-from pipedraft.models import load_draft
-from pipedraft.models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
-from pipedraft.models.language_model import load_draft_model
-from pipedraft.pretrained import place_draft
+from ..cli import UsageError
+from ..files import Values, read_yaml
+from ..inference.engine import DraftNetwork
+from ..models import load_draft
+from ..models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
+from ..models.language_model import load_draft_model
+from ..pretrained import place_draft
+from .spec import read_roles
+from .tasks import Prompt
 
 
 def _folder_of(path: Path) -> Path | None:

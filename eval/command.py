@@ -8,40 +8,40 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.chats import set_template_variables, warn_of_variables
-from pipedraft.cli import UsageError, flag_name, make_folder
-from pipedraft.eval.arguments import EvalOptions
-from pipedraft.eval.checkpoints import load_head, read_drafts
-from pipedraft.eval.manifest import build_manifest
-from pipedraft.eval.outputs import outputs_page
-from pipedraft.eval.replay import fit_cost
-from pipedraft.eval.report import title_of, write_report
-from pipedraft.eval.run import EvalMethod, Evaluation
-from pipedraft.eval.scores import check_scorable
-from pipedraft.eval.screen import check_folder, screen_table
-from pipedraft.eval.tasks import load_tasks
-from pipedraft.eval.traces import read_recordings, remove_traces, traces_of
-from pipedraft.files import Values, locked, make_place, to_json, write_atomically
-from pipedraft.inference.clock import CostModel
-from pipedraft.inference.command import place_of, resolve_cut
-from pipedraft.inference.config import DecodeConfig, make_schedule, read_cost, setting_owners
-from pipedraft.inference.engine import DraftNetwork
-from pipedraft.inference.pipelines import Pipeline
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.ranks.cluster import Cluster
-from pipedraft.inference.schedules.base import Schedule
-from pipedraft.inference.sources import default_schedule
-from pipedraft.inference.sources.lookup import make_lookup
-from pipedraft.models.language_model import load_draft_model
-from pipedraft.models.rounded import dtype_of
-from pipedraft.models.target import (
+from ..chats import set_template_variables, warn_of_variables
+from ..cli import UsageError, flag_name, make_folder
+from ..files import Values, locked, make_place, to_json, write_atomically
+from ..inference.clock import CostModel
+from ..inference.command import place_of, resolve_cut
+from ..inference.config import DecodeConfig, make_schedule, read_cost, setting_owners
+from ..inference.engine import DraftNetwork
+from ..inference.pipelines import Pipeline
+from ..inference.pipelines.local import LocalPipeline
+from ..inference.ranks.cluster import Cluster
+from ..inference.schedules.base import Schedule
+from ..inference.sources import default_schedule
+from ..inference.sources.lookup import make_lookup
+from ..models.language_model import load_draft_model
+from ..models.rounded import dtype_of
+from ..models.target import (
     StagedTarget,
     choose_decoding_threads,
     load_target,
     load_tokenizer,
 )
-from pipedraft.models.target_part import weights_identity
-from pipedraft.pretrained import quieten, resolve_dtype
+from ..models.target_part import weights_identity
+from ..pretrained import quieten, resolve_dtype
+from .arguments import EvalOptions
+from .checkpoints import load_head, read_drafts
+from .manifest import build_manifest
+from .outputs import outputs_page
+from .replay import fit_cost
+from .report import title_of, write_report
+from .run import EvalMethod, Evaluation
+from .scores import check_scorable
+from .screen import check_folder, screen_table
+from .tasks import load_tasks
+from .traces import read_recordings, remove_traces, traces_of
 
 LoadedDraft = tuple[str, str, DraftNetwork]
 """Name in tables, the draft's folder or Hub name, and its network. Heads of one type share a name

@@ -13,10 +13,11 @@ from typing import ClassVar
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from pipedraft.cli import Options, UsageError, one_line, option
-from pipedraft.eval.intervals import PairedComparison, compare_paired
-from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import (
+from ..cli import Options, UsageError, one_line, option
+from ..files import make_place, read_bounded, to_json, write_atomically
+from .intervals import PairedComparison, compare_paired
+from .metrics import AUTOREGRESSIVE, OVERALL
+from .record import (
     MAX_BYTES,
     LatencyRecord,
     Manifest,
@@ -25,8 +26,7 @@ from pipedraft.eval.record import (
     RunRecord,
     parse,
 )
-from pipedraft.eval.tables import Table, align_columns, bounds, fact
-from pipedraft.files import make_place, read_bounded, to_json, write_atomically
+from .tables import Table, align_columns, bounds, fact
 
 EXAMPLE = """\
 example:

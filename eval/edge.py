@@ -4,21 +4,21 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipedraft.cli import UsageError, make_folder
-from pipedraft.eval.arguments import EdgeOptions
-from pipedraft.eval.checkpoints import load_head, read_drafts
-from pipedraft.eval.edge_methods import METHODS, Simulation, read_times
-from pipedraft.eval.edge_report import LinkRun, measure, write_edge_report
-from pipedraft.eval.manifest import build_manifest
-from pipedraft.eval.tasks import load_tasks
-from pipedraft.inference.edge.linked import check_draft
-from pipedraft.inference.edge.target_session import SharedTarget
-from pipedraft.inference.engine import DraftNetwork
-from pipedraft.inference.sources import make_source
-from pipedraft.inference.sources.lookup import make_lookup
-from pipedraft.models.language_model import load_draft_model
-from pipedraft.models.target import load_target, load_tokenizer
-from pipedraft.pretrained import quieten, resolve_device, resolve_dtype
+from ..cli import UsageError, make_folder
+from ..inference.edge.linked import check_draft
+from ..inference.edge.target_session import SharedTarget
+from ..inference.engine import DraftNetwork
+from ..inference.sources import make_source
+from ..inference.sources.lookup import make_lookup
+from ..models.language_model import load_draft_model
+from ..models.target import load_target, load_tokenizer
+from ..pretrained import quieten, resolve_device, resolve_dtype
+from .arguments import EdgeOptions
+from .checkpoints import load_head, read_drafts
+from .edge_methods import METHODS, Simulation, read_times
+from .edge_report import LinkRun, measure, write_edge_report
+from .manifest import build_manifest
+from .tasks import load_tasks
 
 SETTINGS = ("rule", "policy", "token_bytes", "payload_tokens", "tail_samples")
 """Options named like a simulation setting."""

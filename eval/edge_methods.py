@@ -11,22 +11,22 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.cli import UsageError
-from pipedraft.files import Values, read_json
-from pipedraft.inference.config import DecodeConfig, RuleName
-from pipedraft.inference.edge.channel import Channel, EnergyModel, Link, load_link
-from pipedraft.inference.edge.draft_length import parse_policy
-from pipedraft.inference.edge.link import LinkPipeline, Times
-from pipedraft.inference.edge.linked import RemoteTarget
-from pipedraft.inference.edge.target_session import SharedTarget
-from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.rules.filters import TokenFilters, sampling_label
-from pipedraft.inference.rules.sampled import RULES, KeyedRandom, make_verifier
-from pipedraft.inference.sources import make_source
-from pipedraft.inference.sources.lookup import Lookup, LookupKind
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import KeepRows
+from ..cli import UsageError
+from ..files import Values, read_json
+from ..inference.config import DecodeConfig, RuleName
+from ..inference.edge.channel import Channel, EnergyModel, Link, load_link
+from ..inference.edge.draft_length import parse_policy
+from ..inference.edge.link import LinkPipeline, Times
+from ..inference.edge.linked import RemoteTarget
+from ..inference.edge.target_session import SharedTarget
+from ..inference.engine import DraftNetwork, Engine
+from ..inference.result import DecodeResult
+from ..inference.rules.filters import TokenFilters, sampling_label
+from ..inference.rules.sampled import RULES, KeyedRandom, make_verifier
+from ..inference.sources import make_source
+from ..inference.sources.lookup import Lookup, LookupKind
+from ..inference.tree import TokenTree
+from ..models.target import KeepRows
 
 # -- published and assumed constants for computing and energy, for the virtual clock ---------------
 

@@ -10,10 +10,14 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedModel
 
-from pipedraft.eval.edge_methods import EDGE_W, METHODS, RADIOS, EdgeOutput, Simulation, decode
-from pipedraft.eval.lossless import GreedyReference, check_equal
-from pipedraft.eval.metrics import decode_seconds, measure_times, pooled_ratio
-from pipedraft.eval.record import (
+from ..files import Values, to_json, write_atomically
+from ..inference.edge.channel import load_link
+from ..inference.edge.link import Times
+from ..inference.result import DecodeResult, ratio
+from .edge_methods import EDGE_W, METHODS, RADIOS, EdgeOutput, Simulation, decode
+from .lossless import GreedyReference, check_equal
+from .metrics import decode_seconds, measure_times, pooled_ratio
+from .record import (
     UNCHECKED,
     LatencyRecord,
     LosslessRecord,
@@ -21,7 +25,7 @@ from pipedraft.eval.record import (
     Results,
     is_known,
 )
-from pipedraft.eval.tables import (
+from .tables import (
     Table,
     align_columns,
     bounds,
@@ -32,12 +36,8 @@ from pipedraft.eval.tables import (
     markdown,
     number,
 )
-from pipedraft.eval.tasks import Prompt
-from pipedraft.eval.turns import DecodedTurn, check_room, evaluate
-from pipedraft.files import Values, to_json, write_atomically
-from pipedraft.inference.edge.channel import load_link
-from pipedraft.inference.edge.link import Times
-from pipedraft.inference.result import DecodeResult, ratio
+from .tasks import Prompt
+from .turns import DecodedTurn, check_room, evaluate
 
 SAME_TEXT_RULES = ("match", "gumbel")
 """Rules whose output does not depend on the draft tokens: the same random numbers give the same

@@ -26,8 +26,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedraft.cli import Failure, UsageError
-from pipedraft.eval.parity_rows import (
+from ..cli import Failure, UsageError
+from ..files import Values, to_json
+from ..inference.result import DecodeResult
+from ..models.dflash import DFlash
+from ..models.draft import Draft
+from ..models.layers import RMSNorm, RotaryEmbedding
+from .parity_rows import (
     ROUNDING,
     Check,
     Parting,
@@ -37,12 +42,7 @@ from pipedraft.eval.parity_rows import (
     trained_depth,
     vocabulary,
 )
-from pipedraft.eval.tasks import Prompt
-from pipedraft.files import Values, to_json
-from pipedraft.inference.result import DecodeResult
-from pipedraft.models.dflash import DFlash
-from pipedraft.models.draft import Draft
-from pipedraft.models.layers import RMSNorm, RotaryEmbedding
+from .tasks import Prompt
 
 SCRIPT = Path(__file__).with_name("vllm_process.py")
 ENVIRONMENT = {

@@ -16,18 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.cli import Failure, make_folder
-from pipedraft.eval.arguments import EnginesOptions
-from pipedraft.eval.checkpoints import load_head, read_drafts
-from pipedraft.eval.engine_parity import EngineComparison, decode_in_engine, engine_depth
-from pipedraft.eval.parity_rows import Decoding
-from pipedraft.eval.tables import Table, align_columns
-from pipedraft.eval.tasks import encode_turn, load_tasks
-from pipedraft.files import Values, to_json, write_atomically
-from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE
-from pipedraft.models.exchange.export import export
-from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
-from pipedraft.pretrained import quieten
+from ..cli import Failure, make_folder
+from ..files import Values, to_json, write_atomically
+from ..models.draft import CONFIG_FILE, WEIGHTS_FILE
+from ..models.exchange.export import export
+from ..models.target import choose_decoding_threads, load_target, load_tokenizer
+from ..pretrained import quieten
+from .arguments import EnginesOptions
+from .checkpoints import load_head, read_drafts
+from .engine_parity import EngineComparison, decode_in_engine, engine_depth
+from .parity_rows import Decoding
+from .tables import Table, align_columns
+from .tasks import encode_turn, load_tasks
 
 LARGEST_DIFFERENCE = 0.02
 """Maximum difference between the engine's tau and ours."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import UNSET
 
-from pipedraft.data_recipes.groups import (
+from ..data_recipes.groups import (
     ANSWER,
     THINKING,
     context_of,
@@ -19,9 +19,9 @@ from pipedraft.data_recipes.groups import (
     prose,
     segments_of,
 )
-from pipedraft.eval.metrics import rate_fields, token_tests
-from pipedraft.eval.record import GroupRecord, PromptRecord
-from pipedraft.inference.result import DecodeResult, ratio
+from ..inference.result import DecodeResult, ratio
+from .metrics import rate_fields, token_tests
+from .record import GroupRecord, PromptRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

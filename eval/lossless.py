@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from pipedraft.eval.record import LosslessRecord, is_known
-from pipedraft.eval.traces import TraceFile
-from pipedraft.files import Values
-from pipedraft.inference.result import DecodeResult
+from ..files import Values
+from ..inference.result import DecodeResult
+from .record import LosslessRecord, is_known
+from .traces import TraceFile
 
 if TYPE_CHECKING:
-    from pipedraft.eval.turns import DecodedTurn
+    from .turns import DecodedTurn
 
 CHUNK_ROWS = 256  # rows whose float32 log-probabilities are held at a time
 CONTENDERS = 8

@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import pipedraft
-from pipedraft.eval.record import Manifest
-from pipedraft.eval.tasks import Prompt
-from pipedraft.files import Values
-from pipedraft.inference.engine import DraftNetwork
-from pipedraft.models.fingerprint import tokenizer_hash
-from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.rounded import dtype_of
-from pipedraft.models.target import target_fingerprint
-from pipedraft.pretrained import unapplied_settings
+from .. import __version__
+from ..files import Values
+from ..inference.engine import DraftNetwork
+from ..models.fingerprint import tokenizer_hash
+from ..models.language_model import LanguageModelDraft
+from ..models.rounded import dtype_of
+from ..models.target import target_fingerprint
+from ..pretrained import unapplied_settings
+from .record import Manifest
+from .tasks import Prompt
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
 
@@ -39,7 +39,7 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
 
 def git_state() -> dict[str, str | bool] | None:
     """Return the checkout's commit and whether it is modified, or None for an installed wheel."""
-    root = Path(pipedraft.__file__).resolve().parent
+    root = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -96,7 +96,7 @@ def build_manifest(
         "seed": seed,
         "dtype": str(dtype_of(target)).removeprefix("torch."),
         "versions": {
-            "pipedraft": pipedraft.__version__,
+            "pipedraft": __version__,
             "python": platform.python_version(),
             **{name: version(name) for name in PACKAGES},
         },

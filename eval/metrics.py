@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec import UNSET
 
-from pipedraft.eval.intervals import bootstrap_ratio, wilson_over_prompts
-from pipedraft.eval.record import (
+from ..files import Values
+from ..inference.result import DecodeResult, ratio
+from .intervals import bootstrap_ratio, wilson_over_prompts
+from .record import (
     UNCHECKED,
     AcceptanceLength,
     CategoryRecord,
@@ -25,8 +27,6 @@ from pipedraft.eval.record import (
     RunRecord,
     WallClockRecord,
 )
-from pipedraft.files import Values
-from pipedraft.inference.result import DecodeResult, ratio
 
 AUTOREGRESSIVE = "autoregressive"
 """The baseline's schedule and method name."""

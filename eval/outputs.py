@@ -5,10 +5,10 @@ from html import escape
 
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.eval.tasks import Prompt
-from pipedraft.eval.traces import Recording, TurnKey
-from pipedraft.inference.generation import TextPieces, colored, tokens_of
-from pipedraft.inference.result import shown
+from ..inference.generation import TextPieces, colored, tokens_of
+from ..inference.result import shown
+from .tasks import Prompt
+from .traces import Recording, TurnKey
 
 MAX_TURNS = 5
 """Turns shown per benchmark."""

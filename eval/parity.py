@@ -21,18 +21,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedraft.chats import set_template_variables
-from pipedraft.cli import UsageError
-from pipedraft.data_recipes.chat import ChatRenderer
-from pipedraft.eval.arguments import ParityOptions
-from pipedraft.eval.checkpoints import load_head, read_drafts
-from pipedraft.eval.engine_parity import (
+from ..chats import set_template_variables
+from ..cli import UsageError
+from ..data_recipes.chat import ChatRenderer
+from ..files import make_place, to_json, write_atomically
+from ..models.draft import CONFIG_FILE, Draft, resolve_folder
+from ..models.exchange.card import LAYOUTS
+from ..models.exchange.export import export
+from ..models.exchange.peers import import_head
+from ..models.target import choose_decoding_threads, load_target, load_tokenizer
+from ..pretrained import place_draft, quieten, resolve_device, resolve_dtype
+from .arguments import ParityOptions
+from .checkpoints import load_head, read_drafts
+from .engine_parity import (
     METHODS,
     EngineComparison,
     decode_in_engine,
     engine_depth,
 )
-from pipedraft.eval.parity_rows import (
+from .parity_rows import (
     ROUNDING,
     Check,
     Decoding,
@@ -47,15 +54,8 @@ from pipedraft.eval.parity_rows import (
     why_decoding_parts,
     why_files_part,
 )
-from pipedraft.eval.tables import Table, align_columns, number
-from pipedraft.eval.tasks import Prompt, encode_turn, load_tasks
-from pipedraft.files import make_place, to_json, write_atomically
-from pipedraft.models.draft import CONFIG_FILE, Draft, resolve_folder
-from pipedraft.models.exchange.card import LAYOUTS
-from pipedraft.models.exchange.export import export
-from pipedraft.models.exchange.peers import import_head
-from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
-from pipedraft.pretrained import place_draft, quieten, resolve_device, resolve_dtype
+from .tables import Table, align_columns, number
+from .tasks import Prompt, encode_turn, load_tasks
 
 NOTED = ("agreement_1", "agreement_filling", "agreement")
 """Checkpoint metrics: how often the first draft token equaled the target's, on validation rows."""

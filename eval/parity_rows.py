@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.sources import default_schedule, make_source
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.dflash import DFlash
-from pipedraft.models.draft import Draft
-from pipedraft.models.eagle import EagleHead
-from pipedraft.models.flexspec import FlexSpec
-from pipedraft.models.ppsd import PPSD
-from pipedraft.models.spd import SPD
-from pipedraft.models.target import capture_hidden
+from ..inference.config import DecodeConfig
+from ..inference.engine import Engine
+from ..inference.sources import default_schedule, make_source
+from ..inference.tree import TokenTree
+from ..models.dflash import DFlash
+from ..models.draft import Draft
+from ..models.eagle import EagleHead
+from ..models.flexspec import FlexSpec
+from ..models.ppsd import PPSD
+from ..models.spd import SPD
+from ..models.target import capture_hidden
 
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Tolerated difference by dtype, relative to the largest compared value."""

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
-from pipedraft.eval import tables
-from pipedraft.eval.charts import Chart, Estimate, IntervalChart, LineChart
-from pipedraft.eval.metrics import AUTOREGRESSIVE
-from pipedraft.eval.record import LatencyRecord, RunRecord
+from . import tables
+from .charts import Chart, Estimate, IntervalChart, LineChart
+from .metrics import AUTOREGRESSIVE
+from .record import LatencyRecord, RunRecord
 
 MIN_TESTS = 20
 """Minimum tests to draw a position: with fewer, its acceptance is noise."""

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import msgspec
 
-from pipedraft.cli import UsageError
-from pipedraft.eval.arguments import TableOptions
-from pipedraft.eval.checkpoints import TableContext
-from pipedraft.eval.manifest import build_manifest
-from pipedraft.eval.record import is_known
-from pipedraft.eval.report import write_report
-from pipedraft.eval.runner import (
+from ..cli import UsageError
+from ..files import to_json, write_atomically
+from ..pretrained import quieten
+from .arguments import TableOptions
+from .checkpoints import TableContext
+from .manifest import build_manifest
+from .record import is_known
+from .report import write_report
+from .runner import (
     KINDS,
     RowOutcome,
     Value,
@@ -20,7 +22,7 @@ from pipedraft.eval.runner import (
     decode_shard,
     load_context,
 )
-from pipedraft.eval.spec import (
+from .spec import (
     DEFAULT_TARGET,
     Column,
     Row,
@@ -28,10 +30,8 @@ from pipedraft.eval.spec import (
     read_spec,
     table_names,
 )
-from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
-from pipedraft.eval.traces import remove_traces
-from pipedraft.files import to_json, write_atomically
-from pipedraft.pretrained import quieten
+from .tables import Table, align_columns, bounds, markdown, number
+from .traces import remove_traces
 
 NOT_PUBLISHED = "not published"
 LEGEND = """\

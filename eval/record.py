@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeGuard, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from pipedraft.cli import UsageError
-from pipedraft.files import Values
-from pipedraft.inference.rules.filters import sampling_label
+from ..cli import UsageError
+from ..files import Values
+from ..inference.rules.filters import sampling_label
 
 MAX_BYTES = 2**29
 """Maximum file size, enough for 100,000s of prompts with ten methods."""

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from tqdm import tqdm
 
-from pipedraft.cli import Options, UsageError, option
-from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL, acceptance_length, pooled_ratio
-from pipedraft.eval.record import AcceptanceLength, Interval, RunRecord, number_or_nan
-from pipedraft.eval.tables import Table, align_columns, bounds, number, pooled_runs
-from pipedraft.eval.traces import Recording, read_recordings
-from pipedraft.inference.clock import CostModel, StageCost, VirtualClock
-from pipedraft.inference.config import ROW_COSTS, DecodeConfig, read_cost
-from pipedraft.inference.cut import cut_layers
-from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.schedules.base import Schedule
+from ..cli import Options, UsageError, option
+from ..inference.clock import CostModel, StageCost, VirtualClock
+from ..inference.config import ROW_COSTS, DecodeConfig, read_cost
+from ..inference.cut import cut_layers
+from ..inference.result import DecodeResult
+from ..inference.schedules.base import Schedule
+from .metrics import AUTOREGRESSIVE, OVERALL, acceptance_length, pooled_ratio
+from .record import AcceptanceLength, Interval, RunRecord, number_or_nan
+from .tables import Table, align_columns, bounds, number, pooled_runs
+from .traces import Recording, read_recordings
 
 if TYPE_CHECKING:
-    from pipedraft.inference.engine import Engine
+    from ..inference.engine import Engine
 
 # P conversations
 EXAMPLE = """\

@@ -14,14 +14,14 @@ from jinja2 import Environment, StrictUndefined
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from pipedraft.cli import Options, UsageError, option
-from pipedraft.eval import compare, plots, tables
-from pipedraft.eval.charts import THEMES, Chart, printable
-from pipedraft.eval.compare import Evaluated
-from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import Manifest, Results, RunRecord, is_known
-from pipedraft.eval.tables import describe, fact, markdown
-from pipedraft.files import Values, make_place, to_json, write_atomically
+from ..cli import Options, UsageError, option
+from ..files import Values, make_place, to_json, write_atomically
+from . import compare, plots, tables
+from .charts import THEMES, Chart, printable
+from .compare import Evaluated
+from .metrics import AUTOREGRESSIVE, OVERALL
+from .record import Manifest, Results, RunRecord, is_known
+from .tables import describe, fact, markdown
 
 EXAMPLE = """\
 example:

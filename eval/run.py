@@ -14,14 +14,26 @@ from msgspec import UNSET
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.eval.groups import acceptance_by_group, count_groups, sum_groups
-from pipedraft.eval.lossless import (
+from ..files import Values
+from ..inference.batch import BatchEngine, BatchLimits
+from ..inference.config import DecodeConfig
+from ..inference.engine import DraftNetwork, Engine
+from ..inference.pipelines import Pipeline
+from ..inference.pipelines.local import LocalPipeline
+from ..inference.result import DecodeResult
+from ..inference.schedules.autoregressive import Autoregressive
+from ..models.fingerprint import weights_hash
+from ..models.rounded import rounded_dtype
+from ..models.target import StagedTarget
+from ..pretrained import context_length
+from .groups import acceptance_by_group, count_groups, sum_groups
+from .lossless import (
     GreedyReference,
     check_equal,
     output_entropies,
     pool_checks,
 )
-from pipedraft.eval.metrics import (
+from .metrics import (
     AUTOREGRESSIVE,
     OVERALL,
     acceptance_by_category,
@@ -34,7 +46,7 @@ from pipedraft.eval.metrics import (
     run_record,
     sum_lists,
 )
-from pipedraft.eval.record import (
+from .record import (
     UNCHECKED,
     LosslessRecord,
     ProcessRecord,
@@ -43,23 +55,11 @@ from pipedraft.eval.record import (
     add_up,
     number_or_nan,
 )
-from pipedraft.eval.replay import speedups_by_row
-from pipedraft.eval.scores import save_answers, score_turns, summarize_scores
-from pipedraft.eval.tasks import Prompt, encode_turn
-from pipedraft.eval.traces import TraceFile, Traces
-from pipedraft.eval.turns import DecodedTurn, any_fits, check_room, evaluate
-from pipedraft.files import Values
-from pipedraft.inference.batch import BatchEngine, BatchLimits
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.pipelines import Pipeline
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.schedules.autoregressive import Autoregressive
-from pipedraft.models.fingerprint import weights_hash
-from pipedraft.models.rounded import rounded_dtype
-from pipedraft.models.target import StagedTarget
-from pipedraft.pretrained import context_length
+from .replay import speedups_by_row
+from .scores import save_answers, score_turns, summarize_scores
+from .tasks import Prompt, encode_turn
+from .traces import TraceFile, Traces
+from .turns import DecodedTurn, any_fits, check_room, evaluate
 
 WARM_UP_TOKENS = 8
 LOTS = 1 << 20

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
 
-from pipedraft.cli import UsageError, make_folder
-from pipedraft.eval.intervals import wilson_interval
-from pipedraft.eval.record import ScoreRecord
-from pipedraft.files import write_atomically
+from ..cli import UsageError, make_folder
+from ..files import write_atomically
+from .intervals import wilson_interval
+from .record import ScoreRecord
 
 if TYPE_CHECKING:
-    from pipedraft.eval.tasks import Prompt
-    from pipedraft.eval.turns import DecodedTurn
+    from .tasks import Prompt
+    from .turns import DecodedTurn
 
 PASSED = "passed"
 DIGITS = r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.\d+|\d+)"

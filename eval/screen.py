@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipedraft.cli import UsageError, flag_name
-from pipedraft.eval import tables
-from pipedraft.eval.record import RunRecord
-from pipedraft.eval.tables import Cell, Table, align_columns, number
-from pipedraft.files import Values, to_json
+from ..cli import UsageError, flag_name
+from ..files import Values, to_json
+from . import tables
+from .record import RunRecord
+from .tables import Cell, Table, align_columns, number
 
 WIDTH = 99
 LONGEST_NAME = 28

@@ -15,15 +15,14 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-import pipedraft
-from pipedraft.cli import UsageError, nearest
-from pipedraft.eval.tasks import task_name
-from pipedraft.files import Values, read_yaml
-from pipedraft.inference.arguments import Dtype
-from pipedraft.inference.config import DecodeConfig, setting_owners
-from pipedraft.inference.schedules import SCHEDULES
+from ..cli import UsageError, nearest
+from ..files import Values, read_yaml
+from ..inference.arguments import Dtype
+from ..inference.config import DecodeConfig, setting_owners
+from ..inference.schedules import SCHEDULES
+from .tasks import task_name
 
-ROOT = Path(pipedraft.__file__).parent
+ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "configs" / "papers"
 ROLES_FILE = "checkpoints.yaml"
 DEFAULT_TARGET = str(ROOT / "assets" / "target")

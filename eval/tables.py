@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from pipedraft.cli import flag_name, one_line
-from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import (
+from ..cli import flag_name, one_line
+from .metrics import AUTOREGRESSIVE, OVERALL
+from .record import (
     AcceptanceLength,
     EntropyRecord,
     LatencyRecord,
@@ -17,7 +17,7 @@ from pipedraft.eval.record import (
     RunRecord,
     is_known,
 )
-from pipedraft.eval.tasks import FORMS
+from .tasks import FORMS
 
 Cell = Callable[[RunRecord], str]
 Entry = TypeVar("Entry")

@@ -13,18 +13,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pipedraft
-from pipedraft.chats import ChatRefused, render_chat
-from pipedraft.cli import nearest
-from pipedraft.data_recipes.config import Source
-from pipedraft.data_recipes.sources import read_source
-from pipedraft.eval.scores import find_number
-from pipedraft.files import Values
+from ..chats import ChatRefused, render_chat
+from ..cli import nearest
+from ..data_recipes.config import Source
+from ..data_recipes.sources import read_source
+from ..files import Values
+from .scores import find_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ASSETS = Path(pipedraft.__file__).parent / "assets" / "eval"
+ASSETS = Path(__file__).parents[1] / "assets" / "eval"
 HUB = "hub:"
 PACKAGED = {"mt_bench": "pipedraft-chat", "gsm8k": "pipedraft-math", "humaneval": "pipedraft-code"}
 """Names in results for the repository's own prompts, which only have a benchmark's form."""

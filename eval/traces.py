@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-import pipedraft
-from pipedraft.cli import UsageError
-from pipedraft.eval.metrics import AUTOREGRESSIVE
-from pipedraft.eval.tasks import Prompt
-from pipedraft.files import Values
-from pipedraft.inference.clock import CostModel
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.result import DecodeResult
+from ..cli import UsageError
+from ..files import Values
+from ..inference.clock import CostModel
+from ..inference.config import DecodeConfig
+from ..inference.result import DecodeResult
+from .metrics import AUTOREGRESSIVE
+from .tasks import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -151,9 +150,9 @@ def turn_key(prompt: Prompt, turn: int, prompt_ids: Sequence[int]) -> list[objec
     return [prompt.task, prompt.id, turn, digest]
 
 
-def code_hash() -> str:
-    """Return SHA-256 over the source files used in decoding."""
-    digest, root = hashlib.sha256(), Path(pipedraft.__file__).parent
+def code_hash(root: Path = Path(__file__).parents[1]) -> str:
+    """Return SHA-256 over the source files used in decoding, in the package's folder ``root``."""
+    digest = hashlib.sha256()
     for folder in ("inference", "models"):
         for file in sorted((root / folder).rglob("*.py")):
             digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())

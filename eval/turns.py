@@ -10,11 +10,11 @@ from typing import Protocol
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.eval.scores import Score
-from pipedraft.eval.tasks import Prompt, encode_turn
-from pipedraft.eval.traces import TraceFile, turn_key
-from pipedraft.inference.batch import BatchEngine, Handle
-from pipedraft.inference.result import DecodeResult
+from ..inference.batch import BatchEngine, Handle
+from ..inference.result import DecodeResult
+from .scores import Score
+from .tasks import Prompt, encode_turn
+from .traces import TraceFile, turn_key
 
 
 @dataclass(frozen=True, kw_only=True)

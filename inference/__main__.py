@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.cli import leave_at_interrupts, option, run_command, subcommand
+from ..cli import leave_at_interrupts, option, run_command, subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.files import Values, make_place, write_atomically
-from pipedraft.inference.arguments import (
+from ..files import Values, make_place, write_atomically
+from .arguments import (
     EngineOptions,
     FilterOptions,
     RemoteOptions,
     backend_of,
     read_temperature,
 )
-from pipedraft.inference.result import DecodeResult, shown
-from pipedraft.inference.text_stream import PrintedText
+from .result import DecodeResult, shown
+from .text_stream import PrintedText
 
 if TYPE_CHECKING:
-    from pipedraft.inference.ranks.cluster import Cluster
-    from pipedraft.inference.timeline import TimelineReport
+    from .ranks.cluster import Cluster
+    from .timeline import TimelineReport
 
 EXAMPLE = """example:
   pipedraft inference --checkpoint assets/heads/spd_n4 --prompt "What is 12 + 30?"
@@ -104,7 +104,7 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
         if cluster is None:
             raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
         make_place("--trace", options.trace, b'{"traceEvents": ')
-    from pipedraft.inference.command import encode, load_engine
+    from .command import encode, load_engine
 
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)
     stream = PrintedText(engine.tokenizer)
@@ -134,7 +134,7 @@ def print_figures(name: str, result: DecodeResult, where: str) -> None:
 
 
 def report_processes(reports: "list[TimelineReport]", options: DecodeOptions) -> None:
-    from pipedraft.inference.timeline import chrome_trace
+    from .timeline import chrome_trace
 
     if not options.quiet:
         for report in reports:
@@ -151,13 +151,13 @@ def main(words: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if words is None else words
     if words and not words[0].startswith("-"):
         subcommand(words[0], ["serve"])
-        from pipedraft.inference.edge import serve
+        from .edge import serve
 
         serve.run(words[1:])
         return
     options = DecodeOptions.read(words)
     if options.server is not None:
-        from pipedraft.inference.command import decode_remotely
+        from .command import decode_remotely
 
         decode_remotely(options)
         return

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_t
 
 from jsonargparse import ArgumentParser
 
-from pipedraft.chats import read_template_variables
-from pipedraft.cli import Group, Options, UsageError, checked, flag_name, help_of, listed, option
-from pipedraft.files import Values
-from pipedraft.inference.config import RULE_NAMES, check_temperature, read_cost, setting_owners
-from pipedraft.inference.cut import read_boundary
-from pipedraft.inference.ranks import is_launched
-from pipedraft.inference.ranks.launch import run_ranks
-from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.shapes import Budget, TreeShape
+from ..chats import read_template_variables
+from ..cli import Group, Options, UsageError, checked, flag_name, help_of, listed, option
+from ..files import Values
+from .config import RULE_NAMES, check_temperature, read_cost, setting_owners
+from .cut import read_boundary
+from .ranks import is_launched
+from .ranks.launch import run_ranks
+from .rules.filters import TokenFilters
+from .schedules import SCHEDULES
+from .shapes import Budget, TreeShape
 
 if TYPE_CHECKING:
-    from pipedraft.inference.ranks.cluster import Cluster
+    from .ranks.cluster import Cluster
 
 Rule = Literal["auto", *RULE_NAMES]  # type: ignore[valid-type]
 FloatDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -231,8 +231,8 @@ def backend_of(options: BackendOptions) -> "Iterator[Cluster | None]":
                 f"{os.environ['WORLD_SIZE']}; leave --processes out"
             )
     # Imported here: it imports torch, and --help must stay fast.
-    from pipedraft.inference.ranks.cluster import Cluster
-    from pipedraft.inference.ranks.watch import WatchLimits
+    from .ranks.cluster import Cluster
+    from .ranks.watch import WatchLimits
 
     limits = WatchLimits.of_step(options.step_timeout)
     with Cluster(limits, options.links, on_cpu=options.device == "cpu") as cluster:

@@ -3,7 +3,7 @@
 import statistics
 from collections import Counter, deque
 
-from pipedraft.inference.shapes import TreeShape
+from .shapes import TreeShape
 
 SHAPES = ("chain:3", "chain:1", "chain:2", "chain:4", "chain:6", "dynamic:3:3:7", "dynamic:5:6:16")
 """Shapes to choose from. The first is drafted first; the others are tried in this order."""

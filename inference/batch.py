@@ -21,16 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipedraft.cli import check_ranges
-from pipedraft.inference.auto_tree import ShapeMeter
-from pipedraft.inference.batch_clock import BatchClock
-from pipedraft.inference.config import DecodeConfig, check_prompt
-from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.meter import BatchMeter
-from pipedraft.inference.pipelines import Pipeline
-from pipedraft.inference.pipelines.local import LocalPipeline, step_together
-from pipedraft.inference.pipelines.process import ProcessPipeline
-from pipedraft.inference.pipelines.shared import (
+from ..cli import check_ranges
+from ..models.draft_calls import DraftCall, asking, make_first
+from ..models.target import StagedTarget
+from .auto_tree import ShapeMeter
+from .batch_clock import BatchClock
+from .config import DecodeConfig, check_prompt
+from .engine import DraftNetwork, Engine
+from .meter import BatchMeter
+from .pipelines import Pipeline
+from .pipelines.local import LocalPipeline, step_together
+from .pipelines.process import ProcessPipeline
+from .pipelines.shared import (
     SharedPipeline,
     SharedRanks,
     SharedStages,
@@ -39,11 +41,9 @@ from pipedraft.inference.pipelines.shared import (
     row_bytes,
     step_ranks,
 )
-from pipedraft.inference.result import DecodeResult, Observer
-from pipedraft.inference.sources.base import DraftSource
-from pipedraft.inference.timeline import WAIT
-from pipedraft.models.draft_calls import DraftCall, asking, make_first
-from pipedraft.models.target import StagedTarget
+from .result import DecodeResult, Observer
+from .sources.base import DraftSource
+from .timeline import WAIT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

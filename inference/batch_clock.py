@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.shapes import LONGEST, SHARPNESS, RowCosts
+from .clock import CostModel, VirtualClock
+from .shapes import LONGEST, SHARPNESS, RowCosts
 
 if TYPE_CHECKING:
-    from pipedraft.inference.pipelines.shared import SharedPipeline
-    from pipedraft.inference.rules.sampled import Verdict
-    from pipedraft.inference.tree import TokenTree
+    from .pipelines.shared import SharedPipeline
+    from .rules.sampled import Verdict
+    from .tree import TokenTree
 
 
 MEMORY = 0.99

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipedraft.cli import check_ranges
-from pipedraft.inference.shapes import LONGEST, RowCosts
+from ..cli import check_ranges
+from .shapes import LONGEST, RowCosts
 
 if TYPE_CHECKING:
-    from pipedraft.inference.rules.sampled import Verdict
-    from pipedraft.inference.tree import TokenTree
+    from .rules.sampled import Verdict
+    from .tree import TokenTree
 
 MAX_COST = "[0, 1e6]"
 """Range for costs, in target passes."""

@@ -11,31 +11,16 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.chats import encode_chat, set_template_variables, warn_of_variables
-from pipedraft.cli import UsageError, one_line
-from pipedraft.files import Values, read_optional
-from pipedraft.inference.arguments import EngineOptions, PlaceOptions, RemoteOptions
-from pipedraft.inference.clock import CostModel
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.cut import AUTO, cut_layers
-from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
-from pipedraft.inference.edge.stream import Access, Connection
-from pipedraft.inference.engine import DraftNetwork, Engine
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.ranks.cluster import Cluster
-from pipedraft.inference.result import DecodeResult, shown
-from pipedraft.inference.rules.sampled import RULES
-from pipedraft.inference.servers import is_loopback, read_tokens
-from pipedraft.inference.sources import default_schedule
-from pipedraft.inference.sources.lookup import make_lookup
-from pipedraft.inference.text_stream import PrintedText
-from pipedraft.models import load_draft
-from pipedraft.models.draft import read_description, resolve_folder
-from pipedraft.models.fingerprint import vocabulary_hash
-from pipedraft.models.flexspec import FlexSpec
-from pipedraft.models.language_model import LanguageModelDraft, load_draft_model, model_folder
-from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
-from pipedraft.pretrained import (
+from ..chats import encode_chat, set_template_variables, warn_of_variables
+from ..cli import UsageError, one_line
+from ..files import Values, read_optional
+from ..models import load_draft
+from ..models.draft import read_description, resolve_folder
+from ..models.fingerprint import vocabulary_hash
+from ..models.flexspec import FlexSpec
+from ..models.language_model import LanguageModelDraft, load_draft_model, model_folder
+from ..models.target import choose_decoding_threads, load_target, load_tokenizer
+from ..pretrained import (
     place_draft,
     quieten,
     read_config,
@@ -43,9 +28,24 @@ from pipedraft.pretrained import (
     resolve_dtype,
     unapplied_settings,
 )
+from .arguments import EngineOptions, PlaceOptions, RemoteOptions
+from .clock import CostModel
+from .config import DecodeConfig
+from .cut import AUTO, cut_layers
+from .edge.remote import LocalDraft, RemotePipeline
+from .edge.stream import Access, Connection
+from .engine import DraftNetwork, Engine
+from .pipelines.local import LocalPipeline
+from .ranks.cluster import Cluster
+from .result import DecodeResult, shown
+from .rules.sampled import RULES
+from .servers import is_loopback, read_tokens
+from .sources import default_schedule
+from .sources.lookup import make_lookup
+from .text_stream import PrintedText
 
 if TYPE_CHECKING:
-    from pipedraft.inference.__main__ import DecodeOptions
+    from .__main__ import DecodeOptions
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int]:

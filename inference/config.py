@@ -15,15 +15,15 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from pipedraft.cli import UsageError, check_ranges
-from pipedraft.files import Values, read_text
-from pipedraft.inference.clock import CostModel, StageCost
-from pipedraft.inference.rules import RuleName
-from pipedraft.inference.rules.filters import TokenFilters, sampling_label
-from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.schedules.base import Schedule
-from pipedraft.inference.schedules.spd import SPDSchedule
-from pipedraft.inference.shapes import Budget, TreeShape
+from ..cli import UsageError, check_ranges
+from ..files import Values, read_text
+from .clock import CostModel, StageCost
+from .rules import RuleName
+from .rules.filters import TokenFilters, sampling_label
+from .schedules import SCHEDULES
+from .schedules.base import Schedule
+from .schedules.spd import SPDSchedule
+from .shapes import Budget, TreeShape
 
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature above 0. Logits divided by a smaller number may overflow."""

@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor, StoppingCriteria
 
-from pipedraft.files import Values
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.result import DecodeResult, Observer
+from ..files import Values
+from .engine import Engine
+from .result import DecodeResult, Observer
 
 WARPERS = (
     *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"),

@@ -9,12 +9,12 @@ from statistics import median
 from textwrap import TextWrapper
 from typing import ClassVar
 
-from pipedraft.cli import leave_at_interrupts, option, run_command
+from ..cli import leave_at_interrupts, option, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.inference.arguments import EngineOptions
+from .arguments import EngineOptions
 
 EXAMPLE = """example:
   pipedraft demo
@@ -145,10 +145,10 @@ def play(answers: list[DemoRun]) -> None:
 
 def run(options: DemoOptions) -> None:
     """Decode without and with the draft in turn, show both answers, and compare them."""
-    from pipedraft.inference.command import encode, load_engine
-    from pipedraft.inference.config import DecodeConfig
-    from pipedraft.inference.engine import Engine
-    from pipedraft.inference.generation import TextPieces, tokens_of
+    from .command import encode, load_engine
+    from .config import DecodeConfig
+    from .engine import Engine
+    from .generation import TextPieces, tokens_of
 
     if options.backend != "local":
         raise ValueError(f"--backend: {options.backend!r}; leave it out, this runs in one process")

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedraft.inference.auto_tree import ShapeMeter
-from pipedraft.inference.config import DecodeConfig, check_prompt
-from pipedraft.inference.demands import Demands, EndMask
-from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget, check_draft
-from pipedraft.inference.meter import BatchMeter, DraftMeter
-from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.result import DecodeResult, Observer
-from pipedraft.inference.rules.sampled import DraftToken, KeyedRandom, Verdict, make_verifier
-from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.inference.schedules.spd import SPDSchedule
-from pipedraft.inference.shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
-from pipedraft.inference.sources import default_schedule, make_source
-from pipedraft.inference.sources.base import DraftSampling, DraftSource, Expansion
-from pipedraft.inference.sources.lookup import Lookup
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.draft import Draft
-from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.target import KeepRows, StagedTarget
+from ..models.draft import Draft
+from ..models.language_model import LanguageModelDraft
+from ..models.target import KeepRows, StagedTarget
+from .auto_tree import ShapeMeter
+from .config import DecodeConfig, check_prompt
+from .demands import Demands, EndMask
+from .edge.linked import LinkedPipeline, RemoteTarget, check_draft
+from .meter import BatchMeter, DraftMeter
+from .pipelines import Ahead, Pipeline, Returned
+from .pipelines.local import LocalPipeline
+from .result import DecodeResult, Observer
+from .rules.sampled import DraftToken, KeyedRandom, Verdict, make_verifier
+from .schedules import SCHEDULES
+from .schedules.spd import SPDSchedule
+from .shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
+from .sources import default_schedule, make_source
+from .sources.base import DraftSampling, DraftSource, Expansion
+from .sources.lookup import Lookup
+from .tree import TokenTree
 
 DraftNetwork = Draft | LanguageModelDraft | Lookup
 

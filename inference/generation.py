@@ -7,12 +7,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines import Pipeline
-from pipedraft.inference.result import DecodeResult, Observer, shown
-from pipedraft.inference.step_picture import SHOWN_STEPS, RecordingPipeline, draw
-from pipedraft.inference.text_stream import TextStream
-from pipedraft.models.target import StagedTarget
+from ..models.target import StagedTarget
+from .engine import Engine
+from .pipelines import Pipeline
+from .result import DecodeResult, Observer, shown
+from .step_picture import SHOWN_STEPS, RecordingPipeline, draw
+from .text_stream import TextStream
 
 Connect = Callable[[StagedTarget], Pipeline]
 COLORS = {"accepted": "#1f8f4e40", "rejected": "#c2570c40", "plain": "transparent"}

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipedraft.inference.demands import Demands
+from .demands import Demands
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipedraft.inference.rules.base import Verdict
-    from pipedraft.inference.tree import TokenTree
+    from .rules.base import Verdict
+    from .tree import TokenTree
 
 
 def stop_reason(

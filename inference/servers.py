@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from pipedraft.cli import Options, flag_name, option
-from pipedraft.files import read_text
+from ..cli import Options, flag_name, option
+from ..files import read_text
 
 TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
 TOKEN = re.compile(r"[!-~]{1,4096}")

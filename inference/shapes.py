@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from pipedraft.cli import check_ranges
-from pipedraft.files import Values
+from ..cli import check_ranges
+from ..files import Values
 
 Budget: TypeAlias = int | Literal["auto"]
 """Number of draft tokens. With auto, the cost model and the draft's probabilities choose it."""

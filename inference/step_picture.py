@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pipedraft.inference.diagram import Diagram
-from pipedraft.inference.pipelines import Ahead, Returned
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.result import DecodeResult
-from pipedraft.models.target import KeepRows, Segment, StagedTarget
+from ..models.target import KeepRows, Segment, StagedTarget
+from .diagram import Diagram
+from .pipelines import Ahead, Returned
+from .pipelines.local import LocalPipeline
+from .result import DecodeResult
 
 STEP_WIDTH = 44.0
 CELL, GAP, LEFT, TOP = 30.0, 4.0, 78.0, 30.0

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from pipedraft.files import Values
+from ..files import Values
 
 MAX_PENDING = 4096
 """Maximum GPU spans waiting to be read."""

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipedraft.models.draft import load_draft, load_untied
+    from .draft import load_draft, load_untied
 
 __all__ = ["load_draft", "load_untied", "stage_boundaries"]
 
@@ -13,7 +13,7 @@ def __getattr__(name: str) -> object:
     """Import torch only when a draft is loaded, so a command's --help starts without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("pipedraft.models.draft"), name)
+    return getattr(import_module(".draft", __name__), name)
 
 
 def stage_boundaries(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar, Literal
 
-from pipedraft.cli import (
+from ..cli import (
     Options,
     UsageError,
     leave_at_interrupts,
@@ -22,7 +22,7 @@ from pipedraft.cli import (
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.files import write_folder
+from ..files import write_folder
 
 
 class Command(Options):
@@ -53,7 +53,7 @@ class ImportOptions(Command):
     """branch, tag or commit of the head's repository"""
 
     def run(self) -> None:
-        from pipedraft.models.exchange.peers import import_head
+        from .exchange.peers import import_head
 
         draft, files = import_head(self.source, self.target, self.out, revision=self.revision)
         print(*files, sep="\n")
@@ -95,8 +95,8 @@ class PushOptions(Command):
     """with --dry-run: folder to write; default: out/upload/REPO"""
 
     def run(self) -> None:
-        from pipedraft.models.draft import resolve_folder
-        from pipedraft.models.exchange.hub import check_repo_id, fill_upload, push
+        from .draft import resolve_folder
+        from .exchange.hub import check_repo_id, fill_upload, push
 
         check_repo_id(self.repo)
         if self.out is not None and not self.dry_run:
@@ -150,9 +150,9 @@ class ExportOptions(Command):
     and becomes acceptance.json for the simulators in vLLM and SGLang"""
 
     def run(self) -> None:
-        from pipedraft.models.draft import resolve_folder
-        from pipedraft.models.exchange.export import Origin, export
-        from pipedraft.models.exchange.llama_cpp import export_gguf
+        from .draft import resolve_folder
+        from .exchange.export import Origin, export
+        from .exchange.llama_cpp import export_gguf
 
         folder = resolve_folder(self.checkpoint)
         if self.format == "gguf":
@@ -182,7 +182,7 @@ class FromGgufOptions(Command):
     """folder to make"""
 
     def run(self) -> None:
-        from pipedraft.pretrained import convert_gguf
+        from ..pretrained import convert_gguf
 
         print(*convert_gguf(self.file, self.out, field="FILE"), sep="\n")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipedraft.models.layers import document_slices, positions_of
+from .layers import document_slices, positions_of
 
 aten = torch.ops.aten  # F.scaled_dot_product_attention returns no log-sum-exp
 EVERY = slice(None)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from pipedraft.models.families import PLAIN
-from pipedraft.models.stage_cache import StageCache
-from pipedraft.models.stage_calls import masked
+from .families import PLAIN
+from .stage_cache import StageCache
+from .stage_calls import masked
 
 if TYPE_CHECKING:
-    from pipedraft.models.target import Stage
+    from .target import Stage
 
 ROWS = 16
 """Rows per product on a CPU."""

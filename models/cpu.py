@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import _muon
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_orthogonalize
 
-from pipedraft.models import kernels
+from . import kernels
 
 ROW_MULTIPLE = 32  # few distinct row counts: kernels are prepared anew for each
 

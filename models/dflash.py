@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.cli import check_ranges
-from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.families import norm_factor, plain_embedding
-from pipedraft.models.layers import (
+from ..cli import check_ranges
+from .draft import Draft, TargetReference
+from .families import norm_factor, plain_embedding
+from .layers import (
     DecoderLayer,
     KeyValues,
     LayerConfig,

@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from pipedraft.files import Values, make_readable, packaged, read_bounded
-from pipedraft.models.cpu import lay_out
-from pipedraft.models.families import norm_factor
-from pipedraft.models.layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
-from pipedraft.models.rounded import round_head
-from pipedraft.models.target import (
-    StagedTarget,
-    fingerprint_mismatch,
-    stage_boundaries,
-    target_fingerprint,
-)
-from pipedraft.pretrained import (
+from ..files import Values, make_readable, packaged, read_bounded
+from ..pretrained import (
     check_finite,
     did_you_mean,
     first_line,
     hub_link,
     is_offline_and_unknown,
     tensor_shapes,
+)
+from .cpu import lay_out
+from .families import norm_factor
+from .layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
+from .rounded import round_head
+from .target import (
+    StagedTarget,
+    fingerprint_mismatch,
+    stage_boundaries,
+    target_fingerprint,
 )
 
 CONFIG_FILE = "config.json"

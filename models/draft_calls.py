@@ -20,8 +20,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from pipedraft.files import Values
-from pipedraft.models.layers import KeyValues
+from ..files import Values
+from .layers import KeyValues
 
 R = TypeVar("R")
 ORDER = ("extend_rows", "rows", "step", "propose_rows", "logits")

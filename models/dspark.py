@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.cli import check_ranges
-from pipedraft.models.dflash import DFlash, DFlashConfig
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.layers import LayerConfig
+from ..cli import check_ranges
+from .dflash import DFlash, DFlashConfig
+from .draft import TargetReference
+from .layers import LayerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.models.banded_attention import ttt_attention
-from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.families import plain_embedding
-from pipedraft.models.layers import (
+from .banded_attention import ttt_attention
+from .draft import Draft, TargetReference
+from .families import plain_embedding
+from .layers import (
     DecoderLayer,
     KeyValues,
     LayerConfig,

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.cli import check_ranges
-from pipedraft.files import Values
-from pipedraft.models.banded_attention import ttt_attention
-from pipedraft.models.draft import TargetReference, initialize_head
-from pipedraft.models.eagle import EagleHead
-from pipedraft.models.layers import (
+from ..cli import check_ranges
+from ..files import Values
+from .banded_attention import ttt_attention
+from .draft import TargetReference, initialize_head
+from .eagle import EagleHead
+from .layers import (
     HEAD_ROPES,
     Attention,
     GatedMLP,

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from pipedraft.files import Values
-from pipedraft.models.stage_cache import StageCache, additive_mask
+from ..files import Values
+from .stage_cache import StageCache, additive_mask
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
 """Layer kinds whose cached rows can be dropped by a ``stage_cache.KeepRows``."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.files import Values
-from pipedraft.pretrained import open_weights, read_config, weight_files
+from ..files import Values
+from ..pretrained import open_weights, read_config, weight_files
 
 HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second copy
 DECODERS = ("model.", "model.language_model.", "language_model.model.")

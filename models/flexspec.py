@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.cli import check_ranges
-from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.fingerprint import as_stored, target_fingerprint, weights_hash
-from pipedraft.models.layers import (
+from ..cli import check_ranges
+from .draft import Draft, TargetReference
+from .fingerprint import as_stored, target_fingerprint, weights_hash
+from .layers import (
     DecoderLayer,
     KeyValues,
     LayerConfig,
@@ -30,9 +30,9 @@ from pipedraft.models.layers import (
     initialize_matrices,
     positions_of,
 )
-from pipedraft.models.rounded import rounded_dtype
-from pipedraft.models.target import Stage, StagedTarget
-from pipedraft.models.target_part import load_target_part
+from .rounded import rounded_dtype
+from .target import Stage, StagedTarget
+from .target_part import load_target_part
 
 SAME_BLOCK = 0.05
 """Relative difference below which two blocks count as equal, also in 16 bits."""

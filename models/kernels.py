@@ -23,7 +23,7 @@ import torch
 from huggingface_hub import constants
 from torch import Tensor
 
-from pipedraft.files import write_atomically
+from ..files import write_atomically
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.models.draft import CONFIG_FILE
-from pipedraft.models.families import finish_logits, layer_kinds
-from pipedraft.models.layers import KeyValues
-from pipedraft.models.rounded import dtype_of
-from pipedraft.models.stage_calls import can_capture, folding_heads, shared_heads
-from pipedraft.models.target import StagedTarget, load_target, load_tokenizer
-from pipedraft.pretrained import dtype_named
+from ..pretrained import dtype_named
+from .draft import CONFIG_FILE
+from .families import finish_logits, layer_kinds
+from .layers import KeyValues
+from .rounded import dtype_of
+from .stage_calls import can_capture, folding_heads, shared_heads
+from .target import StagedTarget, load_target, load_tokenizer
 
 
 class LanguageModelDraft(nn.Module):

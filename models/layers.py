@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from pipedraft.cli import UsageError
-from pipedraft.files import Values
-from pipedraft.models.families import packed_masks
+from ..cli import UsageError
+from ..files import Values
+from .families import packed_masks
 
 ROPE_SETTINGS = (
     *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor"),

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle import TiedHead
-from pipedraft.models.families import norm_factor
-from pipedraft.models.layers import (
+from .draft import TargetReference
+from .eagle import TiedHead
+from .families import norm_factor
+from .layers import (
     Attention,
     DecoderLayer,
     LayerConfig,

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipedraft.files import Values
-from pipedraft.models import kernels
-from pipedraft.models.cpu import MOST_ROWS, FewRowsLinear
-from pipedraft.models.families import PLAIN
-from pipedraft.models.rounded import JOINED, RoundedLinear, RoundedPart
+from ..files import Values
+from . import kernels
+from .cpu import MOST_ROWS, FewRowsLinear
+from .families import PLAIN
+from .rounded import JOINED, RoundedLinear, RoundedPart
 
 HFModule: TypeAlias = Any
 """One of transformers' modules: its submodules and settings are known by name, not by type."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.cli import check_ranges
-from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
-from pipedraft.models.layers import (
+from ..cli import check_ranges
+from .draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
+from .layers import (
     KeyValues,
     LayerConfig,
     cached_layer,

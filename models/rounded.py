@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipedraft.models import kernels
-from pipedraft.models.families import PLAIN
-from pipedraft.pretrained import dtype_named
+from ..pretrained import dtype_named
+from . import kernels
+from .families import PLAIN
 
 JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 """Linear layers in a decoder layer with the same input: block -> names."""

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.cli import check_ranges
-from pipedraft.models.draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
-from pipedraft.models.draft_calls import call
-from pipedraft.models.layers import (
+from ..cli import check_ranges
+from .draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
+from .draft_calls import call
+from .layers import (
     DecoderLayer,
     KeyValues,
     LayerConfig,
@@ -32,7 +32,7 @@ from pipedraft.models.layers import (
     positions_of,
     rotate,
 )
-from pipedraft.models.structural import Fill, structural_attention
+from .structural import Fill, structural_attention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from pipedraft.models import kernels
-from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
-from pipedraft.models.families import PLAIN
-from pipedraft.models.layers import grouped_attention
+from . import kernels
+from .cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
+from .families import PLAIN
+from .layers import grouped_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from pipedraft.models.target import Stage
+    from .target import Stage
 
 MAX_ROWS = 64
 """Maximum rows per graph; longer segments gain nothing, as their kernels run long enough."""

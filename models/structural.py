@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 
 from torch import Tensor
 
-from pipedraft.models.banded_attention import EVERY, Band, Place, banded_attention
+from .banded_attention import EVERY, Band, Place, banded_attention
 
 
 @dataclass(frozen=True)

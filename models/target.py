@@ -17,9 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipedraft.models import bitwise, cpu, rounded, stage_boundaries, stage_calls
-from pipedraft.models.cuda_graphs import Graphs, TokenChoice, borrow_for, padded_rows
-from pipedraft.models.families import (
+from ..pretrained import (
+    context_length,
+    load_config,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
+from . import bitwise, cpu, rounded, stage_boundaries, stage_calls
+from .cuda_graphs import Graphs, TokenChoice, borrow_for, padded_rows
+from .families import (
     LayerPositions,
     check_packable,
     check_target,
@@ -28,10 +35,10 @@ from pipedraft.models.families import (
     finish_logits,
     layer_kinds,
 )
-from pipedraft.models.fingerprint import fingerprint_mismatch, target_fingerprint
-from pipedraft.models.layers import packed_call
-from pipedraft.models.plain_layers import PlainLayers
-from pipedraft.models.stage_cache import (
+from .fingerprint import fingerprint_mismatch, target_fingerprint
+from .layers import packed_call
+from .plain_layers import PlainLayers
+from .stage_cache import (
     Abandoned,
     KeepRows,
     Segment,
@@ -39,15 +46,8 @@ from pipedraft.models.stage_cache import (
     additive_mask,
     prune_segment,
 )
-from pipedraft.models.stage_calls import StageGraphs
-from pipedraft.models.together import forward_bitwise, forward_together
-from pipedraft.pretrained import (
-    context_length,
-    load_config,
-    load_model,
-    load_tokenizer,
-    read_config,
-)
+from .stage_calls import StageGraphs
+from .together import forward_bitwise, forward_together
 
 __all__ = [
     "KeepRows",

@@ -22,9 +22,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import cached_file, extract_commit_hash
 
-from pipedraft.models.families import check_target, choose_attention, materialize
-from pipedraft.models.rounded import round_target, rounds
-from pipedraft.pretrained import (
+from ..pretrained import (
     check_finite,
     check_tensors,
     check_unquantized,
@@ -35,6 +33,8 @@ from pipedraft.pretrained import (
     read_config,
     weight_files,
 )
+from .families import check_target, choose_attention, materialize
+from .rounded import round_target, rounds
 
 SAMPLE_BYTES = 4096  # three samples per tensor: enough to see a training step
 

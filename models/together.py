@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipedraft.models import kernels
-from pipedraft.models.bitwise import RowByRow, pad, row_by_row, rows_of_a_pass
-from pipedraft.models.families import has_latents
-from pipedraft.models.layers import grouped_attention
-from pipedraft.models.stage_cache import Abandoned, Segment
-from pipedraft.models.stage_calls import Attend, attending_by, masked
+from . import kernels
+from .bitwise import RowByRow, pad, row_by_row, rows_of_a_pass
+from .families import has_latents
+from .layers import grouped_attention
+from .stage_cache import Abandoned, Segment
+from .stage_calls import Attend, attending_by, masked
 
 if TYPE_CHECKING:
-    from pipedraft.models.target import Stage
+    from .target import Stage
 
 
 def can_run_together(stage: "Stage") -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import eval_runs
 import pytest
+from conftest import REPOSITORY
 from fork_server import forked, status_of
 
-import pipedraft
 from pipedraft.cli import UsageError, run_command
 from pipedraft.eval import traces
 from pipedraft.eval.__main__ import run
@@ -155,16 +155,15 @@ def test_a_fresh_share_forgets_all_but_the_other_shares_of_its_division(tmp_path
     traces.remove_traces(tmp_path, "1/2")
 
 
-def test_changed_code_does_not_read_old_traces(tmp_path, monkeypatch):
+def test_changed_code_does_not_read_old_traces(tmp_path):
     before = traces.code_hash()
     for folder in ("inference", "models"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.py").write_text("x = 1")
-    monkeypatch.setattr(pipedraft, "__file__", str(tmp_path / "__init__.py"))
-    first = traces.code_hash()
-    assert first == traces.code_hash() != before
+    first = traces.code_hash(tmp_path)
+    assert first == traces.code_hash(tmp_path) != before == traces.code_hash(REPOSITORY)
     (tmp_path / "models" / "a.py").write_text("x = 2")
-    assert traces.code_hash() != first
+    assert traces.code_hash(tmp_path) != first
 
 
 def refuse():

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ MAY_IMPORT = {
 }
 ROOT_MAY_IMPORT = {"doctor.py": {"models"}, "api.py": {*MAY_IMPORT}}
 VAGUE_NAMES = {"utils", "helpers", "common", "misc", "core", "manager"}
-ROOT_FILES = sorted(ROOT.glob("*.py"))
+ROOT_FILES = sorted({*ROOT.glob("*.py")} - {ROOT / "setup.py"})
 SOURCES = ROOT_FILES + [f for folder in MAY_IMPORT for f in sorted((ROOT / folder).rglob("*.py"))]
 SCRIPTS = [f for folder in ("benchmarks", "tests") for f in sorted((ROOT / folder).glob("*.py"))]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -43,14 +44,16 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Every absolute module name imported by a file, inside functions too."""
+    """Every module name imported by a file, inside functions too; relative ones from the root."""
     for node in nodes_of(path):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parents[node.level - 1].relative_to(ROOT).parts
+            module = ".".join(["pipedraft", *base, *filter(None, [node.module])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
             assert node.module
             yield node.module
-            if node.module == "pipedraft":
-                yield from (f"pipedraft.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
@@ -60,11 +63,54 @@ def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
     folder = path.relative_to(ROOT).parts[0]
     for module in imported_modules(path):
         top, _, rest = module.partition(".")
-        assert top not in MAY_IMPORT, f"write pipedraft.{module}, not {module}"
+        assert top not in MAY_IMPORT, f"write a relative import, not {module}"
         used = rest.partition(".")[0]
         if top == "pipedraft" and used in MAY_IMPORT and used != folder:
             allowed = MAY_IMPORT | ROOT_MAY_IMPORT
             assert used in allowed.get(folder, set()), f"{folder} must not import {used}"
+
+
+COUNT = runpy.run_path(str(ROOT / "docs" / "count.py"))
+
+
+def resolved(root: Path) -> tuple[int, list[str]]:
+    """Number of imports between the package's files under ``root``, and those not found there."""
+    number, missing = 0, []
+    for path in sorted(root.rglob("*.py")):
+        for node in nodes_of(path):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                absolute = getattr(node, "module", None) or node.names[0].name
+                if not getattr(node, "level", 0) and absolute.partition(".")[0] == "pipedraft":
+                    missing.append(f"{path.relative_to(root)}:{node.lineno}: {absolute}")
+                for file in COUNT["imported_files"](node, path):
+                    number += 1
+                    if not (file.is_file() and file.is_relative_to(root)):
+                        missing.append(f"{path.relative_to(root)}:{node.lineno}: {file}")
+    return number, missing
+
+
+def copy_sources(folder: Path) -> Path:
+    for path in SOURCES:
+        (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder / path.relative_to(ROOT))
+    return folder
+
+
+def test_every_import_is_found_in_a_checkout_of_any_name(tmp_path: Path) -> None:
+    number, missing = resolved(copy_sources(tmp_path / "any-name.2"))
+    assert number > 1000 and not missing
+
+
+@pytest.mark.all
+def test_types_are_checked_in_a_checkout_of_any_name(tmp_path: Path) -> None:
+    """An import that mypy cannot find would be Any, and no error."""
+    folder = copy_sources(tmp_path / "checkout")
+    wrong = folder / "models" / "wrong.py"
+    wrong.write_text("from .spd import SPD\n\nx: int = SPD.load\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
+    done = subprocess.run([*command, str(wrong)], cwd=folder, text=True, capture_output=True)
+    lines = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(lines) == 1 and "int" in lines[0]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=label)
@@ -173,7 +219,13 @@ def wheel_of(source: Path, folder: Path) -> Path:
     """Build a wheel from copied package files, without network and build isolation."""
     copy = folder / "any_name"
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", *(f.name for f in ROOT_FILES)):
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
+        *(f.name for f in ROOT_FILES),
+    ):
         shutil.copy(source / name, copy / name)
     ignore = shutil.ignore_patterns("__pycache__")
     for name in (*MAY_IMPORT, "configs", "tests"):

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipedraft.api import TrainedHead
+    from ..api import TrainedHead
 
 
 class _CallableModule(ModuleType):
@@ -14,7 +14,7 @@ class _CallableModule(ModuleType):
 
     def __call__(self, method: str, **settings: object) -> "TrainedHead":
         """Train a draft head. For the arguments see ``pipedraft.api.train``."""
-        return import_module("pipedraft.api").train(method, **settings)
+        return import_module("..api", __name__).train(method, **settings)
 
 
 sys.modules[__name__].__class__ = _CallableModule

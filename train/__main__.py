@@ -15,8 +15,8 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pipedraft.cli import leave_at_interrupts, make_folder, run_command
-from pipedraft.train.help import answer_early
+from ..cli import leave_at_interrupts, make_folder, run_command
+from .help import answer_early
 
 if __name__ == "__main__":
     leave_at_interrupts()
@@ -25,19 +25,19 @@ if __name__ == "__main__":
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.fitting import load_fitting
-from pipedraft.files import locked, make_place, write_atomically
-from pipedraft.models.exchange.card import model_card
-from pipedraft.models.target import check_packable, load_tokenizer
-from pipedraft.pretrained import load_config, quieten
-from pipedraft.train.config import RunConfig, parse_run
-from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
-from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
-from pipedraft.train.eagle import EagleObjective, EagleTrainConfig
-from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
-from pipedraft.train.features.reader import load_embedding_and_head, open_features
-from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig
-from pipedraft.train.launch import (
+from ..data_recipes.fitting import load_fitting
+from ..files import locked, make_place, write_atomically
+from ..models.exchange.card import model_card
+from ..models.target import check_packable, load_tokenizer
+from ..pretrained import load_config, quieten
+from .config import RunConfig, parse_run
+from .dflash import DFlashObjective, DFlashTrainConfig
+from .dspark import DSparkObjective, DSparkTrainConfig
+from .eagle import EagleObjective, EagleTrainConfig
+from .eagle3 import Eagle3Objective, Eagle3TrainConfig
+from .features.reader import load_embedding_and_head, open_features
+from .flexspec import FlexSpecObjective, FlexSpecTrainConfig
+from .launch import (
     check_one_disk,
     gather_together,
     is_sharded,
@@ -46,11 +46,11 @@ from pipedraft.train.launch import (
     needs_others,
     shard_target,
 )
-from pipedraft.train.loop import Trainer
-from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
-from pipedraft.train.plan import Plan
-from pipedraft.train.ppsd import PPSDObjective, PPSDTrainConfig
-from pipedraft.train.spd import SPDObjective, SPDTrainConfig
+from .loop import Trainer
+from .mtp import MTPObjective, MTPTrainConfig
+from .plan import Plan
+from .ppsd import PPSDObjective, PPSDTrainConfig
+from .spd import SPDObjective, SPDTrainConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipedraft.files import flush, partial
+from ..files import flush, partial
 
 STEP_PREFIX = "step-"
 COMPLETE = "COMPLETE"

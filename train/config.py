@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from pipedraft.cli import HELP_FLAGS, UsageError, check_ranges, explain, nearest, parse
-from pipedraft.data_recipes.recipe import DataConfig
-from pipedraft.files import read_yaml
+from ..cli import HELP_FLAGS, UsageError, check_ranges, explain, nearest, parse
+from ..data_recipes.recipe import DataConfig
+from ..files import read_yaml
 
 COUNT = "[1, 1e12]"
 OPTIM_RANGES = {

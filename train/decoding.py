@@ -2,15 +2,15 @@
 
 from torch import Tensor
 
-from pipedraft.data_recipes.table import Rows
-from pipedraft.files import Values
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.custom_generate import NoText
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources import default_schedule
-from pipedraft.models.draft import Draft
-from pipedraft.train.objective import DraftObjective
+from ..data_recipes.table import Rows
+from ..files import Values
+from ..inference.config import DecodeConfig
+from ..inference.custom_generate import NoText
+from ..inference.engine import Engine
+from ..inference.shapes import TreeShape
+from ..inference.sources import default_schedule
+from ..models.draft import Draft
+from .objective import DraftObjective
 
 NEW_TOKENS = 32
 """Maximum answer length."""

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.cli import check_ranges
-from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.models.dflash import DFlash, DFlashConfig
-from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.layers import LayerConfig, document_slices
-from pipedraft.train.eagle3 import chain_lengths
-from pipedraft.train.losses import LossKind
-from pipedraft.train.objective import ChainObjective, DivergenceConfig, LossOutput
+from ..cli import check_ranges
+from ..data_recipes.batch import document_lengths
+from ..models.dflash import DFlash, DFlashConfig
+from ..models.draft import Draft, TargetReference
+from ..models.layers import LayerConfig, document_slices
+from .eagle3 import chain_lengths
+from .losses import LossKind
+from .objective import ChainObjective, DivergenceConfig, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)

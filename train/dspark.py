@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.cli import check_ranges
-from pipedraft.models.draft import Draft
-from pipedraft.models.dspark import DSpark, DSparkConfig
-from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
-from pipedraft.train.losses import DistillationLoss, Divergence
-from pipedraft.train.objective import LossOutput
+from ..cli import check_ranges
+from ..models.draft import Draft
+from ..models.dspark import DSpark, DSparkConfig
+from .dflash import DFlashObjective, DFlashTrainConfig
+from .losses import DistillationLoss, Divergence
+from .objective import LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)

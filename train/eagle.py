@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.cli import check_ranges
-from pipedraft.data_recipes.batch import document_lengths, inner_mask
-from pipedraft.files import Values
-from pipedraft.models.draft import Draft
-from pipedraft.models.eagle import Eagle, EagleConfig
-from pipedraft.train.eagle3 import chain_lengths
-from pipedraft.train.losses import chunked_distillation
-from pipedraft.train.objective import (
+from ..cli import check_ranges
+from ..data_recipes.batch import document_lengths, inner_mask
+from ..files import Values
+from ..models.draft import Draft
+from ..models.eagle import Eagle, EagleConfig
+from .eagle3 import chain_lengths
+from .losses import chunked_distillation
+from .objective import (
     EVALUATED_DEPTH,
     DraftObjective,
     LossOutput,

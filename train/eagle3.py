@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.cli import check_ranges
-from pipedraft.data_recipes.batch import document_lengths, document_places, inner_mask
-from pipedraft.models import cpu
-from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.mtp import MTP
-from pipedraft.train.losses import DistillationLoss, chunked_distillation
-from pipedraft.train.objective import ChainObjective, DivergenceConfig, LossOutput
+from ..cli import check_ranges
+from ..data_recipes.batch import document_lengths, document_places, inner_mask
+from ..models import cpu
+from ..models.draft import Draft, TargetReference
+from ..models.eagle3 import Eagle3, Eagle3Config
+from ..models.layers import LayerConfig
+from ..models.mtp import MTP
+from .losses import DistillationLoss, chunked_distillation
+from .objective import ChainObjective, DivergenceConfig, LossOutput
 
 
 @dataclass(frozen=True, kw_only=True)

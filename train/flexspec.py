@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.cli import check_ranges
-from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.files import Values
-from pipedraft.models.draft import Draft
-from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
-from pipedraft.models.layers import LayerConfig
-from pipedraft.train.objective import (
+from ..cli import check_ranges
+from ..data_recipes.batch import document_lengths
+from ..files import Values
+from ..models.draft import Draft
+from ..models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
+from ..models.layers import LayerConfig
+from .objective import (
     EVALUATED_DEPTH,
     DraftObjective,
     LossOutput,

@@ -30,14 +30,14 @@ from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from pipedraft.cli import Failure
-from pipedraft.models.target import load_target
-from pipedraft.models.target_part import load_more_layers
-from pipedraft.pretrained import has_native_bf16, resolve_device, stored_dtype
-from pipedraft.train.config import OptimConfig, RunConfig
+from ..cli import Failure
+from ..models.target import load_target
+from ..models.target_part import load_more_layers
+from ..pretrained import has_native_bf16, resolve_device, stored_dtype
+from .config import OptimConfig, RunConfig
 
 if TYPE_CHECKING:
-    from pipedraft.train.objective import DraftObjective
+    from .objective import DraftObjective
 
 T = TypeVar("T")
 FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

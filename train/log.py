@@ -19,11 +19,11 @@ from torch.utils.flop_counter import (
 )
 from transformers.utils.generic import flatten_dict
 
-from pipedraft.files import publish
-from pipedraft.train.screen import Screen
+from ..files import publish
+from .screen import Screen
 
 if TYPE_CHECKING:
-    from pipedraft.train.loop import Trainer
+    from .loop import Trainer
 
 HELD_PROCESS_GROUPS: list[object] = []
 """Keeps gloo's group alive at exit: freeing it with the model can deadlock (torch 2.13)."""

@@ -12,18 +12,18 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from pipedraft.data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
-from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.data_recipes.table import Rows, row_lengths
-from pipedraft.files import partial
-from pipedraft.models.cpu import muon_in_float32
-from pipedraft.pretrained import context_length
-from pipedraft.train import checkpoint
-from pipedraft.train.checkpoint import Progress, TrainingState
-from pipedraft.train.config import RunConfig
-from pipedraft.train.decoding import DECODED_LENGTH, decode, first_turns
-from pipedraft.train.features.online import FeaturesLost
-from pipedraft.train.launch import (
+from ..data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
+from ..data_recipes.recipe import TokenizedData
+from ..data_recipes.table import Rows, row_lengths
+from ..files import partial
+from ..models.cpu import muon_in_float32
+from ..pretrained import context_length
+from . import checkpoint
+from .checkpoint import Progress, TrainingState
+from .config import RunConfig
+from .decoding import DECODED_LENGTH, decode, first_turns
+from .features.online import FeaturesLost
+from .launch import (
     GO_ON,
     Stop,
     Stopping,
@@ -32,15 +32,15 @@ from pipedraft.train.launch import (
     on_main_process,
     rate_factor,
 )
-from pipedraft.train.log import (
+from .log import (
     MetricsLog,
     StepPace,
     flop_counter,
     save_bad_batches,
     truncate_log,
 )
-from pipedraft.train.objective import DraftObjective, LossOutput
-from pipedraft.train.screen import Screen
+from .objective import DraftObjective, LossOutput
+from .screen import Screen
 
 STATE = "training_state"
 """Folder in a checkpoint, needed only to resume."""

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.mtp import MTP, MTPConfig
-from pipedraft.train.eagle3 import UnrolledConfig, UnrolledObjective
-from pipedraft.train.objective import load_start
+from ..models.draft import Draft, TargetReference
+from ..models.layers import LayerConfig
+from ..models.mtp import MTP, MTPConfig
+from .eagle3 import UnrolledConfig, UnrolledObjective
+from .objective import load_start
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.cli import check_ranges
-from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.files import Values
-from pipedraft.inference.clock import continuous_acceptance_length
-from pipedraft.models.draft import (
+from ..cli import check_ranges
+from ..data_recipes.batch import document_lengths
+from ..data_recipes.recipe import TokenizedData
+from ..files import Values
+from ..inference.clock import continuous_acceptance_length
+from ..models.draft import (
     Draft,
     StagedDraft,
     StagedDraftConfig,
@@ -28,14 +28,14 @@ from pipedraft.models.draft import (
     read_description,
     resolve_folder,
 )
-from pipedraft.models.families import embed, logits_divisor
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import StagedTarget, capture_hidden
-from pipedraft.pretrained import place_draft
-from pipedraft.train.losses import DistillationLoss, Divergence, LossKind, chunked_distillation
+from ..models.families import embed, logits_divisor
+from ..models.layers import LayerConfig
+from ..models.target import StagedTarget, capture_hidden
+from ..pretrained import place_draft
+from .losses import DistillationLoss, Divergence, LossKind, chunked_distillation
 
 if TYPE_CHECKING:
-    from pipedraft.train.features.reader import Features
+    from .features.reader import Features
 
 EVALUATED_DEPTH = 7  # EAGLE-3's training depth, for all heads, so their scores are comparable
 

@@ -22,16 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipedraft.data_recipes.table import Rows
-from pipedraft.files import Values
-from pipedraft.models.families import layer_kinds
-from pipedraft.models.layers import LayerConfig
-from pipedraft.train.config import RunConfig
-from pipedraft.train.features.reader import decoder_config, weightless_draft
-from pipedraft.train.launch import resolve_dtype, resolve_precision
-from pipedraft.train.log import flop_counter
-from pipedraft.train.loop import EVALUATED_ROWS
-from pipedraft.train.objective import DraftObjective, StartConfig
+from ..data_recipes.table import Rows
+from ..files import Values
+from ..models.families import layer_kinds
+from ..models.layers import LayerConfig
+from .config import RunConfig
+from .features.reader import decoder_config, weightless_draft
+from .launch import resolve_dtype, resolve_precision
+from .log import flop_counter
+from .loop import EVALUATED_ROWS
+from .objective import DraftObjective, StartConfig
 
 
 class LiveBytes(TorchDispatchMode):

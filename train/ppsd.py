@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.models.draft import Draft
-from pipedraft.models.ppsd import PPSD, PPSDConfig
-from pipedraft.train.objective import (
+from ..data_recipes.batch import document_lengths
+from ..models.draft import Draft
+from ..models.ppsd import PPSD, PPSDConfig
+from .objective import (
     DivergenceConfig,
     LossOutput,
     StagedObjective,

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from pipedraft import __version__
-from pipedraft.train.decoding import DECODED_LENGTH, DECODED_TAU
-from pipedraft.train.launch import GO_ON
+from .. import __version__
+from .decoding import DECODED_LENGTH, DECODED_TAU
+from .launch import GO_ON
 
 if TYPE_CHECKING:
-    from pipedraft.train.loop import Trainer
+    from .loop import Trainer
 
 WIDTHS = {"step": 8, "loss": 10, "accepted": 10, "lr": 10, "tokens/s": 10, "left": 10}
 """Table column -> width. accepted: share of draft tokens accepted at temperature 1; in chains

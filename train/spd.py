@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from pipedraft.cli import check_ranges
-from pipedraft.data_recipes.batch import document_lengths, reorder
-from pipedraft.files import Values
-from pipedraft.models.draft import Draft
-from pipedraft.models.families import embed
-from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.train.objective import (
+from ..cli import check_ranges
+from ..data_recipes.batch import document_lengths, reorder
+from ..files import Values
+from ..models.draft import Draft
+from ..models.families import embed
+from ..models.spd import SPD, SPDConfig
+from .objective import (
     DivergenceConfig,
     LossOutput,
     StagedObjective,

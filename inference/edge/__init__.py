@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from pipedraft.cli import option
-from pipedraft.inference.servers import ServerLimits
+from ...cli import option
+from ..servers import ServerLimits
 
 
 @dataclass(frozen=True, kw_only=True)

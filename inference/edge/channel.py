@@ -20,8 +20,8 @@ from typing import Literal
 
 import numpy as np
 
-from pipedraft.cli import check_ranges
-from pipedraft.files import read_text
+from ...cli import check_ranges
+from ...files import read_text
 
 Direction = Literal["up", "down"]
 """up: from the edge to the cloud."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipedraft.inference.edge.channel import LinkEstimate, LinkState
+from .channel import LinkEstimate, LinkState
 
 MAX_AWAY = 32
 """Maximum batches in flight. A target stores twice as many messages."""

@@ -13,14 +13,14 @@ from functools import partial
 
 import numpy as np
 
-from pipedraft.cli import check_ranges
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge import session_messages as messages
-from pipedraft.inference.edge.channel import Channel, Direction, Link, LinkEstimate, LinkState
-from pipedraft.inference.edge.draft_length import Estimates
-from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget
-from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS, Open, Reply, Request
-from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
+from ...cli import check_ranges
+from ..config import DecodeConfig
+from . import session_messages as messages
+from .channel import Channel, Direction, Link, LinkEstimate, LinkState
+from .draft_length import Estimates
+from .linked import LinkedPipeline, RemoteTarget
+from .session_messages import REPLIES, REQUESTS, Open, Reply, Request
+from .target_session import SharedTarget, TargetSession
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,26 +19,26 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pipedraft.inference.edge import session_messages as messages
-from pipedraft.inference.edge.draft_length import Estimates
-from pipedraft.inference.edge.session_messages import Reject, Reply, Request, Result, Verify
-from pipedraft.inference.pipelines import Ahead, Pipeline, Returned
-from pipedraft.inference.rules.random import Logits, Token, Top
-from pipedraft.inference.rules.sampled import (
+from ...models.target import KeepRows, Segment
+from ..pipelines import Ahead, Pipeline, Returned
+from ..rules.random import Logits, Token, Top
+from ..rules.sampled import (
     DraftToken,
     Payload,
     RejectionVerifier,
     Verdict,
     Verifier,
 )
-from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
-from pipedraft.inference.timeline import Timeline
-from pipedraft.models.target import KeepRows, Segment
+from ..schedules.stop_and_wait import LinkSchedule
+from ..timeline import Timeline
+from . import session_messages as messages
+from .draft_length import Estimates
+from .session_messages import Reject, Reply, Request, Result, Verify
 
 if TYPE_CHECKING:
-    from pipedraft.inference.config import DecodeConfig
-    from pipedraft.inference.sources.base import DraftSource
-    from pipedraft.inference.tree import TokenTree
+    from ..config import DecodeConfig
+    from ..sources.base import DraftSource
+    from ..tree import TokenTree
 
 Numbered = TypeVar("Numbered")
 Expected = TypeVar("Expected", bound=Reply)

@@ -16,25 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge.channel import LinkEstimate, LinkState
-from pipedraft.inference.edge.linked import (
+from ..config import DecodeConfig
+from ..meter import HICCUP
+from ..pipelines import Ahead
+from ..rules.sampled import Payload, Verifier
+from ..sources import make_source
+from ..tree import TokenTree
+from .channel import LinkEstimate, LinkState
+from .linked import (
     Estimates,
     LinkedPipeline,
     LinkVerdict,
     RemoteTarget,
 )
-from pipedraft.inference.edge.session_messages import Close, Description, Request
-from pipedraft.inference.edge.stream import Connection, SessionLost, SessionStream
-from pipedraft.inference.meter import HICCUP
-from pipedraft.inference.pipelines import Ahead
-from pipedraft.inference.rules.sampled import Payload, Verifier
-from pipedraft.inference.sources import make_source
-from pipedraft.inference.tree import TokenTree
+from .session_messages import Close, Description, Request
+from .stream import Connection, SessionLost, SessionStream
 
 if TYPE_CHECKING:
-    from pipedraft.models.draft import Draft
-    from pipedraft.models.language_model import LanguageModelDraft
+    from ...models.draft import Draft
+    from ...models.language_model import LanguageModelDraft
 
 TRIAL_TOKENS = 32
 """Tokens per comparison between drafting and the target decoding alone."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.cli import option
-from pipedraft.files import read_optional
-from pipedraft.inference.arguments import PlaceOptions
-from pipedraft.inference.edge import SessionLimits
-from pipedraft.inference.servers import ListenOptions, address_of, read_tokens
+from ...cli import option
+from ...files import read_optional
+from ..arguments import PlaceOptions
+from ..servers import ListenOptions, address_of, read_tokens
+from . import SessionLimits
 
 if TYPE_CHECKING:
-    from pipedraft.inference.edge.server import Server
+    from .server import Server
 
 EXAMPLE = """example:
   pipedraft inference serve --target assets/target --port 50051
@@ -54,8 +54,8 @@ build_parser = SessionServerOptions.parser
 
 def run(argv: Sequence[str]) -> None:
     options = SessionServerOptions.read(argv)
-    from pipedraft.inference.edge import wire
-    from pipedraft.inference.edge.server import Server
+    from . import wire
+    from .server import Server
 
     # Refuse a missing library or a bad file before loading the target, the slowest part.
     wire.import_grpc()
@@ -63,8 +63,8 @@ def run(argv: Sequence[str]) -> None:
     certificate = read_optional(options.tls_cert, "--tls-cert")
     tls = None if key is None or certificate is None else (key, certificate)
     tokens = read_tokens(options.token_file)
-    from pipedraft.models.target import load_target, load_tokenizer
-    from pipedraft.pretrained import quieten, resolve_device, resolve_dtype
+    from ...models.target import load_target, load_tokenizer
+    from ...pretrained import quieten, resolve_device, resolve_dtype
 
     quieten()
     tokenizer = load_tokenizer(options.target)

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from pipedraft.inference.edge import SessionLimits, wire
-from pipedraft.inference.edge import session_messages as messages
-from pipedraft.inference.edge.session_messages import REQUESTS
-from pipedraft.inference.edge.session_table import HeldSession, MessageRate, SessionTable
-from pipedraft.inference.edge.target_session import (
+from ...models.fingerprint import vocabulary_hash, weights_hash
+from ...models.target import KeepRows, Segment
+from ..servers import address_of, find_token
+from . import SessionLimits, wire
+from . import session_messages as messages
+from .session_messages import REQUESTS
+from .session_table import HeldSession, MessageRate, SessionTable
+from .target_session import (
     SessionRefused,
     SharedTarget,
     TargetSession,
     run_together,
 )
-from pipedraft.inference.servers import address_of, find_token
-from pipedraft.models.fingerprint import vocabulary_hash, weights_hash
-from pipedraft.models.target import KeepRows, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -28,11 +28,11 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pipedraft.inference.config import ROUND_RULES, RuleName, check_temperature
-from pipedraft.inference.ranks.codec import Codec, Count, Message
-from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.inference.rules.random import UNFILTERED
-from pipedraft.inference.rules.sampled import (
+from ..config import ROUND_RULES, RuleName, check_temperature
+from ..ranks.codec import Codec, Count, Message
+from ..rules.filters import TokenFilters
+from ..rules.random import UNFILTERED
+from ..rules.sampled import (
     KeyedRandom,
     Logits,
     Payload,

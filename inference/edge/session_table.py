@@ -8,15 +8,15 @@ import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from pipedraft.inference.edge import SessionLimits
-from pipedraft.inference.edge.session_messages import REPLIES, Open, Reply
-from pipedraft.inference.edge.target_session import (
+from ...models.stage_cache import MIN_CAPACITY
+from . import SessionLimits
+from .session_messages import REPLIES, Open, Reply
+from .target_session import (
     MAX_PENDING,
     SessionRefused,
     SharedTarget,
     TargetSession,
 )
-from pipedraft.models.stage_cache import MIN_CAPACITY
 
 UNSENT_BYTES = 4 * 2**20
 """Unread reply bytes per edge, beyond which the server stops reading the edge's requests."""

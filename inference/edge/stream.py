@@ -14,11 +14,11 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from pipedraft.cli import Failure
-from pipedraft.inference.edge import session_messages as messages
-from pipedraft.inference.edge import wire
-from pipedraft.inference.edge.channel import Traffic
-from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS
+from ...cli import Failure
+from . import session_messages as messages
+from . import wire
+from .channel import Traffic
+from .session_messages import REPLIES, REQUESTS
 
 NUMBER = re.compile(r"[0-9]{1,9}")
 # An IPv6 address needs brackets: its colons would hide the one before the port.

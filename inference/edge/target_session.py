@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from pipedraft.inference.edge import session_messages as messages
-from pipedraft.inference.edge.session_messages import Open, Reply, Request, Result, Verify
-from pipedraft.inference.result import stop_reason
-from pipedraft.inference.rules.random import Token
-from pipedraft.inference.rules.sampled import Top
-from pipedraft.models.flexspec import anchor_hash
-from pipedraft.models.target import KeepRows, Segment, StagedTarget, target_fingerprint
-from pipedraft.models.together import can_run_together, forward_together
+from ...models.flexspec import anchor_hash
+from ...models.target import KeepRows, Segment, StagedTarget, target_fingerprint
+from ...models.together import can_run_together, forward_together
+from ..result import stop_reason
+from ..rules.random import Token
+from ..rules.sampled import Top
+from . import session_messages as messages
+from .session_messages import Open, Reply, Request, Result, Verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

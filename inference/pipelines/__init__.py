@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from pipedraft.files import Values
-from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.demands import EndMask
-from pipedraft.inference.rules.sampled import Verdict, Verifier
-from pipedraft.models.target import KeepRows, Segment
+from ...files import Values
+from ...models.target import KeepRows, Segment
+from ..clock import CostModel, VirtualClock
+from ..demands import EndMask
+from ..rules.sampled import Verdict, Verifier
 
 if TYPE_CHECKING:
-    from pipedraft.inference.config import DecodeConfig
-    from pipedraft.inference.timeline import Timeline
-    from pipedraft.inference.tree import TokenTree
+    from ..config import DecodeConfig
+    from ..timeline import Timeline
+    from ..tree import TokenTree
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.demands import EndMask
-from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned
-from pipedraft.inference.rules.sampled import Verifier
-from pipedraft.inference.timeline import Timeline
-from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
-from pipedraft.models.together import can_run_together, forward_together
+from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
+from ...models.together import can_run_together, forward_together
+from ..config import DecodeConfig
+from ..demands import EndMask
+from ..rules.sampled import Verifier
+from ..timeline import Timeline
+from . import Ahead, FeatureStore, Pipeline, Returned
 
 
 class LocalPipeline(Pipeline):

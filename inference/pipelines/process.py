@@ -16,10 +16,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from pipedraft.files import Values
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned, pick_rows
-from pipedraft.inference.ranks.codec import (
+from ...files import Values
+from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
+from ..config import DecodeConfig
+from ..ranks.codec import (
     AnyMessage,
     Cancel,
     Failed,
@@ -29,10 +29,10 @@ from pipedraft.inference.ranks.codec import (
     StageResult,
     Step,
 )
-from pipedraft.inference.ranks.links import Answers, Outbox
-from pipedraft.inference.rules.sampled import Verifier
-from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.models.target import KeepRows, Segment, StagedTarget, prune_segment
+from ..ranks.links import Answers, Outbox
+from ..rules.sampled import Verifier
+from ..timeline import WAIT, Timeline
+from . import Ahead, FeatureStore, Pipeline, Returned, pick_rows
 
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 512
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipedraft.inference.batch_clock import BatchClock, SequenceClock
-from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.pipelines import Ahead, FeatureStore, Pipeline, Returned
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.pipelines.process import ProcessPipeline
-from pipedraft.inference.ranks.codec import Leave, Part, Together
-from pipedraft.inference.ranks.links import Local
-from pipedraft.inference.rules.sampled import Verifier
-from pipedraft.inference.timeline import Timeline
-from pipedraft.models.stage_cache import MIN_CAPACITY
-from pipedraft.models.stage_calls import MAX_ROWS
-from pipedraft.models.target import Segment, StagedTarget
+from ...models.stage_cache import MIN_CAPACITY
+from ...models.stage_calls import MAX_ROWS
+from ...models.target import Segment, StagedTarget
+from ..batch_clock import BatchClock, SequenceClock
+from ..clock import CostModel, VirtualClock
+from ..config import DecodeConfig
+from ..ranks.codec import Leave, Part, Together
+from ..ranks.links import Local
+from ..rules.sampled import Verifier
+from ..timeline import Timeline
+from . import Ahead, FeatureStore, Pipeline, Returned
+from .local import LocalPipeline
+from .process import ProcessPipeline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

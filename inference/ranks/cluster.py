@@ -16,10 +16,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from pipedraft.inference.pipelines.process import ProcessPipeline
-from pipedraft.inference.ranks import is_launched
-from pipedraft.inference.ranks.codec import Cancel, CloseRanks
-from pipedraft.inference.ranks.links import (
+from ...models.target import StagedTarget, read_config, stage_boundaries
+from ...models.target_part import load_target_part
+from ...pretrained import dtype_named, quieten
+from ..pipelines.process import ProcessPipeline
+from ..timeline import WAIT, Timeline
+from . import is_launched
+from .codec import Cancel, CloseRanks
+from .links import (
     ANSWER,
     CANCEL,
     DAY,
@@ -33,12 +37,8 @@ from pipedraft.inference.ranks.links import (
     Receiver,
     Sender,
 )
-from pipedraft.inference.ranks.watch import BAD_INPUT, CONNECT_TIMEOUT, Watch, WatchLimits
-from pipedraft.inference.ranks.worker import SharedWorker
-from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.models.target import StagedTarget, read_config, stage_boundaries
-from pipedraft.models.target_part import load_target_part
-from pipedraft.pretrained import dtype_named, quieten
+from .watch import BAD_INPUT, CONNECT_TIMEOUT, Watch, WatchLimits
+from .worker import SharedWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,9 +25,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from pipedraft.inference.config import RuleName
-from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.models.target import KeepRows, Segment
+from ...models.target import KeepRows, Segment
+from ..config import RuleName
+from ..rules.filters import TokenFilters
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Fetch: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]

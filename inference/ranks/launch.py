@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from pipedraft.inference.ranks import SIGNALS
+from . import SIGNALS
 
 LEAVE_S = 10.0
 """Seconds for the other ranks to exit after a failure: they detect it themselves and report why."""

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedraft.inference.ranks.codec import CODEC, AnyMessage, CloseRanks, Part, Together
-from pipedraft.inference.timeline import Timeline
-from pipedraft.models.cuda_graphs import UNDER_WAY
+from ...models.cuda_graphs import UNDER_WAY
+from ..timeline import Timeline
+from .codec import CODEC, AnyMessage, CloseRanks, Part, Together
 
 BUFFER_BYTES = 1 << 18
 NUM_BUFFERS = 2

@@ -19,9 +19,9 @@ from typing import NoReturn, Self, TypeAlias
 import msgspec
 import torch.distributed as dist
 
-from pipedraft.inference.ranks import SIGNALS
-from pipedraft.inference.ranks.links import LostLink, Receiver, Sender, is_out_of_memory
-from pipedraft.inference.timeline import Timeline
+from ..timeline import Timeline
+from . import SIGNALS
+from .links import LostLink, Receiver, Sender, is_out_of_memory
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """Longest wait for the other ranks, which start at the same time."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from msgspec.structs import replace
 
-from pipedraft.inference.ranks import codec
-from pipedraft.inference.ranks.links import Local, Outbox
-from pipedraft.inference.rules.sampled import RULES, KeyedRandom, Verifier
-from pipedraft.inference.timeline import Timeline
-from pipedraft.models.stage_cache import Abandoned
-from pipedraft.models.target import Segment, StagedTarget
-from pipedraft.models.together import can_run_together, forward_together
+from ...models.stage_cache import Abandoned
+from ...models.target import Segment, StagedTarget
+from ...models.together import can_run_together, forward_together
+from ..rules.sampled import RULES, KeyedRandom, Verifier
+from ..timeline import Timeline
+from . import codec
+from .links import Local, Outbox
 
 
 @dataclass(eq=False, kw_only=True)

@@ -21,9 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipedraft.inference.config import MIN_TEMPERATURE, RuleName
-from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.inference.rules.random import (
+from ...models.cuda_graphs import TokenChoice
+from ..config import MIN_TEMPERATURE, RuleName
+from ..tree import TokenTree
+from .filters import TokenFilters
+from .random import (
     ALL_LOGITS,
     GREEDY,
     UNFILTERED,
@@ -39,11 +41,9 @@ from pipedraft.inference.rules.random import (
     sampled_tokens,
     scaled,
 )
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.cuda_graphs import TokenChoice
 
 if TYPE_CHECKING:
-    from pipedraft.models.target import StagedTarget
+    from ...models.target import StagedTarget
 
 PENALTY = 8.0
 """Subtracted from the draft's log-probability for filtered tokens (docs/lab/log.md)."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from pipedraft.cli import check_ranges
+from ...cli import check_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor

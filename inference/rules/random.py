@@ -12,10 +12,10 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from pipedraft.inference.config import MIN_TEMPERATURE
-from pipedraft.inference.ranks.codec import Message, check_tensor
-from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.models.cuda_graphs import TokenChoice
+from ...models.cuda_graphs import TokenChoice
+from ..config import MIN_TEMPERATURE
+from ..ranks.codec import Message, check_tensor
+from .filters import TokenFilters
 
 UNFILTERED = TokenFilters()
 UNDRAWABLE = (

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipedraft.inference.config import RuleName
-from pipedraft.inference.rules.base import (
+from ..config import RuleName
+from ..tree import TokenTree
+from .base import (
     ArgmaxVerifier,
     GumbelVerifier,
     MatchVerifier,
@@ -22,8 +23,8 @@ from pipedraft.inference.rules.base import (
     Verdict,
     Verifier,
 )
-from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.inference.rules.random import (
+from .filters import TokenFilters
+from .random import (
     UNFILTERED,
     DraftToken,
     KeyedRandom,
@@ -32,7 +33,6 @@ from pipedraft.inference.rules.random import (
     Top,
     draw,
 )
-from pipedraft.inference.tree import TokenTree
 
 
 @dataclass

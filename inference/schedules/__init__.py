@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from pipedraft.inference.schedules.base import Schedule
+from .base import Schedule
 
 
 def _find_schedules() -> dict[str, type[Schedule]]:

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pipedraft.cli import check_ranges
-from pipedraft.inference.rules import RuleName
-from pipedraft.inference.shapes import MOST_ROWS, Budget, TreeShape
+from ...cli import check_ranges
+from ..rules import RuleName
+from ..shapes import MOST_ROWS, Budget, TreeShape
 
 if TYPE_CHECKING:
-    from pipedraft.inference.engine import Session
+    from ..engine import Session
 
 Growth = Literal["layers", "trees", "micro_batches"]
 """Method a schedule calls to extend the token tree."""

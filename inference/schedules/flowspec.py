@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.pruned_pp import PrunedPP
-from pipedraft.inference.shapes import Budget
+from ..shapes import Budget
+from .pruned_pp import PrunedPP
 
 if TYPE_CHECKING:
-    from pipedraft.inference.engine import Session
+    from ..engine import Session
 
 
 @dataclass(frozen=True, kw_only=True)

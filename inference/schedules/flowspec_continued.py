@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import Growth, Schedule
-from pipedraft.inference.schedules.flowspec import beside_step
-from pipedraft.inference.schedules.spd import draft_beside_step
-from pipedraft.inference.shapes import MOST_ROWS, Budget
+from ..shapes import MOST_ROWS, Budget
+from .base import Growth, Schedule
+from .flowspec import beside_step
+from .spd import draft_beside_step
 
 if TYPE_CHECKING:
-    from pipedraft.inference.engine import Session
+    from ..engine import Session
 
 MAX_FORWARDS = 7
 """Maximum draft forwards per step, as many as EAGLE-2's tree takes."""

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipedraft.inference.edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
-from pipedraft.inference.schedules.base import Schedule
-from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
+from ..edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
+from .base import Schedule
+from .stop_and_wait import LinkSchedule
 
 
 @dataclass(frozen=True, kw_only=True)

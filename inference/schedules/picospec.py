@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.stop_and_wait import LinkSchedule
+from .stop_and_wait import LinkSchedule
 
 if TYPE_CHECKING:
-    from pipedraft.inference.edge.linked import LinkedPipeline
+    from ..edge.linked import LinkedPipeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import LayerSchedule
-from pipedraft.inference.schedules.spd import draft_beside_step
-from pipedraft.inference.shapes import Budget
+from ..shapes import Budget
+from .base import LayerSchedule
+from .spd import draft_beside_step
 
 if TYPE_CHECKING:
-    from pipedraft.inference.engine import Session
+    from ..engine import Session
 
 
 @dataclass(frozen=True, kw_only=True)

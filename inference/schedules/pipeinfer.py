@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import Growth, Schedule
-from pipedraft.inference.shapes import MOST_ROWS, Budget
+from ..shapes import MOST_ROWS, Budget
+from .base import Growth, Schedule
 
 if TYPE_CHECKING:
-    from pipedraft.inference.engine import Session
-    from pipedraft.inference.sources.base import DraftSampling, DraftSource, Features
-    from pipedraft.inference.tree import TokenTree
+    from ..engine import Session
+    from ..sources.base import DraftSampling, DraftSource, Features
+    from ..tree import TokenTree
 
 STEP = 0.2
 """Weight of the latest verification result in the running mean acceptance rate."""

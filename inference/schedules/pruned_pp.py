@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.schedules.base import SegmentSchedule
+from .base import SegmentSchedule
 
 if TYPE_CHECKING:
-    from pipedraft.inference.engine import Session
+    from ..engine import Session
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pipedraft.inference.schedules.base import LayerSchedule
-from pipedraft.inference.schedules.ppsd import draft_after_step
+from .base import LayerSchedule
+from .ppsd import draft_after_step
 
 if TYPE_CHECKING:
-    from pipedraft.inference.engine import Session
+    from ..engine import Session
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pipedraft.inference.edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
-from pipedraft.inference.rules import RuleName
-from pipedraft.inference.schedules.base import Growth, Schedule
+from ..edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
+from ..rules import RuleName
+from .base import Growth, Schedule
 
 if TYPE_CHECKING:
-    from pipedraft.inference.edge.linked import LinkedPipeline
-    from pipedraft.inference.engine import Session
+    from ..edge.linked import LinkedPipeline
+    from ..engine import Session
 
 MAX_BATCH = 256
 """Draft tokens per message."""

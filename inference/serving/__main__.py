@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from pipedraft.cli import leave_at_interrupts, option, run_command
+from ...cli import leave_at_interrupts, option, run_command
 
 if __name__ == "__main__":
     # Before the slow imports: Ctrl-C inside them would print a traceback.
     leave_at_interrupts()
 
-from pipedraft.inference.arguments import EngineOptions, backend_of
-from pipedraft.inference.servers import ListenOptions, read_tokens
-from pipedraft.inference.serving import HttpLimits
+from ..arguments import EngineOptions, backend_of
+from ..servers import ListenOptions, read_tokens
+from . import HttpLimits
 
 KEY_VARIABLE = "PIPEDRAFT_API_KEY"
 EXAMPLE = """example:
@@ -82,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Serve with the options in ``words``, or in this process's command line by default."""
     options = ServeOptions.read(sys.argv[1:] if words is None else words)
     keys = read_tokens(options.api_key_file, option="--api-key-file", variable=KEY_VARIABLE)
-    from pipedraft.inference.serving import listen
+    from . import listen
 
     with backend_of(options) as cluster:
         if cluster is not None and not cluster.is_controller:
@@ -91,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> None:
             return
         # A port in use must fail before the target's long load.
         with listen.open_socket(options) as socket:
-            from pipedraft.inference.command import load_engine
+            from ..command import load_engine
 
             # Requests set their own temperature: prepare a rule for sampling.
             engine = load_engine(options, cluster, options.engine_settings() | {"temperature": 1.0})

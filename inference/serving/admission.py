@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from pipedraft.chats import ChatRefused, check_template_variables, encode_chat
-from pipedraft.files import Values
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.serving import HttpLimits
-from pipedraft.inference.serving.answers import Choice, Piece
-from pipedraft.inference.serving.decoder import SequenceDecoder
-from pipedraft.inference.serving.errors import RequestError
-from pipedraft.inference.serving.metrics import Metrics
-from pipedraft.inference.serving.requests import (
+from ...chats import ChatRefused, check_template_variables, encode_chat
+from ...files import Values
+from ..pipelines.local import LocalPipeline
+from . import HttpLimits
+from .answers import Choice, Piece
+from .decoder import SequenceDecoder
+from .errors import RequestError
+from .metrics import Metrics
+from .requests import (
     ApiRequest,
     ChatMessage,
     ChatRequest,

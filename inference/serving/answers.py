@@ -9,22 +9,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.demands import Demands
-from pipedraft.inference.result import DecodeResult, Observer
-from pipedraft.inference.serving.errors import Json, RequestError
-from pipedraft.inference.serving.logprobs import TokenLogprob, as_chat, as_completion, measure
-from pipedraft.inference.serving.requests import ApiRequest, ChatRequest
-from pipedraft.inference.text_stream import TextStream
+from ..config import DecodeConfig
+from ..demands import Demands
+from ..result import DecodeResult, Observer
+from ..text_stream import TextStream
+from .errors import Json, RequestError
+from .logprobs import TokenLogprob, as_chat, as_completion, measure
+from .requests import ApiRequest, ChatRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from pipedraft.inference.batch import Handle
-    from pipedraft.inference.rules.base import Verdict
-    from pipedraft.inference.serving.metrics import Metrics
-    from pipedraft.inference.tree import TokenTree
+    from ..batch import Handle
+    from ..rules.base import Verdict
+    from ..tree import TokenTree
+    from .metrics import Metrics
 
 
 @dataclass(frozen=True)

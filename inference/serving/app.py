@@ -18,16 +18,17 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.servers import find_token
-from pipedraft.inference.serving import HttpLimits
-from pipedraft.inference.serving.admission import NOT_AGAIN, Admissions
-from pipedraft.inference.serving.answers import HttpAnswer, Piece
-from pipedraft.inference.serving.decoder import SequenceDecoder
-from pipedraft.inference.serving.errors import Json, RequestError
-from pipedraft.inference.serving.metrics import Metrics
-from pipedraft.inference.serving.requests import (
+from ...models.target import StagedTarget
+from ..engine import Engine
+from ..pipelines.local import LocalPipeline
+from ..servers import find_token
+from . import HttpLimits
+from .admission import NOT_AGAIN, Admissions
+from .answers import HttpAnswer, Piece
+from .decoder import SequenceDecoder
+from .errors import Json, RequestError
+from .metrics import Metrics
+from .requests import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
@@ -37,7 +38,6 @@ from pipedraft.inference.serving.requests import (
     openapi_document,
     parse,
 )
-from pipedraft.models.target import StagedTarget
 
 log = getLogger(__name__)
 Send: TypeAlias = Callable[[Any], Awaitable[None]]

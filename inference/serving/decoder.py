@@ -5,13 +5,13 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from logging import getLogger
 
-from pipedraft.inference.batch import BatchEngine, BatchLimits
-from pipedraft.inference.engine import Engine
-from pipedraft.inference.ranks.links import LostLink
-from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.serving import HttpLimits
-from pipedraft.inference.serving.answers import Choice
-from pipedraft.models.target import StagedTarget
+from ...models.target import StagedTarget
+from ..batch import BatchEngine, BatchLimits
+from ..engine import Engine
+from ..ranks.links import LostLink
+from ..result import DecodeResult
+from . import HttpLimits
+from .answers import Choice
 
 log = getLogger(__name__)
 USUAL_S = 1.0

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Collection, Mapping
 
-from pipedraft.inference.serving.errors import Json, RequestError
+from .errors import Json, RequestError
 
 HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from pipedraft.cli import Failure
-from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.inference.ranks.links import LostLink
-from pipedraft.inference.servers import address_of
-from pipedraft.inference.serving.app import Service, make_app
-from pipedraft.inference.serving.decoder import SequenceDecoder
+from ...cli import Failure
+from ..pipelines.local import LocalPipeline
+from ..ranks.links import LostLink
+from ..servers import address_of
+from .app import Service, make_app
+from .decoder import SequenceDecoder
 
 if TYPE_CHECKING:
-    from pipedraft.inference.engine import Engine
-    from pipedraft.inference.ranks.cluster import Cluster
-    from pipedraft.inference.serving.__main__ import HttpOptions, ServeOptions
+    from ..engine import Engine
+    from ..ranks.cluster import Cluster
+    from .__main__ import HttpOptions, ServeOptions
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 2

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipedraft.inference.serving.errors import Json
+from .errors import Json
 
 if TYPE_CHECKING:
     from torch import Tensor

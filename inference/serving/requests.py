@@ -8,13 +8,13 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pipedraft.files import Values
-from pipedraft.inference.config import MIN_TEMPERATURE, DecodeConfig
-from pipedraft.inference.demands import Demands
-from pipedraft.inference.rules.filters import TokenFilters
-from pipedraft.inference.schedules.autoregressive import Autoregressive
-from pipedraft.inference.serving.errors import Json, RequestError
-from pipedraft.inference.serving.fields import plain_message, split_fields
+from ...files import Values
+from ..config import MIN_TEMPERATURE, DecodeConfig
+from ..demands import Demands
+from ..rules.filters import TokenFilters
+from ..schedules.autoregressive import Autoregressive
+from .errors import Json, RequestError
+from .fields import plain_message, split_fields
 
 MAX_SEED = 2**63 - 1
 MAX_DEPTH = 16

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from pipedraft.inference.sources.base import DraftSource
-from pipedraft.inference.sources.dflash import DFlashSource
-from pipedraft.inference.sources.dspark import DSparkSource
-from pipedraft.inference.sources.eagle import EagleSource
-from pipedraft.inference.sources.flexspec import FlexSpecSource
-from pipedraft.inference.sources.language_model import language_model_source
-from pipedraft.inference.sources.lookup import LookupSource
-from pipedraft.inference.sources.ppsd import PPSDSource
-from pipedraft.inference.sources.spd import SPDSource
+from .base import DraftSource
+from .dflash import DFlashSource
+from .dspark import DSparkSource
+from .eagle import EagleSource
+from .flexspec import FlexSpecSource
+from .language_model import language_model_source
+from .lookup import LookupSource
+from .ppsd import PPSDSource
+from .spd import SPDSource
 
 
 def make_source(draft: Any, timing: str = "input_states", tokens_per_step: int = 1) -> DraftSource:

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pipedraft.inference.rules.sampled import Verifier
-from pipedraft.inference.schedules.base import Growth
-from pipedraft.inference.shapes import RowCosts, TreeShape, rows_that_pay
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.target import KeepRows
+from ...models.target import KeepRows
+from ..rules.sampled import Verifier
+from ..schedules.base import Growth
+from ..shapes import RowCosts, TreeShape, rows_that_pay
+from ..tree import TokenTree
 
 Features: TypeAlias = Mapping[int, Tensor]
 """Hidden states [rows, H] by target layer index."""

@@ -9,15 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import DraftSampling, Expansion
-from pipedraft.inference.sources.graph_rows import CHUNK_ROWS, MAX_ROWS
-from pipedraft.inference.sources.row_cache import GraphText, NewText
-from pipedraft.inference.sources.tree_source import TreeSource
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.cuda_graphs import Packing, borrow_for, padded_rows
-from pipedraft.models.dflash import DFlash
-from pipedraft.models.layers import KeyValues
-from pipedraft.models.target import KeepRows
+from ...models.cuda_graphs import Packing, borrow_for, padded_rows
+from ...models.dflash import DFlash
+from ...models.layers import KeyValues
+from ...models.target import KeepRows
+from ..tree import TokenTree
+from .base import DraftSampling, Expansion
+from .graph_rows import CHUNK_ROWS, MAX_ROWS
+from .row_cache import GraphText, NewText
+from .tree_source import TreeSource
 
 
 class DFlashSource(TreeSource):

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import DraftSampling
-from pipedraft.inference.sources.dflash import DFlashSource
-from pipedraft.inference.sources.tree_source import TreeSource
-from pipedraft.inference.tree import TokenTree
+from ..tree import TokenTree
+from .base import DraftSampling
+from .dflash import DFlashSource
+from .tree_source import TreeSource
 
 
 class DSparkSource(DFlashSource):

@@ -12,13 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.graph_rows import make_rows
-from pipedraft.inference.sources.row_cache import TEXT, RowCache
-from pipedraft.inference.sources.tree_source import CacheSource
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.draft_calls import call
-from pipedraft.models.eagle import EagleHead
-from pipedraft.models.layers import KeyValues
+from ...models.draft_calls import call
+from ...models.eagle import EagleHead
+from ...models.layers import KeyValues
+from ..tree import TokenTree
+from .graph_rows import make_rows
+from .row_cache import TEXT, RowCache
+from .tree_source import CacheSource
 
 
 class EagleSource(CacheSource):

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.tree_source import RowsSource
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.layers import KeyValues
-from pipedraft.models.target import KeepRows
+from ...models.layers import KeyValues
+from ...models.target import KeepRows
+from ..tree import TokenTree
+from .tree_source import RowsSource
 
 
 class FlexSpecSource(RowsSource):

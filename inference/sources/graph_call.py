@@ -9,11 +9,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipedraft.inference.sources.base import DraftSampling
-from pipedraft.inference.sources.row_cache import TEXT, NewText
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.cuda_graphs import Packing
-from pipedraft.models.layers import KeyValues
+from ...models.cuda_graphs import Packing
+from ...models.layers import KeyValues
+from ..tree import TokenTree
+from .base import DraftSampling
+from .row_cache import TEXT, NewText
 
 
 class GraphDraft(Protocol):

@@ -16,8 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import DraftSampling
-from pipedraft.inference.sources.graph_call import (
+from ...models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
+from ...models.layers import FixedKeyValues
+from .base import DraftSampling
+from .graph_call import (
     CallShape,
     ChildQuery,
     GraphCall,
@@ -25,9 +27,7 @@ from pipedraft.inference.sources.graph_call import (
     Level,
     Places,
 )
-from pipedraft.inference.sources.row_cache import MIN_PLACES, NOBODY, TEXT, RowCache
-from pipedraft.models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
-from pipedraft.models.layers import FixedKeyValues
+from .row_cache import MIN_PLACES, NOBODY, TEXT, RowCache
 
 MAX_ROWS = 64
 """Maximum rows in a graph; larger calls run without one."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.graph_rows import CHUNK_ROWS
-from pipedraft.inference.sources.tree_source import RowsSource, TextSource
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.target import KeepRows, Segment
+from ...models.language_model import LanguageModelDraft
+from ...models.target import KeepRows, Segment
+from ..tree import TokenTree
+from .graph_rows import CHUNK_ROWS
+from .tree_source import RowsSource, TextSource
 
 
 class GraphLanguageModelSource(RowsSource):

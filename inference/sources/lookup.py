@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipedraft.inference.sources.tree_source import TextSource
-from pipedraft.inference.tree import TokenTree
+from ..tree import TokenTree
+from .tree_source import TextSource
 
 LookupKind = Literal["ngram", "suffix"]
 """ngram: by the last few tokens. suffix: by the longest suffix with an earlier occurrence, as in

@@ -6,7 +6,12 @@
 import torch
 from torch import Tensor
 
-from pipedraft.inference.sources.base import (
+from ...models.draft_calls import call
+from ...models.layers import KeyValues
+from ...models.ppsd import PPSD
+from ...models.target import KeepRows
+from ..tree import TokenTree
+from .base import (
     DraftSampling,
     DraftSource,
     Features,
@@ -15,14 +20,9 @@ from pipedraft.inference.sources.base import (
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.graph_call import ChildQuery, GraphCall
-from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
-from pipedraft.inference.sources.row_cache import TEXT, NewText
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.draft_calls import call
-from pipedraft.models.layers import KeyValues
-from pipedraft.models.ppsd import PPSD
-from pipedraft.models.target import KeepRows
+from .graph_call import ChildQuery, GraphCall
+from .graph_rows import GraphRows, make_rows
+from .row_cache import TEXT, NewText
 
 
 class PPSDSource(DraftSource):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.cuda_graphs import Graphs, padded_rows
-from pipedraft.models.layers import FixedKeyValues, KeyValues
+from ...models.cuda_graphs import Graphs, padded_rows
+from ...models.layers import FixedKeyValues, KeyValues
+from ..tree import TokenTree
 
 TEXT = sys.maxsize
 """Name for every committed text row; no tree has as many rows."""

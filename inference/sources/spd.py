@@ -12,7 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.inference.sources.base import (
+from ...models.cuda_graphs import Packing, borrow_for, padded_rows
+from ...models.spd import SPD
+from ...models.target import KeepRows
+from ..tree import TokenTree
+from .base import (
     DraftSampling,
     DraftSource,
     Features,
@@ -21,13 +25,9 @@ from pipedraft.inference.sources.base import (
     add_layer,
     deepest_rows,
 )
-from pipedraft.inference.sources.graph_call import ChildQuery
-from pipedraft.inference.sources.graph_rows import CHUNK_ROWS, MAX_ROWS
-from pipedraft.inference.sources.row_cache import GraphText, NewText
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.cuda_graphs import Packing, borrow_for, padded_rows
-from pipedraft.models.spd import SPD
-from pipedraft.models.target import KeepRows
+from .graph_call import ChildQuery
+from .graph_rows import CHUNK_ROWS, MAX_ROWS
+from .row_cache import GraphText, NewText
 
 
 class SPDSource(DraftSource):

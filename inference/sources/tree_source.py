@@ -10,9 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pipedraft.inference.rules.sampled import RecursiveVerifier
-from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources.base import (
+from ...models.draft_calls import call
+from ...models.target import KeepRows
+from ..rules.sampled import RecursiveVerifier
+from ..shapes import TreeShape
+from ..tree import TokenTree
+from .base import (
     DraftSampling,
     DraftSource,
     Expansion,
@@ -23,12 +26,9 @@ from pipedraft.inference.sources.base import (
     best_children,
     deepest_rows,
 )
-from pipedraft.inference.sources.graph_call import ChildQuery, GraphCall
-from pipedraft.inference.sources.graph_rows import GraphRows, make_rows
-from pipedraft.inference.sources.row_cache import NOBODY, TEXT, NewText, RowCache
-from pipedraft.inference.tree import TokenTree
-from pipedraft.models.draft_calls import call
-from pipedraft.models.target import KeepRows
+from .graph_call import ChildQuery, GraphCall
+from .graph_rows import GraphRows, make_rows
+from .row_cache import NOBODY, TEXT, NewText, RowCache
 
 _Child: TypeAlias = tuple[int, float, Tensor | None]
 """Token, cumulative score, and q if the token was sampled from q."""

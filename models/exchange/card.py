@@ -20,10 +20,10 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jinja2 import Environment, StrictUndefined, Template
 
-from pipedraft.cli import one_line
-from pipedraft.files import Values
-from pipedraft.models.draft import Description
-from pipedraft.pretrained import hub_link
+from ...cli import one_line
+from ...files import Values
+from ...pretrained import hub_link
+from ..draft import Description
 
 CARD = "README.md"
 CHART = "length_by_benchmark.png"

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from itertools import accumulate, zip_longest
 from operator import mul
 
-from pipedraft.files import Values
-from pipedraft.models.dflash import DFlash
-from pipedraft.models.draft import Description, Draft
-from pipedraft.models.exchange.card import MeasuredRun
+from ...files import Values
+from ..dflash import DFlash
+from ..draft import Description, Draft
+from .card import MeasuredRun
 
 CHAIN_LENGTH = 3
 """Chain length if the head's acceptance is unknown."""

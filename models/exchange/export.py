@@ -25,9 +25,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipedraft.files import file_sha256, make_readable, to_json, write_folder
-from pipedraft.models.dflash import DFlash
-from pipedraft.models.draft import (
+from ...files import file_sha256, make_readable, to_json, write_folder
+from ..dflash import DFlash
+from ..draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     Description,
@@ -37,11 +37,13 @@ from pipedraft.models.draft import (
     load_untied,
     read_description,
 )
-from pipedraft.models.dspark import DSpark, DSparkConfig
-from pipedraft.models.eagle import Eagle
-from pipedraft.models.eagle3 import Eagle3
-from pipedraft.models.exchange.card import CARD, LAYOUTS, CardSource, Measured, render_card
-from pipedraft.models.exchange.chain import (
+from ..dspark import DSpark, DSparkConfig
+from ..eagle import Eagle
+from ..eagle3 import Eagle3
+from ..fingerprint import TargetFiles, read_target
+from ..mtp import MTP, MTP_PREFIX
+from .card import CARD, LAYOUTS, CardSource, Measured, render_card
+from .chain import (
     CHAIN_LENGTH,
     chains_of,
     draft_tokens,
@@ -49,8 +51,6 @@ from pipedraft.models.exchange.chain import (
     sum_counts,
     validated_acceptance,
 )
-from pipedraft.models.fingerprint import TargetFiles, read_target
-from pipedraft.models.mtp import MTP, MTP_PREFIX
 
 Layout = Literal["sglang", "speculators"]
 Config = dict[str, object]

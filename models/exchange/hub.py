@@ -17,19 +17,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipedraft import __version__
-from pipedraft.files import file_sha256, make_readable
-from pipedraft.models.draft import (
+from ... import __version__
+from ...files import file_sha256, make_readable
+from ...pretrained import hub_link
+from ..draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     TargetReference,
     load_untied,
     read_description,
 )
-from pipedraft.models.exchange.card import CARD, CHART, MADE, CardSource, Measured, render_card
-from pipedraft.models.exchange.export import ORIGIN_FILE, Origin
-from pipedraft.models.fingerprint import read_target
-from pipedraft.pretrained import hub_link
+from ..fingerprint import read_target
+from .card import CARD, CHART, MADE, CardSource, Measured, render_card
+from .export import ORIGIN_FILE, Origin
 
 WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 

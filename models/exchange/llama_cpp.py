@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedraft.files import write_folder
-from pipedraft.models.dflash import DFlash
-from pipedraft.models.eagle3 import Eagle3
-from pipedraft.models.exchange.chain import draft_tokens, validated_acceptance
-from pipedraft.models.exchange.export import HeadTarget, load_head, no_place, prepare
+from ...files import write_folder
+from ..dflash import DFlash
+from ..eagle3 import Eagle3
+from .chain import draft_tokens, validated_acceptance
+from .export import HeadTarget, load_head, no_place, prepare
 
 FILE = "draft.gguf"
 UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window", "candidate_rank")

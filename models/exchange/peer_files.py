@@ -19,12 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
-from pipedraft.files import Values
-from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.fingerprint import TargetFiles
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.mtp import MTP_PREFIX
-from pipedraft.pretrained import explained, first_line, hub_link, read_config, tensor_shapes
+from ...files import Values
+from ...pretrained import explained, first_line, hub_link, read_config, tensor_shapes
+from ..draft import Draft, TargetReference
+from ..fingerprint import TargetFiles
+from ..layers import LayerConfig
+from ..mtp import MTP_PREFIX
 
 MAX_BYTES = 2**36
 """Maximum size of a weight file; larger files are no drafts."""

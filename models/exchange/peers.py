@@ -28,20 +28,20 @@ from typing import Any
 import msgspec
 import torch
 
-from pipedraft.files import Values, write_folder
-from pipedraft.models.dflash import DFlash
-from pipedraft.models.draft import Draft, TargetReference, read_description
-from pipedraft.models.dspark import DSpark
-from pipedraft.models.eagle import Eagle, EagleConfig
-from pipedraft.models.eagle3 import Eagle3, Eagle3Config, default_feature_layers
-from pipedraft.models.exchange.card import CARD, model_card
-from pipedraft.models.exchange.peer_files import FAMILIES, HEAD, Peer, place_of, read_head
-from pipedraft.models.families import norm_factor
-from pipedraft.models.fingerprint import read_target
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.mtp import MTP, MTP_PREFIX, native_parts
-from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.pretrained import load_config
+from ...files import Values, write_folder
+from ...pretrained import load_config
+from ..dflash import DFlash
+from ..draft import Draft, TargetReference, read_description
+from ..dspark import DSpark
+from ..eagle import Eagle, EagleConfig
+from ..eagle3 import Eagle3, Eagle3Config, default_feature_layers
+from ..families import norm_factor
+from ..fingerprint import read_target
+from ..layers import LayerConfig
+from ..mtp import MTP, MTP_PREFIX, native_parts
+from ..spd import SPD, SPDConfig
+from .card import CARD, model_card
+from .peer_files import FAMILIES, HEAD, Peer, place_of, read_head
 
 ONE_LAYER = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False}
 """Settings of every EAGLE head here."""

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pipedraft.cli import leave_at_interrupts, run_command
+from ...cli import leave_at_interrupts, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from pipedraft.cli import Options, option
+from ...cli import Options, option
 
 if TYPE_CHECKING:
-    from pipedraft.train.features.dump import Head
+    from .dump import Head
 
 EXAMPLE = """example:
   pipedraft train features --config configs/spd/tiny.yaml --out out/features
@@ -61,9 +61,9 @@ class FeatureOptions(Options):
 
 def read_heads(arguments: list[str], also: list[str]) -> "list[Head]":
     """Return the heads for one dump, from the command line and from each file in ``also``."""
-    from pipedraft.train.__main__ import methods
-    from pipedraft.train.config import parse_run
-    from pipedraft.train.features.dump import Head
+    from ..__main__ import methods
+    from ..config import parse_run
+    from .dump import Head
 
     heads = [parse_run(arguments, methods(), EXAMPLE)[:2]]
     heads += [parse_run(["--config", path], methods(), EXAMPLE)[:2] for path in also]
@@ -91,9 +91,9 @@ def main() -> None:
         value = getattr(own, name)
         if not is_server and value != getattr(FeatureOptions, name):
             raise ValueError(f"{name}: {value} without serve; give serve as first word, or drop it")
-    from pipedraft.pretrained import quieten
-    from pipedraft.train.features.dump import dump_features, layers_of, serve_states, size_table
-    from pipedraft.train.features.reader import decoder_config
+    from ...pretrained import quieten
+    from .dump import dump_features, layers_of, serve_states, size_table
+    from .reader import decoder_config
 
     heads = read_heads(rest, list(own.also))
     quieten()

@@ -20,17 +20,26 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pipedraft.cli import make_folder
-from pipedraft.data_recipes.batch import collate, length_bucketed_batches
-from pipedraft.data_recipes.fitting import load_fitting
-from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.data_recipes.table import row_lengths
-from pipedraft.files import Values, publish, write_atomically
-from pipedraft.models.target import capture_hidden
-from pipedraft.train.__main__ import load_tokenizer_of, registry
-from pipedraft.train.config import RunConfig
-from pipedraft.train.features.reader import decoder_config, needed_layers, weightless_draft
-from pipedraft.train.features.shards import (
+from ...cli import make_folder
+from ...data_recipes.batch import collate, length_bucketed_batches
+from ...data_recipes.fitting import load_fitting
+from ...data_recipes.recipe import TokenizedData
+from ...data_recipes.table import row_lengths
+from ...files import Values, publish, write_atomically
+from ...models.target import capture_hidden
+from ..__main__ import load_tokenizer_of, registry
+from ..config import RunConfig
+from ..launch import (
+    load_frozen_target,
+    make_accelerator,
+    needs_others,
+    on_main_process,
+    resolve_dtype,
+    uses_autocast,
+)
+from ..loop import EVALUATED_ROWS
+from .reader import decoder_config, needed_layers, weightless_draft
+from .shards import (
     INDEX,
     Index,
     bytes_per_token,
@@ -41,21 +50,12 @@ from pipedraft.train.features.shards import (
     read_index,
     shard_name,
 )
-from pipedraft.train.features.vllm import VllmStates, serve, states_request
-from pipedraft.train.launch import (
-    load_frozen_target,
-    make_accelerator,
-    needs_others,
-    on_main_process,
-    resolve_dtype,
-    uses_autocast,
-)
-from pipedraft.train.loop import EVALUATED_ROWS
+from .vllm import VllmStates, serve, states_request
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from pipedraft.train.features.__main__ import FeatureOptions
+    from .__main__ import FeatureOptions
 
 
 # -- contents -------------------------------------------------------------------------------

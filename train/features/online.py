@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipedraft.data_recipes.server import is_address
-from pipedraft.files import Values
+from ...data_recipes.server import is_address
+from ...files import Values
 
 PATIENCE_S = 60.0
 """Seconds for which a trainer retries an unreachable or failing server."""

@@ -14,17 +14,19 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.batch import document_lengths
-from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.data_recipes.table import row_lengths
-from pipedraft.models.draft import Draft, TargetReference
-from pipedraft.models.families import check_target, finish_logits
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target_part import load_target_part
-from pipedraft.pretrained import load_config
-from pipedraft.train.config import RunConfig
-from pipedraft.train.features.online import FeaturesLost, ServedStates, addresses_of
-from pipedraft.train.features.shards import (
+from ...data_recipes.batch import document_lengths
+from ...data_recipes.recipe import TokenizedData
+from ...data_recipes.table import row_lengths
+from ...models.draft import Draft, TargetReference
+from ...models.families import check_target, finish_logits
+from ...models.layers import LayerConfig
+from ...models.target_part import load_target_part
+from ...pretrained import load_config
+from ..config import RunConfig
+from ..launch import resolve_dtype, uses_autocast
+from ..objective import DraftObjective
+from .online import FeaturesLost, ServedStates, addresses_of
+from .shards import (
     decode,
     difference,
     identity_of,
@@ -32,8 +34,6 @@ from pipedraft.train.features.shards import (
     read_index,
     shard_name,
 )
-from pipedraft.train.launch import resolve_dtype, uses_autocast
-from pipedraft.train.objective import DraftObjective
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -25,12 +25,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from pipedraft.data_recipes.recipe import TokenizedData
-from pipedraft.data_recipes.table import Rows
-from pipedraft.files import Values
-from pipedraft.models.fingerprint import template_hash
-from pipedraft.models.target_part import weights_identity
-from pipedraft.train.config import RunConfig
+from ...data_recipes.recipe import TokenizedData
+from ...data_recipes.table import Rows
+from ...files import Values
+from ...models.fingerprint import template_hash
+from ...models.target_part import weights_identity
+from ..config import RunConfig
 
 INDEX = "index.json"
 FORMAT = 3

@@ -13,15 +13,15 @@ from typing import Literal
 import httpx2
 from torch import Tensor
 
-from pipedraft.cli import make_folder
-from pipedraft.eval.engine_parity import (
+from ...cli import make_folder
+from ...eval.engine_parity import (
     SCRIPT,
     check_python,
     engine_environment,
     engine_failure,
 )
-from pipedraft.files import Values, to_json
-from pipedraft.train.features.online import FeaturesLost, ServedStates
+from ...files import Values, to_json
+from .online import FeaturesLost, ServedStates
 
 CPU_CACHE_BYTES = 2**30
 
