@@ -24,10 +24,10 @@ from identity import (
 )
 
 from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation, decode, radio_energy, radio_of
-from pipedraft.inference.config import ROUND_RULES, RULE_NAMES
 from pipedraft.inference.edge.channel import PRESETS, Link, Steps
 from pipedraft.inference.edge.link import Times
 from pipedraft.inference.edge.target_session import SharedTarget
+from pipedraft.inference.rules import ROUND_RULES, RULE_NAMES
 from pipedraft.models.language_model import LanguageModelDraft
 
 PROMPTS = [[5], [index * 5 % 60 for index in range(29)], [7, 7, 11]]

@@ -17,7 +17,7 @@ from ..inference.arguments import (
     check_draft_dtype,
     read_temperature,
 )
-from ..inference.config import RuleName
+from ..inference.rules import RuleName
 from ..inference.schedules import SCHEDULES
 
 EXAMPLE = """\

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..cli import UsageError
 from ..files import Values, read_json
-from ..inference.config import DecodeConfig, RuleName
+from ..inference.config import DecodeConfig
 from ..inference.edge.channel import Channel, EnergyModel, Link, load_link
 from ..inference.edge.draft_length import parse_policy
 from ..inference.edge.link import LinkPipeline, Times
@@ -21,6 +21,7 @@ from ..inference.edge.linked import RemoteTarget
 from ..inference.edge.target_session import SharedTarget
 from ..inference.engine import DraftNetwork, Engine
 from ..inference.result import DecodeResult
+from ..inference.rules import RuleName
 from ..inference.rules.filters import TokenFilters, sampling_label
 from ..inference.rules.sampled import RULES, KeyedRandom, make_verifier
 from ..inference.sources import make_source

@@ -10,10 +10,10 @@ from typing import Any
 from ..chats import set_template_variables
 from ..cli import make_folder
 from ..files import Values
-from ..inference.config import RULE_NAMES
 from ..inference.edge.link import Times
 from ..inference.edge.target_session import SharedTarget
 from ..inference.engine import Engine
+from ..inference.rules import RULE_NAMES
 from ..models.rounded import dtype_of
 from ..models.target import load_target, load_tokenizer
 from ..models.target_part import weights_identity

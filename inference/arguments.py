@@ -13,11 +13,13 @@ from jsonargparse import ArgumentParser
 from ..chats import read_template_variables
 from ..cli import Group, Options, UsageError, checked, flag_name, help_of, listed, option
 from ..files import Values
-from .config import RULE_NAMES, check_temperature, read_cost, setting_owners
+from .config import read_cost, setting_owners
 from .cut import read_boundary
 from .ranks import is_launched
 from .ranks.launch import run_ranks
+from .rules import RULE_NAMES
 from .rules.filters import TokenFilters
+from .rules.temperature import check_temperature
 from .schedules import SCHEDULES
 from .shapes import Budget, TreeShape
 

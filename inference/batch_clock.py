@@ -19,8 +19,8 @@ from .shapes import LONGEST, SHARPNESS, RowCosts
 
 if TYPE_CHECKING:
     from .pipelines.shared import SharedPipeline
-    from .rules.sampled import Verdict
     from .tree import TokenTree
+    from .verdict import Verdict
 
 
 MEMORY = 0.99

@@ -12,8 +12,8 @@ from ..cli import check_ranges
 from .shapes import LONGEST, RowCosts
 
 if TYPE_CHECKING:
-    from .rules.sampled import Verdict
     from .tree import TokenTree
+    from .verdict import Verdict
 
 MAX_COST = "[0, 1e6]"
 """Range for costs, in target passes."""

@@ -11,31 +11,24 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
 from ..cli import UsageError, check_ranges
 from ..files import Values, read_text
 from .clock import CostModel, StageCost
-from .rules import RuleName
+from .rules import SAMPLING_RULES, RuleName
 from .rules.filters import TokenFilters, sampling_label
+from .rules.temperature import check_temperature
 from .schedules import SCHEDULES
 from .schedules.base import Schedule
 from .schedules.spd import SPDSchedule
 from .shapes import Budget, TreeShape
 
-MIN_TEMPERATURE = 1e-4
-"""Smallest temperature above 0. Logits divided by a smaller number may overflow."""
-MAX_TEMPERATURE = 1e6
 SEEDS = f"[{-(2**63)}, {2**63})"
 """Range for seeds: int64, as in OpenAI's clients."""
-RULE_NAMES: list[RuleName] = list(get_args(RuleName))
-SAMPLING_RULES = ("rejection", "tail_escape", "topk")
-"""Rules for draft tokens sampled from the draft's distribution."""
 
-ROUND_RULES = ("block", "recursive", "traversal")
-"""Rules that test a round as a whole. Their schedules verify whole rounds and cross no link."""
 
 Value = TypeVar("Value")
 
@@ -172,15 +165,6 @@ class DecodeConfig(TokenFilters):
         hints = get_type_hints(cls)
         shared = {name: convert(value, hints[name], name) for name, value in rest.items()}
         return cls(schedule=schedule, **shared)
-
-
-def check_temperature(value: float) -> None:
-    """Refuse a temperature if logits divided by it may overflow or lose all differences."""
-    if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
-        raise ValueError(
-            f"temperature: {value} is out of range; give 0 (greedy) or {MIN_TEMPERATURE:g} to "
-            f"{MAX_TEMPERATURE:g}"
-        )
 
 
 def check_prompt(prompt_ids: Sequence[int], max_positions: int) -> None:

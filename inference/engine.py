@@ -21,7 +21,7 @@ from .meter import BatchMeter, DraftMeter
 from .pipelines import Ahead, Pipeline, Returned
 from .pipelines.local import LocalPipeline
 from .result import DecodeResult, Observer
-from .rules.sampled import DraftToken, KeyedRandom, Verdict, make_verifier
+from .rules.sampled import DraftToken, KeyedRandom, make_verifier
 from .schedules import SCHEDULES
 from .schedules.spd import SPDSchedule
 from .shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
@@ -29,6 +29,7 @@ from .sources import default_schedule, make_source
 from .sources.base import DraftSampling, DraftSource, Expansion
 from .sources.lookup import Lookup
 from .tree import TokenTree
+from .verdict import Verdict
 
 DraftNetwork = Draft | LanguageModelDraft | Lookup
 

@@ -10,8 +10,8 @@ from .demands import Demands
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .rules.base import Verdict
     from .tree import TokenTree
+    from .verdict import Verdict
 
 
 def stop_reason(

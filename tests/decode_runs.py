@@ -18,11 +18,12 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.random import KeyedRandom, probabilities
-from pipedraft.inference.rules.sampled import MatchVerifier, Verdict
+from pipedraft.inference.rules.sampled import MatchVerifier
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import DraftSampling, DraftSource, add_children, best_children
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.sources.row_cache import RowCache
+from pipedraft.inference.verdict import Verdict
 from pipedraft.models.target import capture_hidden
 
 NEW_TOKENS = 24

@@ -18,11 +18,12 @@ from decode_runs import PROMPTS, SMALL, PlainTokenizer, friendly_module, plain_t
 from decode_runs import WAYS as EAGLE_WAYS
 from tiny_drafts import make_exit, make_head
 
-from pipedraft.inference.config import ROUND_RULES, DecodeConfig
+from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.ranks.links import DeviceLink
 from pipedraft.inference.ranks.watch import WatchLimits
+from pipedraft.inference.rules import ROUND_RULES
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.models.target import load_target

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 from torch import Tensor
 
-from pipedraft.inference.config import RULE_NAMES
+from pipedraft.inference.messages import Message, check_tensor
 from pipedraft.inference.ranks.codec import (
     CODEC,
     DTYPES,
@@ -29,15 +29,14 @@ from pipedraft.inference.ranks.codec import (
     Header,
     Leave,
     MeasureRequest,
-    Message,
     Prefill,
     StageReport,
     StageResult,
     Step,
     TensorHeader,
     Together,
-    check_tensor,
 )
+from pipedraft.inference.rules import RULE_NAMES
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.models.target import KeepRows, Segment
 

@@ -11,7 +11,7 @@ from pipedraft.cli import UsageError
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.edge_methods import METHODS, TIMES, radio_of
 from pipedraft.eval.edge_report import SAME_TEXT_RULES, LinkRun
-from pipedraft.inference.config import RULE_NAMES
+from pipedraft.inference.rules import RULE_NAMES
 
 SHORT = ["--max-new-tokens", "6"]
 

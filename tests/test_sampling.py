@@ -6,8 +6,9 @@ import pytest
 import torch
 from markov_runs import markov_p_value, markov_texts, plain_texts
 
-from pipedraft.inference.config import ROUND_RULES, DecodeConfig
+from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.session_messages import Settings
+from pipedraft.inference.rules import ROUND_RULES
 from pipedraft.inference.rules import base as rules
 from pipedraft.inference.rules import random as draws
 from pipedraft.inference.rules.filters import TokenFilters

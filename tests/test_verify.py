@@ -16,11 +16,11 @@ from pipedraft.inference.rules.sampled import (
     KeyedRandom,
     MatchVerifier,
     RejectionVerifier,
-    Verdict,
     Verifier,
     draw,
 )
 from pipedraft.inference.tree import TokenTree
+from pipedraft.inference.verdict import Verdict
 
 PURPOSES = ("target", "draft", "accept", "residual")
 

@@ -22,15 +22,10 @@ from torch import Tensor
 from ...models.target import KeepRows, Segment
 from ..pipelines import Ahead, Pipeline, Returned
 from ..rules.random import Logits, Token, Top
-from ..rules.sampled import (
-    DraftToken,
-    Payload,
-    RejectionVerifier,
-    Verdict,
-    Verifier,
-)
+from ..rules.sampled import DraftToken, Payload, RejectionVerifier, Verifier
 from ..schedules.stop_and_wait import LinkSchedule
 from ..timeline import Timeline
+from ..verdict import Verdict
 from . import session_messages as messages
 from .draft_length import Estimates
 from .session_messages import Reject, Reply, Request, Result, Verify

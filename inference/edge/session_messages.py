@@ -28,8 +28,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from ..config import ROUND_RULES, RuleName, check_temperature
-from ..ranks.codec import Codec, Count, Message
+from ..messages import Count, Message
+from ..ranks.codec import Codec
+from ..rules import ROUND_RULES, RuleName
 from ..rules.filters import TokenFilters
 from ..rules.random import UNFILTERED
 from ..rules.sampled import (
@@ -40,6 +41,7 @@ from ..rules.sampled import (
     Verifier,
     make_verifier,
 )
+from ..rules.temperature import check_temperature
 
 # Raise it with every change to a message: the edge refuses a server with another number.
 PROTOCOL = 5

@@ -17,7 +17,8 @@ from ...files import Values
 from ...models.target import KeepRows, Segment
 from ..clock import CostModel, VirtualClock
 from ..demands import EndMask
-from ..rules.sampled import Verdict, Verifier
+from ..rules.sampled import Verifier
+from ..verdict import Verdict
 
 if TYPE_CHECKING:
     from ..config import DecodeConfig

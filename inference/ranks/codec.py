@@ -13,7 +13,7 @@ travel separately, from device to device. The frame then has only their shapes.
 
 import math
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import UnionType
@@ -26,7 +26,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from ...models.target import KeepRows, Segment
-from ..config import RuleName
+from ..messages import Count, Message, check_tensor
+from ..rules import RuleName
 from ..rules.filters import TokenFilters
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -45,14 +46,6 @@ DtypeName: TypeAlias = Literal[
 ]
 DTYPES: dict[DtypeName, torch.dtype] = {name: getattr(torch, name) for name in get_args(DtypeName)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-Count = Annotated[int, Meta(ge=0, lt=2**31)]
-
-
-class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Base class for messages, encoded as the tag and the fields in declaration order.
-
-    A subclass checks field combinations in ``__post_init__``, and raises ``ValueError`` there.
-    """
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -194,21 +187,6 @@ class Codec(Generic[M]):
             raise ValueError(
                 f"message: not one of this protocol ({reason}); want a peer of this version"
             ) from error
-
-
-def check_tensor(
-    name: str, tensor: Tensor, dtypes: Collection[torch.dtype], *shape: int | None
-) -> None:
-    """Raise ValueError for a wrong dtype or shape. In ``shape``, None allows any size."""
-    fits = len(shape) == tensor.ndim and all(
-        size is None or size == found for size, found in zip(shape, tensor.shape, strict=True)
-    )
-    if tensor.dtype not in dtypes or not fits:
-        wanted = ["any" if size is None else size for size in shape]
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(
-            f"{name}: {tensor.dtype} {list(tensor.shape)}; want {kinds} of shape {wanted}"
-        )
 
 
 def _raw(tensor: Tensor) -> Buffer:

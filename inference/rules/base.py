@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ...models.cuda_graphs import TokenChoice
-from ..config import MIN_TEMPERATURE, RuleName
 from ..tree import TokenTree
+from ..verdict import Verdict
+from . import RuleName
 from .filters import TokenFilters
 from .random import (
     ALL_LOGITS,
@@ -41,26 +41,13 @@ from .random import (
     sampled_tokens,
     scaled,
 )
+from .temperature import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from ...models.target import StagedTarget
 
 PENALTY = 8.0
 """Subtracted from the draft's log-probability for filtered tokens (docs/lab/log.md)."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Result of one verification."""
-
-    path: list[int]
-    """Accepted rows from the root down. The logits of all of them have returned."""
-    next_token: int
-    """Token after the path. It is outside the tree, or a child with logits still in flight."""
-    tests: list[bool]
-    """One entry per position with draft tokens: True if one was accepted."""
-    restarts: bool = False
-    """True if no row in the tree remains valid, whatever follows the path."""
 
 
 # -- the rules ------------------------------------------------------------------------------

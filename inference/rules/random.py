@@ -13,9 +13,9 @@ from msgspec import Meta
 from torch import Tensor
 
 from ...models.cuda_graphs import TokenChoice
-from ..config import MIN_TEMPERATURE
-from ..ranks.codec import Message, check_tensor
+from ..messages import Message, check_tensor
 from .filters import TokenFilters
+from .temperature import MIN_TEMPERATURE
 
 UNFILTERED = TokenFilters()
 UNDRAWABLE = (

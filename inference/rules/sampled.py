@@ -13,16 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import RuleName
 from ..tree import TokenTree
-from .base import (
-    ArgmaxVerifier,
-    GumbelVerifier,
-    MatchVerifier,
-    SampledVerifier,
-    Verdict,
-    Verifier,
-)
+from ..verdict import Verdict
+from . import RuleName
+from .base import ArgmaxVerifier, GumbelVerifier, MatchVerifier, SampledVerifier, Verifier
 from .filters import TokenFilters
 from .random import (
     UNFILTERED,

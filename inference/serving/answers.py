@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..batch import Handle
-    from ..rules.base import Verdict
     from ..tree import TokenTree
+    from ..verdict import Verdict
     from .metrics import Metrics
 
 

@@ -9,9 +9,10 @@ import msgspec
 from msgspec import Meta
 
 from ...files import Values
-from ..config import MIN_TEMPERATURE, DecodeConfig
+from ..config import DecodeConfig
 from ..demands import Demands
 from ..rules.filters import TokenFilters
+from ..rules.temperature import MIN_TEMPERATURE
 from ..schedules.autoregressive import Autoregressive
 from .errors import Json, RequestError
 from .fields import plain_message, split_fields
