@@ -16,10 +16,11 @@ from ..files import Values, read_json
 from ..inference.config import DecodeConfig
 from ..inference.edge.channel import Channel, EnergyModel, Link, load_link
 from ..inference.edge.draft_length import parse_policy
+from ..inference.edge.engine import LinkEngine
 from ..inference.edge.link import LinkPipeline, Times
 from ..inference.edge.linked import RemoteTarget
 from ..inference.edge.target_session import SharedTarget
-from ..inference.engine import DraftNetwork, Engine
+from ..inference.engine import DraftNetwork
 from ..inference.result import DecodeResult
 from ..inference.rules import RuleName
 from ..inference.rules.filters import TokenFilters, sampling_label
@@ -332,12 +333,8 @@ def decode(
             is_colocated=is_colocated,
             token_bytes=simulation.token_bytes,
         )
-        engine = Engine(
-            pipeline.target,
-            simulation.tokenizer,
-            simulation.config(method),
-            simulation.draft_of(method),
-            connect=lambda target: pipeline,
+        engine = LinkEngine(
+            pipeline, simulation.tokenizer, simulation.config(method), simulation.draft_of(method)
         )
         result = engine.decode(prompt_ids, prompt_index=prompt_index)
         channel, elapsed_s = pipeline.channel, pipeline.now()

@@ -32,6 +32,7 @@ from .arguments import EngineOptions, PlaceOptions, RemoteOptions
 from .clock import CostModel
 from .config import DecodeConfig
 from .cut import AUTO, cut_layers
+from .edge.engine import LinkEngine
 from .edge.remote import LocalDraft, RemotePipeline
 from .edge.stream import Access, Connection
 from .engine import DraftNetwork, Engine
@@ -263,7 +264,7 @@ def decode_remotely(options: DecodeOptions) -> None:
             warn=lambda line: print(f"warning: {one_line(line)}", file=sys.stderr),
         )
         network = None if draft is None else draft.network
-        engine = Engine(pipeline.target, tokenizer, config, network, connect=lambda _: pipeline)
+        engine = LinkEngine(pipeline, tokenizer, config, network)
         result = engine.decode(encode(tokenizer, text, options.raw), on_token=stream)
     stream.finish_line(result.text)
     if not options.quiet:

@@ -10,6 +10,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -31,6 +32,10 @@ SEEDS = f"[{-(2**63)}, {2**63})"
 
 
 Value = TypeVar("Value")
+
+# Folders with schedules of their own add them to SCHEDULES when they are imported.
+for _folder in sorted(Path(__file__).parent.glob("*/schedules/__init__.py")):
+    import_module(f"{__package__}.{_folder.parts[-3]}.schedules")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,7 @@ class DecodeConfig(TokenFilters):
                 f"verifier: {self.verifier!r} needs a sampled chain (temperature above 0, and a "
                 "tree of width 1 or of kind chain); use 'match', which is exact for every tree"
             )
-        if self.never_slower and self.schedule.needs_link:
+        if self.never_slower and not self.schedule.can_pause:
             raise ValueError(
                 f"never_slower: True with schedule {self.schedule.name!r}, whose client compares "
                 "itself with the target alone; leave it out"

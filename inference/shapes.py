@@ -11,6 +11,8 @@ from ..files import Values
 
 Budget: TypeAlias = int | Literal["auto"]
 """Number of draft tokens. With auto, the cost model and the draft's probabilities choose it."""
+Growth = Literal["layers", "trees", "micro_batches"]
+"""Method a schedule calls to extend the token tree."""
 MOST_ROWS = 16
 """Maximum rows per segment with an automatic budget: FlowSpec's L_max."""
 LONGEST = 3.0

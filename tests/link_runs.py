@@ -16,15 +16,15 @@ from decode_runs import PlainTokenizer, SimulatedSource, StatelessSource, greedy
 from pipedraft.eval.edge_methods import Simulation
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.channel import EnergyModel, Link
+from pipedraft.inference.edge.engine import LinkEngine
 from pipedraft.inference.edge.link import LinkPipeline, Times
 from pipedraft.inference.edge.linked import RemoteTarget
+from pipedraft.inference.edge.schedules.pearl import PEARL
+from pipedraft.inference.edge.schedules.picospec import PicoSpec
+from pipedraft.inference.edge.schedules.stop_and_wait import StopAndWait
 from pipedraft.inference.edge.target_session import SharedTarget
-from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
-from pipedraft.inference.schedules.pearl import PEARL
-from pipedraft.inference.schedules.picospec import PicoSpec
-from pipedraft.inference.schedules.stop_and_wait import StopAndWait
 from pipedraft.inference.sources.base import add_layer, deepest_rows
 from pipedraft.models.target import Segment
 
@@ -139,9 +139,7 @@ def run_session(
     """
     pipeline = LinkPipeline(RemoteTarget(), target, link, times, token_bytes=token_bytes)
     config = config_for(source, **options)
-    engine = Engine(
-        pipeline.target, PlainTokenizer(), config, source=source, connect=lambda _: pipeline
-    )
+    engine = LinkEngine(pipeline, PlainTokenizer(), config, source=source)
     return engine.decode(prompt), pipeline
 
 

@@ -102,7 +102,7 @@ def schedules_unlike_plain(cluster, part, whole, head, module):
     """Schedules with an output on the ranks unlike the baseline's in one process."""
     special = {"autoregressive": None, "spd": module, "ppsd": make_exit(whole, num_stages=2)}
     unlike, texts = [], {}
-    names = [name for name, kind in SCHEDULES.items() if not kind.needs_link]
+    names = [name for name, kind in SCHEDULES.items() if kind.engine == "pipeline"]
     turned = [(name, (i + j) % 2) for i, name in enumerate(names) for j in (0, 1)]
     for number, (name, temperature) in enumerate(half_of(turned)):
         own = {"tree": SMALL} if hasattr(SCHEDULES[name], "tree") else {}

@@ -13,6 +13,7 @@ from decode_runs import PlainTokenizer
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import SessionLimits, wire
+from pipedraft.inference.edge.engine import LinkEngine
 from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
 from pipedraft.inference.edge.server import Server
 from pipedraft.inference.edge.session_messages import (
@@ -25,7 +26,6 @@ from pipedraft.inference.edge.session_messages import (
     prefix_hash,
 )
 from pipedraft.inference.edge.stream import Access, Connection
-from pipedraft.inference.engine import Engine
 from pipedraft.models.language_model import LanguageModelDraft
 
 LIMIT_S = 300
@@ -129,9 +129,7 @@ async def decode(
                 warn=[].append if warnings is None else warnings.append,
             )
             network = None if draft is None else draft.network
-            engine = Engine(
-                pipeline.target, PlainTokenizer(), config, network, connect=lambda _: pipeline
-            )
+            engine = LinkEngine(pipeline, PlainTokenizer(), config, network)
             result = engine.decode(prompt, prompt_index=prompt_index, on_token=tell)
             return SimpleNamespace(
                 result=result,

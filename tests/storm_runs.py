@@ -8,12 +8,12 @@ from decode_runs import PlainTokenizer
 from link_runs import TIMES, config_for
 
 from pipedraft.inference.edge import SessionLimits, remote, stream
+from pipedraft.inference.edge.engine import LinkEngine
 from pipedraft.inference.edge.remote import RemotePipeline
 from pipedraft.inference.edge.session_messages import REPLIES, REQUESTS, Description
 from pipedraft.inference.edge.session_table import SessionTable
 from pipedraft.inference.edge.stream import Access
 from pipedraft.inference.edge.target_session import run_together
-from pipedraft.inference.engine import Engine
 
 
 class Storm:
@@ -41,13 +41,7 @@ class Storm:
                 patch.setattr(module, "time", clock)
             patch.setattr(remote, "SessionStream", Line)
             patch.setattr(stream, "random", self.rng)
-            engine = Engine(
-                self.pipeline.target,
-                PlainTokenizer(),
-                config,
-                source=source,
-                connect=lambda _: self.pipeline,
-            )
+            engine = LinkEngine(self.pipeline, PlainTokenizer(), config, source=source)
             return engine.decode(prompt)
 
     def describe(self):

@@ -19,7 +19,7 @@ from tiny_drafts import make_head
 
 from pipedraft.inference.auto_tree import SHAPES, ShapeMeter
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Session
+from pipedraft.inference.session import Session
 from pipedraft.inference.shapes import TreeShape
 
 AUTO = {"schedule": "eagle", "tree": TreeShape.parse("auto")}

@@ -101,7 +101,7 @@ def test_the_rows_of_a_prompt_have_the_same_bits_in_processes(target):
         for is_on in (True, False):
             options = {"num_stages": 4, "max_new_tokens": TOKENS, "bitwise": is_on}
             engine = engine_for(target, schedule="autoregressive", connect=connect, **options)
-            engine.pipeline.open(engine.config, 0)
+            engine.open_pipeline(0)
             verifier = RULES["match"](0.0, KeyedRandom(0, 0), filters=TokenFilters())
             _, taps = engine.pipeline.prefill(torch.arange(200), (4,), verifier)
             found.append(taps[4])
@@ -195,7 +195,7 @@ def test_every_bitwise_product_has_one_row_count(target, monkeypatch):
     decode(target, PROMPT, [], SPD_WAYS[1], bitwise=True)
     assert counts == {ROWS, len(PROMPT)}  # every pipeline runs a prompt alike
     engine = engine_for(target, schedule="autoregressive", bitwise=True, num_stages=4)
-    engine.pipeline.open(engine.config, 0)
+    engine.open_pipeline(0)
     stage = engine.pipeline.target.stages[0]
     assert stage.is_bitwise and not can_run_together(stage)
 

@@ -129,7 +129,7 @@ def product() -> Iterator[Any]:
     """Pair every head with each of its schedules, on every link, greedy and sampled."""
     pairs = 0
     for name, kind in SCHEDULES.items():
-        for head in HEADS if kind.grows and not kind.needs_link else ():
+        for head in HEADS if kind.grows and kind.engine == "pipeline" else ():
             if kind.grows != "layers" and head in GROWS_LAYERS:
                 continue
             settings = {"tree": SMALL} if hasattr(kind, "tree") else {}

@@ -11,7 +11,7 @@ from conftest import REPOSITORY
 
 from pipedraft.inference.edge.channel import PRESETS, load_link
 from pipedraft.inference.edge.draft_length import Geometric
-from pipedraft.inference.schedules.stop_and_wait import FlexSpecSchedule, StopAndWait
+from pipedraft.inference.edge.schedules.stop_and_wait import FlexSpecSchedule, StopAndWait
 
 TOKENS = 1000
 

@@ -28,14 +28,15 @@ from pipedraft.eval.edge_methods import TIMES as METHOD_TIMES
 from pipedraft.eval.metrics import decode_seconds
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.channel import Link, LinkEstimate
+from pipedraft.inference.edge.engine import LinkEngine
 from pipedraft.inference.edge.link import LinkPipeline, Times
 from pipedraft.inference.edge.linked import Estimates, RemoteTarget
+from pipedraft.inference.edge.schedules.picospec import PicoSpec
+from pipedraft.inference.edge.schedules.stop_and_wait import StopAndWait
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.eagle import EagleSchedule
-from pipedraft.inference.schedules.picospec import PicoSpec
-from pipedraft.inference.schedules.stop_and_wait import StopAndWait
 from pipedraft.models.language_model import LanguageModelDraft
 
 LOSSLESS = [name for name, method in METHODS.items() if not method.caveat]
@@ -374,10 +375,8 @@ def test_steps_are_the_passes_over_the_target():
 
 
 def link_engine(config, source):
-    def connect(target):
-        return LinkPipeline(target, TableTarget(torch.zeros(4, 4)), LINK, TIMES)
-
-    return Engine(RemoteTarget(), None, config, source=source, connect=connect)
+    pipeline = LinkPipeline(RemoteTarget(), TableTarget(torch.zeros(4, 4)), LINK, TIMES)
+    return LinkEngine(pipeline, None, config, source=source)
 
 
 def test_a_draft_that_reads_the_target_is_refused():

@@ -24,8 +24,8 @@ from several_runs import decode_several
 from tiny_drafts import make_head
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.engine import Session
 from pipedraft.inference.meter import PARTS, BatchMeter, DraftMeter
+from pipedraft.inference.session import Session
 
 OTHERS = [{"schedule": "spd"}, {"schedule": "pipeinfer"}]
 

@@ -15,11 +15,11 @@ from serve_runs import TOKENIZER, decode, hold_passes, in_loop, lm_draft, make_t
 from pipedraft.eval import edge_methods as methods
 from pipedraft.inference import command
 from pipedraft.inference.__main__ import print_figures
-from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import stream
 from pipedraft.inference.edge.channel import Link, LinkEstimate, LinkState, Traffic
 from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.remote import TRIAL_TOKENS, RemotePipeline
+from pipedraft.inference.edge.session_messages import Settings
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.language_model import LanguageModelDraft
@@ -236,7 +236,7 @@ class Clock(RemotePipeline):
     def opened(cls, draft_s):
         """Open with 0.1 s passes."""
         pipeline = cls(SimpleNamespace())
-        pipeline.open(DecodeConfig.of("flexspec", num_stages=1), 0)
+        pipeline.open_link(Settings(), streams=False)
         link = LinkState(up_bytes_per_s=1e9, down_bytes_per_s=1e9, round_trip_s=0.01)
         pipeline.estimates = Estimates(
             draft_s=draft_s, verify_s=0.1, verify_row_s=0.0, link=LinkEstimate(link)

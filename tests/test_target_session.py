@@ -24,6 +24,7 @@ from storm_runs import Storm
 
 from pipedraft.inference.edge.channel import LinkEstimate
 from pipedraft.inference.edge.draft_length import Estimates
+from pipedraft.inference.edge.engine import LinkEngine
 from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget
 from pipedraft.inference.edge.session_messages import (
     REPLIES,
@@ -42,7 +43,6 @@ from pipedraft.inference.edge.session_messages import (
     prefix_hash,
 )
 from pipedraft.inference.edge.target_session import SessionRefused, SharedTarget, TargetSession
-from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.codec import MAGIC, PREFIX
 from pipedraft.inference.rules.random import Token
 from pipedraft.inference.rules.sampled import Top
@@ -265,9 +265,7 @@ class Scripted(LinkedPipeline):
 
     def decode(self, source, prompt, **options):
         config = config_for(source, **options)
-        engine = Engine(
-            self.target, PlainTokenizer(), config, source=source, connect=lambda _: self
-        )
+        engine = LinkEngine(self, PlainTokenizer(), config, source=source)
         return engine.decode(prompt)
 
 

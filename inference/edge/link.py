@@ -14,12 +14,11 @@ from functools import partial
 import numpy as np
 
 from ...cli import check_ranges
-from ..config import DecodeConfig
 from . import session_messages as messages
 from .channel import Channel, Direction, Link, LinkEstimate, LinkState
 from .draft_length import Estimates
 from .linked import LinkedPipeline, RemoteTarget
-from .session_messages import REPLIES, REQUESTS, Open, Reply, Request
+from .session_messages import REPLIES, REQUESTS, Open, Reply, Request, Settings
 from .target_session import SharedTarget, TargetSession
 
 
@@ -116,8 +115,8 @@ class LinkPipeline(LinkedPipeline):
 
     # -- time -------------------------------------------------------------------------------
 
-    def open(self, config: DecodeConfig, prompt_index: int) -> None:
-        super().open(config, prompt_index)
+    def open_link(self, settings: Settings, *, streams: bool) -> None:
+        super().open_link(settings, streams=streams)
         self._now_s = 0.0
 
     def now(self) -> float:

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -23,7 +23,6 @@ from ...models.target import KeepRows, Segment
 from ..pipelines import Ahead, Pipeline, Returned
 from ..rules.random import Logits, Token, Top
 from ..rules.sampled import DraftToken, Payload, RejectionVerifier, Verifier
-from ..schedules.stop_and_wait import LinkSchedule
 from ..timeline import Timeline
 from ..verdict import Verdict
 from . import session_messages as messages
@@ -31,7 +30,6 @@ from .draft_length import Estimates
 from .session_messages import Reject, Reply, Request, Result, Verify
 
 if TYPE_CHECKING:
-    from ..config import DecodeConfig
     from ..sources.base import DraftSource
     from ..tree import TokenTree
 
@@ -100,7 +98,6 @@ class LinkedPipeline(Pipeline):
     for one reply.
     """
 
-    is_link: ClassVar[bool] = True
     estimates: Estimates
     """Estimates for the current sequence."""
 
@@ -132,24 +129,15 @@ class LinkedPipeline(Pipeline):
 
     # -- a sequence -------------------------------------------------------------------------
 
-    def open(self, config: DecodeConfig, prompt_index: int) -> None:
-        schedule = config.schedule
-        assert not schedule.needs_link or isinstance(schedule, LinkSchedule)
-        self.settings = messages.Settings(
-            rule=config.rule,
-            temperature=config.temperature,
-            seed=config.seed,
-            prompt=prompt_index,
-            filters=config.filters,
-            payload_tokens=config.payload_tokens,
-            tail_samples=config.tail_samples,
-            # The next batch is drafted already: a bonus token would make it stale.
-            has_bonus=not isinstance(schedule, LinkSchedule) or not schedule.drafts_on,
-            pre_verifies=isinstance(schedule, LinkSchedule) and schedule.early,
-            max_new_tokens=config.max_new_tokens,
-        )
+    def open_link(self, settings: messages.Settings, *, streams: bool) -> None:
+        """Begin a sequence. Its ``prefill`` must follow.
+
+        Args:
+            streams: True if the target decodes alone.
+        """
+        self.settings = settings
         self.fallback = ""
-        self._streams = schedule.grows is None
+        self._streams = streams
         self._message_bytes: dict[str, int] | None = None
         self._restart()
 

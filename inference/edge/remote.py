@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import DecodeConfig
 from ..meter import HICCUP
 from ..pipelines import Ahead
 from ..rules.sampled import Payload, Verifier
@@ -29,7 +28,7 @@ from .linked import (
     LinkVerdict,
     RemoteTarget,
 )
-from .session_messages import Close, Description, Request
+from .session_messages import Close, Description, Request, Settings
 from .stream import Connection, SessionLost, SessionStream
 
 if TYPE_CHECKING:
@@ -111,10 +110,10 @@ class RemotePipeline(LinkedPipeline):
         self._stream: SessionStream | None = None
         self._lost: SessionLost | None = None
 
-    def open(self, config: DecodeConfig, prompt_index: int) -> None:
-        super().open(config, prompt_index)
+    def open_link(self, settings: Settings, *, streams: bool) -> None:
+        super().open_link(settings, streams=streams)
         self.num_reopened, self._num_prompt = 0, 0
-        self._max_new_tokens = config.max_new_tokens
+        self._max_new_tokens = settings.max_new_tokens
         self._first_about: Description | None = None
         self._times_s: list[float] = []
         """Time when each token after the first was verified."""

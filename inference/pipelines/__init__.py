@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from ..rules.sampled import Verifier
 from ..verdict import Verdict
 
 if TYPE_CHECKING:
-    from ..config import DecodeConfig
     from ..timeline import Timeline
     from ..tree import TokenTree
 
@@ -49,8 +48,6 @@ class Ahead:
 class Pipeline(ABC):
     """All stages of a target. Each ``tick`` runs one pipeline step."""
 
-    is_link: ClassVar[bool] = False
-    """True if the target is behind a network: results arrive at any time, without hidden states."""
     knows_root: bool = False
     """True if the target side sampled a fresh tree's root, so it need not be sent."""
     timeline: Timeline
@@ -59,7 +56,7 @@ class Pipeline(ABC):
     first_logits: Tensor | None = None
     """Logits [V] after the prompt, if retained."""
 
-    def open(self, config: DecodeConfig, prompt_index: int) -> None:  # noqa: B027 (may stay empty)
+    def open(self, max_new_tokens: int, *, bitwise: bool = False) -> None:  # noqa: B027 (may stay empty)
         """Begin a sequence. Its ``prefill`` must follow."""
 
     def demand(self, mask: EndMask, *, keeps_logits: bool) -> None:
@@ -126,7 +123,7 @@ class Pipeline(ABC):
         """Record ``num_tokens`` drafted since the time ``started_s`` (by ``now``)."""
 
     def close(self) -> int | None:
-        """End the sequence. A link returns its target passes after the prompt, others None."""
+        """End the sequence. Return its target passes after the prompt, or None to count steps."""
         return None
 
     def abandon(self) -> None:  # noqa: B027 (may stay empty)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
 from ...models.together import can_run_together, forward_together
-from ..config import DecodeConfig
 from ..demands import EndMask
 from ..rules.sampled import Verifier
 from ..timeline import Timeline
@@ -44,9 +43,9 @@ class LocalPipeline(Pipeline):
     def num_stages(self) -> int:
         return self.target.num_stages
 
-    def open(self, config: DecodeConfig, prompt_index: int) -> None:
-        self._num_expected = config.max_new_tokens
-        self.target.set_bitwise(config.bitwise)
+    def open(self, max_new_tokens: int, *, bitwise: bool = False) -> None:
+        self._num_expected = max_new_tokens
+        self.target.set_bitwise(bitwise)
 
     def demand(self, mask: EndMask, *, keeps_logits: bool) -> None:
         self._mask, self._keeps_logits, self.first_logits = mask, keeps_logits, None

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...files import Values
 from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
-from ..config import DecodeConfig
 from ..ranks.codec import (
     AnyMessage,
     Cancel,
@@ -118,9 +117,9 @@ class ProcessPipeline(Pipeline):
     def num_stages(self) -> int:
         return self.target.num_stages
 
-    def open(self, config: DecodeConfig, prompt_index: int) -> None:
-        self._is_bitwise = config.bitwise
-        self.target.set_bitwise(config.bitwise)  # refuses a target here, not in another process
+    def open(self, max_new_tokens: int, *, bitwise: bool = False) -> None:
+        self._is_bitwise = bitwise
+        self.target.set_bitwise(bitwise)  # refuses a target here, not in another process
 
     # -- prompt -----------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from ...models.stage_calls import MAX_ROWS
 from ...models.target import Segment, StagedTarget
 from ..batch_clock import BatchClock, SequenceClock
 from ..clock import CostModel, VirtualClock
-from ..config import DecodeConfig
 from ..ranks.codec import Leave, Part, Together
 from ..ranks.links import Local
 from ..rules.sampled import Verifier
@@ -58,9 +57,9 @@ class SharedPipeline(Pipeline):
         self._wait, self._counts_alone = sharing.wait, sharing.counts_alone
         self._num_expected = 0
 
-    def open(self, config: DecodeConfig, prompt_index: int) -> None:
-        super().open(config, prompt_index)
-        self._num_expected = config.max_new_tokens
+    def open(self, max_new_tokens: int, *, bitwise: bool = False) -> None:
+        super().open(max_new_tokens, bitwise=bitwise)
+        self._num_expected = max_new_tokens
         self.prompt_rows = self.target.prompt_rows or self.prompt_rows
 
     def make_clock(

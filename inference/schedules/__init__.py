@@ -1,19 +1,21 @@
 """Schedules decide when to draft and inject tokens. Each has a file and calls ``Session``."""
 
+from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 
 from .base import Schedule
 
 
-def _find_schedules() -> dict[str, type[Schedule]]:
-    """Import the files in this folder and return every schedule by name."""
+def find_schedules(package: str, folders: Iterable[str]) -> dict[str, type[Schedule]]:
+    """Import a package's files and return their schedules by name."""
     found: dict[str, type[Schedule]] = {}
-    for file in iter_modules(__path__):
-        for kind in vars(import_module(f"{__name__}.{file.name}")).values():
+    for file in iter_modules(folders):
+        for kind in vars(import_module(f"{package}.{file.name}")).values():
             if isinstance(kind, type) and issubclass(kind, Schedule) and "name" in vars(kind):
                 found[kind.name] = kind
     return found
 
 
-SCHEDULES = _find_schedules()
+SCHEDULES = find_schedules(__name__, __path__)
+"""Schedule by name. A folder with schedules of its own, such as ``edge``, adds them."""

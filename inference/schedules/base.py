@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from ...cli import check_ranges
 from ..rules import RuleName
-from ..shapes import MOST_ROWS, Budget, TreeShape
+from ..shapes import MOST_ROWS, Budget, Growth, TreeShape
 
 if TYPE_CHECKING:
-    from ..engine import Session
+    from ..session import Session
 
-Growth = Literal["layers", "trees", "micro_batches"]
-"""Method a schedule calls to extend the token tree."""
 USUAL_RANGE = "[1, 1024]"
 """Range for a schedule's numbers. No draft uses more rows, and larger drafts would not finish."""
 
@@ -26,8 +24,12 @@ class Schedule(ABC):
     name: ClassVar[str]
     grows: ClassVar[Growth | None] = None
     """Growth verb required from the draft source, or None if the schedule uses no draft."""
-    needs_link: ClassVar[bool] = False
-    """True for a target behind a network. Decisions then depend on time and batches in flight."""
+    engine: ClassVar[str] = "pipeline"
+    """Kind of engine that runs the schedule: its ``kind``."""
+    elsewhere: ClassVar[str] = ""
+    """Where the schedule runs, for an error, if most engines do not run it."""
+    can_pause: ClassVar[bool] = True
+    """False if ``never_slower`` cannot pause the draft."""
     verifies_whole: ClassVar[bool] = False
     """True if a round drafts a complete tree and verifies it only after all segments return."""
     own_rule: ClassVar[RuleName | None] = None

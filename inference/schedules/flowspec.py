@@ -9,7 +9,7 @@ from ..shapes import Budget
 from .pruned_pp import PrunedPP
 
 if TYPE_CHECKING:
-    from ..engine import Session
+    from ..session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..shapes import MOST_ROWS, Budget
-from .base import Growth, Schedule
+from ..shapes import MOST_ROWS, Budget, Growth
+from .base import Schedule
 from .flowspec import beside_step
 from .spd import draft_beside_step
 
 if TYPE_CHECKING:
-    from ..engine import Session
+    from ..session import Session
 
 MAX_FORWARDS = 7
 """Maximum draft forwards per step, as many as EAGLE-2's tree takes."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..shapes import MOST_ROWS, Budget
-from .base import Growth, Schedule
+from ..shapes import MOST_ROWS, Budget, Growth
+from .base import Schedule
 
 if TYPE_CHECKING:
-    from ..engine import Session
+    from ..session import Session
     from ..sources.base import DraftSampling, DraftSource, Features
     from ..tree import TokenTree
 

@@ -9,7 +9,7 @@ from ..shapes import Budget
 from .base import LayerSchedule
 
 if TYPE_CHECKING:
-    from ..engine import Session
+    from ..session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

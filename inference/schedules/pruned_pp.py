@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from .base import SegmentSchedule
 
 if TYPE_CHECKING:
-    from ..engine import Session
+    from ..session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

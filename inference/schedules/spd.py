@@ -10,7 +10,7 @@ from .base import LayerSchedule
 from .ppsd import draft_after_step
 
 if TYPE_CHECKING:
-    from ..engine import Session
+    from ..session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

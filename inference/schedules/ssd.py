@@ -7,10 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import Growth, Schedule
+from ..shapes import Growth
+from .base import Schedule
 
 if TYPE_CHECKING:
-    from ..engine import Session
+    from ..session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...models.target import KeepRows
 from ..rules.sampled import Verifier
-from ..schedules.base import Growth
-from ..shapes import RowCosts, TreeShape, rows_that_pay
+from ..shapes import Growth, RowCosts, TreeShape, rows_that_pay
 from ..tree import TokenTree
 
 Features: TypeAlias = Mapping[int, Tensor]

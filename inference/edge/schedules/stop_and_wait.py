@@ -7,15 +7,17 @@ the target's whole distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
-from ..edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
-from ..rules import RuleName
-from .base import Growth, Schedule
+from ...rules import RuleName
+from ...schedules.base import Schedule
+from ...shapes import Growth
+from ..draft_length import DraftLengthPolicy, Estimates, parse_policy
 
 if TYPE_CHECKING:
-    from ..edge.linked import LinkedPipeline
-    from ..engine import Session
+    from ...session import Session
+    from ..linked import LinkedPipeline
+    from ..session import LinkSession
 
 MAX_BATCH = 256
 """Draft tokens per message."""
@@ -26,7 +28,11 @@ class LinkSchedule(Schedule):
     """Base for schedules across links, which send batches and get one result for each batch."""
 
     grows: ClassVar[Growth | None] = "layers"
-    needs_link: ClassVar[bool] = True
+    engine: ClassVar[str] = "link"
+    elsewhere: ClassVar[str] = (
+        "decodes across a link; give --server HOST:PORT, use eval edge, or choose another schedule"
+    )
+    can_pause: ClassVar[bool] = False
     own_rule: ClassVar[RuleName | None] = "match"
 
     policy: str = "geometric"
@@ -77,6 +83,9 @@ class LinkSchedule(Schedule):
     # -- the loop ---------------------------------------------------------------------------
 
     def run(self, session: Session) -> None:
+        self.decode(cast("LinkSession", session))
+
+    def decode(self, session: LinkSession) -> None:
         link = session.link
         last = int(session.drafter.draft_ids.max())
         if last >= link.target.vocab_size:
@@ -103,7 +112,7 @@ class LinkSchedule(Schedule):
         if not session.done:
             session.stream()
 
-    def _take(self, session: Session, policy: DraftLengthPolicy) -> None:
+    def _take(self, session: LinkSession, policy: DraftLengthPolicy) -> None:
         """Wait for a verification result and apply it."""
         verdict = session.link.tick()
         # Before the next batch begins, so its length uses the newest results.
@@ -111,11 +120,11 @@ class LinkSchedule(Schedule):
             policy.observe(size, num_accepted)
         session.resolve(verdict)
 
-    def _may_draft(self, session: Session) -> bool:
+    def _may_draft(self, session: LinkSession) -> bool:
         # Tokens after a drafted end of text can never be emitted.
         return (self.drafts_on or not session.link.flights) and not session.end_is_drafted
 
-    def _begin_batch(self, session: Session, policy: DraftLengthPolicy) -> None:
+    def _begin_batch(self, session: LinkSession, policy: DraftLengthPolicy) -> None:
         link, tree = session.link, session.tree
         cost = link.estimates.round_cost(
             link.round_bytes(),
@@ -128,7 +137,7 @@ class LinkSchedule(Schedule):
         size = self.batch_size(min(policy.choose(cost), MAX_BATCH), link.num_batches)
         link.begin_batch(size, tree.position(len(tree) - 1) + 1)
 
-    def _is_complete(self, session: Session) -> bool:
+    def _is_complete(self, session: LinkSession) -> bool:
         link, batch = session.link, session.link.batch
         if batch is None or not batch.num_drafted:
             return False
@@ -139,7 +148,7 @@ class LinkSchedule(Schedule):
         assert link.batch is not None
         return self.max_window or link.estimates.window(link.batch.size)
 
-    def _is_worth_sending(self, session: Session) -> bool:
+    def _is_worth_sending(self, session: LinkSession) -> bool:
         """Return True if an early pass over the known rows would end before the batch is complete.
 
         Draft tokens are sent at the last useful moment, so one pass covers as many as possible.

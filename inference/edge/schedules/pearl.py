@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..edge.draft_length import DraftLengthPolicy, Estimates, parse_policy
-from .base import Schedule
+from ...schedules.base import Schedule
+from ..draft_length import DraftLengthPolicy, Estimates, parse_policy
 from .stop_and_wait import LinkSchedule
 
 
