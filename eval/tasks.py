@@ -18,7 +18,7 @@ from ..cli import nearest
 from ..data_recipes.config import Source
 from ..data_recipes.sources import read_source
 from ..files import Values
-from .scores import find_number
+from .answer import find_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

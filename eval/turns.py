@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..inference.batch import BatchEngine, Handle
 from ..inference.result import DecodeResult
-from .scores import Score
+from .answer import Score
 from .tasks import Prompt, encode_turn
 from .traces import TraceFile, turn_key
 

@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from pipedraft.eval.scores import _boxes, find_number
+from pipedraft.eval.answer import _boxes, find_number
 
 NUMBERS = {
     # "####" first, wherever it is.

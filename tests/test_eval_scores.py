@@ -19,11 +19,11 @@ from eval_runs import (
 from msgspec import UNSET
 from scipy.stats import binomtest
 
+from pipedraft.eval.answer import score_answer
 from pipedraft.eval.intervals import wilson_interval
 from pipedraft.eval.metrics import OVERALL
 from pipedraft.eval.report import format_report
 from pipedraft.eval.run import EvalMethod, Evaluation
-from pipedraft.eval.scores import score_answer
 from pipedraft.eval.screen import screen_table
 from pipedraft.eval.tasks import load_task, load_tasks
 from pipedraft.inference.config import DecodeConfig
