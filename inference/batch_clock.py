@@ -12,16 +12,14 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .clock import CostModel, VirtualClock
 from .shapes import LONGEST, SHARPNESS, RowCosts
 
 if TYPE_CHECKING:
-    from .pipelines.shared import SharedPipeline
     from .tree import TokenTree
     from .verdict import Verdict
-
 
 MEMORY = 0.99
 """Factor applied to older measurements' weight at every step."""
@@ -35,6 +33,17 @@ rejected."""
 SHARPEST = 4.0
 SWITCH = 1.02
 """Minimum ratio (new rate / old rate) to change the number of drafting sequences."""
+
+
+class Sharer(Protocol):
+    """A sequence's pipeline that takes part in shared steps."""
+
+    is_prefilling: bool
+    next_rows: list[int]
+    """Rows each stage will process in the next step."""
+    num_emitted: int
+    num_waiting_forwards: int
+    """Draft forwards since the last step, made while the sequence's rows wait."""
 
 
 class BatchClock:
@@ -52,7 +61,7 @@ class BatchClock:
         self.num_steps = 0
         self.num_tokens = 0
         """Tokens emitted by all sequences, without each sequence's first."""
-        self.live: list[SharedPipeline] = []
+        self.live: list[Sharer] = []
         """Decoding sequences, without sequences still in prefill."""
         self._stages = VirtualClock(cost, boundaries, draft_forward)
         self._rows = [0] * self._stages.num_stages
@@ -63,11 +72,11 @@ class BatchClock:
         self._unpriced: list[list[float]] = []
         self._tokens = self._steps = 0.0
         """Tokens emitted and steps taken by drafting sequences, weighted toward the latest ones."""
-        self._before: deque[frozenset[SharedPipeline]] = deque(maxlen=self.num_stages)
+        self._before: deque[frozenset[Sharer]] = deque(maxlen=self.num_stages)
         """Sequences that drafted in each of the last n steps. Draft tokens return after n steps."""
         self._per_step = 1.0
         """Rows per stage for one drafting sequence."""
-        self.drafting: frozenset[SharedPipeline] = frozenset()
+        self.drafting: frozenset[Sharer] = frozenset()
         """Sequences allowed to draft with automatic budgets."""
         self._sharpness = SHARPNESS
 
@@ -87,7 +96,7 @@ class BatchClock:
 
     # -- what happens -----------------------------------------------------------------------
 
-    def begin_step(self, pipelines: Iterable[SharedPipeline]) -> None:
+    def begin_step(self, pipelines: Iterable[Sharer]) -> None:
         """Add the last step's time to T, and open a new step for these sequences."""
         self.settle()
         taking_part = list(pipelines)
@@ -109,7 +118,7 @@ class BatchClock:
         if num_forwards:
             (self._beside if beside else self._after).append(num_forwards)
 
-    def emitted(self, pipeline: SharedPipeline, times: list[float], *, is_first: bool) -> None:
+    def emitted(self, pipeline: Sharer, times: list[float], *, is_first: bool) -> None:
         """Count an emitted token. When the open step ends, its end time is added to ``times``."""
         # The prefill gives this token without a pipeline step, so no rate may contain it.
         self.num_tokens += not is_first
@@ -135,7 +144,7 @@ class BatchClock:
         """
         return round(4 * self._sharpness) / 4
 
-    def leave(self, pipeline: SharedPipeline) -> None:
+    def leave(self, pipeline: Sharer) -> None:
         """Remove an ended sequence, so nothing here retains its caches."""
         self.live = [other for other in self.live if other is not pipeline]
         self.drafting -= {pipeline}
@@ -168,7 +177,7 @@ class BatchClock:
 
     # -- how much to speculate --------------------------------------------------------------
 
-    def drafts_pay(self, pipeline: SharedPipeline) -> bool:
+    def drafts_pay(self, pipeline: Sharer) -> bool:
         """Return True if a sequence may draft now, False if it decodes autoregressively."""
         return pipeline in self.drafting or pipeline not in self.live
 
@@ -226,7 +235,7 @@ class SequenceClock(VirtualClock):
     def __init__(
         self,
         batch: BatchClock,
-        pipeline: SharedPipeline,
+        pipeline: Sharer,
         cost: CostModel,
         boundaries: Sequence[int],
         draft_forward: float,
