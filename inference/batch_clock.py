@@ -38,7 +38,6 @@ SWITCH = 1.02
 class Sharer(Protocol):
     """A sequence's pipeline that takes part in shared steps."""
 
-    is_prefilling: bool
     next_rows: list[int]
     """Rows each stage will process in the next step."""
     num_emitted: int
