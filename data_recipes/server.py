@@ -161,10 +161,6 @@ class ChatServer:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    async def complete(self, body: Values) -> Values:
-        """Request one chat completion, with the attempts and errors of ``retried``."""
-        return await self.retried(lambda _: self._send("POST", "/chat/completions", body))
-
     async def post(self, path: str, body: Values) -> Any:
         """Request another path in one attempt. "/../NAME" is beside the API's address."""
         return await self._send("POST", path, body)

@@ -146,6 +146,10 @@ class Heard:
         return any(len({answer.text for answer in answers}) > 1 for answers in self.sampled)
 
 
+class Refused(Exception):
+    """Raised if a server refuses a request for good, for example an unknown value."""
+
+
 class Endpoint:
     """Client for one of the two servers.
 
@@ -176,14 +180,20 @@ class Endpoint:
 
         async def complete(attempt: int) -> Answer:
             asked = {"logprobs": True, "top_logprobs": self.num_top} if self.num_top else {}
-            return read_answer(await self.client.complete(body | asked))
+            try:
+                payload = await self.client.post("/chat/completions", body | asked)
+            except RowFailed as error:
+                raise Refused(str(error)) from error
+            return read_answer(payload)
 
         async with self._free:
             while True:
                 had = self.num_top
                 try:
                     return await self.client.retried(complete)
-                except RowFailed as error:
+                except RowFailed as error:  # no attempt has succeeded
+                    raise Failure(f"{self.name}: {error}") from error
+                except Refused as error:
                     if not had:
                         raise Failure(f"{self.name}: {error}") from error
                 # Requests run at the same time: only the first refusal of a number lowers it.

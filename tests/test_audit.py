@@ -15,6 +15,7 @@ import pytest
 from command_runs import assert_one_line, call
 from conftest import write_rows
 
+from pipedraft.data_recipes.answers import RowFailed
 from pipedraft.data_recipes.server import ChatServer, TryAgain
 from pipedraft.eval.audit_answers import Answer, read_answer
 from pipedraft.eval.audit_result import first_difference
@@ -76,14 +77,16 @@ def complete(body, fault):
 @pytest.fixture
 def audit(tmp_path, monkeypatch, capsys):
     def run(fault, *words):
-        async def answer(self, body):
+        async def answer(self, path, body):
+            if path != "/chat/completions":
+                raise RowFailed("HTTP 404")
             models.add(body["model"])
             seeds.update([body["seed"]] if "seed" in body else [])
             is_audited = self.address.endswith(":1")
             return complete(body, fault if is_audited else "")
 
         if fault is not None:
-            monkeypatch.setattr(ChatServer, "complete", answer)
+            monkeypatch.setattr(ChatServer, "post", answer)
         prompts = write_rows(tmp_path / "own.jsonl", *({"prompt": "x" * n} for n in range(1, 5)))
         fixed = ["--benchmarks", prompts, "--model", "m", "--samples", "100"]
         fixed += ["--max-new-tokens", "12", "--out", str(tmp_path / "audit")]
