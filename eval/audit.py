@@ -118,6 +118,7 @@ def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
             yield found[0], "baseline"
         finally:
             server.terminate()
+            server.communicate()  # its last line, too, needs a reader
 
 
 # -- the audit ------------------------------------------------------------------------------

@@ -49,7 +49,12 @@ def spell(names: Sequence[str], text: str) -> list[str] | None:
         # A server may strip the text's spaces.
         is_space = place in (0, len(text)) and text.startswith(name.strip(), place)
         if not (is_found or is_space):
-            return None
+            if not SPECIAL.fullmatch(name):
+                return None
+            # Servers leave special tokens out of the text.
+            tokens += [""] * num_waiting + [name]
+            num_waiting = 0
+            continue
         if num_waiting:
             tokens += [""] * (num_waiting - 1) + [text[place:at]]
         num_waiting, place = 0, (at + len(name) if is_found else place + len(name.strip()))
@@ -72,6 +77,8 @@ class Answer:
     """Tokens' texts, from the log-probabilities; empty if a server returns none."""
     logprobs: list[dict[str, float]] = field(default_factory=list)
     """Log-probabilities per position: the chosen token and the best others."""
+    fewest_listed: int | None = None
+    """Shortest ``top_logprobs``; None: there are none."""
     is_spelled: bool = True
     """False if the log-probabilities name tokens in a form that does not spell the text."""
     has_thinking: bool = False
@@ -109,8 +116,13 @@ def read_answer(payload: Values) -> Answer:
     tokens: list[str] | None = names
     respell = SPELLINGS[0]
     if text and names and not reasoning:  # marks of thinking, and calls, are not in the text
+        tokens = None
         for respell in SPELLINGS:
-            if (tokens := spell([*map(respell, names)], text)) is not None:
+            texts = [*map(respell, names)]
+            # A name in another form may become nothing at all.
+            if all(texts) or respell is SPELLINGS[0]:
+                tokens = spell(texts, text)
+            if tokens is not None:
                 break
     return Answer(
         text=reasoning + text,
@@ -120,6 +132,7 @@ def read_answer(payload: Values) -> Answer:
         logprobs=[
             {respell(name): x for name, x in sorted(pairs, key=itemgetter(1))} for pairs in listed
         ],
+        fewest_listed=min((len(pairs) - 1 for pairs in listed), default=None),
         is_spelled=tokens is not None,
         has_thinking=bool(reasoning),
     )
@@ -238,9 +251,8 @@ class Endpoint:
             found.append("names tokens in a form that does not spell its text")
         elif missing := sum(not answer.names_tokens for answer in answers):
             return [*found, f"ignores logprobs: {missing} of {len(answers)} answers have none"]
-        places = [known for answer in answers for known in answer.logprobs]
-        # The chosen token may be one of the listed ones or not.
-        fewest = min(map(len, places), default=self.num_top)
+        listed = [one.fewest_listed for one in answers if one.fewest_listed is not None]
+        fewest = min(listed, default=self.num_top)
         if fewest < self.num_top:
             found.append(f"lists {fewest} tokens where top_logprobs {self.num_top} was asked for")
         chosen = [

@@ -125,6 +125,7 @@ def test_a_biased_sampler_is_found_whatever_it_does_with_seeds(audit):
         (["a", "\ufffd", "\ufffd", " b"], "a\u00e9 b", ["a", "", "\u00e9", " b"]),  # ours
         (["a", "", "\u00e9", " b"], "a\u00e9 b", ["a", "", "\u00e9", " b"]),  # vLLM's
         (["a", "\ufffd"], "a", ["a", ""]),  # cut inside a character
+        (["a", "<file_sep>", " b"], "a b", ["a", "<file_sep>", " b"]),  # not in the text
         (["\u0120a"], " a", None),
         (["a"], "a b", None),
         (["a", "x"], "a b", None),
@@ -143,6 +144,7 @@ def test_raw_names_are_read_as_text():
     assert read(["I", "\u0120am", "\u010a"], "I am\n").tokens == ["I", " am", "\n"]
     assert read(["\u2581I", "\u2581am"], "I am").tokens == [" I", " am"]
     assert read(["\u0120am"], " am").logprobs == [{" am": -1.0}]
+    assert not read([" the", "x"], "the y").is_spelled  # no raw names either
     bad = read(["x", "y"], "I am")
     assert not bad.is_spelled and not bad.tokens and bad.parts(False) == ["I", " am"]
 
