@@ -9,7 +9,7 @@ baseline's most likely token everywhere, apart from ties.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..data_recipes.answers import RowFailed, TargetLost
@@ -76,6 +76,8 @@ class NotOffered(Exception):
     """Raised if a server does not offer a way to judge an answer."""
 
 
+WRONG = (NotOffered, TryAgain, RowFailed, TargetLost, KeyError, IndexError, TypeError, ValueError)
+"""A refusal, or an answer in another form. A server may ignore a field that it does not know."""
 Way = Callable[[Prompt, Answer, int], Awaitable[list[Place]]]
 
 
@@ -94,14 +96,11 @@ class ServerJudge:
         self._names: dict[int, str] = {}
 
     async def find_way(self, prompt: Prompt, own: Answer) -> None:
-        """Choose the first way that confirms the baseline's own greedy answer.
-
-        A server may ignore a field that it does not know, and then judges something else.
-        """
+        """Choose the first way that confirms the baseline's own greedy answer."""
         for name, way in self._ways.items():
             try:
                 places = await way(prompt, own, 0)
-            except (NotOffered, TryAgain, RowFailed, TargetLost):
+            except WRONG:
                 continue
             if places and all(x.is_tie(self.tie) for x in places):
                 self.way = name
@@ -113,20 +112,21 @@ class ServerJudge:
             return None
         try:
             return await self._ways[self.way](prompt, answer, first)
-        except (NotOffered, TryAgain, RowFailed, TargetLost):
+        except WRONG:
             return None
 
     async def _post(self, path: str, body: Values) -> Values:
-        found = await self.server.client.post(path, {"model": self.server.model, **body})
+        client, asked = self.server.client, {"model": self.server.model, **body}
+        if self.way is None:
+            found = await client.post(path, asked)
+        else:
+            found = await client.retried(lambda _: client.post(path, asked))
         if not isinstance(found, dict):
             raise NotOffered(path)
         return found
 
     async def _ids(self, body: Values) -> list[int]:
-        ids = (await self._post("/../tokenize", body)).get("tokens")
-        if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
-            raise NotOffered("/tokenize")
-        return ids
+        return [int(one) for one in (await self._post("/../tokenize", body))["tokens"]]
 
     async def _encode(self, prompt: Prompt, answer: Answer) -> tuple[list[int], list[int]]:
         """Return the ids of the prompt and of the answer's text.
@@ -148,18 +148,15 @@ class ServerJudge:
         prompt_ids, ids = await self._encode(prompt, answer)
         size = TOP_LOGPROBS[0]
         found = await self._complete([*prompt_ids, *ids], {"prompt_logprobs": size})
-        try:
-            entries = found["prompt_logprobs"][len(prompt_ids) :]
-            places = []
-            for place, (token, entry) in enumerate(zip(ids, entries, strict=True)):
-                known = {number: float(one["logprob"]) for number, one in entry.items()}
-                names = {number: str(one["decoded_token"]) for number, one in entry.items()}
-                by_id = place_of(place, str(token), known)
-                name = answer.tokens[place] if answer.tokens else names.get(str(token), "?")
-                same = {"token": name, "best": names[by_id.best]}
-                places.append(Place(place=place, gap=by_id.gap, is_exact=by_id.is_exact, **same))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise NotOffered("prompt_logprobs") from error
+        entries, places = found["prompt_logprobs"][len(prompt_ids) :], []
+        for place, (token, entry) in enumerate(zip(map(str, ids), entries, strict=True)):
+            names = {number: str(one["decoded_token"]) for number, one in entry.items()}
+            known = {number: float(one["logprob"]) for number, one in entry.items()}
+            name = answer.tokens[place] if answer.tokens else names[token]
+            if not is_incomplete(name) and name.strip() != names[token].strip():
+                raise NotOffered("the text has other tokens")
+            judged = place_of(place, token, known)
+            places.append(replace(judged, token=name, best=names[judged.best]))
         if answer.ended:
             places.append(self._end(found, len(ids)))
         return places[first:]
@@ -168,11 +165,7 @@ class ServerJudge:
         """Return the choice that continues token ids by one token."""
         body = {"prompt": prompt_ids, "max_tokens": 1, "temperature": 0.0}
         found = await self._post("/completions", body | {"logprobs": TOP_LOGPROBS[0], **more})
-        try:
-            choice = found["choices"][0]
-            choice["logprobs"]["top_logprobs"]
-        except (KeyError, IndexError, TypeError) as error:
-            raise NotOffered("/completions with logprobs") from error
+        choice: Values = found["choices"][0]
         return choice
 
     def _end(self, choice: Values, place: int) -> Place:
@@ -223,10 +216,7 @@ class ServerJudge:
                 return end_of(place, known, choice["finish_reason"] == "stop")
             return place_of(place, answer.tokens[place], known)
 
-        try:
-            return await self._gather(judge, first, [*answer.tokens, *["end"] * answer.ended])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise NotOffered("continue_final_message") from error
+        return await self._gather(judge, first, [*answer.tokens, *["end"] * answer.ended])
 
     async def _gather(
         self, judge: Callable[[int], Awaitable[Place]], first: int, names: Sequence[str]

@@ -253,7 +253,9 @@ class Audit:
         if not self.num_unjudged:
             way = self.way or "comparison"
             return [f"all {total} {parts} of these answers were judged, by {way}"]
-        why = f"{self.way} failed" if self.way else "the baseline cannot judge given tokens"
+        why = "the baseline cannot judge given tokens"
+        if self.way:
+            why = f"their text has other tokens for the baseline, or {self.way} failed"
         return [
             f"{self.num_unjudged} of {total} {parts} are behind a first difference and were not "
             f"judged: {why}"
