@@ -88,6 +88,14 @@ class AnswerFile:
     def num_failed(self) -> int:
         return len(self.reasons)
 
+    @property
+    def num_cut(self) -> int:
+        """Number of cut answers in the answered rows, earlier runs' included."""
+        # SQLite would read a BLOB as its binary JSON.
+        count = "sum(json_extract(CAST(line AS TEXT), '$.cut_answers'))"
+        found = self.database.execute(f"SELECT {count} FROM rows WHERE reason = ''")
+        return int(found.fetchone()[0] or 0)
+
     def is_pending(self, row: int) -> bool:
         return not self.is_answered[row] and row not in self.reasons
 
@@ -194,6 +202,8 @@ Messages = list[Message]
 THINK, END_THINK = "<think>", "</think>"
 THINKING_BLOCK = re.compile(f"{THINK}.*?{END_THINK}", re.DOTALL)
 TURNS = ("messages", "conversations")
+WAS_CUT = "an answer was cut at --max-tokens (--drop-cut)"
+"""Reason of a row that --drop-cut leaves out."""
 
 
 class RowFailed(Exception):
@@ -266,6 +276,8 @@ class Dialogue:
     """Prompts and answers so far."""
     num_answers: int = 0
     num_cut: int = 0
+    drops_cut: bool = False
+    """Fail at an answer that was cut, instead of counting it."""
 
     @classmethod
     def read(cls, row: int, text: str) -> "Dialogue":
@@ -302,6 +314,9 @@ class Dialogue:
         return [*self.history, *self.prompts[self.num_answers]]
 
     def add(self, answer: TargetAnswer) -> None:
+        """Append an answer. Raise RowFailed if it was cut and such rows are dropped."""
+        if answer.is_cut and self.drops_cut:
+            raise RowFailed(WAS_CUT)
         turn: Message = {"role": "assistant", "content": answer.content}
         if answer.tool_calls:
             turn["tool_calls"] = answer.tool_calls

@@ -38,6 +38,9 @@ class RowFilters:
     """Highest share of non-letters (in any script) among the visible characters."""
     max_repeated_lines: float | None = None
     """Highest share of lines equal to an earlier one, among lines with text."""
+    max_cut_answers: int | None = None
+    """Most answers cut at a token limit, by the row's `cut_answers` or a `finish_reason` of
+    "length"; 0 drops these rows. For conversations only."""
     min_cjk: float | None = None
     """Lowest Chinese and Japanese share among the letters."""
     max_cjk: float | None = None
@@ -54,18 +57,22 @@ class RowFilters:
                     "leaves no row; swap them or leave one out"
                 )
 
-    def refuse(self, texts: Sequence[str], num_turns: int | None) -> tuple[str, float]:
+    def refuse(
+        self, texts: Sequence[str], num_turns: int | None, num_cut: int = 0
+    ) -> tuple[str, float]:
         """Return the first limit that a row violates and the row's value, or ("", 0).
 
         Args:
             texts: the contents of all turns, or a single document.
             num_turns: number of user and assistant turns, or None for a document.
+            num_cut: number of answers cut at a token limit.
         """
         measures: dict[str, Callable[[], float]] = {
             "characters": lambda: sum(map(len, texts)),
             "non_alphabetic": lambda: non_alphabetic_share(texts),
             "repeated_lines": lambda: repeated_line_share(texts),
             "cjk": lambda: cjk_share(texts),
+            "cut_answers": lambda: num_cut,
         }
         if num_turns is not None:
             measures = {"turns": lambda: num_turns, **measures}
@@ -168,6 +175,7 @@ class Source:
             ("text_field", self.text_field, "text"),
             ("filters.min_turns", limits.min_turns, "conversations"),
             ("filters.max_turns", limits.max_turns, "conversations"),
+            ("filters.max_cut_answers", limits.max_cut_answers, "conversations"),
         ):
             if value is not None and self.kind != kind:
                 raise ValueError(

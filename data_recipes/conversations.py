@@ -62,6 +62,8 @@ class Conversation:
     """The row's own ``chat_template_kwargs``."""
     left_out: tuple[str, ...] = ()
     """Ignored row fields (turn.NAME: turn fields)."""
+    num_cut: int = 0
+    """Answers that were cut at a token limit, as far as the row tells."""
 
 
 def read_conversation(row: Any) -> Conversation:
@@ -103,7 +105,18 @@ def read_row(row: Any, *, needs_answers: bool = True) -> Conversation:
     for turn in turns:
         unused += [f"turn.{x}" for x in turn if _is_given(turn[x]) and x not in TURN_FIELDS]
     known = {name: x for name, x in (variables or {}).items() if x is not None}
-    return Conversation(messages, read_tools(row.get("tools")), known, tuple(dict.fromkeys(unused)))
+    left_out, num_cut = tuple(dict.fromkeys(unused)), _count_cut(row, turns)
+    return Conversation(messages, read_tools(row.get("tools")), known, left_out, num_cut)
+
+
+def _count_cut(row: Values, turns: list[Values]) -> int:
+    """Count cut answers by ``cut_answers``, or by a row's or its turns' ``finish_reason``."""
+    count = row.get("cut_answers")
+    if count is None:
+        return sum(one.get("finish_reason") == "length" for one in (row, *turns))
+    if not isinstance(count, int):
+        raise ValueError("cut_answers is not a number")
+    return count
 
 
 def _read_turn(turn: Any, needs_answers: bool) -> Message:

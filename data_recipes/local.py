@@ -219,10 +219,10 @@ def answer_together(
                 text = "<think>\n" + text
             try:
                 kept = kept_text(text, "", thinking=target.sampling.thinking)
+                dialogue.add(TargetAnswer(kept, is_cut))
             except RowFailed as error:
                 settle(dialogue, str(error))
                 continue
-            dialogue.add(TargetAnswer(kept, is_cut))
             if dialogue.is_complete:
                 settle(dialogue, "")
             else:

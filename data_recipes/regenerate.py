@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from ..files import Values
 from .answers import (
+    WAS_CUT,
     AnswerFile,
     AnswerSampling,
     Dialogue,
@@ -92,6 +93,8 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
     """a chat model's folder or Hub id"""
     server: str | None = option(None, metavar="URL")
     """an OpenAI-compatible server"""
+    drop_cut: bool = False
+    """leave out conversations with an answer that was cut at --max-tokens"""
     retry_errors: bool = False
     """answer failed rows again"""
 
@@ -160,7 +163,7 @@ class Run:
     answers: AnswerFile
     sampling: AnswerSampling
     bar: tqdm
-    num_cut: int = 0
+    drops_cut: bool = False
 
     def dialogues(self) -> Iterator[Dialogue]:
         """Yield each unsettled row as a dialogue. Rows that cannot be read fail."""
@@ -173,6 +176,7 @@ class Run:
                 dialogue = Dialogue.read(row, raw.text)
                 usual = self.sampling.chat_template_kwargs or {}
                 dialogue.variables = {**usual, **dialogue.variables}
+                dialogue.drops_cut = self.drops_cut
             except RowFailed as error:
                 self._fail(row, str(error), raw.text)
                 continue
@@ -184,7 +188,6 @@ class Run:
             self._fail(row, reason, dialogue.text)
             return
         self.answers.add(row, dialogue.to_row(is_greedy=self.sampling.is_greedy(row)))
-        self.num_cut += dialogue.num_cut
         self._count()
 
     def _fail(self, row: int, reason: str, text: str) -> None:
@@ -208,8 +211,8 @@ async def ask_server(run: Run, options: RegenerateOptions) -> str:
     return f"{server.num_requests} requests, {server.num_repeats} of them repeats; "
 
 
-def ask_itself(answers: AnswerFile, options: RegenerateOptions, bar: tqdm) -> tuple[int, str]:
-    """Sample self-made conversations. Return the number of cut answers, and a summary text."""
+def ask_itself(answers: AnswerFile, options: RegenerateOptions, bar: tqdm) -> str:
+    """Sample self-made conversations, and return a text about them for the summary."""
     from ..pretrained import load_tokenizer
     from .local import load_on
     from .self_prompt import SelfPrompting
@@ -217,9 +220,11 @@ def ask_itself(answers: AnswerFile, options: RegenerateOptions, bar: tqdm) -> tu
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tokenizer = load_tokenizer(str(options.target), field="--target")
     model = load_on(str(options.target), options.device, options.dtype)
-    prompting = SelfPrompting(model, tokenizer, options, options.decontaminate)
+    prompting = SelfPrompting(
+        model, tokenizer, options, options.decontaminate, drops_cut=options.drop_cut
+    )
     prompting.fill(answers, options.self_prompt or 0, options.batch, bar)
-    return prompting.num_cut, f"{prompting.num_tokens} tokens sampled; "
+    return f"{prompting.num_tokens} tokens sampled; "
 
 
 def ask_local(run: Run, options: RegenerateOptions) -> str:
@@ -246,6 +251,7 @@ def settings_of(options: RegenerateOptions, digest: str) -> Values:
         "--model": options.model,
         "--dtype": None if options.target is None else options.dtype,
         **{flag_name(part.name): getattr(options, part.name) for part in fields(AnswerSampling)},
+        "--drop-cut": options.drop_cut or None,  # as in a run that began without this option
     }
 
 
@@ -260,15 +266,15 @@ def main() -> None:
     try:
         with tqdm(total=num_rows, initial=num_before, unit="row", delay=1) as bar:
             if source is None:
-                num_cut, said = ask_itself(answers, options, bar)
+                said = ask_itself(answers, options, bar)
             else:
-                run = Run(source, answers, options, bar)
+                run = Run(source, answers, options, bar, options.drop_cut)
                 is_local = options.server is None
                 said = (
                     ask_local(run, options) if is_local else asyncio.run(ask_server(run, options))
                 )
-                num_cut = run.num_cut
         answers.finish()
+        num_cut = answers.num_cut
     except (KeyboardInterrupt, asyncio.CancelledError, TargetLost) as error:
         left = num_rows - answers.num_answered - answers.num_failed
         why = one_line(str(error)) if isinstance(error, TargetLost) else "interrupted"
@@ -282,9 +288,13 @@ def main() -> None:
     num_failed, seconds = answers.num_failed, time.monotonic() - begin
     rate = (num_rows - num_before) / seconds
     failed = f"{num_failed} failed ({answers.errors_path})" if num_failed else "0 failed"
+    cut = f"{num_cut} answers cut at --max-tokens"
+    if options.drop_cut:
+        num_dropped = list(answers.reasons.values()).count(WAS_CUT)
+        cut = f"{num_dropped} of these for an answer cut at --max-tokens"
     print(
-        f"{answers.num_answered} rows answered, {failed}; {num_cut} answers cut at "
-        f"--max-tokens; {said}{num_rows - num_before} rows in {seconds:.0f} s ({rate:.1f}/s)"
+        f"{answers.num_answered} rows answered, {failed}; {cut}; {said}{num_rows - num_before} "
+        f"rows in {seconds:.0f} s ({rate:.1f}/s)"
     )
     if not answers.num_answered:
         reason = next(iter(answers.reasons.values()))

@@ -159,7 +159,7 @@ def _judge(
 ) -> None:
     """Apply filters and benchmarks, which need no tokens, and store the key for duplicates."""
     if isinstance(content, str):
-        texts, parts, num_turns = [content], [content], None
+        texts, parts, num_turns, num_cut = [content], [content], None, 0
     else:
         names = ("reasoning_content", "content")
         texts = [turn[name] for turn in content.messages for name in names if turn.get(name)]
@@ -169,8 +169,9 @@ def _judge(
             for part in turn.values()
         ]
         num_turns = sum(turn["role"] in ("user", "assistant") for turn in content.messages)
+        num_cut = content.num_cut
     if source.filters is not None:
-        name, value = source.filters.refuse(texts, num_turns)
+        name, value = source.filters.refuse(texts, num_turns, num_cut)
         if name:
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
             raise RowRefused(FILTERED + name, shown)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..chats import render_chat, set_template_variables, template_variables
-from .answers import AnswerFile, AnswerSampling, Messages
+from .answers import WAS_CUT, AnswerFile, AnswerSampling, Messages
 from .bulk import Opening, SampledRow, repeats_itself, sample_rows
 from .overlap import Benchmarks, read_benchmarks
 
@@ -64,17 +64,20 @@ class SelfPrompting:
         tokenizer: PreTrainedTokenizerBase,
         sampling: AnswerSampling,
         benchmarks: Sequence[str] = (),
+        *,
+        drops_cut: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         set_template_variables(tokenizer, sampling.chat_template_kwargs)
         self.markers, self.sampling = TurnMarkers.of(tokenizer), sampling
+        self.drops_cut = drops_cut
         self.model = model
         ends = model.generation_config.eos_token_id if model.generation_config else None
         self.ends = {self.markers.end, *(ends if isinstance(ends, list) else [ends])} - {None}
         self.benchmarks: Benchmarks | None = read_benchmarks(benchmarks) if benchmarks else None
         self.seen: set[str] = set()
         """User turns so far; a repeated one is dropped."""
-        self.num_tokens, self.num_cut = 0, 0
+        self.num_tokens = 0
 
     def fill(self, answers: AnswerFile, num_rows: int, batch_size: int, bar: tqdm) -> None:
         """Sample all unsettled rows in batches of ``batch_size``."""
@@ -93,6 +96,7 @@ class SelfPrompting:
                 else:
                     is_greedy = self.sampling.is_greedy(row)
                     line = {"messages": messages, "greedy_answers": is_greedy}
+                    line["cut_answers"] = int(not sampled[row].has_ended)
                     if variables := template_variables(self.tokenizer):
                         line["chat_template_kwargs"] = variables
                     answers.add(row, line)
@@ -127,6 +131,8 @@ class SelfPrompting:
             return [], f"the answer has fewer than {MIN_ANSWER} tokens"
         if repeats_itself(row.ids):
             return [], "four tokens repeat in a loop"
+        if self.drops_cut and not row.has_ended:
+            return [], WAS_CUT
         first, last = len(self.markers.user), row.answer_start - len(self.markers.assistant) - 1
         user, said = (
             str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
@@ -139,6 +145,5 @@ class SelfPrompting:
         if self.benchmarks is not None and self.benchmarks.find(f"{user}\n{said}")[0]:
             return [], "contains a prompt of a benchmark"
         self.seen.add(user)
-        self.num_cut += not row.has_ended
         turns = (("user", user), ("assistant", said))
         return [{"role": role, "content": content} for role, content in turns], ""

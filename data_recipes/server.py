@@ -161,9 +161,9 @@ class ChatServer:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    async def complete(self, body: Values) -> Values:
-        """Request one chat completion, with the attempts and errors of ``retried``."""
-        return await self.retried(lambda _: self._send("POST", "/chat/completions", body))
+    async def post(self, path: str, body: Values) -> Any:
+        """Request another path in one attempt. "/../NAME" is beside the API's address."""
+        return await self._send("POST", path, body)
 
     async def retried(self, ask: Callable[[int], Awaitable[T]]) -> T:
         """Make attempts until one succeeds, at most ``options.attempts``.
@@ -229,7 +229,9 @@ class ChatServer:
     async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
         """Return one response's JSON value. The deadline covers connecting, waiting and reading."""
         self.num_requests += method == "POST"
-        url = self.base + path
+        # httpx2 would send "/v1/../tokenize" as it is.
+        above = path.startswith("/../")
+        url = self.base.rpartition("/")[0] + path[3:] if above else self.base + path
         try:
             async with (
                 asyncio.timeout(self.options.deadline),

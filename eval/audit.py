@@ -11,8 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,14 +27,23 @@ from ..cli import (
 if __name__ == "__main__":
     leave_at_interrupts()
 
-import numpy as np
 from jinja2 import Environment, StrictUndefined
 
-from ..data_recipes.answers import AnswerSampling, RowFailed, TargetLost
-from ..data_recipes.server import ChatServer, ChatServerOptions, TryAgain, read_choice
-from ..files import Values, to_json, write_atomically
+from ..data_recipes.answers import TargetLost
+from ..data_recipes.server import ChatServerOptions
+from ..files import to_json, write_atomically
 from .arguments import FewPromptsOptions
-from .audit_tests import FEATURES, OF_THE_END, POWER, PairedTest, compare
+from .audit_answers import Endpoint, Heard
+from .audit_forced import Place, ServerJudge, TargetJudge
+from .audit_result import (
+    Audit,
+    compares_tokens,
+    concentration,
+    ended_share,
+    first_difference,
+    judge_answer,
+    run_tests,
+)
 from .tasks import Prompt, load_tasks
 
 EXAMPLE = """\
@@ -50,9 +58,8 @@ counts.
 
 Exit status 0: no fault found. 1: a fault. 2: bad input.
 """
-LEVEL = 0.01
-"""False-alarm probability over all tests together."""
-NUM_LOGPROBS = 20
+NUM_TRIES = 3
+"""Answers of a baseline by which to find a way to judge given tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,128 +101,6 @@ class AuditOptions(FewPromptsOptions, ChatServerOptions):
             raise UsageError(f"--temperature: {self.temperature:g}; give a number above 0")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One answer from a server."""
-
-    tokens: list[str]
-    """Tokens as named by the log-probabilities; words, if a server returns none."""
-    ended: bool
-    """True if the answer ended by itself, not at --max-new-tokens."""
-    logprobs: list[dict[str, float]] = field(default_factory=list)
-    """Log-probabilities per position: the chosen token and the best others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """First differing token in two greedy answers."""
-
-    prompt: str
-    place: int
-    token: str
-    baseline: str
-    """The baseline's token at this place; "" in ``token`` or here: that answer has ended."""
-    margin: float | None
-    """Gap between the baseline's log-probabilities for both tokens; None: unknown."""
-    is_tie: bool
-
-
-def read_answer(payload: Values) -> Answer:
-    """Return the possibly empty answer in a chat completion.
-
-    Raises:
-        TryAgain: the payload is no complete chat completion.
-    """
-    text, reasoning, finish_reason = read_choice(payload, is_call=True)  # a call may have no text
-    try:
-        entries = (payload["choices"][0].get("logprobs") or {}).get("content") or []
-        logprobs = [
-            {one["token"]: one["logprob"] for one in [*entry.get("top_logprobs", []), entry]}
-            for entry in entries
-        ]
-        tokens = [entry["token"] for entry in entries]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise TryAgain(f"log-probabilities in another form ({error!r})") from error
-    return Answer(
-        tokens=tokens or re.findall(r"\s*\S+", reasoning + text),
-        ended=finish_reason != "length",
-        logprobs=logprobs,
-    )
-
-
-def first_difference(prompt: str, ours: Answer, theirs: Answer, tie: float) -> Difference | None:
-    """Return the first difference of two greedy answers, or None. The baseline's is ``theirs``."""
-    pairs = enumerate(zip_longest(ours.tokens, theirs.tokens, fillvalue=""))
-    found = next(((place, a, b) for place, (a, b) in pairs if a != b), None)
-    if found is None:
-        return None
-    place, token, other = found
-    margin = None
-    if place < min(len(theirs.logprobs), len(theirs.tokens)) and token:
-        known = theirs.logprobs[place]
-        # A token missing from the best ones is below all of them.
-        margin = known[other] - known.get(token, min(known.values()))
-    is_tie = margin is not None and margin <= tie
-    return Difference(
-        prompt=prompt, place=place, token=token, baseline=other, margin=margin, is_tie=is_tie
-    )
-
-
-# -- the servers ----------------------------------------------------------------------------
-
-
-class Endpoint:
-    """Client for one of the two servers.
-
-    If the server refuses log-probabilities, the client asks without them.
-    """
-
-    def __init__(self, name: str, address: str, model: str, options: AuditOptions) -> None:
-        self.name, self.model, self.options = name, model, options
-        self.client = ChatServer(address, options, AnswerSampling())
-        self.has_logprobs = True
-        self._free = asyncio.Semaphore(options.concurrency)
-
-    async def ask(self, prompt: Prompt, seed: int | None = None) -> Answer:
-        """Return a greedy answer if ``seed`` is None, else a sampled answer."""
-        body: Values = {
-            "model": self.model,
-            "messages": prompt.messages(),
-            "max_tokens": self.options.max_new_tokens,
-            "temperature": 0.0,
-        }
-        if seed is not None:
-            body |= {"temperature": self.options.temperature, "seed": seed, "top_p": 1.0}
-
-        async def complete(attempt: int) -> Answer:
-            more = {"logprobs": True, "top_logprobs": NUM_LOGPROBS} if self.has_logprobs else {}
-            return read_answer(await self.client.complete(body | more))
-
-        async with self._free:
-            while True:
-                had_logprobs = self.has_logprobs
-                try:
-                    return await self.client.retried(complete)
-                except RowFailed as error:
-                    if not had_logprobs:
-                        raise Failure(f"{self.name}: {error}") from error
-                self.has_logprobs = False
-
-    async def answers(
-        self, prompts: Sequence[Prompt], seed: int
-    ) -> tuple[list[Answer], list[list[Answer]]]:
-        """Return greedy answers [prompts] and sampled answers [prompts][samples]."""
-        size = self.options.samples
-        greedy = await asyncio.gather(*map(self.ask, prompts))
-        # A seed for every answer: with one seed, answers to two prompts depend on each other, and
-        # the tests would take one chance event for many.
-        asked = [prompt for prompt in prompts for _ in range(size)]
-        sampled = await asyncio.gather(
-            *(self.ask(prompt, seed + number) for number, prompt in enumerate(asked))
-        )
-        return greedy, [sampled[i : i + size] for i in range(0, len(sampled), size)]
-
-
 @contextmanager
 def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
     """Yield the baseline's address and model. Serve --target, if given, until the block ends."""
@@ -235,158 +120,116 @@ def baseline_address(options: AuditOptions) -> Iterator[tuple[str, str]]:
             yield found[0], "baseline"
         finally:
             server.terminate()
+            server.communicate()  # its last line, too, needs a reader
 
 
-# -- the result -----------------------------------------------------------------------------
+# -- the audit ------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class Audit:
-    """Answers from both servers, and the conclusions."""
+@dataclass(frozen=True, kw_only=True)
+class Hearing:
+    """Answers from both servers, and what the baseline says about the endpoint's."""
 
-    endpoint: str
-    baseline: str
-    prompts: list[Prompt]
-    temperature: float
-    greedy: list[tuple[Answer, Answer]]
-    differences: list[Difference]
-    tests: list[PairedTest]
-    concentration: tuple[float, float]
-    """Probability that two sampled answers to a prompt begin with the same token: endpoint,
-    baseline."""
-    ended: tuple[float, float]
-    """Share of sampled answers ending before --max-new-tokens: endpoint, baseline."""
-    has_logprobs: bool
+    ours: Heard
+    theirs: Heard
+    by_tokens: bool
+    remarks: list[str]
+    forced: dict[int, list[Place]] = field(default_factory=dict)
+    """Index of a prompt with different greedy answers -> the endpoint's answer, judged."""
+    way: str | None = None
 
-    @property
-    def faults(self) -> list[str]:
-        """List the faults, one sentence each."""
-        found = []
-        wrong = [one for one in self.differences if not one.is_tie]
-        if wrong:
-            one = wrong[0]
-            margin = "" if one.margin is None else f", {one.margin:.2f} nats apart"
-            found.append(
-                f"Greedy: {len(wrong)} of {len(self.greedy)} answers are not the model's. First "
-                f"at {one.prompt}, token {one.place}: {one.token!r} for {one.baseline!r}{margin}. "
-                "A correct verification cannot change them: look for wrong cached rows, positions "
-                "or acceptance of tokens that were not verified."
-            )
-        for test in self.tests:
-            if test.p_value <= LEVEL / len(self.tests):
-                found.append(f"At temperature {self.temperature:g}: {self._said(test)}")
-        return found
-
-    def _said(self, test: PairedTest) -> str:
-        said = f"{test.name} do not follow the model's distribution (p = {test.p_value:.2g}). "
-        if test.name in OF_THE_END:
-            share, usual = self.ended
-            how = f"{share:.0%} of the answers end by themselves, {usual:.0%} in the baseline"
-            return f"{said}{how}: look at how the end of a sequence is treated inside a draft."
-        ours, theirs = self.concentration
-        look = "the acceptance rule and its residual distribution"
-        if max(ours, theirs) > 1.3 * min(ours, theirs):
-            look = "temperature, filters, or an acceptance without q"
-        return (
-            f"{said}Two first tokens are the same with {ours:.2f}, {theirs:.2f} in the baseline: "
-            f"look at {look}."
-        )
-
-    @property
-    def verdict(self) -> str:
-        if self.faults:
-            return "FAULT: answers are not those of the model alone"
-        return "no fault found"
-
-    @property
-    def scope(self) -> list[str]:
-        """Describe the tested answers, and each test's smallest detectable fault."""
-        num_ties = sum(one.is_tie for one in self.differences)
-        equal = len(self.greedy) - len(self.differences)
-        lines = [
-            f"{len(self.greedy)} greedy answers: {equal} equal, {num_ties} differ by ties, "
-            f"{len(self.differences) - num_ties} by faults"
-        ]
-        if not self.has_logprobs:
-            lines.append("no log-probabilities: every difference counts as a fault; words compared")
-        for test in self.tests:
-            fault = "one without an end" if test.name in OF_THE_END else "the most frequent one"
-            finds = f"is too weak to find a server that replaces its answers by {fault}"
-            if share := test.detectable_share:
-                finds = (
-                    f"finds with {POWER:.0%} a server that replaces {share:.0%} of its answers by "
-                    f"{fault}"
-                )
-            lines.append(
-                f"{test.name}: p = {test.p_value:.2g}, {test.num_answers} answers of each server; "
-                f"this test {finds}"
-            )
-        lines.append(f"chance of a false alarm: {LEVEL:.0%}, all tests together")
-        return lines
-
-    def to_dict(self) -> Values:
-        return {
-            "verdict": self.verdict,
-            "faults": self.faults,
-            "scope": self.scope,
-            "endpoint": self.endpoint,
-            "baseline": self.baseline,
-            "prompts": [f"{one.task}/{one.id}" for one in self.prompts],
-            "differences": [asdict(one) for one in self.differences],
-            "tests": [asdict(one) for one in self.tests],
-            "concentration": list(self.concentration),
+    def different(self, options: AuditOptions) -> dict[int, int]:
+        """Return the prompts' indices with different answers, and where to judge from."""
+        pairs = enumerate(zip(self.ours.greedy, self.theirs.greedy, strict=True))
+        found = {
+            i: first_difference("", *pair, options.tie, by_tokens=self.by_tokens)
+            for i, pair in pairs
         }
+        # Words are not tokens: then all of them are judged.
+        return {i: one.place if self.by_tokens else 0 for i, one in found.items() if one}
 
 
-def concentration(sampled: Sequence[Sequence[Answer]]) -> float:
-    """Return the mean probability that two answers to a prompt begin with the same token."""
-    shares = []
-    for answers in sampled:
-        firsts = [answer.tokens[:1] for answer in answers]
-        pairs = len(firsts) * (len(firsts) - 1)
-        shares.append(sum(firsts.count(one) - 1 for one in firsts) / pairs)
-    return float(np.mean(shares))
-
-
-def ended_share(sampled: Sequence[Sequence[Answer]]) -> float:
-    return float(np.mean([[answer.ended for answer in answers] for answers in sampled]))
-
-
-async def audit(options: AuditOptions, prompts: list[Prompt], place: tuple[str, str]) -> Audit:
-    """Query both servers, and compare their answers."""
-    ours = Endpoint("--endpoint", options.endpoint, str(options.model), options)
-    theirs = Endpoint("--baseline", *place, options)
+async def hear(options: AuditOptions, prompts: list[Prompt], place: tuple[str, str]) -> Hearing:
+    """Query both servers. A --baseline also judges the endpoint's answers."""
+    most = options.max_new_tokens
+    ours = Endpoint("--endpoint", options.endpoint, str(options.model), options, most)
+    name = "--baseline" if options.target is None else "--target"
+    theirs = Endpoint(name, *place, options, most)
+    how = options.temperature, options.samples
     async with ours.client, theirs.client:
         try:
             # Use other seeds for the baseline: equal seeds could sample equal answers.
-            half = 2**30
-            greedy_a, sampled_a = await ours.answers(prompts, options.seed)
-            greedy_b, sampled_b = await theirs.answers(prompts, options.seed + half)
+            heard = await ours.answers(prompts, *how, options.seed)
+            usual = await theirs.answers(prompts, *how, options.seed + 2**30)
         except TargetLost as error:
             raise Failure(str(error)) from error
-    named = [f"{one.task}/{one.id}" for one in prompts]
-    pairs = list(zip(greedy_a, greedy_b, strict=True))
-    found = [
-        first_difference(name, a, b, options.tie) for name, (a, b) in zip(named, pairs, strict=True)
+        found = Hearing(
+            ours=heard,
+            theirs=usual,
+            by_tokens=compares_tokens(heard, usual),
+            remarks=[
+                *ours.remarks(heard, options.temperature, options.tie),
+                *theirs.remarks(usual, options.temperature, options.tie),
+            ],
+        )
+        different = found.different(options)
+        if options.target is not None or not different:
+            return found
+        judge = ServerJudge(theirs, options.tie)
+        for number in list(different)[:NUM_TRIES]:
+            if judge.way is None:
+                await judge.find_way(prompts[number], usual.greedy[number])
+        judged = {
+            i: await judge.judge(prompts[i], heard.greedy[i], first)
+            for i, first in different.items()
+        }
+    forced = {i: places for i, places in judged.items() if places is not None}
+    return replace(found, forced=forced, way=judge.way)
+
+
+def judge_by_target(found: Hearing, options: AuditOptions, prompts: list[Prompt]) -> Hearing:
+    """Judge the endpoint's differing answers with --target."""
+    different = found.different(options)
+    if not different:
+        return found
+    judge = TargetJudge(str(options.target))
+    judged = {
+        i: judge.judge(prompts[i], found.ours.greedy[i], first) for i, first in different.items()
+    }
+    forced = {i: places for i, places in judged.items() if places is not None}
+    return replace(found, forced=forced, way=judge.way)
+
+
+def conclude(found: Hearing, options: AuditOptions, prompts: list[Prompt]) -> Audit:
+    """Compare all answers."""
+    ours, theirs, by_tokens = found.ours, found.theirs, found.by_tokens
+    pairs = zip(prompts, ours.greedy, theirs.greedy, strict=True)
+    greedy = [
+        judge_answer(
+            f"{prompt.task}/{prompt.id}",
+            (a, b),
+            found.forced.get(i),
+            options.tie,
+            by_tokens=by_tokens,
+        )
+        for i, (prompt, a, b) in enumerate(pairs)
     ]
-    rng, tests = np.random.default_rng(options.seed), []
-    longest = max((a.tokens for s in (sampled_a, sampled_b) for p in s for a in p), key=len)
-    for name, read in FEATURES.items():
-        sides = [[[read(a.tokens, a.ended) for a in p] for p in s] for s in (sampled_a, sampled_b)]
-        wrong = read(longest, False) if name in OF_THE_END else None
-        level = LEVEL / len(FEATURES)
-        tests.append(compare(name, *sides, level=level, rng=rng, wrong=wrong))
     return Audit(
         endpoint=options.endpoint,
         baseline=options.baseline or str(options.target),
         prompts=prompts,
         temperature=options.temperature,
-        greedy=pairs,
-        differences=[one for one in found if one is not None],
-        tests=tests,
-        concentration=(concentration(sampled_a), concentration(sampled_b)),
-        ended=(ended_share(sampled_a), ended_share(sampled_b)),
-        has_logprobs=ours.has_logprobs and theirs.has_logprobs,
+        greedy=greedy,
+        by_tokens=by_tokens,
+        way=found.way,
+        remarks=found.remarks,
+        is_sampled=ours.is_sampled and theirs.is_sampled,
+        tests=run_tests(ours, theirs, by_tokens, options.seed),
+        concentration=(
+            concentration(ours.sampled, by_tokens),
+            concentration(theirs.sampled, by_tokens),
+        ),
+        ended=(ended_share(ours.sampled), ended_share(theirs.sampled)),
     )
 
 
@@ -394,15 +237,20 @@ def run(argv: Sequence[str]) -> None:
     """Run the whole command."""
     options = AuditOptions.read(argv)
     tasks = load_tasks(options.benchmarks, options.data_dir, options.limit)
+    prompts = [prompt for task in tasks.values() for prompt in task]
     make_folder("--out", options.out)
     with baseline_address(options) as place:
-        done = asyncio.run(audit(options, [p for task in tasks.values() for p in task], place))
+        found = asyncio.run(hear(options, prompts, place))
+    if options.target is not None:
+        found = judge_by_target(found, options, prompts)  # the server's memory is free by now
+    done = conclude(found, options, prompts)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = Path(__file__).with_name("audit.html.jinja").read_text()
     page = environment.from_string(template).render(audit=done, differences=done.differences)
     write_atomically(options.out / "audit.html", page.encode(errors="replace"))
     write_atomically(options.out / "audit.json", to_json(done.to_dict()))
-    print(done.verdict, *done.faults, *done.scope, f"written: {options.out}/audit.html", sep="\n")
+    said = [done.verdict, *done.faults, *done.remarks, *done.scope]
+    print(*said, f"written: {options.out}/audit.html", sep="\n")
     sys.exit(1 if done.faults else 0)
 
 

@@ -56,6 +56,8 @@ class FakeServer(ThreadingHTTPServer):
         self.released = threading.Event()
         self.is_faulty = False
         self.refused: set[str] = set()
+        self.cut: set[str] = set()
+        """Questions whose answers end at the token limit."""
         self.answer_all_with: bytes | None = None
         self.key: str | None = None
         self.models = ["tiny"]
@@ -138,7 +140,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             content = "" if fault == "empty" else reply_to(body["messages"])
             message = {"role": "assistant", "content": content}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            reason = "length" if question in server.cut else "stop"
+            choice = {"index": 0, "message": message, "finish_reason": reason}
             self.send(200, json.dumps({"choices": [choice]}).encode())
 
 

@@ -40,6 +40,8 @@ FILTER_CASES = [
     ("max_characters", 7, [chat("abcd"), chat("abc")], "8"),
     ("max_non_alphabetic", 0.5, [chat("1234567"), chat("1 2 3 4")], "0.6364"),
     ("max_repeated_lines", 0.4, [chat("x\nx\n\nx"), chat("x\ny\nx")], "0.5"),
+    ("max_cut_answers", 0, [chat("a", "b") | {"cut_answers": 1}, chat("a", "b")], "1"),
+    ("max_cut_answers", 0, [chat("a", "b") | {"finish_reason": "length"}, chat("a", "b")], "1"),
     ("min_cjk", 0.5, [chat("what is it"), chat(CHINESE)], "0"),
     ("max_cjk", 0.5, [chat(CHINESE), chat("what is it")], "0.7778"),
 ]

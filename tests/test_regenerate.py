@@ -300,3 +300,30 @@ def test_an_answer_without_end_is_refused_and_no_answer_at_all_is_a_failure(
     assert call(arguments(server, data, tmp_path / "own.jsonl"), monkeypatch) == 1
     assert "no row was answered; the first reason: answer above" in capsys.readouterr().err
     assert sum(server.counts.values()) == 1
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_cut_answers_are_counted_over_all_runs_or_left_out(
+    drops, server, monkeypatch, tmp_path, capsys
+):
+    """Row 1 has its first of two answers cut, row 3 its only one; the second run resumes."""
+    data, _ = make_data(tmp_path, 6)
+    out, words = tmp_path / "own.jsonl", ["--drop-cut"] if drops else []
+    server.cut, server.refused = {"user 1.0", "user 3.0"}, set() if drops else {"user 5.0"}
+    assert call(arguments(server, data, out, *words), monkeypatch) == 0
+    capsys.readouterr()
+    server.refused = set()
+    words += [] if drops else ["--retry-errors"]
+    assert call(arguments(server, data, out, *words), monkeypatch) == 0
+    said, rows = capsys.readouterr().out, read_rows(out)
+    if not drops:
+        assert "6 rows answered, 0 failed; 2 answers cut at --max-tokens" in said
+        assert [row["cut_answers"] for row in rows] == [0, 1, 0, 1, 0, 0]
+        return
+    assert "4 rows answered, 2 failed" in said
+    assert "2 of these for an answer cut at --max-tokens" in said
+    assert [row["input_row"] for row in rows] == [0, 2, 4, 5]
+    failed = read_rows(tmp_path / "own.errors.jsonl")
+    assert {row["reason"] for row in failed} == {"an answer was cut at --max-tokens (--drop-cut)"}
+    # A conversation ends at its cut answer: the next turn would read it.
+    assert not server.counts["user 1.1"]

@@ -8,6 +8,7 @@ import pytest
 from regenerate_runs import call, read_rows
 from transformers import AutoTokenizer
 
+from pipedraft.data_recipes.answers import WAS_CUT
 from pipedraft.data_recipes.self_prompt import TurnMarkers
 
 TARGET = "assets/target"
@@ -55,6 +56,7 @@ def test_rows_are_conversations_filtered_and_the_same_when_a_run_is_repeated(
     left_out = [reason for reason in reasons.values() if reason]
     assert len(reasons) == 24 and 0 < len(rows) == 24 - len(left_out)
     assert f"{len(rows)} rows answered, {len(left_out)} failed" in said
+    assert f"{sum(row['cut_answers'] for row in rows)} answers cut at" in said
     assert "tokens sampled" in said
     for row in rows:
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
@@ -83,3 +85,12 @@ def test_options_that_would_be_ignored_are_refused(words, message, monkeypatch, 
     given = ["--self-prompt", "4", *WORDS, "--out", str(tmp_path / "own.jsonl"), *words]
     assert call(given, monkeypatch) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.all
+def test_rows_with_a_cut_answer_can_be_left_out(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "own.jsonl"
+    assert call(["--self-prompt", "24", *WORDS, "--drop-cut", "--out", str(out)], monkeypatch) == 0
+    assert not any(row["cut_answers"] for row in read_rows(out))
+    dropped = list(settled(out).values()).count(WAS_CUT)
+    assert dropped and f"{dropped} of these for an answer cut at" in capsys.readouterr().out

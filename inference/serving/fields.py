@@ -10,8 +10,19 @@ HARMLESS = {
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "request_id"),
     *("priority", "cache_salt", "include_reasoning", "separate_reasoning"),
     *("guided_decoding_backend", "spaces_between_special_tokens"),
+    # Names, traces, routing and caches of servers and gateways.
+    *("rid", "session_id", "custom_labels", "extra_key", "cache_control", "trace", "debug"),
+    *("provider", "route", "routed_dp_rank", "data_parallel_rank"),
+    # How the answer is sent, or what its usage has.
+    *("usage", "stream_interval", "stream_reasoning", "return_flat_raw_top_logprobs_b64"),
+    *("return_cached_tokens_details", "return_spec_tokens_details"),
+    # Details of fields and message parts that are refused themselves.
+    *("truncation_side", "routed_experts_prompt_start", "routed_experts_start_len"),
+    *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
+    *("images_config", "image_config", "video_config", "use_audio_in_video"),
+    *("min_dynamic_patch", "max_dynamic_patch", "stop_server_tools_when"),
 }
-"""OpenAI, vLLM and SGLang fields without influence on the answer."""
+"""Fields of OpenAI, vLLM, SGLang, OpenRouter and Moonshot without influence on the answer."""
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("prompt_logprobs", "top_logprobs", "mirostat", "dry_multiplier"), (0,)),
@@ -21,7 +32,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("tools", "functions", "documents", "stop_sequences"), ([],)),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("logit_bias", "structured_outputs"), ({},)),
+    **dict.fromkeys(("logit_bias", "structured_outputs"), ({}, False)),
     **dict.fromkeys(("echo", "use_beam_search", "early_stopping"), (False,)),
     **dict.fromkeys(("include_stop_str_in_output", "continue_final_message"), (False,)),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
@@ -32,6 +43,22 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "web_search_options", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("enable_thinking", "thinking", "think", "thinking_budget", "system"), ()),
     **dict.fromkeys(("options", "extra_body", "num_predict", "n_predict"), ()),
+    **dict.fromkeys(("watermarking", "no_stop_trim", "return_hidden_states"), (False,)),
+    **dict.fromkeys(("return_routed_experts", "return_prompt_text"), (False,)),
+    **dict.fromkeys(("return_token_offsets", "return_prompt_token_ids"), (False,)),
+    **dict.fromkeys(("return_input_ids_in_sglext", "return_output_ids_in_sglext"), (False,)),
+    **dict.fromkeys(("return_meta_info", "return_sampling_mask", "use_search"), (False,)),
+    **dict.fromkeys(("return_flat_raw_output_top_logprobs",), (False,)),
+    **dict.fromkeys(("logprob_token_ids", "transforms", "plugins", "models"), ([],)),
+    **dict.fromkeys(("vllm_xargs", "custom_params", "session_params"), ({},)),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), ({},)),
+    **dict.fromkeys(("thinking_token_budget", "reasoning", "task", "preset"), ()),
+    **dict.fromkeys(("prompt_embeds", "input_ids", "sampling_logprobs_mode"), ()),
+    **dict.fromkeys(("repetition_detection", "custom_logit_processor", "deferred_tools"), ()),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), ()),
+    "disagg_prefill_dp_rank": (),
+    "stop_regex": ("", []),
+    "watermark": ({"enabled": False}, {}),
     # Known fields are looked up first, so chats still accept max_completion_tokens.
     **dict.fromkeys(("max_completion_tokens", "max_new_tokens"), ()),
     "add_special_tokens": (False,),
@@ -43,14 +70,22 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
 }
 """Unsupported fields with influence on the answer, each with its harmless values."""
 INSTEAD = {
-    "enable_thinking": "give it in chat_template_kwargs",
+    **dict.fromkeys(
+        ("enable_thinking", "thinking", "reasoning", "reasoning_effort"),
+        "give the template's variable in chat_template_kwargs",
+    ),
+    "models": "give the name of one in model",
     "max_completion_tokens": "give max_tokens",
     "max_new_tokens": "give max_tokens",
     "system": "give a message of that role",
 }
 OF_MESSAGES = {"role", "content", "name", "reasoning_content", "reasoning"}
-CHANGES_MESSAGES = {"tool_calls", "function_call", "tool_call_id", "prefix", "images", "audio"}
-"""Unsupported message fields the model would see."""
+CHANGES_MESSAGES = {
+    *("tool_calls", "function_call", "tool_call_id", "images", "audio"),
+    *("prefix", "partial"),  # DeepSeek's and Moonshot's names: the answer continues this message
+    *("tools", "task", "phase", "reasoning_details"),
+}
+"""Unsupported message fields the model would see, or that change what it continues."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 TYPO = 0.8
 """Minimum similarity to a known field for refusing an unknown name as a typo."""
@@ -98,8 +133,9 @@ def plain_message(turn: object, ignored: list[str]) -> object:
         return turn
     # Clients send back fields from answers: null, or no calls.
     fields = {name: value for name, value in turn.items() if value not in (None, [])}
-    for name in fields.keys() & CHANGES_MESSAGES:
-        raise _unsupported(f"messages.{name}")
+    for name in sorted(fields.keys() & CHANGES_MESSAGES):
+        if fields.pop(name) is not False:
+            raise _unsupported(f"messages.{name}")
     ignored += [f"messages.{x}" for x in fields.keys() - OF_MESSAGES - {"cache_control"}]
     content = fields.get("content")
     if isinstance(content, list):
