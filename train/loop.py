@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
 from ..data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
@@ -17,6 +17,7 @@ from ..data_recipes.recipe import TokenizedData
 from ..data_recipes.table import Rows, row_lengths
 from ..files import partial
 from ..models.cpu import muon_in_float32
+from ..models.draft import WEIGHTS_FILE
 from ..pretrained import context_length
 from . import checkpoint
 from .checkpoint import Progress, TrainingState
@@ -40,6 +41,7 @@ from .log import (
     truncate_log,
 )
 from .objective import DraftObjective, LossOutput
+from .record import Change, RunRecord, check_record
 from .screen import Screen
 
 STATE = "training_state"
@@ -88,12 +90,14 @@ class Trainer:
             )
         # Counted before prepare: ZeRO-3 leaves every process empty parameters.
         self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
+        self.layout = objective.layout()
         # All processes fit the same initial weights, so these batches are not shared out.
         objective.start_on(self.load(data.train, rows) for rows in self.epoch_batches(0))
         # After start_on sets weights, and before prepare copies or shards them.
         optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
         self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
         self.state = TrainingState(accelerator, self.module, self.optimizers)
+        self.record: RunRecord | None = None
         self.num_steps = self._count_steps()
         self.stopping = Stopping(max_minutes=config.max_minutes, started=started)
         self.stop: Stop | None = None
@@ -337,7 +341,7 @@ class Trainer:
         # Every process must call this: it gathers a sharded network.
         weights = self.accelerator.get_state_dict(self.module)
         if self.accelerator.is_main_process:
-            self.objective.save(temporary, metrics, weights)
+            self._write_head(temporary, metrics, weights)
         # Nobody may write before the main process has made the folder.
         self.accelerator.wait_for_everyone()
         self.state.save(temporary / STATE, self.progress)
@@ -370,9 +374,25 @@ class Trainer:
         if self.accelerator.is_main_process:
             checkpoint.write_folder(
                 self.config.output_dir / "best",
-                lambda folder: self.objective.save(folder, metrics, weights),
+                lambda folder: self._write_head(folder, metrics, weights),
             )
         return True
+
+    def _write_head(
+        self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]
+    ) -> None:
+        """Write the head and the run's record, and read the weights' file back."""
+        self.objective.save(folder, metrics, weights)
+        if self.record is not None:
+            self.record.write(folder)
+        due, is_deepspeed = self.layout, self.state.sharding == DistributedType.DEEPSPEED
+        if is_deepspeed and self.accelerator.mixed_precision == "bf16":
+            # DeepSpeed holds the weights themselves in bfloat16.
+            due = {
+                name: (torch.bfloat16 if dtype.is_floating_point else dtype, shape)
+                for name, (dtype, shape) in self.layout.items()
+            }
+        checkpoint.check_written(folder / WEIGHTS_FILE, due)
 
     def restore(self) -> None:
         """Load the newest undamaged checkpoint, if there is any.
@@ -388,8 +408,9 @@ class Trainer:
                 f"resume: false, but {folders[-1]} is there; remove {output_dir}, or "
                 "give --resume true or another --output_dir"
             )
-        # This launch's own group, before loading replaces the progress.
         folder = on_main_process(self.accelerator, self._choose_checkpoint)
+        changes = on_main_process(self.accelerator, lambda: self._check_records(folder))
+        # This launch's own group, before loading replaces the progress.
         group = self.progress.batch_group
         if folder is not None:
             try:
@@ -405,7 +426,9 @@ class Trainer:
                 raise ValueError(
                     f"max_steps: {self.num_steps}, but {folder} is past it; raise it, or epochs"
                 )
-            self.screen.say(f"resumed at step {self.progress.step} of {self.num_steps}")
+            told = "".join(f"; {change.name}: {change}" for change in changes)
+            self.screen.say(f"resumed at step {self.progress.step} of {self.num_steps}{told}")
+        self._check_best(changes)
         if self.accelerator.is_main_process:
             # Also without a checkpoint: a killed run may have logged steps but saved none.
             log, is_evaluated = output_dir / "metrics.jsonl", not self.progress.evaluation_pending
@@ -432,6 +455,29 @@ class Trainer:
         for line in damages:
             self.screen.say(line)
         return folder
+
+    def _check_records(self, folder: Path | None) -> list[Change]:
+        """Refuse checkpoints of another run. Return what has changed since the newest one."""
+        assert self.record is not None
+        best = self.config.output_dir / "best"
+        found = [place for place in (folder, best) if place is not None and place.exists()]
+        changes = [check_record(place, self.record) for place in found]
+        return changes[0] if changes else []
+
+    def _check_best(self, changes: list[Change]) -> None:
+        """Let the next evaluation replace best/ if its score cannot be compared with new ones."""
+        progress, best = self.progress, self.config.output_dir / "best"
+        has_best = on_main_process(self.accelerator, best.exists)
+        reason = ""
+        if has_best and not progress.step:
+            reason = f"{best} is of this run, which ended before its first checkpoint"
+        elif progress.best_step and not has_best:
+            reason = f"{best} is gone"
+        elif any(change.name == "evaluation.best_by" for change in changes):
+            reason = f"{best} was chosen by another score"
+        if reason:
+            progress.best_score, progress.since_best = -math.inf, 0
+            self.screen.say(f"{reason}: the next evaluation writes it anew")
 
     # -- the run ----------------------------------------------------------------------------
 
