@@ -234,6 +234,55 @@ def test_a_head_starts_another_run_in_another_folder(world, resume, folder, tmp_
     assert again.progress.step == 1
 
 
+# -- the place in the data --------------------------------------------------------------------
+
+
+def trained_rows(trainer: Trainer) -> list[int]:
+    """Run to the end, and return the training rows in their order."""
+    rows: list[int] = []
+    load = trainer.load
+
+    def noting(dataset: Any, chosen: list[int]) -> Any:
+        if dataset is trainer.data.train:
+            rows.extend(chosen)
+        return load(dataset, chosen)
+
+    trainer.load = noting
+    trainer.run()
+    return rows
+
+
+CHANGES = [
+    {"batch_tokens": 128},
+    {"packing": True},
+    {"accumulation": 2, "batch_tokens": 100},
+    {"batch_group": 2},
+    {"accumulation": 3},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_a_changed_batch_size_skips_and_repeats_no_row(world, tmp_path, changes):
+    """A place counts batches, so other batches would put it at another row."""
+    first = {"model__num_steps": 2, "max_steps": None, "epochs": 2}
+    stopped = world.trainer("eagle3", tmp_path, **first | {"max_steps": 3})
+    stopped.restore()
+    rows = trained_rows(stopped)
+    assert 0 < len(rows) < len(stopped.data.train)
+    again = world.trainer("eagle3", tmp_path, **first | changes | {"max_minutes": 1e-9})
+    again.restore()
+    planned = again.num_steps
+    rows += trained_rows(again)  # one step
+    last = world.trainer("eagle3", tmp_path, **first | changes)
+    last.restore()
+    assert last.num_steps == planned
+    rows += trained_rows(last)
+    every = list(range(len(last.data.train)))
+    assert sorted(rows[: len(every)]) == every
+    assert sorted(rows[len(every) :]) == every
+    assert last.progress.step == planned
+
+
 # -- files read back --------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..cli import Failure
 from ..files import flush, partial
+from .position import Cut, DonePart
 
 STEP_PREFIX = "step-"
 COMPLETE = "COMPLETE"
@@ -171,8 +172,14 @@ class Progress:
     step: int = 0
     epoch: int = 0
     batch: int = 0
-    """Batches already used in this epoch, by all processes together."""
-    batch_group: int = 0
+    """Batches already used in this epoch behind the parts ``done``, by all processes together."""
+    cut: Cut = field(default_factory=Cut)
+    """Settings with which ``batch`` counts."""
+    done: list[DonePart] = field(default_factory=list)
+    """Parts of this epoch that earlier launches trained on with other settings."""
+    epoch_steps: int = 0
+    """Steps of a whole epoch, and how many more or fewer the run has as its settings changed."""
+    extra_steps: int = 0
     tokens: int = 0
     """Supervised tokens so far, over all processes."""
     best_score: float = -math.inf

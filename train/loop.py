@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +13,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
-from ..data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
+from ..data_recipes.batch import collate, pack
 from ..data_recipes.recipe import TokenizedData
 from ..data_recipes.table import Rows, row_lengths
 from ..files import partial
@@ -41,6 +42,7 @@ from .log import (
     truncate_log,
 )
 from .objective import DraftObjective, LossOutput
+from .position import Cut, DonePart, batches_left
 from .record import Change, RunRecord, check_record
 from .screen import Screen
 
@@ -82,8 +84,9 @@ class Trainer:
         self.accelerator, self.pad_id = accelerator, pad_id
         self.progress = Progress()
         self.lengths = row_lengths(data.train)
-        self.progress.batch_group = config.batch_group or self.world
-        if self.progress.batch_group % self.world:
+        group = config.batch_group or self.world
+        self.progress.cut = Cut(config.batch_tokens, config.packing, group)
+        if group % self.world:
             raise ValueError(
                 f"batch_group: {config.batch_group} with {self.world} processes; give a multiple "
                 "of their number"
@@ -98,6 +101,7 @@ class Trainer:
         self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
         self.state = TrainingState(accelerator, self.module, self.optimizers)
         self.record: RunRecord | None = None
+        self.progress.epoch_steps = self._epoch_steps()
         self.num_steps = self._count_steps()
         self.stopping = Stopping(max_minutes=config.max_minutes, started=started)
         self.stop: Stop | None = None
@@ -115,25 +119,35 @@ class Trainer:
 
     # -- data -------------------------------------------------------------------------------
 
+    @property
+    def per_step(self) -> int:
+        """Return the number of batches in an optimizer step, over all processes."""
+        return self.config.accumulation * self.world
+
     def epoch_batches(self, epoch: int) -> list[list[int]]:
         """Return an epoch's batches for all processes. Batch i is for process i mod world."""
-        # The seed and the epoch decide the order, so a checkpoint needs only a place in it.
-        config, group = self.config, self.progress.batch_group
-        batches = packed_batches if config.packing else length_bucketed_batches
-        return batches(self.lengths, config.batch_tokens, config.seed, epoch, group)
+        return batches_left(self.lengths, self.config.seed, epoch, self.progress.cut, [])
+
+    def _rest_of_epoch(self) -> list[list[int]]:
+        """Return the batches that ``progress.batch`` counts in."""
+        progress, seed = self.progress, self.config.seed
+        return batches_left(self.lengths, seed, progress.epoch, progress.cut, progress.done)
+
+    def _epoch_steps(self) -> int:
+        # An epoch's last window may be short; it is a step, too.
+        return math.ceil(len(self.epoch_batches(0)) / self.per_step)
 
     def _count_steps(self) -> int:
         if self.config.max_steps is not None:
             return self.config.max_steps
-        # An epoch's last window may be short; it is a step, too.
-        per_epoch = math.ceil(len(self.epoch_batches(0)) / (self.config.accumulation * self.world))
-        return max(1, math.ceil(per_epoch * self.config.epochs))
+        whole = math.ceil(self.progress.epoch_steps * self.config.epochs)
+        return max(1, whole + self.progress.extra_steps)
 
     def windows(self) -> Iterator[list[dict[str, Tensor]]]:
         """Yield this process's batches for each optimizer step, from the saved position onward."""
-        progress, per_step = self.progress, self.config.accumulation * self.world
+        progress, per_step = self.progress, self.per_step
         while True:
-            batches = self.epoch_batches(progress.epoch)
+            batches = self._rest_of_epoch()
             while progress.batch < len(batches):
                 chosen = batches[progress.batch : progress.batch + per_step]
                 # Before the yield: this step's checkpoint must point to the next window.
@@ -145,7 +159,7 @@ class Trainer:
                     ids = [self.data.train[rows]["input_ids"] for rows in mine]
                     self.objective.features.expect(list(zip(mine, ids, strict=True)))
                 yield [self.load(self.data.train, rows) for rows in chosen[self.rank :: self.world]]
-            progress.epoch, progress.batch = progress.epoch + 1, 0
+            progress.epoch, progress.batch, progress.done = progress.epoch + 1, 0, []
 
     def load(self, dataset: Rows, rows: list[int]) -> dict[str, Tensor]:
         columns = dataset[rows]
@@ -410,8 +424,8 @@ class Trainer:
             )
         folder = on_main_process(self.accelerator, self._choose_checkpoint)
         changes = on_main_process(self.accelerator, lambda: self._check_records(folder))
-        # This launch's own group, before loading replaces the progress.
-        group = self.progress.batch_group
+        # This launch's own, before loading replaces the progress.
+        cut = self.progress.cut
         if folder is not None:
             try:
                 self.progress = self.state.load(folder / STATE)
@@ -421,7 +435,7 @@ class Trainer:
                     f"resume: {folder} was written with another configuration ({reason}); "
                     "give another --output_dir, or the settings in its config.yaml"
                 ) from error
-            self._regroup(group)
+            self._keep_place(cut)
             if self.progress.step > self.num_steps:
                 raise ValueError(
                     f"max_steps: {self.num_steps}, but {folder} is past it; raise it, or epochs"
@@ -434,18 +448,30 @@ class Trainer:
             log, is_evaluated = output_dir / "metrics.jsonl", not self.progress.evaluation_pending
             truncate_log(log, step=self.progress.step, is_evaluated=is_evaluated)
 
-    def _regroup(self, group: int) -> None:
-        """Keep the checkpoint's batch group unless the settings or processes need ``group``."""
-        progress, saved = self.progress, self.progress.batch_group
-        if saved != group and (self.config.batch_group is not None or saved % self.world):
-            progress.batch_group = group
-            self.screen.say(
-                f"batches come in groups of {group} instead of {saved}: this epoch goes on in "
-                "another order, and some of its rows come twice or not at all"
-            )
-        # Otherwise the epoch's last window would give some processes fewer batches.
-        progress.batch -= progress.batch % self.world
-        # With other groups, an epoch may have more or fewer batches.
+    def _keep_place(self, own: Cut) -> None:
+        """Go on behind the checkpoint's last row, also with batches cut in another way.
+
+        Args:
+            own: this launch's. The checkpoint's group stays if it suits settings and processes.
+        """
+        progress, saved = self.progress, self.progress.cut
+        if self.config.batch_group is None and not saved.group % self.world:
+            own = replace(own, group=saved.group)
+        # A place inside a round of processes would give some of them a batch less.
+        if own != saved or progress.batch % self.world:
+            if progress.batch:
+                progress.done = [*progress.done, DonePart(saved, progress.batch)]
+                what = "batches" if own.group == saved.group else f"groups of {own.group} batches"
+                self.screen.say(f"the rows that are left in this epoch are cut into new {what}")
+            progress.cut, progress.batch = own, 0
+        if progress.epoch_steps != (epoch_steps := self._epoch_steps()) or progress.done:
+            # Steps of another size are behind: count those that are left.
+            progress.epoch_steps, progress.extra_steps = epoch_steps, 0
+            rest = math.ceil((len(self._rest_of_epoch()) - progress.batch) / self.per_step)
+            more = self.config.epochs - progress.epoch - 1
+            left = max(0, rest + math.ceil(epoch_steps * more))
+            whole = math.ceil(epoch_steps * self.config.epochs)
+            progress.extra_steps = progress.step + left - whole
         self.num_steps = self._count_steps()
 
     def _choose_checkpoint(self) -> Path | None:
@@ -492,14 +518,15 @@ class Trainer:
                 self._evaluate_and_keep(log)
             self.stop = self.stop or self._out_of_patience()
             while progress.step < self.num_steps and self.stop is None:
-                began, place = time.perf_counter(), (progress.epoch, progress.batch)
+                place = progress.epoch, progress.batch, progress.done
+                began = time.perf_counter()
                 window = next(windows)
                 loaded = time.perf_counter()
                 try:
                     values = self.optimize(window)
                 except FeaturesLost as lost:
                     # The window was taken but not trained on: the resumed run begins with it.
-                    progress.epoch, progress.batch = place
+                    progress.epoch, progress.batch, progress.done = place
                     self.save(progress.metrics)
                     self.stop = Stop(f"{lost}; {GO_ON}", 1)
                     break
