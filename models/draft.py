@@ -241,11 +241,11 @@ class Draft(nn.Module):
         }
         (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n")
         weights = self.state_dict() if weights is None else weights
-        weights = {n: x.cpu().contiguous() for n, x in weights.items() if self._is_saved(n)}
+        weights = {n: x.cpu().contiguous() for n, x in weights.items() if self.is_saved(n)}
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         make_readable(folder / WEIGHTS_FILE)
 
-    def _is_saved(self, name: str) -> bool:
+    def is_saved(self, name: str) -> bool:
         return not (self.shares_head and name == HEAD)
 
     @classmethod
@@ -256,7 +256,7 @@ class Draft(nn.Module):
             parts = cls._read_parts(description, len(shapes))
             with torch.device("meta"):  # allocate nothing based on config.json alone
                 empty = cls(*parts)
-                state = {n: x for n, x in empty.state_dict().items() if empty._is_saved(n)}
+                state = {n: x for n, x in empty.state_dict().items() if empty.is_saved(n)}
                 wanted = {name: tuple(x.shape) for name, x in state.items()}
         except (SafetensorError, OSError) as error:
             raise ValueError(_damaged(path, str(error))) from error

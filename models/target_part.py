@@ -29,6 +29,7 @@ from ..pretrained import (
     explained,
     load_config,
     load_generation_config,
+    local_name,
     open_weights,
     read_config,
     weight_files,
@@ -186,6 +187,7 @@ def weights_identity(name: str, revision: str | None = None) -> str:
     Raises:
         ValueError: no safetensors weights there.
     """
+    name = local_name(name)
     folder = Path(name)
     if not folder.is_dir():
         read_config(name, revision)  # into the cache: .../snapshots/COMMIT/config.json

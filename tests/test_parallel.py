@@ -221,7 +221,7 @@ def test_a_run_goes_on_with_another_number_of_processes(runs, alone, tmp_path):
             runs.together("spd", folder, environment, changes=changes, jobs=stop)
         assert logged(folder)[-1]["step"] == step + 1
     assert runs.run("spd", folder, changes={"accumulation": 2, "batch_group": None}) == 0
-    assert "another order" not in said(folder)
+    assert "cut into new" not in said(folder)
     assert_same_run(folder, alone("spd"))
 
 
@@ -231,7 +231,7 @@ def test_a_group_that_the_processes_cannot_share_goes_on_and_says_so(runs, tmp_p
     assert runs.run("spd", folder, changes=changes, **stop) == 143, said(folder)
     two = runs.together("spd", folder, launcher_environment("ddp"), changes=changes)
     assert two == [0, 0], said(folder)
-    assert "groups of 2 instead of 1" in said(folder) and logged(folder)[-1]["step"] == 4
+    assert "cut into new groups of 2 batches" in said(folder) and logged(folder)[-1]["step"] == 4
 
 
 SHOW = """

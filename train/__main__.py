@@ -50,6 +50,7 @@ from .loop import Trainer
 from .mtp import MTPObjective, MTPTrainConfig
 from .plan import Plan
 from .ppsd import PPSDObjective, PPSDTrainConfig
+from .record import record_of
 from .spd import SPDObjective, SPDTrainConfig
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         objective.use_checkpointing()
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     trainer = Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator, started=started)
+    if accelerator.is_main_process:
+        trainer.record = record_of(run, model, objective.reference, tokenizer, data)
     # After Trainer has handed the draft to DeepSpeed.
     gather_together(objective, accelerator)
     return trainer

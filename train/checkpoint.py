@@ -18,12 +18,14 @@ from typing import Any
 import msgspec
 import torch
 from accelerate import Accelerator, DistributedType
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..cli import Failure
 from ..files import flush, partial
+from .position import Cut, DonePart
 
 STEP_PREFIX = "step-"
 COMPLETE = "COMPLETE"
@@ -170,8 +172,14 @@ class Progress:
     step: int = 0
     epoch: int = 0
     batch: int = 0
-    """Batches already used in this epoch, by all processes together."""
-    batch_group: int = 0
+    """Batches already used in this epoch behind the parts ``done``, by all processes together."""
+    cut: Cut = field(default_factory=Cut)
+    """Settings with which ``batch`` counts."""
+    done: list[DonePart] = field(default_factory=list)
+    """Parts of this epoch that earlier launches trained on with other settings."""
+    epoch_steps: int = 0
+    """Steps of a whole epoch, and how many more or fewer the run has as its settings changed."""
+    extra_steps: int = 0
     tokens: int = 0
     """Supervised tokens so far, over all processes."""
     best_score: float = -math.inf
@@ -346,9 +354,64 @@ class TrainingState:
             raise ValueError(f"{DEEPSPEED_TAG}/ holds no state")
 
 
+# -- reading back what was written ------------------------------------------------------------
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Tensor name -> type and shape."""
+
+STORED = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""torch's types, and their names in safetensors."""
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    return {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+
+
+def check_written(path: Path, due: Layout) -> None:
+    """Read a written file's header back, and compare it with what it should hold.
+
+    Raises:
+        Failure: a tensor is missing, unexpected, or has another type or shape.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            names: list[str] = file.keys()
+            slices = {name: file.get_slice(name) for name in names}
+            found = {n: (x.get_dtype(), tuple(x.get_shape())) for n, x in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise Failure(_not_as_due(path, str(error))) from error
+    wanted = {name: (STORED[dtype], shape) for name, (dtype, shape) in due.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            is_, should = (_entry(entries.get(name)) for entries in (found, wanted))
+            count = f"{len(found)} tensors instead of {len(wanted)}"
+            raise Failure(_not_as_due(path, f"{count}; {name}: {is_} instead of {should}"))
+
+
+def _entry(entry: tuple[str, tuple[int, ...]] | None) -> str:
+    return "none" if entry is None else f"{entry[0]} {list(entry[1])}"
+
+
+def _not_as_due(path: Path, reason: str) -> str:
+    return (
+        f"checkpoint: {path}, read back, is not what was to be saved ({reason}); it is not used, "
+        "and the checkpoints before it stay; check the launcher's settings and the disk"
+    )
+
+
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
     # safetensors refuses views that are not contiguous.
     save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+    check_written(path, layout_of(tensors))
 
 
 def _read(path: Path) -> dict[str, Tensor]:

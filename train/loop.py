@@ -5,18 +5,20 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
-from ..data_recipes.batch import collate, length_bucketed_batches, pack, packed_batches
+from ..data_recipes.batch import collate, pack
 from ..data_recipes.recipe import TokenizedData
 from ..data_recipes.table import Rows, row_lengths
 from ..files import partial
 from ..models.cpu import muon_in_float32
+from ..models.draft import WEIGHTS_FILE
 from ..pretrained import context_length
 from . import checkpoint
 from .checkpoint import Progress, TrainingState
@@ -40,6 +42,8 @@ from .log import (
     truncate_log,
 )
 from .objective import DraftObjective, LossOutput
+from .position import Cut, DonePart, batches_left
+from .record import Change, RunRecord, check_record
 from .screen import Screen
 
 STATE = "training_state"
@@ -80,20 +84,24 @@ class Trainer:
         self.accelerator, self.pad_id = accelerator, pad_id
         self.progress = Progress()
         self.lengths = row_lengths(data.train)
-        self.progress.batch_group = config.batch_group or self.world
-        if self.progress.batch_group % self.world:
+        group = config.batch_group or self.world
+        self.progress.cut = Cut(config.batch_tokens, config.packing, group)
+        if group % self.world:
             raise ValueError(
                 f"batch_group: {config.batch_group} with {self.world} processes; give a multiple "
                 "of their number"
             )
         # Counted before prepare: ZeRO-3 leaves every process empty parameters.
         self.num_trainable = sum(p.numel() for p in objective.parameters() if p.requires_grad)
+        self.layout = objective.layout()
         # All processes fit the same initial weights, so these batches are not shared out.
         objective.start_on(self.load(data.train, rows) for rows in self.epoch_batches(0))
         # After start_on sets weights, and before prepare copies or shards them.
         optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
         self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
         self.state = TrainingState(accelerator, self.module, self.optimizers)
+        self.record: RunRecord | None = None
+        self.progress.epoch_steps = self._epoch_steps()
         self.num_steps = self._count_steps()
         self.stopping = Stopping(max_minutes=config.max_minutes, started=started)
         self.stop: Stop | None = None
@@ -111,25 +119,35 @@ class Trainer:
 
     # -- data -------------------------------------------------------------------------------
 
+    @property
+    def per_step(self) -> int:
+        """Return the number of batches in an optimizer step, over all processes."""
+        return self.config.accumulation * self.world
+
     def epoch_batches(self, epoch: int) -> list[list[int]]:
         """Return an epoch's batches for all processes. Batch i is for process i mod world."""
-        # The seed and the epoch decide the order, so a checkpoint needs only a place in it.
-        config, group = self.config, self.progress.batch_group
-        batches = packed_batches if config.packing else length_bucketed_batches
-        return batches(self.lengths, config.batch_tokens, config.seed, epoch, group)
+        return batches_left(self.lengths, self.config.seed, epoch, self.progress.cut, [])
+
+    def _rest_of_epoch(self) -> list[list[int]]:
+        """Return the batches that ``progress.batch`` counts in."""
+        progress, seed = self.progress, self.config.seed
+        return batches_left(self.lengths, seed, progress.epoch, progress.cut, progress.done)
+
+    def _epoch_steps(self) -> int:
+        # An epoch's last window may be short; it is a step, too.
+        return math.ceil(len(self.epoch_batches(0)) / self.per_step)
 
     def _count_steps(self) -> int:
         if self.config.max_steps is not None:
             return self.config.max_steps
-        # An epoch's last window may be short; it is a step, too.
-        per_epoch = math.ceil(len(self.epoch_batches(0)) / (self.config.accumulation * self.world))
-        return max(1, math.ceil(per_epoch * self.config.epochs))
+        whole = math.ceil(self.progress.epoch_steps * self.config.epochs)
+        return max(1, whole + self.progress.extra_steps)
 
     def windows(self) -> Iterator[list[dict[str, Tensor]]]:
         """Yield this process's batches for each optimizer step, from the saved position onward."""
-        progress, per_step = self.progress, self.config.accumulation * self.world
+        progress, per_step = self.progress, self.per_step
         while True:
-            batches = self.epoch_batches(progress.epoch)
+            batches = self._rest_of_epoch()
             while progress.batch < len(batches):
                 chosen = batches[progress.batch : progress.batch + per_step]
                 # Before the yield: this step's checkpoint must point to the next window.
@@ -141,7 +159,7 @@ class Trainer:
                     ids = [self.data.train[rows]["input_ids"] for rows in mine]
                     self.objective.features.expect(list(zip(mine, ids, strict=True)))
                 yield [self.load(self.data.train, rows) for rows in chosen[self.rank :: self.world]]
-            progress.epoch, progress.batch = progress.epoch + 1, 0
+            progress.epoch, progress.batch, progress.done = progress.epoch + 1, 0, []
 
     def load(self, dataset: Rows, rows: list[int]) -> dict[str, Tensor]:
         columns = dataset[rows]
@@ -337,7 +355,7 @@ class Trainer:
         # Every process must call this: it gathers a sharded network.
         weights = self.accelerator.get_state_dict(self.module)
         if self.accelerator.is_main_process:
-            self.objective.save(temporary, metrics, weights)
+            self._write_head(temporary, metrics, weights)
         # Nobody may write before the main process has made the folder.
         self.accelerator.wait_for_everyone()
         self.state.save(temporary / STATE, self.progress)
@@ -370,9 +388,25 @@ class Trainer:
         if self.accelerator.is_main_process:
             checkpoint.write_folder(
                 self.config.output_dir / "best",
-                lambda folder: self.objective.save(folder, metrics, weights),
+                lambda folder: self._write_head(folder, metrics, weights),
             )
         return True
+
+    def _write_head(
+        self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]
+    ) -> None:
+        """Write the head and the run's record, and read the weights' file back."""
+        self.objective.save(folder, metrics, weights)
+        if self.record is not None:
+            self.record.write(folder)
+        due, is_deepspeed = self.layout, self.state.sharding == DistributedType.DEEPSPEED
+        if is_deepspeed and self.accelerator.mixed_precision == "bf16":
+            # DeepSpeed holds the weights themselves in bfloat16.
+            due = {
+                name: (torch.bfloat16 if dtype.is_floating_point else dtype, shape)
+                for name, (dtype, shape) in self.layout.items()
+            }
+        checkpoint.check_written(folder / WEIGHTS_FILE, due)
 
     def restore(self) -> None:
         """Load the newest undamaged checkpoint, if there is any.
@@ -388,9 +422,10 @@ class Trainer:
                 f"resume: false, but {folders[-1]} is there; remove {output_dir}, or "
                 "give --resume true or another --output_dir"
             )
-        # This launch's own group, before loading replaces the progress.
         folder = on_main_process(self.accelerator, self._choose_checkpoint)
-        group = self.progress.batch_group
+        changes = on_main_process(self.accelerator, lambda: self._check_records(folder))
+        # This launch's own, before loading replaces the progress.
+        cut = self.progress.cut
         if folder is not None:
             try:
                 self.progress = self.state.load(folder / STATE)
@@ -400,29 +435,43 @@ class Trainer:
                     f"resume: {folder} was written with another configuration ({reason}); "
                     "give another --output_dir, or the settings in its config.yaml"
                 ) from error
-            self._regroup(group)
+            self._keep_place(cut)
             if self.progress.step > self.num_steps:
                 raise ValueError(
                     f"max_steps: {self.num_steps}, but {folder} is past it; raise it, or epochs"
                 )
-            self.screen.say(f"resumed at step {self.progress.step} of {self.num_steps}")
+            told = "".join(f"; {change.name}: {change}" for change in changes)
+            self.screen.say(f"resumed at step {self.progress.step} of {self.num_steps}{told}")
+        self._check_best(changes)
         if self.accelerator.is_main_process:
             # Also without a checkpoint: a killed run may have logged steps but saved none.
             log, is_evaluated = output_dir / "metrics.jsonl", not self.progress.evaluation_pending
             truncate_log(log, step=self.progress.step, is_evaluated=is_evaluated)
 
-    def _regroup(self, group: int) -> None:
-        """Keep the checkpoint's batch group unless the settings or processes need ``group``."""
-        progress, saved = self.progress, self.progress.batch_group
-        if saved != group and (self.config.batch_group is not None or saved % self.world):
-            progress.batch_group = group
-            self.screen.say(
-                f"batches come in groups of {group} instead of {saved}: this epoch goes on in "
-                "another order, and some of its rows come twice or not at all"
-            )
-        # Otherwise the epoch's last window would give some processes fewer batches.
-        progress.batch -= progress.batch % self.world
-        # With other groups, an epoch may have more or fewer batches.
+    def _keep_place(self, own: Cut) -> None:
+        """Go on behind the checkpoint's last row, also with batches cut in another way.
+
+        Args:
+            own: this launch's. The checkpoint's group stays if it suits settings and processes.
+        """
+        progress, saved = self.progress, self.progress.cut
+        if self.config.batch_group is None and not saved.group % self.world:
+            own = replace(own, group=saved.group)
+        # A place inside a round of processes would give some of them a batch less.
+        if own != saved or progress.batch % self.world:
+            if progress.batch:
+                progress.done = [*progress.done, DonePart(saved, progress.batch)]
+                what = "batches" if own.group == saved.group else f"groups of {own.group} batches"
+                self.screen.say(f"the rows that are left in this epoch are cut into new {what}")
+            progress.cut, progress.batch = own, 0
+        if progress.epoch_steps != (epoch_steps := self._epoch_steps()) or progress.done:
+            # Steps of another size are behind: count those that are left.
+            progress.epoch_steps, progress.extra_steps = epoch_steps, 0
+            rest = math.ceil((len(self._rest_of_epoch()) - progress.batch) / self.per_step)
+            more = self.config.epochs - progress.epoch - 1
+            left = max(0, rest + math.ceil(epoch_steps * more))
+            whole = math.ceil(epoch_steps * self.config.epochs)
+            progress.extra_steps = progress.step + left - whole
         self.num_steps = self._count_steps()
 
     def _choose_checkpoint(self) -> Path | None:
@@ -432,6 +481,29 @@ class Trainer:
         for line in damages:
             self.screen.say(line)
         return folder
+
+    def _check_records(self, folder: Path | None) -> list[Change]:
+        """Refuse checkpoints of another run. Return what has changed since the newest one."""
+        assert self.record is not None
+        best = self.config.output_dir / "best"
+        found = [place for place in (folder, best) if place is not None and place.exists()]
+        changes = [check_record(place, self.record) for place in found]
+        return changes[0] if changes else []
+
+    def _check_best(self, changes: list[Change]) -> None:
+        """Let the next evaluation replace best/ if its score cannot be compared with new ones."""
+        progress, best = self.progress, self.config.output_dir / "best"
+        has_best = on_main_process(self.accelerator, best.exists)
+        reason = ""
+        if has_best and not progress.step:
+            reason = f"{best} is of this run, which ended before its first checkpoint"
+        elif progress.best_step and not has_best:
+            reason = f"{best} is gone"
+        elif any(change.name == "evaluation.best_by" for change in changes):
+            reason = f"{best} was chosen by another score"
+        if reason:
+            progress.best_score, progress.since_best = -math.inf, 0
+            self.screen.say(f"{reason}: the next evaluation writes it anew")
 
     # -- the run ----------------------------------------------------------------------------
 
@@ -446,14 +518,15 @@ class Trainer:
                 self._evaluate_and_keep(log)
             self.stop = self.stop or self._out_of_patience()
             while progress.step < self.num_steps and self.stop is None:
-                began, place = time.perf_counter(), (progress.epoch, progress.batch)
+                place = progress.epoch, progress.batch, progress.done
+                began = time.perf_counter()
                 window = next(windows)
                 loaded = time.perf_counter()
                 try:
                     values = self.optimize(window)
                 except FeaturesLost as lost:
                     # The window was taken but not trained on: the resumed run begins with it.
-                    progress.epoch, progress.batch = place
+                    progress.epoch, progress.batch, progress.done = place
                     self.save(progress.metrics)
                     self.stop = Stop(f"{lost}; {GO_ON}", 1)
                     break

@@ -32,6 +32,7 @@ from ..models.families import embed, logits_divisor
 from ..models.layers import LayerConfig
 from ..models.target import StagedTarget, capture_hidden
 from ..pretrained import place_draft
+from .checkpoint import Layout, layout_of
 from .losses import DistillationLoss, Divergence, LossKind, chunked_distillation
 
 if TYPE_CHECKING:
@@ -326,6 +327,11 @@ class DraftObjective(nn.Module, ABC):
         copy.load_state_dict(own_weights(weights))
         copy.attach(self.target)
         return place_draft(copy.eval().requires_grad_(False), self.target)
+
+    def layout(self) -> Layout:
+        """Return the tensors that ``save`` writes. Call this before the network is sharded."""
+        state = self.draft.state_dict()
+        return layout_of({name: x for name, x in state.items() if self.draft.is_saved(name)})
 
     def save(self, folder: Path, metrics: dict[str, float], weights: dict[str, Tensor]) -> None:
         """Write a checkpoint. ``weights`` is the whole state, gathered from all processes."""

@@ -74,8 +74,12 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: str) -> int:
 # -- identity -------------------------------------------------------------------------------
 
 
-def data_identity(split: str, dataset: Rows) -> dict[str, int | str]:
-    """Return a split's row and token counts, and a hash of its ids. Masks are ignored."""
+def data_identity(split: str, dataset: Rows, *, masks: bool = False) -> dict[str, int | str]:
+    """Return a split's row and token counts, and a hash of its ids.
+
+    Args:
+        masks: also hash the loss masks, which hidden states do not depend on.
+    """
     digest, num_tokens = hashlib.sha256(), 0
     for lengths, flat in dataset.pieces("input_ids"):
         # Lengths count, too: the same ids may be cut into other rows.
@@ -83,7 +87,13 @@ def data_identity(split: str, dataset: Rows) -> dict[str, int | str]:
         digest.update(flat.astype(np.int32).tobytes())
         num_tokens += len(flat)
     tokens = {f"{split}_rows": len(dataset), f"{split}_tokens": num_tokens}
-    return {**tokens, f"{split}_ids": digest.hexdigest()}
+    found: dict[str, int | str] = {**tokens, f"{split}_ids": digest.hexdigest()}
+    if masks:
+        digest = hashlib.sha256()
+        for _, flat in dataset.pieces("loss_mask"):
+            digest.update(flat.astype(np.int8).tobytes())
+        found[f"{split}_masks"] = digest.hexdigest()
+    return found
 
 
 def identity_of(
