@@ -30,8 +30,12 @@ def test_a_run_says_what_it_does_a_row_each_log_step_and_what_is_next(
     lines = screen.err.splitlines()
     assert screen.out == ""
     (start,) = [at for at, line in enumerate(lines) if line.startswith("train eagle3 (pip")]
-    assert " M parameters, for " in lines[start] and lines[start].endswith("on cpu x 1, fp32")
-    assert lines[start + 1].startswith("2 steps of 256 tokens, adamw, lr 0.003; evaluated every 1")
+    assert " M parameters, for " in lines[start] and lines[start].endswith(
+        "on cpu x 1, single, fp32"
+    )
+    assert lines[start + 1].startswith(
+        "2 steps of 256 tokens (accumulation 1), adamw, lr 0.003; evaluated every 1"
+    )
     assert lines[start + 1].endswith(" held-out rows, 3 prompts decoded")
     assert lines[start + 2] == f"into {out}: metrics.jsonl, best/, checkpoints/"
     head = [line.split() for line in lines].index(

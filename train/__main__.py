@@ -39,6 +39,7 @@ from .features.reader import load_embedding_and_head, open_features
 from .flexspec import FlexSpecObjective, FlexSpecTrainConfig
 from .launch import (
     check_one_disk,
+    compile_objective,
     gather_together,
     is_sharded,
     load_frozen_target,
@@ -46,6 +47,7 @@ from .launch import (
     needs_others,
     shard_target,
 )
+from .launcher_settings import judge
 from .loop import Trainer
 from .mtp import MTPObjective, MTPTrainConfig
 from .plan import Plan
@@ -101,6 +103,10 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
 
     started = time.monotonic()
     accelerator = make_accelerator(run)
+    judgment = judge(os.environ, run, accelerator.mixed_precision)
+    if accelerator.is_main_process:
+        for note in judgment.notes:
+            print(note, file=sys.stderr)
     # Before any network exists: all processes must draw equal initial weights.
     set_seed(run.seed)
     make_folder("output_dir", run.output_dir)
@@ -132,6 +138,7 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         check_packable(target.get_decoder().config)
     if run.checkpointing:
         objective.use_checkpointing()
+    compile_objective(objective, judgment)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     trainer = Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator, started=started)
     if accelerator.is_main_process:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
@@ -35,6 +36,7 @@ from ..models.target import load_target
 from ..models.target_part import load_more_layers
 from ..pretrained import has_native_bf16, resolve_device, stored_dtype
 from .config import OptimConfig, RunConfig
+from .launcher_settings import Judgment, check_strategy, complete_deepspeed, judge
 
 if TYPE_CHECKING:
     from .objective import DraftObjective
@@ -64,6 +66,11 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     are refused here, since the run would train something else.
     """
     _check_trackers(config)
+    precision = resolve_precision(config.precision)
+    judgment = judge(os.environ, config, precision).require()
+    if judgment.strategy == "fsdp2":
+        # Otherwise transformers loads the frozen target in the first process only.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     handlers = []
     if "RANK" in os.environ:
         has_accelerator = torch.accelerator.is_available()
@@ -72,8 +79,12 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         if not has_accelerator:
             _shard_on_cpus()
     accelerator = Accelerator(
-        mixed_precision=resolve_precision(config.precision),
+        mixed_precision=precision,
         kwargs_handlers=handlers,
+        # accelerate's compiler would rename the weights; see compile_objective.
+        dynamo_backend="no",
+        # Without a plugin, accelerate's variable replaces the number, and every loss is divided.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         log_with=list(config.trackers) or None,
         project_config=ProjectConfiguration(
             project_dir=str(config.output_dir), logging_dir=str(config.output_dir / "logs")
@@ -88,6 +99,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
             f"num_processes: the launcher started {world} processes but they would train "
             f"independent replicas; on CPUs launch with ACCELERATE_USE_CPU=true and --multi_gpu"
         )
+    check_strategy(accelerator, judgment.strategy)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _prepare_deepspeed(accelerator, config)
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
@@ -136,6 +148,12 @@ def _shard_on_cpus() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def compile_objective(objective: "DraftObjective", judgment: Judgment) -> None:
+    """Let the launcher's compiler compile the training pass in place: no weight gets a new name."""
+    if judgment.compiler is not None:
+        objective.compile(**judgment.compiler)
+
+
 def gather_together(objective: "DraftObjective", accelerator: Accelerator) -> None:
     """Let ZeRO-3 gather all weights of a prepared draft together, as FSDP does."""
     if _is_zero3(accelerator):
@@ -177,15 +195,7 @@ def _prepare_deepspeed(accelerator: Accelerator, config: RunConfig) -> None:
         )
     # Else transformers would shard the frozen target as a whole (ZeRO-3).
     unset_hf_deepspeed_config()
-    plugin = accelerator.state.deepspeed_plugin
-    # DeepSpeed requires a value, but the loop itself divides by the window's tokens.
-    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-    plugin.deepspeed_config["gradient_clipping"] = config.optim.clip_norm
-    # Sums over processes in bfloat16 would round small gradients away.
-    plugin.deepspeed_config["communication_data_type"] = "fp32"
-    if _is_zero3(accelerator):  # unsharded small parameters would be lost on resuming
-        zero = plugin.deepspeed_config["zero_optimization"]
-        zero["stage3_param_persistence_threshold"] = 0
+    complete_deepspeed(accelerator.state.deepspeed_plugin, config)
 
 
 def check_one_disk(folder: Path, accelerator: Accelerator) -> None:

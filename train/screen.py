@@ -9,6 +9,7 @@ from tqdm import tqdm
 from .. import __version__
 from .decoding import DECODED_LENGTH, DECODED_TAU
 from .launch import GO_ON
+from .launcher_settings import strategy_of
 
 if TYPE_CHECKING:
     from .loop import Trainer
@@ -55,9 +56,9 @@ class Screen:
         self.say(
             f"train {config.method} (pipedraft {__version__}): {trainer.num_trainable / 1e6:.2f} M "
             f"parameters, for {config.target or 'no target'} on {accelerator.device.type} x "
-            f"{accelerator.num_processes}, {precision}\n"
-            f"{trainer.num_steps} steps of {tokens} tokens, {config.optim.name}, lr "
-            f"{config.optim.lr:g}; {evaluation}\n"
+            f"{accelerator.num_processes}, {strategy_of(accelerator)}, {precision}\n"
+            f"{trainer.num_steps} steps of {tokens} tokens (accumulation {config.accumulation}), "
+            f"{config.optim.name}, lr {config.optim.lr:g}; {evaluation}\n"
             f"into {config.output_dir}: metrics.jsonl, best/, checkpoints/"
         )
         self._timed_from, self._timed_at = trainer.progress.step, time.monotonic()
