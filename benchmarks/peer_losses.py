@@ -431,8 +431,7 @@ def chain_by_speculators(model: Any, target: Any, batch: dict[str, Tensor]) -> T
         loss, metrics = right(logits, targets, mask, *rest, **options)
         return loss * mask[:, rest[1] :].sum(), metrics  # its mean is over a step's rows
 
-    ids_1T, mask_1T = batch["input_ids"], batch["loss_mask"].clone()
-    mask_1T[0, -1] = 0  # it would learn what follows the text
+    ids_1T, mask_1T = batch["input_ids"], batch["loss_mask"]
     joined, output = taps_of(target, ids_1T)
     with patch.object(core, "compute_metrics", summed):
         _, loss, _ = model(

@@ -159,8 +159,9 @@ def document_places(batch: dict[str, Tensor]) -> Tensor:
 def inner_mask(batch: dict[str, Tensor]) -> Tensor:
     """Return the loss mask, bool [B, T], with each document's first and last position cleared.
 
-    The last position's label would be padding or belong to the next document, so other packages
-    clear that position, too. Nothing predicts the first token, so `pack` clears it, too.
+    The last position's label would be padding or belong to the next document. SpecForge and the
+    EAGLE authors' code clear that position, too; speculators does not. Nothing predicts the first
+    token, so `pack` clears it, too.
     """
     place_BT = document_places(batch)
     edge_B1 = place_BT.new_full((len(place_BT), 1), -2)

@@ -29,7 +29,12 @@ from tiny_drafts import decode_chain, make_head
 from pipedraft.data_recipes.batch import pack
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.target import capture_hidden
-from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
+from pipedraft.train.eagle3 import (
+    Eagle3Objective,
+    Eagle3TrainConfig,
+    chain_lengths,
+    counted_steps,
+)
 
 torch.set_num_threads(1)
 
@@ -110,8 +115,9 @@ def counts_at(mask, row, step, rows="turn") -> bool:
     """Spell out the rule: x_{t+1} and x_{t+2+i} belong to one turn, a run of ones."""
     first, label = row + 1, row + 2 + step
     if rows != "turn":
-        fed = row + step + (rows == "speculators")
-        return 0 < fed < len(mask) - 1 and bool(mask[fed])
+        shift = int(rows == "speculators")  # which counts a text's last token, too
+        fed = row + step + shift
+        return 0 < fed < len(mask) - 1 + shift and bool(mask[fed])
     return label < len(mask) and all(mask[first : label + 1])
 
 
@@ -237,6 +243,7 @@ def plain_loss(objective, batch):
         {"loss": "lk", "step_decay": 0.5},
         {"rows": "specforge"},
         {"rows": "speculators", "draft_vocab_size": 10},
+        {"rows": "official"},
         {"norm_before_residual": True, "norm_before_fc": True, "query_key_norm": True},
         *FLAGS[1:],
     ],
@@ -256,6 +263,16 @@ def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_functio
         lambda q, k, v, *_: ttt_attention(q, k[:1], v[:1]),
     )
     assert (objective(batch, torch.Generator()).loss - expected).abs() > 1e-4 * expected
+
+
+@pytest.mark.parametrize("mask", [[1] * 6, [0, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 0], [1, 0]])
+def test_a_speculators_row_has_the_mask_of_its_fed_token_and_the_last_one_counts(mask):
+    """speculators 0.9.0 drops each text's first mask, and moves the rest by one more a step."""
+    batch = {"loss_mask": torch.tensor([mask]), "lengths": torch.tensor([len(mask)])}
+    counted_TS = counted_steps(batch, 3, "speculators")[0]
+    for step in range(3):
+        theirs = [bool(x) for x in mask[1 + step :]]
+        assert counted_TS[:, step].tolist() == theirs + [False] * (len(mask) - len(theirs))
 
 
 @pytest.mark.parametrize("rows", ["turn", "speculators", "specforge", "official"])

@@ -66,15 +66,18 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
 def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor:
     """Return bool [B, T, S], True where step i counts at a row by the rule ``UnrolledConfig.rows``.
 
-    A document has the same supervised rows alone, padded or packed. As in speculators and
-    SpecForge, its last token never counts, so a row's target distribution comes from the row's own
-    document.
+    A document has the same supervised rows alone, padded or packed. A row's target distribution
+    comes from the row's own document. SpecForge and the authors' code clear the mask of a
+    document's last token. speculators keeps it: there a row that feeds this token learns what the
+    target predicts behind the text.
     """
     if rows == "turn":
         steps_S = torch.arange(num_steps, device=batch["loss_mask"].device)
         return chain_lengths(batch["loss_mask"], num_steps)[..., None] > steps_S
-    place_BT, mask_BT = document_places(batch), inner_mask(batch)
-    T, shift = mask_BT.shape[1], int(rows == "speculators")
+    keeps_last = rows == "speculators"
+    place_BT = document_places(batch)
+    mask_BT = batch["loss_mask"].bool() if keeps_last else inner_mask(batch)
+    T, shift = mask_BT.shape[1], int(keeps_last)
     mask_BT = F.pad(mask_BT, (0, num_steps + shift))
     fed_BT = F.pad(place_BT, (0, num_steps + shift), value=-1)
     starts = [shift + step for step in range(num_steps)]
