@@ -15,20 +15,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..chats import ChatRefused, check_template_variables, render_chat, render_turns
-from ..files import Values
-from .conversations import (
-    REASONING,
-    Conversation,
-    Message,
-    inline_thinking,
-    thinking_of,
+from ..chats import (
+    END_THINK,
+    THINK,
+    ChatRefused,
+    check_template_variables,
+    render_chat,
+    render_turns,
+    with_thinking,
 )
+from ..files import Values
+from .conversations import Conversation, Message, thinking_of
 from .turns import find_turns
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "pipedraftprobe"
-THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,6 @@ class ChatRenderer:
         self.keeps_thinking = keeps_thinking
         self.template = tokenizer.get_chat_template()
         self.marks_generation = bool(GENERATION_MARK.search(self.template))
-        self.thinking_names = [name for name in REASONING if name in self.template]
 
     @cached_property
     def closing(self) -> str:
@@ -101,10 +101,9 @@ class ChatRenderer:
         given = chat if isinstance(chat, Conversation) else Conversation(chat)
         given = replace(given, variables={**self.variables, **given.variables})
         check_template_variables(given.variables, "chat_template_kwargs")
-        read = replace(given, messages=[self.as_read(message) for message in given.messages])
-        found = self._find(read)
+        found = self._find(given)
         if self.keeps_thinking:
-            found = self._put_back(found, given.messages[-1], read)
+            found = self._put_back(found, given)
         return replace(found, not_rendered=unrendered(given, found.text))
 
     def _render(self, chat: Conversation, messages: Sequence[Message], *, prompt: bool) -> str:
@@ -150,24 +149,17 @@ class ChatRenderer:
             return rendered[0][0]
 
         marks: list[tuple[int, int]] = []
-        same = render_turns(chat.messages, render) == text
+        messages = [with_thinking(message, self.template) for message in chat.messages]
+        same = render_turns(messages, render) == text
         return marks if same else [(0, len(text))]
 
-    def as_read(self, message: Message) -> Message:
-        """Return the message with thinking where the template reads it (a field or the content)."""
-        if "reasoning_content" not in message:
-            return message
-        if self.thinking_names:
-            thought = message["reasoning_content"]
-            return message | dict.fromkeys(self.thinking_names, thought)
-        return inline_thinking(message) if END_THINK in self.template else message
-
-    def _put_back(self, found: RenderedChat, last: Message, chat: Conversation) -> RenderedChat:
+    def _put_back(self, found: RenderedChat, chat: Conversation) -> RenderedChat:
         """Put the last turn's thinking back into the chat, as the target generates it.
 
         DeepSeek-R1's distilled models open the thinking in the prompt for an answer. Their template
         strips the thinking from all answers in a conversation.
         """
+        last = chat.messages[-1]
         thought, answer = thinking_of(last)
         earlier = replace(chat, messages=chat.messages[:-1])
         if last["role"] != "assistant" or not thought or thought in found.text:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 
-from ..chats import ChatRefused
-from .conversations import REASONING, Message
+from ..chats import REASONING, ChatRefused
+from .conversations import Message
 
 SIGNS = (0xF0000, 0x100000)
 """First code points of two private planes. Signs are from the plane that the text does not use."""
