@@ -1,6 +1,7 @@
 """Render conversations with chat templates, for the whole package."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn: role, content, and other template fields."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""API field names for a turn's thinking outside its content."""
+THINK, END_THINK = "<think>", "</think>"
 DEFAULTS = "pipedraft_template_variables"
 """Tokenizer attribute with default template variables; a conversation's own take precedence."""
 RESERVED_VARIABLES = {
@@ -92,7 +96,8 @@ def render_chat(
     """Render a conversation as the model's input text. The template runs in jinja's sandbox.
 
     Args:
-        messages: one dictionary per turn, with "role", "content" and other template fields.
+        messages: one dictionary per turn, with "role", "content" and other template fields. A
+            turn's ``reasoning_content`` is put where the template reads the thinking.
         prompt: append the beginning of the assistant's next turn.
         tools: functions for the model to call.
         variables: template variables (``chat_template_kwargs``).
@@ -109,7 +114,30 @@ def render_chat(
             )
         )
 
+    if any(turn.get("reasoning_content") for turn in messages):
+        template = tokenizer.get_chat_template()
+        messages = [with_thinking(turn, template) for turn in messages]
     return render_turns(messages, render)
+
+
+def with_thinking(turn: Message, template: str) -> Message:
+    """Return a turn with its thinking where a template reads it: in a field, or the content."""
+    if not turn.get("reasoning_content"):
+        return turn
+    # As a field: other words, such as enable_thinking, contain a name, too.
+    names = [name for name in REASONING if re.search(rf"[.'\"]{name}(?!\w)", template)]
+    if names:
+        return {**turn, **dict.fromkeys(names, turn["reasoning_content"])}
+    return inline_thinking(turn) if END_THINK in template else turn
+
+
+def inline_thinking(turn: Message) -> Values:
+    """Move a turn's thinking into the content, in <think> marks."""
+    if "reasoning_content" not in turn:
+        return dict(turn)
+    rest = {name: x for name, x in turn.items() if name != "reasoning_content"}
+    thought = turn["reasoning_content"].strip()
+    return rest | {"content": f"{THINK}\n{thought}\n{END_THINK}\n\n{turn['content'].lstrip()}"}
 
 
 def render_turns(messages: Sequence[Message], render: Callable[[list[Values]], str]) -> str:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..chats import read_template_variables
+from ..chats import END_THINK, THINK, read_template_variables
 from ..cli import Failure, Options, option
 from ..files import Values, publish
+from ..responses import Response
 from .conversations import SYSTEM_FIELDS, Message, read_row
 
 WRITTEN = "written"
@@ -199,8 +200,10 @@ def _json(value: object) -> bytes:
 
 Messages = list[Message]
 
-THINK, END_THINK = "<think>", "</think>"
-THINKING_BLOCK = re.compile(f"{THINK}.*?{END_THINK}", re.DOTALL)
+LOST_CHANNELS = re.compile(
+    r"\s*(?:analysis.*assistant(?:final|commentary)|<\|channel\|>)", re.DOTALL
+)
+"""Matches gpt-oss's answer without its special tokens, or with all of them."""
 TURNS = ("messages", "conversations")
 WAS_CUT = "an answer was cut at --max-tokens (--drop-cut)"
 """Reason of a row that --drop-cut leaves out."""
@@ -220,7 +223,7 @@ class AnswerSampling(Options):
     """answers"""
 
     thinking: Literal["keep", "strip"] = "keep"
-    """keep: store it in <think> marks, also if a server returns it separately; strip: drop it"""
+    """keep: store it in the turn's reasoning_content; strip: drop it"""
     temperature: float = option(1.0, metavar="T")
     """sampling temperature"""
     top_p: float = option(1.0, metavar="P")
@@ -244,17 +247,6 @@ class AnswerSampling(Options):
     def seed_of(self, row: int, turn: int, attempt: int = 0) -> int:
         """Return the seed for one answer. It is below 2**31, so every server accepts it."""
         return zlib.crc32(f"{self.seed} {row} {turn} {attempt}".encode()) & 0x7FFFFFFF
-
-
-@dataclass(frozen=True)
-class TargetAnswer:
-    """One answer from the target, as stored in the row."""
-
-    content: str
-    is_cut: bool
-    """True if the answer stopped at --max-tokens or at the target's last position."""
-    tool_calls: list[Values] = field(default_factory=list)
-    """Tool calls that a server parsed from the answer."""
 
 
 @dataclass
@@ -313,16 +305,19 @@ class Dialogue:
         """Return all turns that the target reads before its next answer."""
         return [*self.history, *self.prompts[self.num_answers]]
 
-    def add(self, answer: TargetAnswer) -> None:
-        """Append an answer. Raise RowFailed if it was cut and such rows are dropped."""
-        if answer.is_cut and self.drops_cut:
+    def add(self, answer: Response, *, is_cut: bool) -> None:
+        """Add the target's answer. Raise RowFailed if it was cut and such rows are dropped.
+
+        Args:
+            is_cut: the answer stopped at --max-tokens or at the target's last position.
+        """
+        if is_cut and self.drops_cut:
             raise RowFailed(WAS_CUT)
-        turn: Message = {"role": "assistant", "content": answer.content}
-        if answer.tool_calls:
-            turn["tool_calls"] = answer.tool_calls
-        self.history = [*self.question(), turn]
+        if answer.tool_calls and self.num_answers + 1 < len(self.prompts):
+            raise RowFailed("a call of a tool where the row goes on otherwise")
+        self.history = [*self.question(), answer.message()]
         self.num_answers += 1
-        self.num_cut += answer.is_cut
+        self.num_cut += is_cut
 
     def to_row(self, *, is_greedy: bool) -> dict[str, object]:
         """Return the input row with the answered conversation in the OpenAI form."""
@@ -371,30 +366,38 @@ def split_prompts(turns: Messages) -> list[Messages]:
     return prompts
 
 
-def kept_text(content: str, reasoning: str, *, thinking: Literal["keep", "strip"]) -> str:
-    """Return an answer's text for the row. Thinking is dropped, or kept in <think> marks.
+def kept_response(response: Response, *, thinking: Literal["keep", "strip"]) -> Response:
+    """Return an answer as stored in the row, with or without its thinking.
+
+    Raises:
+        RowFailed: the answer is empty, or it is thinking alone.
+    """
+    thought, content = response.thinking.strip(), response.content.strip()
+    if not content and not response.tool_calls:
+        said = "thinking without an answer; raise --max-tokens" if thought else "empty answer"
+        raise RowFailed(said)
+    return Response("" if thinking == "strip" else thought, content, response.tool_calls)
+
+
+def split_served(content: str, reasoning: str) -> Response:
+    """Split an answer's content from a server, which may not have separated the thinking.
 
     A template may open the thinking in the prompt. The answer then has only the closing mark.
 
     Args:
-        reasoning: thinking that a server returned in a separate field.
+        reasoning: thinking that the server returned in a separate field.
 
     Raises:
-        RowFailed: the answer is empty, or the thinking does not end.
+        RowFailed: the thinking does not end, or the server has lost the marks of its channels.
     """
-    content = content.strip()
-    before, mark, _ = content.partition(END_THINK)
-    if mark and THINK not in before:
-        content = f"{THINK}\n{content}"
-    spoken = THINKING_BLOCK.sub("", content).strip()
-    if spoken.startswith(THINK):
+    if LOST_CHANNELS.match(content):
+        raise RowFailed("the server mixes thinking and answer; start it with its reasoning parser")
+    before, mark, answer = content.partition(END_THINK)
+    if reasoning or (not mark and not content.lstrip().startswith(THINK)):
+        return Response(reasoning, content)
+    if not mark:
         raise RowFailed("the thinking does not end; raise --max-tokens")
-    if not spoken:
-        raise RowFailed(
-            "thinking without an answer; raise --max-tokens"
-            if content or reasoning.strip()
-            else "empty answer"
-        )
-    if thinking == "strip":
-        return spoken
-    return f"{THINK}\n{reasoning.strip()}\n{END_THINK}\n\n{content}" if reasoning else content
+    head, opening, thought = before.partition(THINK)
+    if opening and head.strip():
+        return Response("", content)  # marks inside an answer are text
+    return Response(thought if opening else head, answer)

@@ -6,7 +6,7 @@ never in pieces, because BPE merges across the seams.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,19 +15,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..chats import ChatRefused, check_template_variables, render_chat, render_turns
-from ..files import Values
-from .conversations import (
-    REASONING,
-    Conversation,
-    Message,
-    inline_thinking,
-    thinking_of,
+from ..chats import (
+    END_THINK,
+    THINK,
+    ChatRefused,
+    check_template_variables,
+    render_chat,
+    render_turns,
+    with_thinking,
 )
+from ..files import Values
+from .conversations import Conversation, Message, thinking_of
+from .turns import find_turns
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "pipedraftprobe"
-THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class RenderedChat:
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template and finds the assistant's spans.
 
-    A template with ``{% generation %}`` marks shows where the assistant's text is. Without marks,
-    turn i starts where render(messages[:i], add_generation_prompt=True) ends, if the whole text
-    begins with this prefix. Some templates rewrite turns, for example strip thinking. Then the
-    turn's content is searched for after the prefix. Spans exclude text that the template adds
-    around the content, except tool calls and the special token that closes the turn.
+    Turn i starts where its text leaves render(messages[:i], add_generation_prompt=True), and ends
+    with the tokens that close it (``turns``). So everything that the target writes behind the
+    prompt is supervised, and no token of the prompt. Where an earlier turn is rendered otherwise
+    than as the last one, its text in place counts. A template's ``{% generation %}`` marks can
+    only take text away.
     """
 
     def __init__(
@@ -81,7 +83,6 @@ class ChatRenderer:
         self.keeps_thinking = keeps_thinking
         self.template = tokenizer.get_chat_template()
         self.marks_generation = bool(GENERATION_MARK.search(self.template))
-        self.thinking_names = [name for name in REASONING if name in self.template]
 
     @cached_property
     def closing(self) -> str:
@@ -100,34 +101,74 @@ class ChatRenderer:
         given = chat if isinstance(chat, Conversation) else Conversation(chat)
         given = replace(given, variables={**self.variables, **given.variables})
         check_template_variables(given.variables, "chat_template_kwargs")
-        messages = [self.as_read(message) for message in given.messages]
-        text = "" if self.marks_generation else None
-        finder = TurnFinder(self, replace(given, messages=messages), text)
-        found = finder.find_marked() if self.marks_generation else finder.find()
-        if self.keeps_thinking and not self.marks_generation:
-            found = self._put_back(found, given.messages[-1], finder)
+        found = self._find(given)
+        if self.keeps_thinking:
+            found = self._put_back(found, given)
         return replace(found, not_rendered=unrendered(given, found.text))
 
-    def as_read(self, message: Message) -> Message:
-        """Return the message with thinking where the template reads it (a field or the content)."""
-        if "reasoning_content" not in message:
-            return message
-        if self.thinking_names:
-            thought = message["reasoning_content"]
-            return message | dict.fromkeys(self.thinking_names, thought)
-        return inline_thinking(message) if END_THINK in self.template else message
+    def _render(self, chat: Conversation, messages: Sequence[Message], *, prompt: bool) -> str:
+        return render_chat(
+            self.tokenizer, messages, prompt=prompt, tools=chat.tools, variables=chat.variables
+        )
 
-    def _put_back(self, found: RenderedChat, last: Message, finder: "TurnFinder") -> RenderedChat:
+    def _find(self, chat: Conversation) -> RenderedChat:
+        """Render a chat and find what the target writes."""
+        text = self._render(chat, chat.messages, prompt=False)
+        turns = find_turns(
+            chat.messages,
+            text,
+            lambda messages, prompt: self._render(chat, messages, prompt=prompt),
+            [*self.tokenizer.get_added_vocab()],
+        )
+        answers = [message for message in chat.messages if message["role"] == "assistant"]
+        spans = [
+            span
+            for turn in turns
+            if chat.messages[turn.index].get("train", True)
+            for span in ([(turn.start, turn.end)] if turn.end > turn.start else [])
+        ]
+        if self.marks_generation:
+            marks, closings = self._marks(chat, text), {turn.end: turn.closing for turn in turns}
+            spans = [part for span in spans for part in within(span, marks, closings[span[1]])]
+        return RenderedChat(text, spans, len(answers) - len(turns))
+
+    def _marks(self, chat: Conversation, text: str) -> list[tuple[int, int]]:
+        """Return the character ranges in the template's generation marks."""
+        variables: Values = dict(self.tokenizer.special_tokens_map) | chat.variables
+
+        def render(turns: list[Values]) -> str:
+            # Annotated as str, returns (texts, generation marks of each text).
+            rendered: Any = render_jinja_template(
+                [turns],
+                tools=chat.tools,  # type: ignore[arg-type]
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **variables,
+            )
+            marks[:] = rendered[1][0]
+            return rendered[0][0]
+
+        marks: list[tuple[int, int]] = []
+        messages = [with_thinking(message, self.template) for message in chat.messages]
+        same = render_turns(messages, render) == text
+        return marks if same else [(0, len(text))]
+
+    def _put_back(self, found: RenderedChat, chat: Conversation) -> RenderedChat:
         """Put the last turn's thinking back into the chat, as the target generates it.
 
         DeepSeek-R1's distilled models open the thinking in the prompt for an answer. Their template
         strips the thinking from all answers in a conversation.
         """
+        last = chat.messages[-1]
         thought, answer = thinking_of(last)
+        earlier = replace(chat, messages=chat.messages[:-1])
         if last["role"] != "assistant" or not thought or thought in found.text:
             return found
-        prompt = finder.prefix(len(finder.messages) - 1, prompt=True)
-        if prompt is None or last.get("tool_calls"):
+        if not earlier.messages or last.get("tool_calls"):
+            return found
+        try:
+            prompt = self._render(earlier, earlier.messages, prompt=True)
+        except ChatRefused:
             return found
         opens = prompt.rstrip().endswith(THINK)
         is_off = prompt.rstrip().endswith(END_THINK)  # enable_thinking: false
@@ -135,12 +176,13 @@ class ChatRenderer:
             return found
         head = ("" if prompt.endswith("\n") else "\n") if opens else f"{THINK}\n"
         own = f"{head}{thought}\n{END_THINK}\n\n{answer.strip()}{self.closing}"
-        earlier = TurnFinder(self, replace(finder.chat, messages=finder.messages[:-1]), prompt)
-        before = earlier.find()
-        spans = [*before.spans]
+        before = self._find(earlier)
+        # In the earlier turns' own text, which the prompt begins with, nothing moves.
+        spans = [span for span in before.spans if prompt.startswith(before.text[: span[1]])]
+        num_missing = before.num_missing + len(before.spans) - len(spans)
         if last.get("train", True):
             spans.append((len(prompt), len(prompt) + len(own)))
-        return RenderedChat(prompt + own, spans, before.num_missing, has_thinking_back=True)
+        return RenderedChat(prompt + own, spans, num_missing, has_thinking_back=True)
 
     def tokenize(self, chats: list[RenderedChat]) -> list[tuple[list[int], list[int]]]:
         """Tokenize all chats in one call. Return each chat's token ids and loss mask, uncut.
@@ -158,163 +200,13 @@ class ChatRenderer:
         return [(ids, mark_tokens(offsets, chat.spans)) for chat, ids, offsets in pairs]
 
 
-class TurnFinder:
-    """Finds the assistant turns in one rendered conversation."""
-
-    def __init__(self, renderer: ChatRenderer, chat: Conversation, text: str | None = None) -> None:
-        self.renderer, self.chat, self.messages = renderer, chat, chat.messages
-        self.closing = renderer.closing
-        self.text = self.render(self.messages) if text is None else text
-
-    def render(self, messages: list[Message], *, prompt: bool = False) -> str:
-        return render_chat(
-            self.renderer.tokenizer,
-            messages,
-            prompt=prompt,
-            tools=self.chat.tools,
-            variables=self.chat.variables,
-        )
-
-    def find(self) -> RenderedChat:
-        """Find assistant turns by prefixes and contents if the template has no generation marks."""
-        spans, num_missing, cursor = [], 0, 0
-        for index, message in enumerate(self.messages):
-            if message["role"] != "assistant":
-                continue
-            span = None
-            if message.get("tool_calls") or "reasoning_content" in message:
-                span = self._find_whole(index, cursor)
-            if span is None and (message["content"] or not message.get("tool_calls")):
-                span = self._find_turn(index, cursor)
-            if span is None:
-                num_missing += 1
-                continue
-            cursor = span[1]
-            if message.get("train", True):
-                spans.append(span)
-        return RenderedChat(self.text, spans, num_missing)
-
-    def find_marked(self) -> RenderedChat:
-        """Find the assistant's turns by the template's generation marks."""
-        variables: Values = dict(self.renderer.tokenizer.special_tokens_map) | self.chat.variables
-
-        def render(turns: list[Values]) -> str:
-            # Annotated as str, returns (texts, generation marks of each text).
-            rendered: Any = render_jinja_template(
-                [turns],
-                tools=self.chat.tools,  # type: ignore[arg-type]
-                chat_template=self.renderer.template,
-                return_assistant_tokens_mask=True,
-                **variables,
-            )
-            marks[:] = rendered[1][0]
-            return rendered[0][0]
-
-        marks: list[tuple[int, int]] = []
-        text, spans = render_turns(self.messages, render), []
-        for start, end in marks:
-            trimmed = start + len(text[start:end].rstrip())
-            if self.closing and text.endswith(self.closing, start, trimmed):
-                end = trimmed
-            elif self.closing and text.startswith(self.closing, end):
-                end += len(self.closing)
-            if end > start:
-                spans.append((start, end))
-        turns = [message for message in self.messages if message["role"] == "assistant"]
-        num_missing = max(0, len(turns) - len(spans))
-        if not all(turn.get("train", True) for turn in turns):
-            if len(spans) != len(turns):
-                raise ValueError("weights of turns that the template does not mark one by one")
-            pairs = zip(spans, turns, strict=True)
-            spans = [span for span, turn in pairs if turn.get("train", True)]
-        return RenderedChat(text, spans, num_missing)
-
-    def prefix(self, num_turns: int, *, prompt: bool) -> str | None:
-        """Render only the first turns. Return None for no turns, or if the template refuses."""
-        if not num_turns:
-            return None
-        try:
-            return self.render(self.messages[:num_turns], prompt=prompt)
-        except ChatRefused:
-            return None
-
-    def _prefix_length(self, num_turns: int, *, prompt: bool) -> int | None:
-        """Return the rendered length of the first turns, or None if the text begins otherwise."""
-        prefix = self.prefix(num_turns, prompt=prompt)
-        return len(prefix) if prefix is not None and self.text.startswith(prefix) else None
-
-    def _find_whole(self, index: int, cursor: int) -> tuple[int, int] | None:
-        """Return the span of all of turn ``index`` (thinking, content and tool calls), or None."""
-        prompt = self.prefix(index, prompt=True)
-        start = None
-        for candidate in () if prompt is None else (prompt, opened(prompt)):
-            if start is None and self.text.startswith(candidate):
-                start = len(candidate)
-        if start is None and prompt is not None:
-            bare = self.prefix(index, prompt=False) or ""
-            header = opened(prompt.removeprefix(bare)) if prompt.startswith(bare) else ""
-            at = self.text.find(header, cursor) if header.strip() else -1
-            start = at + len(header) if at >= 0 else None
-        if start is None:
-            return None
-        ceiling = self._prefix_length(index + 1, prompt=False)
-        if ceiling is None or ceiling < start:
-            ceiling = len(self.text)
-            place = self.text.find(self.closing, start) if self.closing else -1
-        else:
-            place = self.text.rfind(self.closing, start, ceiling) if self.closing else -1
-        if place >= 0:
-            return start, place + len(self.closing)
-        end = start + len(self.text[start:ceiling].rstrip())
-        return (start, end) if end > start else None
-
-    def _find_turn(self, index: int, cursor: int) -> tuple[int, int] | None:
-        """Return assistant turn ``index``'s span at or after ``cursor``, or None if not found."""
-        text, content = self.text, self.messages[index]["content"]
-        answer = content.rpartition(END_THINK)[2].strip()
-        start = self._prefix_length(index, prompt=True)
-        if start is not None:
-            for candidate in (content, content.strip()):
-                at = start + (text.startswith(" ", start) and not candidate.startswith(" "))
-                if text.startswith(candidate + self.closing, at):
-                    return at, at + len(candidate + self.closing)
-        floor = start
-        if floor is None:
-            floor = self._prefix_length(index, prompt=False) or cursor
-        ceiling = self._next_turn(index)
-        # With its closing token first: a short answer may also occur in what the template adds.
-        for tail in dict.fromkeys((self.closing, "")):
-            for candidate in (content, content.strip()):
-                at = text.find(candidate + tail, floor, ceiling)
-                if at >= 0:
-                    return at, at + len(candidate + tail)
-        # The template rewrote this turn. All text between prompt and closing token belongs to it.
-        if start is not None and self.closing:
-            end = text.find(self.closing, start, ceiling)
-            region = text[start : max(start, end)]
-            if region.strip():
-                return start + len(region) - len(region.lstrip()), end + len(self.closing)
-        at = text.find(answer, floor, ceiling) if answer else -1
-        if at < 0:
-            return None
-        end = at + len(answer)
-        return at, end + len(self.closing) * text.startswith(self.closing, end)
-
-    def _next_turn(self, index: int) -> int:
-        """Return the start of the next turn's content, an upper bound for this turn's end."""
-        if index + 1 == len(self.messages):
-            return len(self.text)
-        length = self._prefix_length(index + 2, prompt=False)
-        if length is None:
-            return len(self.text)
-        at = self.text.rfind(self.messages[index + 1]["content"].strip(), 0, length)
-        return at if at >= 0 else length
-
-
-def opened(prompt: str) -> str:
-    """Strip the <think> mark at the end of a prompt, if there is one."""
-    bare = prompt.rstrip()
-    return bare.removesuffix(THINK) if bare.endswith(THINK) else prompt
+def within(
+    span: tuple[int, int], marks: list[tuple[int, int]], closing: int
+) -> list[tuple[int, int]]:
+    """Return a turn's parts in generation marks. A mark up to the closing tokens includes them."""
+    start, end = span
+    parts = [(max(start, a), end if closing <= b else b) for a, b in marks if a < end and b > start]
+    return [(a, b) for a, b in parts if b > a]
 
 
 def unrendered(chat: Conversation, text: str) -> tuple[str, ...]:

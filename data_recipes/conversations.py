@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..chats import REASONING
 from ..files import Values
 
 ROLES = {
@@ -31,8 +32,6 @@ Message = Values
 assistant turn without loss."""
 
 SYSTEM_FIELDS = ("system", "system_prompt")
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""API field names for a turn's thinking outside its content."""
 WEIGHTS = ("weight", "train", "loss")
 """Data set field names for a turn's loss switch: 0 or false leaves it out of the loss."""
 OTHER_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -259,15 +258,6 @@ def explode(row: Any) -> list[Any]:
     places = [i for i, turn in enumerate(turns) if _read_turn(turn, True)["role"] == "assistant"]
     earlier = [{**turn, "weight": 0} if i in places else turn for i, turn in enumerate(turns)]
     return [{**row, name: [*earlier[:i], turns[i]]} for i in places]
-
-
-def inline_thinking(message: Message) -> Message:
-    """Move a message's thinking into the content, in <think> marks."""
-    if "reasoning_content" not in message:
-        return message
-    rest = {name: x for name, x in message.items() if name != "reasoning_content"}
-    thought = message["reasoning_content"].strip()
-    return rest | {"content": f"<think>\n{thought}\n</think>\n\n{message['content'].lstrip()}"}
 
 
 def thinking_of(message: Message) -> tuple[str, str]:

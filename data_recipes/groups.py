@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .conversations import Message, inline_thinking
+from ..chats import inline_thinking
+from .conversations import Message
 
 CONTEXT_EDGES = (0, 512, 1024, 2048, 4096, 8192, 16384)
 """Context edges in tokens. Each group ends below the next edge; the last is open."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +16,14 @@ from transformers import (
 
 from ..chats import check_template_variables, render_chat
 from ..pretrained import context_length, load_model, load_tokenizer, resolve_device
+from ..responses import Response, read_response
 from .answers import (
     AnswerSampling,
     Dialogue,
     RowFailed,
-    TargetAnswer,
-    kept_text,
+    kept_response,
 )
 from .bulk import preallocate
-from .chat import ChatRenderer
 
 # B rows, T positions, V vocabulary
 
@@ -57,8 +57,6 @@ class LocalTarget:
         turns = dialogue.question()
         try:
             check_template_variables(dialogue.variables, "chat_template_kwargs")
-            if any("reasoning_content" in turn for turn in turns):
-                turns = [ChatRenderer(self.tokenizer).as_read(turn) for turn in turns]
             text = render_chat(
                 self.tokenizer, turns, tools=dialogue.tools, variables=dialogue.variables
             )
@@ -75,8 +73,8 @@ class LocalTarget:
     @torch.inference_mode()
     def answer_batch(
         self, prompts: list[str], rooms: list[int], *, is_greedy: bool
-    ) -> list[tuple[str, bool]]:
-        """Answer rendered prompts in one batch. Return each answer's text, and True if it was cut.
+    ) -> list[list[int]]:
+        """Answer rendered prompts in one batch. Return each answer's tokens.
 
         Only ``sampling`` changes the target's distribution. Settings in generation_config.json,
         such as top-k or a repetition penalty, are ignored.
@@ -88,7 +86,7 @@ class LocalTarget:
             padding_side="left",
             return_tensors="pt",
         ).to(self.model.device)
-        answers = decode_batch(
+        return decode_batch(
             self.model,
             batch.input_ids,
             batch.attention_mask,
@@ -96,8 +94,42 @@ class LocalTarget:
             sampling=None if is_greedy else self.sampling,
             max_tokens=rooms,
         )
-        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        return [(text, ids[-1] not in self.ends) for text, ids in zip(texts, answers, strict=True)]
+
+    def read(self, dialogue: Dialogue, prompt: str, ids: list[int]) -> tuple[Response, bool]:
+        """Return an answer's fields for the row, and True if the answer was cut.
+
+        Of several ways to store the answer, take the first that the template renders into the
+        tokens that the target wrote.
+
+        Raises:
+            RowFailed: the answer is empty, or it is thinking alone.
+        """
+        is_cut = ids[-1] not in self.ends
+        own = ids if is_cut else ids[:-1]
+        whole = str(self.tokenizer.decode(own, skip_special_tokens=True))
+        read = read_response(self.tokenizer, prompt, own, tools=dialogue.tools)
+        kept = kept_response(read, thinking=self.sampling.thinking)
+        if self.sampling.thinking == "strip":
+            return kept, is_cut
+        text = prompt + str(self.tokenizer.decode(own))
+        for response in (kept, replace(kept, content=read.content), Response(content=whole)):
+            if self._renders(dialogue, response, text):
+                return response, is_cut
+        return kept, is_cut
+
+    def _renders(self, dialogue: Dialogue, response: Response, text: str) -> bool:
+        """Return True if the conversation with this answer begins with a text."""
+        try:
+            found = render_chat(
+                self.tokenizer,
+                [*dialogue.question(), response.message()],
+                prompt=False,
+                tools=dialogue.tools,
+                variables=dialogue.variables,
+            )
+        except ValueError:
+            return False
+        return found.startswith(text)
 
 
 DROPPED_SHARE = 1 / 8
@@ -214,12 +246,10 @@ def answer_together(
         except torch.OutOfMemoryError as error:
             raise ValueError("--batch: it does not fit into the GPU's memory; give less") from error
         dialogues = []
-        for dialogue, prompt, (text, is_cut) in zip(asked, texts, answers, strict=True):
-            if prompt.rstrip().endswith("<think>"):
-                text = "<think>\n" + text
+        for dialogue, prompt, ids in zip(asked, texts, answers, strict=True):
             try:
-                kept = kept_text(text, "", thinking=target.sampling.thinking)
-                dialogue.add(TargetAnswer(kept, is_cut))
+                response, is_cut = target.read(dialogue, prompt, ids)
+                dialogue.add(response, is_cut=is_cut)
             except RowFailed as error:
                 settle(dialogue, str(error))
                 continue

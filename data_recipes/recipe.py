@@ -50,7 +50,7 @@ from .sources import (
 from .table import Rows, cached_rows
 
 # Part of every cache fingerprint: raise it when the meaning of a cached column changes.
-CACHE_FORMAT = 5
+CACHE_FORMAT = 6
 ROWS_PER_CALL = 512
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..chats import render_chat, set_template_variables, template_variables
+from ..responses import Response, read_response
 from .answers import WAS_CUT, AnswerFile, AnswerSampling, Messages
 from .bulk import Opening, SampledRow, repeats_itself, sample_rows
 from .overlap import Benchmarks, read_benchmarks
@@ -134,16 +135,14 @@ class SelfPrompting:
         if self.drops_cut and not row.has_ended:
             return [], WAS_CUT
         first, last = len(self.markers.user), row.answer_start - len(self.markers.assistant) - 1
-        user, said = (
-            str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
-            for ids in (row.ids[first:last], answer)
-        )
-        if not user or not said:
+        user = str(self.tokenizer.decode(row.ids[first:last], skip_special_tokens=True)).strip()
+        read = read_response(self.tokenizer, row.ids[: row.answer_start].tolist(), answer.tolist())
+        said = Response(read.thinking, read.content.strip())
+        if not user or not said.content:
             return [], "a turn is empty"
         if user in self.seen:
             return [], "the user's turn came before"
-        if self.benchmarks is not None and self.benchmarks.find(f"{user}\n{said}")[0]:
+        if self.benchmarks is not None and self.benchmarks.find(f"{user}\n{said.content}")[0]:
             return [], "contains a prompt of a benchmark"
         self.seen.add(user)
-        turns = (("user", user), ("assistant", said))
-        return [{"role": role, "content": content} for role, content in turns], ""
+        return [{"role": "user", "content": user}, said.message()], ""

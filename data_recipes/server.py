@@ -12,20 +12,19 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from ..chats import with_arguments
+from ..chats import inline_thinking, with_arguments
 from ..cli import Options, option
 from ..files import Values
+from ..responses import Response
 from .answers import (
-    END_THINK,
-    THINK,
     AnswerSampling,
     Dialogue,
     RowFailed,
-    TargetAnswer,
     TargetLost,
-    kept_text,
+    kept_response,
+    split_served,
 )
-from .conversations import read_calls
+from .conversations import Message, read_calls
 
 T = TypeVar("T")
 
@@ -33,6 +32,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 LONGEST_RETRY_AFTER_S = 600.0  # a wrong clock or header must not stop a run for a day
 LARGEST_ANSWER_BYTES = 16 << 20
 TRY_AGAIN = {408, 409, 425, 429}  # and 5xx
+REASONING_FIELDS = ("reasoning_content", "reasoning")
 CUT_OFF = {"abort", "error"}  # finish reasons of a server that gave up
 NO_ROOM = re.compile(r"max_tokens|context|positions", re.IGNORECASE)
 """Matches the refusal when prompt and --max-tokens together exceed the context."""
@@ -81,6 +81,8 @@ class ChatServer:
         self.address, self.options, self.sampling = address, options, sampling
         self.num_requests = 0
         self.num_repeats = 0
+        self.thinking_field = REASONING_FIELDS[0]
+        """Field in which the server returns an answer's thinking; "" for the content itself."""
         limits = httpx2.Limits(
             max_connections=options.concurrency, max_keepalive_connections=options.concurrency
         )
@@ -143,10 +145,8 @@ class ChatServer:
                 reason = ""
                 try:
                     while not dialogue.is_complete:
-                        answer = await self.retried(partial(self._ask, dialogue))
-                        if answer.tool_calls and dialogue.num_answers + 1 < len(dialogue.prompts):
-                            raise RowFailed("a call of a tool where the row goes on otherwise")
-                        dialogue.add(answer)
+                        answer, is_cut = await self.retried(partial(self._ask, dialogue))
+                        dialogue.add(answer, is_cut=is_cut)
                 except RowFailed as error:
                     reason = str(error)
                 settle(dialogue, reason)
@@ -190,9 +190,9 @@ class ChatServer:
             raise TargetLost(f"--server: {self.base}: {fault}") from fault
         raise RowFailed(f"{fault} ({self.options.attempts} attempts)") from fault
 
-    async def _ask(self, dialogue: Dialogue, attempt: int) -> TargetAnswer:
+    async def _ask(self, dialogue: Dialogue, attempt: int) -> tuple[Response, bool]:
         sampling, row, turn = self.sampling, dialogue.row, dialogue.num_answers
-        turns = [with_arguments(turn, as_text=True) for turn in dialogue.question()]
+        turns = [self._as_given(turn) for turn in dialogue.question()]
         question = [{n: x for n, x in turn.items() if n != "train"} for turn in turns]
         body: Values = {
             "model": self.options.model,
@@ -215,16 +215,27 @@ class ChatServer:
             del body["max_tokens"]  # the server then gives what its context leaves
             payload = await self._send("POST", "/chat/completions", body)
         try:
-            calls = read_calls(payload["choices"][0]["message"])
+            message = payload["choices"][0]["message"]
+            calls = read_calls(message)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise TryAgain("answer is not a chat completion") from error
         content, reasoning, finish_reason = read_choice(payload, is_call=bool(calls))
-        if calls and not content.strip():
-            thought = f"{THINK}\n{reasoning.strip()}\n{END_THINK}\n\n" if reasoning.strip() else ""
-            text = thought if sampling.thinking == "keep" else ""
-        else:
-            text = kept_text(content, reasoning, thinking=sampling.thinking)
-        return TargetAnswer(text, finish_reason == "length", calls)
+        response = split_served(content, reasoning)
+        if response.thinking.strip():
+            names = [name for name in REASONING_FIELDS if message.get(name)]
+            self.thinking_field = names[0] if names else ""
+        response.tool_calls = calls
+        return kept_response(response, thinking=sampling.thinking), finish_reason == "length"
+
+    def _as_given(self, turn: Message) -> Message:
+        """Return a turn as the server gave it: its thinking in the same field, or the content."""
+        turn = with_arguments(turn, as_text=True)
+        name = self.thinking_field
+        if "reasoning_content" not in turn or name == "reasoning_content":
+            return turn
+        if not name:
+            return inline_thinking(turn)
+        return {name if x == "reasoning_content" else x: value for x, value in turn.items()}
 
     async def _send(self, method: str, path: str, body: dict | None = None) -> Any:
         """Return one response's JSON value. The deadline covers connecting, waiting and reading."""
@@ -286,7 +297,7 @@ def read_choice(payload: Any, *, is_call: bool = False) -> tuple[str, str, str]:
         choice = payload["choices"][0]
         message, finish_reason = choice["message"], choice.get("finish_reason") or ""
         content = message.get("content") or ""
-        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        reasoning = next((message[x] for x in REASONING_FIELDS if message.get(x)), "")
         is_text = all(isinstance(text, str) for text in (content, reasoning, finish_reason))
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise TryAgain("answer is not a chat completion") from error

@@ -21,7 +21,6 @@ from .arguments import (
     read_temperature,
 )
 from .result import DecodeResult, shown
-from .text_stream import PrintedText
 
 if TYPE_CHECKING:
     from .ranks.cluster import Cluster
@@ -71,7 +70,7 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     trace: Path | None = option(None, metavar="FILE")
     """with --backend process: write every process's timeline as a Chrome trace"""
     quiet: bool = False
-    """print only the text, no figures"""
+    """print only the answer: no thinking, no figures"""
 
     def read_prompt(self) -> str:
         text = self.prompt or ""
@@ -104,12 +103,13 @@ def run(options: DecodeOptions, cluster: "Cluster | None") -> None:
         if cluster is None:
             raise ValueError(f"--trace: {str(options.trace)!r} needs --backend process")
         make_place("--trace", options.trace, b'{"traceEvents": ')
-    from .command import encode, load_engine
+    from .command import encode, load_engine, printed_answer
 
     engine = load_engine(options, cluster, options.decode_settings(), traces=traces)
-    stream = PrintedText(engine.tokenizer)
-    result = engine.decode(encode(engine.tokenizer, text, options.raw), on_token=stream)
-    stream.finish_line(result.text)
+    ids = encode(engine.tokenizer, text, options.raw)
+    stream = printed_answer(engine.tokenizer, ids, options)
+    result = engine.decode(ids, on_token=stream)
+    stream.finish_line()
     if not options.quiet:
         where = "these processes"
         if cluster is None:

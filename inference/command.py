@@ -43,7 +43,7 @@ from .rules.sampled import RULES
 from .servers import is_loopback, read_tokens
 from .sources import default_schedule
 from .sources.lookup import make_lookup
-from .text_stream import PrintedText
+from .text_stream import PrintedAnswer
 
 if TYPE_CHECKING:
     from .__main__ import DecodeOptions
@@ -54,6 +54,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int
     if raw or tokenizer.chat_template is None:
         return tokenizer(text).input_ids
     return encode_chat(tokenizer, [{"role": "user", "content": text}])
+
+
+def printed_answer(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], options: DecodeOptions
+) -> PrintedAnswer:
+    """Return a printer for the answer. --raw prints all text, --quiet the content alone."""
+    prompt = None if options.raw else ids
+    return PrintedAnswer(tokenizer, prompt, shows_thinking=not options.quiet)
 
 
 def place_of(options: PlaceOptions, cluster: Cluster | None = None) -> torch.device:
@@ -254,7 +262,8 @@ def decode_remotely(options: DecodeOptions) -> None:
     set_template_variables(tokenizer, options.chat_template_kwargs)
     if config.schedule.grows is not None and RULES[config.rule].caveat:
         print(f"warning: {RULES[config.rule].caveat}", file=sys.stderr)
-    stream = PrintedText(tokenizer)
+    ids = encode(tokenizer, text, options.raw)
+    stream = printed_answer(tokenizer, ids, options)
     with Connection(access) as connection:
         pipeline = RemotePipeline(
             connection,
@@ -265,8 +274,8 @@ def decode_remotely(options: DecodeOptions) -> None:
         )
         network = None if draft is None else draft.network
         engine = LinkEngine(pipeline, tokenizer, config, network)
-        result = engine.decode(encode(tokenizer, text, options.raw), on_token=stream)
-    stream.finish_line(result.text)
+        result = engine.decode(ids, on_token=stream)
+    stream.finish_line()
     if not options.quiet:
         print_figures(name, result, pipeline)
 

@@ -1,7 +1,11 @@
 """Incremental detokenization at constant cost per token."""
 
+import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from ..responses import Part, Response, reader_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,13 +84,91 @@ class TextStream:
                 return
 
 
-class PrintedText(TextStream):
-    """Text stream printed to stdout as tokens arrive."""
+class AnswerStream:
+    """Turns an answer's tokens into parts for its fields: thinking, content, tool calls.
+
+    Without a response template, everything is content, and equal to a ``TextStream``'s text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        prompt: Sequence[int] | None,
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """
+        Args:
+            prompt: the chat prompt's tokens, which may have begun the answer; None for raw text.
+        """
+        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._reader = None if prompt is None else reader_for(tokenizer, prompt)
+
+    @property
+    def response(self) -> Response | None:
+        """Return the answer so far, or None if answers are plain text."""
+        return None if self._reader is None else self._reader.response
+
+    def add(self, token: int) -> list[Part]:
+        """Return the parts completed by this token."""
+        if self._reader is None:
+            return self._plain(self._stream.add(token))
+        mark = self._reader.marks.get(token)
+        text = self._stream.add(token) if mark is None else self._stream.rest() + mark
+        return self._reader.feed(text)
+
+    def finish(self) -> list[Part]:
+        """Return the rest, including an incomplete last character."""
+        rest = self._stream.rest()
+        if self._reader is None:
+            return self._plain(rest)
+        return [*self._reader.feed(rest), *self._reader.finish()]
+
+    @staticmethod
+    def _plain(text: str) -> list[Part]:
+        return [Part("content", text)] if text else []
+
+
+class PrintedAnswer(AnswerStream):
+    """Answer printed as tokens arrive: the content to stdout, the thinking to stderr."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        prompt: Sequence[int] | None,
+        *,
+        shows_thinking: bool = True,
+    ) -> None:
+        super().__init__(tokenizer, prompt)
+        self.shows_thinking = shows_thinking
+        self._is_thinking = False
 
     def __call__(self, token: int) -> None:
-        sys.stdout.write(self.add(token))
-        sys.stdout.flush()
+        self._print(self.add(token))
 
-    def finish_line(self, text: str) -> None:
-        """Print the held-back text."""
-        print(self.finish(text))
+    def finish_line(self) -> None:
+        """Print the held-back text and the tool calls."""
+        self._print(self.finish())
+        self._end_thinking()
+        calls = self.response.tool_calls if self.response is not None else []
+        for call in calls:
+            print(json.dumps(call["function"], ensure_ascii=False))
+        if not calls or (self.response is not None and self.response.content):
+            print()
+
+    def _print(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.field == "content":
+                self._end_thinking()
+                sys.stdout.write(part.text)
+                sys.stdout.flush()
+            elif part.field == "thinking" and self.shows_thinking:
+                sys.stderr.write("" if self._is_thinking else "thinking: ")
+                sys.stderr.write(part.text)
+                sys.stderr.flush()
+                self._is_thinking = True
+
+    def _end_thinking(self) -> None:
+        if self._is_thinking:
+            sys.stderr.write("\n\n")
+            self._is_thinking = False

@@ -19,7 +19,7 @@ from conftest import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
 from pipedraft.cli import run_command
-from pipedraft.inference.text_stream import PrintedText
+from pipedraft.inference.text_stream import PrintedAnswer
 
 NUM_STAGES = 2
 
@@ -387,13 +387,13 @@ class ByteTokenizer:
 
 @pytest.mark.parametrize("text", ["plain", "naïve € 😀 end", "ends with 😀", "a\n\nb"])
 def test_the_stream_prints_whole_characters_only_and_all_of_them(text, capsys):
-    stream, ids = PrintedText(ByteTokenizer()), list(text.encode())
+    stream, ids = PrintedAnswer(ByteTokenizer(), None), list(text.encode())
     printed = ""
     for token in ids:
         stream(token)
         printed += capsys.readouterr().out
         assert text.startswith(printed)
-    stream.finish_line(text)
+    stream.finish_line()
     assert printed + capsys.readouterr().out == text + "\n"
 
 
@@ -411,7 +411,7 @@ def test_a_token_costs_the_same_however_long_the_text_is():
             sizes.append(len(ids))
             return super().decode(ids, skip_special_tokens)
 
-    stream = PrintedText(Counting())
+    stream = PrintedAnswer(Counting(), None)
     for token in "naïve € 😀 end ".encode() * 200:
         stream.add(token)
     assert max(sizes) < 100
@@ -421,9 +421,9 @@ def test_random_tokens_stream_to_their_decoded_text(capsys):
     generator = torch.Generator().manual_seed(0)
     for length in [40] * 50 + [600] * 5:  # longer than the decoded window
         ids = torch.randint(0, 256, (length,), generator=generator).tolist()
-        stream = PrintedText(ByteTokenizer())
+        stream = PrintedAnswer(ByteTokenizer(), None)
         for token in ids:
             stream(token)
         text = ByteTokenizer().decode(ids, True)
-        stream.finish_line(text)
+        stream.finish_line()
         assert capsys.readouterr().out == text + "\n"

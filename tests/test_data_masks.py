@@ -47,6 +47,18 @@ EMPTY_THINKING = (
 )
 # As OPENS_THINKING, and no finished turn keeps its thinking (DeepSeek R1's way).
 NEVER_THINKS = OPENS_THINKING.replace("m['content']", "m['content'].split('</think>')[-1]")
+# Harmony's shape: earlier turns lose their thinking and end with another token than the last one.
+CHANNELS = (
+    "{% macro say(m, end) %}{{ '<|start|>assistant<|channel|>final<|message|>' + m['content'] + end"
+    " }}{% endmacro %}{% for m in messages %}{% if m['role'] != 'assistant' %}"
+    "{{ '<|start|>' + m['role'] + '<|message|>' + m['content'] + '<|end|>' }}"
+    "{% elif loop.last and not add_generation_prompt %}{% if m['thinking'] %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m['thinking'] + '<|end|>' }}"
+    "{% endif %}"
+    "{{ say(m, '<|return|>') }}{% else %}{{ say(m, '<|end|>') }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+CHANNEL_MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>")
 NO_CLOSING = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -77,11 +89,49 @@ def supervised_runs(tokenizer, messages, max_length=10_000):
 
 
 @pytest.mark.parametrize(
-    "template", [CHAT_TEMPLATE, PLAIN, DEFAULT_SYSTEM, OPENS_THINKING, EMPTY_THINKING, NEVER_THINKS]
+    "template", [CHAT_TEMPLATE, PLAIN, DEFAULT_SYSTEM, OPENS_THINKING, NEVER_THINKS]
 )
 def test_the_mask_decodes_to_every_assistant_turn_and_its_closing_token(with_template, template):
     runs = supervised_runs(with_template(template), CHAT)
     assert runs == [turn["content"] + "<|im_end|>" for turn in CHAT[1::2]]
+
+
+def test_what_the_template_puts_behind_the_prompt_is_the_targets(with_template):
+    """An empty thinking block is the target's own text, unless the prompt has it."""
+    runs = supervised_runs(with_template(EMPTY_THINKING), CHAT)
+    answers = [turn["content"] + "<|im_end|>" for turn in CHAT[1::2]]
+    assert runs == [*answers[:-1], "<think>\n\n</think>\n\n" + answers[-1]]
+    given = PROMPT.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n")
+    switched = EMPTY_THINKING.replace(PROMPT, given)
+    assert switched != EMPTY_THINKING
+    assert supervised_runs(with_template(switched), CHAT) == answers
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 3])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_turns_that_differ_in_place_begin_behind_the_prompt(with_template, num_rounds, thinks):
+    """As the last turn, a turn ends with <|return|> and has its thinking; in place, it has not."""
+    own = with_template(CHANNELS)
+    own.add_special_tokens({"extra_special_tokens": list(CHANNEL_MARKS)})
+    chat, expected = [], []
+    for number in range(num_rounds):
+        thought = {"reasoning_content": f"Thought {number}."} if thinks else {}
+        chat.append({"role": "user", "content": f"Question {number}?"})
+        chat.append({"role": "assistant", "content": f"Answer {number}.", **thought})
+        expected.append(f"<|channel|>final<|message|>Answer {number}.<|end|>")
+    expected[-1] = expected[-1].replace("<|end|>", "<|return|>")
+    if thinks:
+        thought = f"<|channel|>analysis<|message|>Thought {num_rounds - 1}.<|end|>"
+        expected[-1] = f"{thought}<|start|>assistant{expected[-1]}"
+    assert supervised_runs(own, chat) == expected
+
+
+def test_a_text_with_private_characters_is_masked_too(with_template):
+    chat = [
+        {"role": "user", "content": "\U000f0001"},
+        {"role": "assistant", "content": "\U000ffffd"},
+    ]
+    assert supervised_runs(with_template(PLAIN), chat) == ["\U000ffffd<|im_end|>"]
 
 
 def test_templates_with_and_without_generation_marks_give_the_same_mask(with_template):
@@ -121,7 +171,10 @@ def test_an_answer_that_looks_like_the_template_is_found_in_its_place(with_templ
     ]
     for template in (CHAT_TEMPLATE, PLAIN, EMPTY_THINKING, OPENS_THINKING):
         runs = supervised_runs(with_template(template), chat)
-        assert runs == [answer + "<|im_end|>"] * 2
+        empty = "<think>\n\n</think>\n\n" * (template == EMPTY_THINKING)
+        # The prompt may have the mark already.
+        own = answer if template != OPENS_THINKING else answer.removeprefix("<think>")
+        assert runs == [f"{own}<|im_end|>", f"{empty}{own}<|im_end|>"]
 
 
 def test_an_answer_that_the_user_already_said_is_marked_in_the_assistant_turn(with_template):

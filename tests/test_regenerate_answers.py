@@ -21,7 +21,8 @@ from pipedraft.data_recipes.answers import (
     AnswerFile,
     Dialogue,
     RowFailed,
-    kept_text,
+    kept_response,
+    split_served,
 )
 from pipedraft.data_recipes.recipe import DataConfig, Source
 
@@ -32,18 +33,31 @@ THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "reasoning", "kept", "stripped"),
+    ("content", "reasoning", "thought", "answer"),
     [
-        ("yes ", "", "yes", "yes"),
-        (THOUGHT + "yes", "", THOUGHT + "yes", "yes"),
-        ("hm\n</think>\n\nyes", "", THOUGHT + "yes", "yes"),
-        ("yes", "hm\n", THOUGHT + "yes", "yes"),
-        ("<think>a</think>b<think>c</think>d", "", "<think>a</think>b<think>c</think>d", "bd"),
+        ("yes ", "", "", "yes"),
+        (THOUGHT + "yes", "", "hm", "yes"),
+        ("hm\n</think>\n\nyes", "", "hm", "yes"),
+        ("yes", "hm\n", "hm", "yes"),
+        ("the mark </think>", "hm", "hm", "the mark </think>"),
+        ("write <think>x</think>", "", "", "write <think>x</think>"),
+        ("<think>a</think>b<think>c</think>d", "", "a", "b<think>c</think>d"),
     ],
 )
-def test_thinking_is_kept_or_stripped(content, reasoning, kept, stripped):
-    assert kept_text(content, reasoning, thinking="keep") == kept
-    assert kept_text(content, reasoning, thinking="strip") == stripped
+def test_thinking_has_its_field_or_is_stripped(content, reasoning, thought, answer):
+    read = split_served(content, reasoning)
+    kept, stripped = (kept_response(read, thinking=x).message() for x in ("keep", "strip"))
+    assert stripped == {"role": "assistant", "content": answer}
+    assert kept == stripped | ({"reasoning_content": thought} if thought else {})
+
+
+@pytest.mark.parametrize(
+    "content", ["analysisShe greets.assistantfinalHello", "<|channel|>final<|message|>Hello"]
+)
+def test_an_answer_without_its_channels_is_refused(content):
+    """A server without a reasoning parser returns gpt-oss's answers so."""
+    with pytest.raises(RowFailed, match="reasoning parser"):
+        split_served(content, "")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +67,7 @@ def test_thinking_is_kept_or_stripped(content, reasoning, kept, stripped):
 @pytest.mark.parametrize("thinking", ["keep", "strip"])
 def test_thinking_alone_is_no_answer(content, reasoning, reason, thinking):
     with pytest.raises(RowFailed, match=reason):
-        kept_text(content, reasoning, thinking=thinking)
+        kept_response(split_served(content, reasoning), thinking=thinking)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

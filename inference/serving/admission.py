@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from ...chats import ChatRefused, check_template_variables, encode_chat
 from ...files import Values
+from ...responses import reader_for
 from ..pipelines.local import LocalPipeline
 from . import HttpLimits
 from .answers import Choice, Piece
@@ -39,6 +40,8 @@ class Admissions:
     ) -> None:
         self.decoder, self.names, self.limits, self.metrics = decoder, names, limits, metrics
         self.tokenizer, self.target = decoder.engine.tokenizer, decoder.engine.target
+        if self.tokenizer.chat_template is not None:
+            reader_for(self.tokenizer, "")  # refuses a bad response template before any request
         self.is_draining = False
         self.num_open = self.num_answered = 0
         """Number of requests open now, and answered so far."""

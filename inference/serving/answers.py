@@ -1,6 +1,7 @@
 """Build answers in OpenAI's format from the choices that the decoding thread reports."""
 
 import asyncio
+import json
 import math
 import secrets
 import time
@@ -9,10 +10,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...responses import Part
 from ..config import DecodeConfig
 from ..demands import Demands
 from ..result import DecodeResult, Observer
-from ..text_stream import TextStream
+from ..text_stream import AnswerStream
 from .errors import Json, RequestError
 from .logprobs import TokenLogprob, as_chat, as_completion, measure
 from .requests import ApiRequest, ChatRequest
@@ -33,6 +35,9 @@ class Piece:
 
     choice: "Choice"
     text: str
+    thinking: str = ""
+    calls: Sequence[Json] = ()
+    """Tool calls completed since the previous piece, in OpenAI's form."""
     is_drafted: bool = False
     """True if the last token is an accepted draft token."""
     rejected: Sequence[int] = ()
@@ -74,9 +79,14 @@ class Choice(Observer):
     has_ended: bool = False
     handle: "Handle | None" = None
     """Sequence in the batch engine; None after its end."""
+    calls: list[Json] = field(default_factory=list)
+    """Tool calls in the answer so far, in OpenAI's form."""
     _told: list[str] = field(default_factory=list)
     _rest: str = ""
     """Text not reported yet."""
+    _thought: str = ""
+    """Thinking not reported yet."""
+    _num_calls_told: int = 0
     _num_new: int = 0
     _num_logprobs_told: int = 0
     _steps: list[Sequence[int]] = field(default_factory=list)
@@ -84,7 +94,9 @@ class Choice(Observer):
 
     def __post_init__(self) -> None:
         skips = self.asked.skip_special_tokens
-        self.stream = TextStream(self.tokenizer, skip_special_tokens=skips)
+        # Of a chat alone: a completion's text is what the target writes.
+        prompt = self.prompt_ids if skips and isinstance(self.asked, ChatRequest) else None
+        self.stream = AnswerStream(self.tokenizer, prompt, skip_special_tokens=skips)
         self.submitted_s = time.monotonic()
         self.started_s = self.first_s = self.last_s = self.step_s = math.nan
 
@@ -117,7 +129,7 @@ class Choice(Observer):
         is_stop = token in self.asked.stop_token_ids or not self.asked.skip_special_tokens
         # As in vLLM, an end token adds no text.
         if not (is_stop and token in self.end_ids):
-            self._rest += self.stream.add(token)
+            self._take(self.stream.add(token))
         self._cut()
         # A possible start of a stop string must wait: sent text cannot be taken back.
         size = len(self._rest) - (0 if self.is_stopped else self._held())
@@ -132,16 +144,30 @@ class Choice(Observer):
             found = measure(self.tokenizer, token, logits_V, self.asked.num_logprobs)
             self.logprobs.append(found)
 
+    def _take(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.field == "content":
+                self._rest += part.text
+            elif part.field == "thinking":
+                self._thought += part.text
+        response = self.stream.response
+        for call in () if response is None else response.tool_calls[len(self.calls) :]:
+            self.calls.append(api_call(call, len(self.calls)))
+
     @property
     def text(self) -> str:
         return "".join((*self._told, self._rest))
+
+    @property
+    def thinking(self) -> str:
+        return "" if self.stream.response is None else self.stream.response.thinking
 
     def end(self, result: DecodeResult | None, error: BaseException | None = None) -> None:
         """End the choice. ``result`` is None if the choice was cancelled or has failed."""
         self.result, self.error = result, error
         # Nothing may follow a stop string.
         if result is not None and not self.is_stopped:
-            self._rest += self.stream.rest()
+            self._take(self.stream.finish())
             self._cut()
         # Set before the last piece: after reading that, ``Admissions.running`` checks this flag.
         self.has_ended = True
@@ -156,6 +182,8 @@ class Choice(Observer):
         logprobs = self.logprobs[self._num_logprobs_told :]
         self._num_logprobs_told = len(self.logprobs)
         how |= {"steps": steps, "logprobs": logprobs, "num_tokens": self._num_new}
+        how |= {"thinking": self._thought, "calls": self.calls[self._num_calls_told :]}
+        self._thought, self._num_calls_told = "", len(self.calls)
         self.tell(Piece(self, piece, **how))
 
     def _cut(self) -> None:
@@ -178,6 +206,8 @@ class Choice(Observer):
             return "stop"
         if self.result is None or self.result.stop_reason == "stopped":
             return "abort"
+        if self.calls and self.result.stop_reason == "eos":
+            return "tool_calls"
         return "stop" if self.result.stop_reason == "eos" else "length"
 
     @property
@@ -196,6 +226,29 @@ class Choice(Observer):
             "tokens_per_second": known(self.num_tokens / whole) if whole > 0 else None,
             "speculative_decoding": None if self.result is None else acceptance(self.result),
         }
+
+
+def api_call(call: Json, index: int) -> Json:
+    """Return a tool call in OpenAI's form, with its index for streams."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    own = {"name": function["name"], "arguments": arguments}
+    return {
+        "index": index,
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": own,
+    }
+
+
+def delta_of(piece: Piece) -> Json:
+    """Return a piece's text as a stream's delta."""
+    delta: Json = {"reasoning_content": piece.thinking} if piece.thinking else {}
+    if piece.calls:
+        delta["tool_calls"] = [*piece.calls]
+    return delta if delta and not piece.text else delta | {"content": piece.text}
 
 
 def acceptance(result: DecodeResult) -> dict[str, object]:
@@ -277,6 +330,11 @@ class HttpAnswer:
         said: Json = {"index": choice.index, "logprobs": self._logprobs(choice.logprobs)}
         if self._is_chat:
             said["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.thinking:
+                said["message"]["reasoning_content"] = choice.thinking
+            if choice.calls:
+                calls = [{n: x for n, x in call.items() if n != "index"} for call in choice.calls]
+                said["message"]["tool_calls"] = calls
         else:
             said["text"] = choice.text
         return said | {"finish_reason": choice.finish_reason}
@@ -320,13 +378,14 @@ class HttpAnswer:
             # Log-probabilities wait for their tokens' text: clients pair them within a chunk.
             waiting[index] += piece.logprobs
             logprobs: Json = {}
-            if waiting[index] and (piece.text or has_events or piece.is_last):
+            has_parts = bool(piece.text or piece.thinking or piece.calls)
+            if waiting[index] and (has_parts or has_events or piece.is_last):
                 found = waiting.pop(index)
                 logprobs = {"logprobs": self._logprobs(found, sizes[index])}
                 sizes[index] += sum(len(one.text) for one in found)
-            if piece.text or (has_events and not piece.is_last):
+            if has_parts or (has_events and not piece.is_last):
                 events: Json = {"pipedraft": self._event(piece)} if has_events else {}
-                yield self._chunk(index, {"content": piece.text}, **logprobs) | events | rest
+                yield self._chunk(index, delta_of(piece), **logprobs) | events | rest
                 logprobs = {}
             if piece.is_last:
                 left -= 1
