@@ -124,7 +124,9 @@ def is_for_cache_alone(scheme: Any) -> bool:
 def check_scheme(config: Values, name: str, field: str) -> None:
     """Raise ``Refused`` if config.json names a quantization of weights."""
     for part in (config.get("text_config"), config):
-        for key in SCHEME_KEYS if isinstance(part, dict) else ():
+        if not isinstance(part, dict):
+            continue
+        for key in SCHEME_KEYS:
             scheme = part.get(key)
             if not scheme or is_for_cache_alone(scheme):
                 continue
