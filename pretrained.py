@@ -5,21 +5,16 @@ random initial value.
 """
 
 import difflib
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import TypeVar, cast
 
-import httpx2
 import msgspec
 import torch
-from huggingface_hub import constants, get_session
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-from huggingface_hub.utils import disable_progress_bars
-from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -35,12 +30,19 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file, logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .cli import Failure, causes
 from .files import Values, file_sha256, packaged, read_json, write_folder
+from .model_kinds import (
+    CACHE_SCALES,
+    Refused,
+    check_adapter,
+    check_numbers,
+    check_plain,
+    check_scheme,
+    is_for_cache_alone,
+)
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-ADAPTER_CONFIG = "adapter_config.json"
 CHECKED_BYTES = 2**32
 """Weights up to this size are checked for NaN and infinity: less than a second."""
 
@@ -76,14 +78,12 @@ def load_model(
         ValueError: a missing model, custom code, pickled, missing, extra or damaged weights.
     """
     name_or_path = local_name(name_or_path, field=field)
-    config = read_config(name_or_path, revision, field=field)
-    check_unquantized(config, name_or_path, field=field)
-    if _file(name_or_path, ADAPTER_CONFIG, revision) is not None:
-        raise ValueError(
-            f"{field}: {str(name_or_path)!r} is an adapter of another model ({ADAPTER_CONFIG}); "
-            "merge it with peft's merge_and_unload and save the merged model"
-        )
-    weight_files(name_or_path, revision, field=field)  # check that they are safetensors
+    stored = read_config(name_or_path, revision, field=field)
+    check_whole(stored, name_or_path, revision, field=field)
+    files = plain_files(name_or_path, revision, field=field)
+    more = {}
+    if is_for_cache_alone(stored.get("quantization_config")):
+        more["config"] = load_config(name_or_path, revision, field=field)
     with explained(field, name_or_path), silent():
         loaded = AutoModelForCausalLM.from_pretrained(
             name_or_path,
@@ -96,9 +96,11 @@ def load_model(
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # `found` lists them; they are refused below
             output_loading_info=True,
+            **more,
         )
     model, found = cast(tuple[PreTrainedModel, Values], loaded)
     is_quantized = hasattr(model.config, "quantization_config")
+    found["unexpected_keys"] = without_cache_scales(model, found["unexpected_keys"])
     wrong = {
         "missing": set(found["missing_keys"]),
         "of another shape": {key for key, *_ in found["mismatched_keys"]},
@@ -106,8 +108,17 @@ def load_model(
         "unexpected": set() if is_quantized else set(found["unexpected_keys"]),
     }
     check_tensors(wrong, field, name_or_path)
+    check_numbers(stored_dtypes(name_or_path, revision, files), str(name_or_path), field)
     check_finite(model, field, name_or_path)
     return model
+
+
+def without_cache_scales(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Leave out scales for a quantized cache, and count them for ``unapplied_settings``."""
+    every = set(names)
+    plain = {name for name in every if not CACHE_SCALES.search(name)}
+    model.config.num_cache_scales = len(every) - len(plain)
+    return plain
 
 
 def load_tokenizer(
@@ -128,9 +139,10 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(
             name_or_path, revision=revision, trust_remote_code=False
         )
-    except _Refused:
+    except Refused:
         raise
     except Exception as error:  # any error that transformers raises for these files
+        check_adapter(str(name_or_path), partial(_find, name_or_path, revision), field)
         raise ValueError(
             f"{field}: {str(name_or_path)!r} has no tokenizer that loads "
             f"({first_line(error)}); give a folder with tokenizer.json or a Hub repository"
@@ -148,7 +160,12 @@ def load_config(
     name_or_path = local_name(name_or_path, field=field)
     read_config(name_or_path, revision, field=field)
     with explained(field, name_or_path):
-        return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            name_or_path, revision=revision, trust_remote_code=False
+        )
+    if is_for_cache_alone(getattr(config, "quantization_config", None)):
+        del config.quantization_config  # the weights are plain, and the cache is never quantized
+    return config
 
 
 NEUTRAL: Values = {
@@ -165,10 +182,15 @@ NEUTRAL: Values = {
 
 
 def unapplied_settings(model: PreTrainedModel) -> list[str]:
-    """List generation settings applied by `generate` but not by this package."""
+    """List settings of a model's files that other packages apply and this package does not."""
     config = getattr(model, "generation_config", None)
     given = {name: getattr(config, name, None) for name in NEUTRAL}
-    return [
+    num_scales = getattr(model.config, "num_cache_scales", 0)
+    lines = [
+        f"the target's files have {num_scales} scales for a quantized cache of keys and values, "
+        "which are not applied"
+    ]
+    return lines * (num_scales > 0) + [
         f"the target's generation_config.json has {name} {value}, which is not applied"
         for name, value in given.items()
         if value is not None and value not in NEUTRAL[name]
@@ -206,11 +228,15 @@ def read_config(
     name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
     try:
+        if _file(name_or_path, "config.json", revision) is None:
+            check_adapter(str(name_or_path), partial(_find, name_or_path, revision), field)
         config, _ = PreTrainedConfig.get_config_dict(name_or_path, revision=revision)
         if not config:
             raise OSError("no such file")
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__}, no object")
+    except Refused:
+        raise
     except Exception as error:
         raise ValueError(
             f"{field}: {str(name_or_path)!r} has no config.json that can be read "
@@ -232,29 +258,15 @@ def load_generation_config(
         return GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
 
 
-def check_unquantized(config: Values, name: str, *, field: str = "target") -> None:
-    """Raise ValueError for quantized weights with separate scales (FP8, GPTQ, AWQ, bitsandbytes).
-
-    The files contain integers or 8-bit floats, and their scales. Without the scales, decoding gives
-    noise.
-    """
-    scheme = config.get("text_config", config).get("quantization_config")
-    scheme = scheme or config.get("quantization_config")
-    if scheme is not None:
-        method = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
-        raise _Refused(
-            f"{field}: {str(name)!r} is stored quantized (quant_method {method!r}); give the "
-            "unquantized checkpoint"
-        )
-
-
-class _Refused(ValueError):
-    """Error with a complete message in one line."""
+def check_whole(stored: Values, name: str, revision: str | None, *, field: str = "target") -> None:
+    """Refuse an adapter of another model, and weights that config.json calls quantized."""
+    check_scheme(stored, str(name), field)
+    check_adapter(str(name), partial(_find, name, revision), field)
 
 
 def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
     if "auto_map" in settings:
-        raise _Refused(
+        raise Refused(
             f"{field}: {str(name)!r} names Python code of its own in {file} (auto_map), which is "
             "never run; give a model that transformers knows"
         )
@@ -268,12 +280,12 @@ def check_exists(name_or_path: str, *, field: str = "target") -> None:
     names_path = text.startswith(("/", ".", "~")) or text.count("/") != 1
     hint = did_you_mean(text)
     if names_path:
-        raise _Refused(
+        raise Refused(
             f"{field}: no folder {text!r}{hint}; give an existing folder or a Hub name "
             "(owner/model)"
         )
     if is_offline_and_unknown(text):
-        raise _Refused(
+        raise Refused(
             f"{field}: no folder {text!r} here{hint}; as a Hub name: not in the cache, and "
             "HF_HUB_OFFLINE is set; unset it, or give a folder"
         )
@@ -336,6 +348,29 @@ def _file(name: str, file: str, revision: str | None) -> str | None:
     """Download a model's file if needed. Return its local path, or None if it does not exist."""
     name = local_name(name)
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+
+def _find(name: str, revision: str | None, file: str) -> str | None:
+    return _file(name, file, revision)
+
+
+def stored_dtypes(name: str, revision: str | None, files: Mapping[str, str]) -> dict[str, str]:
+    """Return safetensors' name of each tensor's type."""
+    found = {}
+    for file in sorted(set(files.values())):
+        opened = open_weights(name, revision, file)
+        for tensor in opened.keys():  # noqa: SIM118  # no mapping
+            found[tensor] = opened.get_slice(tensor).get_dtype()
+    return found
+
+
+def plain_files(
+    name_or_path: str, revision: str | None, *, field: str = "target"
+) -> dict[str, str]:
+    """Return ``weight_files``, or raise ValueError for names of quantized weights."""
+    files = weight_files(name_or_path, revision, field=field)
+    check_plain(files, str(name_or_path), partial(_find, name_or_path, revision), field)
+    return files
 
 
 def weight_files(
@@ -565,99 +600,3 @@ def place_draft(draft: Network, target: PreTrainedModel) -> Network:
     """Move a draft to the device of the target's embedding, in the target's dtype."""
     device = target.get_input_embeddings().weight.device
     return draft.to(device, target.dtype)  # type: ignore[arg-type]  # Module's weight is untyped
-
-
-# -- the link to the Hub ----------------------------------------------------------------------
-
-SILENCE_S = 60.0
-"""Longest wait for a byte where huggingface_hub would wait forever."""
-
-AGAIN = "the same command goes on where this one ended"
-
-
-@contextmanager
-def hub_link(field: str) -> Iterator[None]:
-    """Bound the waits for the Hub, hide retry notes, and explain errors in one line.
-
-    Progress bars appear only in a terminal.
-
-    Args:
-        field: prefix for errors, with the option and its value.
-
-    Raises:
-        ValueError: the Hub refuses for a reason the user can fix: token, rights, name, revision.
-        Failure: the Hub is unreachable, breaks off, stays silent or fails.
-    """
-    before = hub_logging.get_verbosity()
-    hub_logging.set_verbosity_error()  # each retry would be a warning
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    hooks = get_session().event_hooks["request"]
-    hooks.append(_end_waits)
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, httpx2.HTTPError) as error:
-        found = _hub_error(field, error)
-        if found is None:
-            raise
-        raise found from error
-    finally:
-        hooks.remove(_end_waits)
-        hub_logging.set_verbosity(before)
-
-
-def _end_waits(request: httpx2.Request) -> None:
-    """Set a timeout on httpx requests without one, because the library gives most none."""
-    timeout = request.extensions["timeout"]
-    limited = {part: SILENCE_S if limit is None else limit for part, limit in timeout.items()}
-    request.extensions = {**request.extensions, "timeout": limited}
-
-
-def _hub_error(field: str, error: Exception) -> Exception | None:
-    """Return the error to raise instead of a huggingface_hub error, or None for other errors."""
-    for cause in causes(error):
-        if isinstance(cause, HfHubHTTPError):
-            return _refusal(field, cause)
-        if isinstance(cause, OfflineModeIsEnabled):
-            return ValueError(
-                f"{field} is on the Hub and HF_HUB_OFFLINE is set; check the name, or unset it"
-            )
-        if isinstance(cause, httpx2.TransportError):
-            what = str(cause) or type(cause).__name__
-            if isinstance(cause, httpx2.TimeoutException):
-                what = f"no answer, {type(cause).__name__}"
-            return Failure(f"{field}: {constants.ENDPOINT} cannot be used ({what}); {AGAIN}")
-        if isinstance(cause, HFValidationError):
-            return ValueError(f"{field}: {_line(cause)}; give user/name")
-        # hf_xet (storage for large files) has no classes of its own for these.
-        if isinstance(cause, ConnectionError | TimeoutError):
-            return Failure(f"{field}: {_line(cause)}; {AGAIN}")
-        if isinstance(cause, PermissionError) and cause.errno is None:
-            return ValueError(f"{field}: {_line(cause)}; set HF_TOKEN to one that may write")
-    if isinstance(error, RuntimeError) and not isinstance(error, Failure):
-        return Failure(f"{field}: {_line(error)}; {AGAIN}")
-    return None
-
-
-FIXES = {
-    401: "no valid token: set HF_TOKEN, or run hf auth login",
-    403: "this token may not write here: give your own repository, or another token",
-    404: "check the name and the revision, and set HF_TOKEN for a private repository",
-}
-"""Status of the Hub's answer -> what the user can do about it."""
-
-
-def _refusal(field: str, error: HfHubHTTPError) -> Exception:
-    """Return ValueError for a problem the user can fix, Failure for server trouble."""
-    status, host = error.response.status_code, error.response.url.host
-    said = " ".join((error.server_message or error.response.reason_phrase).split())
-    answer = f"{field}: {host} answered {status} ({said})"
-    if status == 401 and "X-Error-Code" in error.response.headers:
-        status = 404  # the Hub does not tell a private repository from a missing one
-    if 400 <= status < 500 and status not in (408, 409, 412, 429):
-        return ValueError(f"{answer}; {FIXES.get(status, 'fix what it says')}")
-    return Failure(f"{answer}; {AGAIN}")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".")

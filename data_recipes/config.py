@@ -115,14 +115,15 @@ class Source:
     """One source of rows."""
 
     path: str = ""
-    """A file, a folder, or a Hub data set id. conversations: .jsonl, .json or .parquet; text: .txt,
-    .md or .py (.gz is read too). python_stdlib ignores it."""
+    """A file, a folder (also one written by datasets' save_to_disk), or a Hub data set id.
+    conversations: .jsonl, .json, .parquet or .arrow; text: .txt, .md or .py (.gz is read too).
+    python_stdlib ignores it."""
     kind: Literal["conversations", "text", "python_stdlib"] = "conversations"
     """conversations: rows in the OpenAI or the ShareGPT form. text: one document per file, or per
     row with text_field. python_stdlib: the running interpreter's standard library, one module per
     row."""
     split: str = "train"
-    """A Hub data set's split; a file or folder has none."""
+    """Split of a Hub data set or of a saved DatasetDict; other files and folders have none."""
     subset: str | None = None
     """Configuration of a Hub data set that has several, such as `all` of HuggingFaceTB/smoltalk."""
     files: str | None = None
@@ -143,7 +144,7 @@ class Source:
     answer_field: str | None = None
     """conversations: field with the only assistant turn; requires prompt_field."""
     text_field: str | None = None
-    """text: field with the document in .jsonl, .json or .parquet rows or a Hub data set."""
+    """text: field with the document in .jsonl, .json, .parquet or .arrow rows or a Hub data set."""
     license: str | None = None
     """License as the Hub writes it (mit, cc-by-4.0); a conversation row's own `license` field takes
     precedence. Null and no such field: unknown."""

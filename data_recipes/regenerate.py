@@ -36,6 +36,7 @@ from .answers import (
     RowFailed,
     TargetLost,
 )
+from .saved import saved_files
 from .server import ChatServer, ChatServerOptions, is_address
 from .sources import Source, read_source
 
@@ -141,10 +142,12 @@ class RegenerateOptions(AnswerSampling, ChatServerOptions, LocalOptions):
 
 def scan(source: Source) -> tuple[int, str]:
     """Return the input's row count, and a digest of the rows' texts."""
-    if not Path(source.path).is_file():
-        raise UsageError(f"--data: no file {source.path}; give JSONL or parquet rows")
     digest, num_rows = hashlib.sha256(), 0
     try:
+        place = Path(source.path)
+        is_saved = place.is_dir() and saved_files(place, source.split) is not None
+        if not place.is_file() and not is_saved:
+            raise ValueError(f": no file {place}; give JSONL, parquet or Arrow rows")
         for raw in read_source(source):
             digest.update(raw.text.encode() + b"\n")
             num_rows += 1

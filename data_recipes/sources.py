@@ -12,6 +12,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
@@ -19,8 +20,9 @@ from typing import IO, Any, cast
 from ..files import bounded_lines
 from .config import Source
 from .conversations import ROW_FIELDS, read_json
+from .saved import ARROW, DESCRIPTIONS, SPLITS, hub_snapshot, read_arrow, saved_files
 
-ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".json", ".parquet", ARROW)
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SKIPPED_STDLIB = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -49,13 +51,19 @@ def list_files(source: Source) -> list[Path] | None:
     allowed = TEXT_SUFFIXES if is_text else ROW_SUFFIXES
     path = Path(source.path).expanduser()
     for name, plain in (("split", "train"), ("subset", None), ("files", None), ("revision", None)):
-        if (value := getattr(source, name)) != plain and path.exists():
+        is_read = name == "split" and (path / SPLITS).is_file()
+        if (value := getattr(source, name)) != plain and path.exists() and not is_read:
             raise ValueError(
                 f"sources.{name}: {value!r} with {source.path!r}, which is on this machine; it is "
                 "for data sets of the Hub, leave it out"
             )
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.is_file() and _suffix(f) in allowed)
+        path = hub_snapshot(path)
+        saved = None if allowed == TEXT_SUFFIXES else saved_files(path, source.split)
+        if saved is not None:
+            return saved
+        found = (x for x in path.rglob("*") if _suffix(x) in allowed and x.is_file())
+        files = sorted(file for file in found if file.name not in DESCRIPTIONS)
         if not files:
             raise ValueError(
                 f"sources.path: no {', '.join(allowed)} file in the folder {source.path!r}; "
@@ -167,6 +175,10 @@ def _read_rows(path: Path, source: Source) -> Iterator[RawRow]:
     try:
         if suffix == ".parquet":
             yield from _read_parquet(path, source)
+        elif suffix == ARROW:
+            rows = read_arrow(path, PARQUET_ROWS, partial(needed_columns, source))
+            for number, row in enumerate(rows, 1):
+                yield _dumped(row, f"{path}:{number}", source.max_row_bytes)
         elif suffix == ".json" and _is_array(path):
             yield from _read_array(path, source.max_row_bytes)
         else:

@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..files import Values, make_readable, packaged, read_bounded
+from ..hub_link import hub_link
+from ..model_kinds import check_adapter, find_in
 from ..pretrained import (
     check_finite,
     did_you_mean,
     first_line,
-    hub_link,
     is_offline_and_unknown,
     tensor_shapes,
 )
@@ -328,6 +329,7 @@ def read_description(folder: Path) -> Description:
     """Read a checkpoint folder's config.json, or raise ValueError with a fix."""
     path = folder / CONFIG_FILE
     if not path.is_file():
+        check_adapter(str(folder), find_in(folder), "checkpoint")
         raise ValueError(
             f"checkpoint: no {CONFIG_FILE} in {folder}; give a folder written by pipedraft train"
         )

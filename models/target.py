@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..pretrained import (
+    check_whole,
     context_length,
     load_config,
     load_model,
@@ -95,6 +96,7 @@ def load_target(
             missing or unknown weights.
     """
     _check_attention(attention or "sdpa")
+    check_whole(read_config(name_or_path, revision), name_or_path, revision)
     config = load_config(name_or_path, revision)
     check_target(config, name_or_path)
     is_rounded = may_round and rounded.rounds(dtype, config, device)

@@ -22,17 +22,20 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import cached_file, extract_commit_hash
 
+from ..model_kinds import check_numbers
 from ..pretrained import (
     check_finite,
     check_tensors,
-    check_unquantized,
+    check_whole,
     explained,
     load_config,
     load_generation_config,
     local_name,
     open_weights,
+    plain_files,
     read_config,
     weight_files,
+    without_cache_scales,
 )
 from .families import check_target, choose_attention, materialize
 from .rounded import round_target, rounds
@@ -67,10 +70,10 @@ def load_target_part(
         ValueError: as ``load_target``.
     """
     stored = read_config(name_or_path, revision)
-    check_unquantized(stored, name_or_path)
+    check_whole(stored, name_or_path, revision)
     config = load_config(name_or_path, revision)
     check_target(config, name_or_path)
-    files = weight_files(name_or_path, revision)
+    files = plain_files(name_or_path, revision)
     is_rounded = may_round and rounds(dtype, config, device)
     with torch.device("meta"), explained("target", name_or_path):
         model = AutoModelForCausalLM.from_config(
@@ -135,6 +138,7 @@ def _read(
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     further = {x for x in sources.keys() - own if not any(re.search(y, x) for y in ignored)}
     further.discard("lm_head.weight")  # some files repeat a tied LM head
+    further = without_cache_scales(model, further)
     check_tensors({"missing": own - sources.keys(), "unexpected": further}, "target", name)
     # Processes may outnumber experts: transformers cannot stack none of them.
     nothing = {
@@ -151,6 +155,7 @@ def _read(
     }
     # Slices: a sharded weight reads only its part, and nothing reads a whole file.
     slices = {tensor: opened[files[tensor]].get_slice(tensor) for tensor in chosen}
+    check_numbers({x: part.get_dtype() for x, part in slices.items()}, name, "target")
     options = LoadStateDictConfig(
         device_map={"": device},
         dtype=model.dtype,

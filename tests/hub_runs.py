@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http, disable_progress_bars, enable_progress_bars
 from tiny_drafts import add_noise, seeded
 
-from pipedraft import pretrained
+from pipedraft import hub_link
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig
@@ -106,14 +106,14 @@ def point_at(url: str, monkeypatch) -> None:
 
 def shorten_stalls(hub: FakeHub, monkeypatch) -> None:
     """Shorten the wait for stalled requests only: a busy machine may delay the others."""
-    end_waits, patience_s = pretrained._end_waits, pretrained.SILENCE_S
+    end_waits, patience_s = hub_link._end_waits, hub_link.SILENCE_S
 
     def limited(request: Any) -> None:
         stalls = hub.will_stall(request.method, request.url.path)
-        monkeypatch.setattr(pretrained, "SILENCE_S", 0.15 if stalls else patience_s)
+        monkeypatch.setattr(hub_link, "SILENCE_S", 0.15 if stalls else patience_s)
         end_waits(request)
 
-    monkeypatch.setattr(pretrained, "_end_waits", limited)
+    monkeypatch.setattr(hub_link, "_end_waits", limited)
 
 
 def push(place: Place, monkeypatch, *words: str, draft: str = "spd", repo: str = "user/name"):

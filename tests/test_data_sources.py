@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import data_rows
+import datasets
 import pytest
 import yaml
 from data_rows import CHINESE, WORDS, chat, total, write
+from pyarrow import feather
 
 from pipedraft.data_recipes.__main__ import main
 from pipedraft.data_recipes.recipe import DataConfig, load_data
+from pipedraft.data_recipes.regenerate import scan
 from pipedraft.data_recipes.sources import Source, read_source
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "data"
@@ -23,6 +26,106 @@ tokenizer, load = data_rows.tokenizer, data_rows.load
 
 
 # Sources
+
+
+def spoken(number: int) -> list[dict]:
+    return [chat(f"Say {index}.", str(index)) for index in range(number)]
+
+
+def read(path: Path, **settings: object) -> list[dict]:
+    found = [*read_source(Source(path=str(path), **settings))]
+    assert not any(row.error for row in found)
+    return [json.loads(row.text) for row in found]
+
+
+def test_a_folder_of_save_to_disk_is_read_in_its_order(tmp_path):
+    data = datasets.Dataset.from_list(spoken(5))
+    data.save_to_disk(tmp_path / "saved", num_shards=2)
+    data.select([3, 0]).save_to_disk(tmp_path / "picked")
+    splits = datasets.DatasetDict({"train": data, "test": data.select([4])})
+    splits.save_to_disk(tmp_path / "splits")
+    for folder in ("saved", "splits", "splits/train"):
+        assert read(tmp_path / folder) == spoken(5)
+    assert read(tmp_path / "picked") == [spoken(5)[3], spoken(5)[0]]
+    assert read(tmp_path / "splits", split="test") == spoken(5)[4:]
+    assert scan(Source(path=str(tmp_path / "saved")))[0] == 5
+    with pytest.raises(ValueError, match=r"^sources.split: 'dev' .*; give one of train, test"):
+        read(tmp_path / "splits", split="dev")
+
+
+def test_arrow_files_parquet_folders_and_snapshots_of_the_hub_are_read(tmp_path):
+    data = datasets.Dataset.from_list(spoken(3))
+    (tmp_path / "files").mkdir()
+    feather.write_feather(data.data.table, tmp_path / "files" / "a.arrow")
+    with datasets.arrow_writer.ArrowWriter(path=str(tmp_path / "files" / "b.arrow")) as writer:
+        writer.write_table(data.data.table)
+        writer.finalize()
+    assert read(tmp_path / "files") == spoken(3) * 2
+    repository = tmp_path / "datasets--a--b"
+    for commit in ("old", "new"):
+        place = repository / "snapshots" / commit
+        data.to_parquet(place / "data" / "train-0.parquet")
+        (place / "dataset_infos.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("new")
+    assert read(repository) == spoken(3)
+
+
+def damage_state(folder: Path) -> None:
+    (folder / "state.json").write_text("[")
+
+
+def cut_rows(folder: Path) -> None:
+    file = folder / "data-00000-of-00001.arrow"
+    file.write_bytes(file.read_bytes()[:300])
+
+
+def lose_rows(folder: Path) -> None:
+    (folder / "data-00000-of-00001.arrow").unlink()
+
+
+def lose_all_but_the_description(folder: Path) -> None:
+    for file in folder.iterdir():
+        if file.name != "dataset_info.json":
+            file.unlink()
+
+
+def make_a_cache(folder: Path) -> None:
+    (folder / "state.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (damage_state, "state.json' does not hold what it should"),
+        (cut_rows, "is not a readable Arrow file"),
+        (lose_rows, "lacks data-00000-of-00001.arrow; copy the whole folder again"),
+        (lose_all_but_the_description, "has dataset_info.json, which describes a data set, and no"),
+        (
+            make_a_cache,
+            "is a cache of the datasets library, with several splits and versions",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_folder_of_datasets_is_said(change, said, tmp_path):
+    datasets.Dataset.from_list(spoken(2)).save_to_disk(tmp_path / "saved")
+    change(tmp_path / "saved")
+    with pytest.raises(ValueError) as caught:
+        read(tmp_path / "saved")
+    assert said in str(caught.value) and str(caught.value).startswith("sources.path: ")
+
+
+def test_what_pipedraft_data_wrote_is_said_to_be_tokenized(tmp_path):
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1]}])
+    for name in ("train", "valid"):
+        rows.save_to_disk(tmp_path / "own" / name)
+    with pytest.raises(ValueError, match=r"holds tokenized rows \(input_ids and loss_mask, writt"):
+        read(tmp_path / "own" / "train")
+    with pytest.raises(ValueError, match=r"written by save_to_disk \(train, valid\); give one of"):
+        read(tmp_path / "own")
+    (tmp_path / "datasets--a--b" / "snapshots").mkdir(parents=True)
+    with pytest.raises(ValueError, match="is the Hub's cache; give the name of one data set"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[", "[1", "[1 2]", "[1]x", '["a', "[1,,2]", "[" * 10**5])

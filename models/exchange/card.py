@@ -22,7 +22,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from ...cli import one_line
 from ...files import Values
-from ...pretrained import hub_link
+from ...hub_link import hub_link
 from ..draft import Description
 
 CARD = "README.md"

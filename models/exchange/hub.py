@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ... import __version__
 from ...files import file_sha256, make_readable
-from ...pretrained import hub_link
+from ...hub_link import hub_link
 from ..draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,

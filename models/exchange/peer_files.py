@@ -20,7 +20,9 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from ...files import Values
-from ...pretrained import explained, first_line, hub_link, read_config, tensor_shapes
+from ...hub_link import hub_link
+from ...model_kinds import check_adapter, check_plain, check_scheme, find_in
+from ...pretrained import explained, first_line, read_config, tensor_shapes
 from ..draft import Draft, TargetReference
 from ..fingerprint import TargetFiles
 from ..layers import LayerConfig
@@ -57,6 +59,7 @@ def read_head(name: str, place: Path) -> tuple[Values, Weights]:
     """Read a head's configuration and weights, or a target's MTP layer, from a folder or file."""
     folder, files = place.parent, [place]
     if place.is_dir():
+        check_adapter(name, find_in(place), "--from")
         folder, files = place, sorted(place.glob("*.safetensors"))
         files = files or sorted(x for ending in PICKLED for x in place.glob("*" + ending))
     if not files or (len(files) > 1 and files[0].suffix in PICKLED):
@@ -74,6 +77,8 @@ def read_head(name: str, place: Path) -> tuple[Values, Weights]:
         config, weights = {}, _read_tensors(files)
     if (folder / "config.json").is_file() and not config:
         config = read_config(str(folder), None, field="--from", drops_code=True)
+    check_scheme(config, name, "--from")
+    check_plain(weights, name, find_in(folder), "--from")
     return config, weights
 
 
