@@ -6,7 +6,7 @@ random initial value.
 
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from logging import LogRecord, getLogger
@@ -43,6 +43,8 @@ INDEX = f"{WEIGHTS}.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 CHECKED_BYTES = 2**32
 """Weights up to this size are checked for NaN and infinity: less than a second."""
+BLOCK_ROWS = 4096
+"""Rows of two tensors that are compared at a time."""
 
 
 Network = TypeVar("Network", bound=torch.nn.Module)
@@ -386,6 +388,20 @@ def open_weights(
         return safe_open(cached_file(folder, file, revision=revision), framework="pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(_no_weights(field, name_or_path, first_line(error))) from error
+
+
+def same_tensors(
+    name_or_path: str, revision: str | None, files: Mapping[str, str], *pair: str
+) -> bool:
+    """Return True if two tensors have equal values, read in blocks of rows."""
+    first, second = (
+        open_weights(name_or_path, revision, files[tensor]).get_slice(tensor) for tensor in pair
+    )
+    shape = first.get_shape()
+    if shape != second.get_shape():
+        return False
+    blocks = (slice(row, row + BLOCK_ROWS) for row in range(0, shape[0], BLOCK_ROWS))
+    return all(torch.equal(first[rows], second[rows]) for rows in blocks)
 
 
 def _no_weights(field: str, name: str, reason: str) -> str:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..files import Values
+from .fingerprint import HEAD
 from .stage_cache import StageCache, additive_mask
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
@@ -95,6 +96,21 @@ def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
     """Return the factor of a final RMSNorm, with ``logits_divisor`` folded in."""
     factor_H = weight_H + 1 if config.model_type.startswith(OFFSET_NORMS) else weight_H
     return factor_H / logits_divisor(config)
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return True if the embedding is the LM head, too."""
+    return HEAD in model.all_tied_weights_keys
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Keep an LM head unlike the embedding, although config.json ties them.
+
+    transformers does not tie such a head on loading, but would in the next ``tie_weights``.
+    """
+    model.all_tied_weights_keys.pop(HEAD, None)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
 
 
 def packed_masks(config: PreTrainedConfig, positions_T: Tensor) -> Tensor | dict[str, Tensor]:

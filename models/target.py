@@ -33,7 +33,9 @@ from .families import (
     choose_attention,
     embed,
     finish_logits,
+    is_tied,
     layer_kinds,
+    untie,
 )
 from .fingerprint import fingerprint_mismatch, target_fingerprint
 from .layers import packed_call
@@ -108,6 +110,8 @@ def load_target(
         quantization=quantization,
         device=device,
     )
+    if not is_tied(model):
+        untie(model)  # config.json may tie an LM head that its files hold
     if is_rounded:
         model.config.loaded_revision = revision  # exact weights are read again for FlexSpec
         rounded.round_target(model, dtype)
@@ -142,6 +146,7 @@ class Stage:
 
     def __init__(self, model: PreTrainedModel, start: int, end: int):
         decoder = model.get_decoder()
+        self.config: PreTrainedConfig = decoder.config
         self.start = start
         self.end = end
         self.layers = list(decoder.layers[start:end])
