@@ -179,8 +179,6 @@ def whole_part(folder, **options) -> hf.PreTrainedModel:
     """Read all layers, the embedding and the LM head as a stage process reads its part."""
     ends = dict(has_embedding=True, has_head=True)
     return load_target_part(str(folder), layers=range(NUM_LAYERS), **ends, **options)
-        str(folder), layers=layers, has_embedding=True, has_head=True, **options
-    )
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
