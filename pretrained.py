@@ -181,7 +181,8 @@ def context_length(config: PreTrainedConfig) -> int:
     """Return the number of positions that a model accepts.
 
     If YaRN was added to config.json as in Qwen's model cards, the number is factor * original
-    positions, even if config.json states fewer.
+    positions, even if config.json states fewer. With a dynamic table, config.json states the
+    original ones.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -191,6 +192,8 @@ def context_length(config: PreTrainedConfig) -> int:
         original = kind.get("original_max_position_embeddings")
         if kind.get("rope_type") == "yarn" and original and kind.get("factor"):
             own = max(own, int(kind["factor"] * original))
+        if kind.get("rope_type") == "dynamic" and kind.get("factor"):
+            own = max(own, int(kind["factor"] * text.max_position_embeddings))
     return own
 
 

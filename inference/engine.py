@@ -236,6 +236,7 @@ class Session:
             engine.meter.begin(self.pipeline.now())
             self.part = engine.meter.choose()
         self._emit(token, None, self.pipeline.first_logits)
+        self._recompute_if_due()
 
     # -- verbs ------------------------------------------------------------------------------
 
@@ -397,11 +398,27 @@ class Session:
         return Ahead(self.tree.segment(first, count), lambda returned: self._verify(returned)[1])
 
     def _verify(self, returned: Returned) -> tuple[Verdict, KeepRows]:
-        walk = self.pipeline.walk(self.verifier, self.tree, returned)
+        walk = self._up_to_recompute(self.pipeline.walk(self.verifier, self.tree, returned))
         # Commit the path alone: a retained child's own result would already be used up.
         if walk.restarts:
             return walk, KeepRows(tuple(walk.path), len(walk.path))
         return walk, self.tree.keep_for(walk.path, walk.next_token)
+
+    def _up_to_recompute(self, walk: Verdict) -> Verdict:
+        """Cut a walk where all rows are computed again. No row in flight remains valid then."""
+        length = self.engine.target.recompute_length
+        room = 0 if length is None else length - self.tree.position(walk.path[0]) - 1
+        if not 0 < room <= len(walk.path):
+            return walk
+        path, beyond = walk.path[:room], walk.path[room:]
+        token = self.tree.tokens[beyond[0]] if beyond else walk.next_token
+        return Verdict(path, token, walk.tests[:room], restarts=True)
+
+    def _recompute_if_due(self) -> None:
+        """Compute all rows again once the text outgrows its frequencies, as `generate` does."""
+        text = [*self.result.prompt_ids, *self.result.token_ids]
+        if len(text) == self.engine.target.recompute_length and not self.done:
+            self.pipeline.recompute(torch.tensor(text[:-1]), self.verifier)
 
     def resolve(self, returned: Returned) -> bool:
         """Verify, emit, commit and prune. Return True if the round continues in this tree."""
@@ -440,6 +457,7 @@ class Session:
             with self.pipeline.timeline.span("draft"):
                 self.source.keep(keep)
                 self.source.observe(committed, emitted)
+        self._recompute_if_due()
         return hit
 
     def finish(self) -> DecodeResult:
