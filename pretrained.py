@@ -5,6 +5,7 @@ random initial value.
 """
 
 import difflib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -45,6 +46,8 @@ WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CHECKED_BYTES = 2**32
 """Weights up to this size are checked for NaN and infinity: less than a second."""
+BLOCK_ROWS = 4096
+"""Rows of two tensors that are compared at a time."""
 
 
 Network = TypeVar("Network", bound=torch.nn.Module)
@@ -201,7 +204,8 @@ def context_length(config: PreTrainedConfig) -> int:
     """Return the number of positions that a model accepts.
 
     If YaRN was added to config.json as in Qwen's model cards, the number is factor * original
-    positions, even if config.json states fewer.
+    positions, even if config.json states fewer. With a dynamic table, config.json states the
+    original ones.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -211,6 +215,8 @@ def context_length(config: PreTrainedConfig) -> int:
         original = kind.get("original_max_position_embeddings")
         if kind.get("rope_type") == "yarn" and original and kind.get("factor"):
             own = max(own, int(kind["factor"] * original))
+        if kind.get("rope_type") == "dynamic" and kind.get("factor"):
+            own = max(own, int(kind["factor"] * text.max_position_embeddings))
     return own
 
 
@@ -421,6 +427,20 @@ def open_weights(
         return safe_open(cached_file(folder, file, revision=revision), framework="pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(_no_weights(field, name_or_path, first_line(error))) from error
+
+
+def same_tensors(
+    name_or_path: str, revision: str | None, files: Mapping[str, str], *pair: str
+) -> bool:
+    """Return True if two tensors have equal values, read in blocks of rows."""
+    first, second = (
+        open_weights(name_or_path, revision, files[tensor]).get_slice(tensor) for tensor in pair
+    )
+    shape = first.get_shape()
+    if shape != second.get_shape():
+        return False
+    blocks = (slice(row, row + BLOCK_ROWS) for row in range(0, shape[0], BLOCK_ROWS))
+    return all(torch.equal(first[rows], second[rows]) for rows in blocks)
 
 
 def _no_weights(field: str, name: str, reason: str) -> str:

@@ -32,6 +32,8 @@ class DecodedTarget(Protocol):
     def max_positions(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def recompute_length(self) -> int | None: ...
 
 
 class Session:
@@ -100,6 +102,7 @@ class Session:
             self.meter.begin(self.pipeline.now())
             self.part = self.meter.choose()
         self._emit(token, None, self.pipeline.first_logits)
+        self._recompute_if_due()
 
     # -- verbs ------------------------------------------------------------------------------
 
@@ -261,11 +264,28 @@ class Session:
         return Ahead(self.tree.segment(first, count), lambda returned: self._verify(returned)[1])
 
     def _verify(self, returned: Returned) -> tuple[Verdict, KeepRows]:
-        walk = self.pipeline.walk(self.verifier, self.tree, returned)
+        walk = self._up_to_recompute(self.pipeline.walk(self.verifier, self.tree, returned))
         # Commit the path alone: a retained child's own result would already be used up.
         if walk.restarts:
             return walk, KeepRows(tuple(walk.path), len(walk.path))
         return walk, self.tree.keep_for(walk.path, walk.next_token)
+
+    def _up_to_recompute(self, walk: Verdict) -> Verdict:
+        """Cut a walk where all rows are computed again. No row in flight remains valid then."""
+        length = self.target.recompute_length
+        room = 0 if length is None else length - self.tree.position(walk.path[0]) - 1
+        if not 0 < room <= len(walk.path):
+            return walk
+        path, beyond = walk.path[:room], walk.path[room:]
+        token = self.tree.tokens[beyond[0]] if beyond else walk.next_token
+        return Verdict(path, token, walk.tests[:room], restarts=True)
+
+    def _recompute_if_due(self) -> None:
+        """Compute all rows again once the text outgrows its frequencies, as `generate` does."""
+        result, length = self.result, self.target.recompute_length
+        if length == len(result.prompt_ids) + len(result.token_ids) and not self.done:
+            text = [*result.prompt_ids, *result.token_ids[:-1]]
+            self.pipeline.recompute(torch.tensor(text), self.verifier)
 
     def resolve(self, returned: Returned) -> bool:
         """Verify, emit, commit and prune. Return True if the round continues in this tree."""
@@ -304,6 +324,7 @@ class Session:
             with self.pipeline.timeline.span("draft"):
                 self.source.keep(keep)
                 self.source.observe(committed, emitted)
+        self._recompute_if_due()
         return hit
 
     def finish(self) -> DecodeResult:

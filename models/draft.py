@@ -28,6 +28,7 @@ from ..pretrained import (
 )
 from .cpu import lay_out
 from .families import norm_factor
+from .fingerprint import HEAD
 from .layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from .rounded import round_head
 from .target import (
@@ -40,7 +41,6 @@ from .target import (
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 2**22  # a checkpoint may come from anybody: bound what is parsed
 WEIGHTS_FILE = "model.safetensors"
-HEAD = "lm_head.weight"
 
 DRAFTS = {
     "spd": "pipedraft.models.spd:SPD",

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..files import Values
+from .fingerprint import HEAD
+from .rotary_lengths import FollowingTable, short_lengths
 from .stage_cache import StageCache, additive_mask
 
 KINDS = ("full_attention", "sliding_attention", "linear_attention")
@@ -97,6 +99,21 @@ def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
     return factor_H / logits_divisor(config)
 
 
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return True if the embedding is the LM head, too."""
+    return HEAD in model.all_tied_weights_keys
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Keep an LM head unlike the embedding, although config.json ties them.
+
+    transformers does not tie such a head on loading, but would in the next ``tie_weights``.
+    """
+    model.all_tied_weights_keys.pop(HEAD, None)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
 def packed_masks(config: PreTrainedConfig, positions_T: Tensor) -> Tensor | dict[str, Tensor]:
     """Return additive masks [1, 1, T, T] for a packed row, by kind if layers have kinds."""
     document_T = (positions_T == 0).cumsum(0)
@@ -122,19 +139,36 @@ class LayerPositions:
         self.is_by_kind = self.rotary is not None and (
             "layer_type" in inspect.signature(self.rotary.forward).parameters
         )
+        config: Any = decoder.config
+        self.follows_length = self.rotary is not None and bool(short_lengths(config))
+        """True if a row's table depends on the length of its text."""
+        self._following = FollowingTable(self.rotary, config) if self.follows_length else None
 
     def __call__(
-        self, hidden_1lH: Tensor, positions_l: Tensor, kinds: Collection[str]
+        self,
+        hidden_1lH: Tensor,
+        positions_l: Tensor,
+        kinds: Collection[str],
+        length: int | None = None,
     ) -> dict[str, Values]:
-        """Return keyword arguments for each layer kind."""
+        """Return keyword arguments for each layer kind.
+
+        Args:
+            length: text length, for prompt rows. None: each row is the last one in its text.
+        """
         ids = positions_l[None]
-        if self.is_by_kind:  # window layers may rotate faster than full attention
-            turns = {kind: self.rotary(hidden_1lH, ids, kind) for kind in set(kinds)}
-        elif self.rotary is not None:
-            turns = dict.fromkeys(kinds, self.rotary(hidden_1lH, ids))
-        else:
+        if self.rotary is None:
             return {kind: {"position_ids": ids} for kind in kinds}
+        if self.is_by_kind:  # window layers may rotate faster than full attention
+            turns = {kind: self._turn(hidden_1lH, ids, kind, length) for kind in set(kinds)}
+        else:
+            turns = dict.fromkeys(kinds, self._turn(hidden_1lH, ids, None, length))
         return {k: {"position_embeddings": x, "position_ids": ids} for k, x in turns.items()}
+
+    def _turn(self, rows: Tensor, ids: Tensor, kind: str | None, length: int | None) -> Any:
+        if self._following is not None:
+            return self._following(rows, ids, kind, length)
+        return self.rotary(rows, ids) if kind is None else self.rotary(rows, ids, kind)
 
 
 # -- what a target lacks ----------------------------------------------------------------------

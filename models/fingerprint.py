@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import Values
-from ..pretrained import open_weights, read_config, weight_files
+from ..pretrained import open_weights, read_config, same_tensors, weight_files
 
 HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second copy
 DECODERS = ("model.", "model.language_model.", "language_model.model.")
 """Prefixes of decoder tensor names in weight files."""
+HEAD = "lm_head.weight"
 NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 """16-bit types, and their names in safetensors."""
 
@@ -129,8 +130,9 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
         )
     keys = [prefix + "embed_tokens.weight", prefix + "norm.weight"]
     is_tied = sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    if "lm_head.weight" in files and not is_tied:
-        keys.append("lm_head.weight")
+    # A tied LM head may be repeated, but another one is the model's own.
+    if HEAD in files and not (is_tied and same_tensors(name, revision, files, keys[0], HEAD)):
+        keys.append(HEAD)
     weights = []
     for key in keys:
         with open_weights(name, revision, files[key]) as file:

@@ -212,9 +212,10 @@ def _is_plain(layer: nn.Module) -> bool:
     transformers' norms round between steps, and the results would differ.
     """
     attention: HFModule = getattr(layer, "self_attn", None)
-    if attention is None or attention.config.model_type not in PLAIN:
+    config = getattr(attention, "config", None)  # some families' attention keeps none
+    if config is None or config.model_type not in PLAIN:
         return False
-    if attention.config._attn_implementation != "sdpa" or attention.config.hidden_act != "silu":
+    if config._attn_implementation != "sdpa" or config.hidden_act != "silu":
         return False
     blocks: HFModule = layer, attention, layer.mlp
     # The pass calls none of these modules, so nobody may expect to be called by them.

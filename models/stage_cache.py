@@ -169,18 +169,18 @@ class Abandoned(Exception):
 
 @dataclass
 class RowState:
-    """Recurrent layers' state after a row and its ancestors, by layer."""
+    """Recurrent layers' state after a row and its ancestors, by layer and state index."""
 
-    conv: dict[int, Tensor] = field(default_factory=dict)
+    conv: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """[1, W, K]: the short convolution's last inputs."""
-    recurrent: dict[int, Tensor] = field(default_factory=dict)
+    recurrent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class StageCache:
     """Keys, values and recurrent states for one stage's layers and one sequence.
 
-    Hugging Face layers receive it as ``past_key_values``. The attention and gated-delta-net modules
-    in transformers 5.23 call ``update``, ``is_recording_past`` and the four ``*_state`` methods.
+    Hugging Face layers receive it as ``past_key_values``. The attention and recurrent modules in
+    transformers 5.23 call ``update``, ``is_recording_past`` and the four ``*_state`` methods.
     ``begin`` announces rows and fixes the places for the layers' writes, and ``advance`` counts the
     rows. If a forward fails in between, the cache stays unchanged.
 
@@ -369,44 +369,55 @@ class StageCache:
         values_1NCD[:, :, start:end] = values_1NlD
         return keys_1NCD[:, :, :end], values_1NCD[:, :, :end]
 
-    # Called by the gated delta net modules.
+    # Called by recurrent modules. Some change the state that they were given in place, others
+    # return the next one through ``update_*``. So a state handed out is a copy, and it is at once
+    # the state after the rows.
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return False, so that the modules keep a convolution state with a fixed size."""
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a copy [B, W, K], because the one-row kernel overwrites it with the next state."""
-        if any(layer_idx not in state.conv for state in self._before):
-            return None
-        conv_BWK = torch.cat([state.conv[layer_idx] for state in self._before])
-        self._remember_conv(conv_BWK, layer_idx)
-        return conv_BWK
+        """Return a copy [B, W, K]. The one-row kernel overwrites it with the next state."""
+        return self._hand_out("conv", (layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a copy, because fused kernels may reuse their initial state's memory."""
-        if any(layer_idx not in state.recurrent for state in self._before):
-            return None
-        return torch.cat([state.recurrent[layer_idx] for state in self._before])
+        """Return a copy. Mamba's one-row form overwrites it with the next state."""
+        return self._hand_out("recurrent", (layer_idx, state_idx))
 
     def update_conv_state(
-        self, inputs_BWT: Tensor, layer_idx: int, *, conv_kernel_size: int
+        self,
+        inputs_BWT: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        *,
+        conv_kernel_size: int | None = None,
     ) -> Tensor:
         """Return old state and inputs joined, and store their last ``conv_kernel_size`` entries."""
-        before_BWK = self.get_conv_state(layer_idx)
+        before_BWK = self.get_conv_state(layer_idx, state_idx)
+        size = conv_kernel_size
+        if size is None:  # as many as in the first call
+            size = (inputs_BWT if before_BWK is None else before_BWK).shape[-1]
         if before_BWK is not None:
             inputs_BWT = torch.cat([before_BWK, inputs_BWT], dim=-1)
         else:
-            padding = max(conv_kernel_size - inputs_BWT.shape[-1], 0)
+            padding = max(size - inputs_BWT.shape[-1], 0)
             inputs_BWT = torch.nn.functional.pad(inputs_BWT, (padding, 0))
-        self._remember_conv(inputs_BWT[..., -conv_kernel_size:].clone(), layer_idx)
+        self._remember("conv", (layer_idx, state_idx), inputs_BWT[..., -size:].clone())
         return inputs_BWT
 
-    def update_recurrent_state(self, state: Tensor, layer_idx: int) -> Tensor:
-        for after, row_state in zip(self._after, state.split(1), strict=True):
-            after.recurrent[layer_idx] = row_state
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self._remember("recurrent", (layer_idx, state_idx), state)
         return state
 
-    def _remember_conv(self, conv_BWK: Tensor, layer_idx: int) -> None:
-        for after, conv_1WK in zip(self._after, conv_BWK.split(1), strict=True):
-            after.conv[layer_idx] = conv_1WK
+    def _hand_out(self, name: str, place: tuple[int, int]) -> Tensor | None:
+        known = [getattr(state, name) for state in self._before]
+        if any(place not in states for states in known):
+            return None
+        copy = torch.cat([states[place] for states in known])
+        self._remember(name, place, copy)
+        return copy
+
+    def _remember(self, name: str, place: tuple[int, int], states: Tensor) -> None:
+        for after, state in zip(self._after, states.split(1), strict=True):
+            getattr(after, name)[place] = state

@@ -24,6 +24,7 @@ from . import kernels
 from .cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
 from .families import PLAIN
 from .layers import grouped_attention
+from .rotary_lengths import short_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -36,15 +37,13 @@ MIN_COLUMNS = 32
 """Minimum mask columns, so smaller speculative sets share a graph."""
 KERNEL_ROWS = 3
 """Maximum rows for our attention kernel on a CPU; torch's is faster with more."""
-READ_BY_HOST = ("dynamic", "longrope")
-"""Rotary types whose table depends on the longest position, which the host must read."""
 
 
 def can_capture(config: "PreTrainedConfig") -> bool:
     # Such layers launch the same kernels for any row contents.
     if config.model_type not in PLAIN or config._attn_implementation != "sdpa":
         return False
-    return config.rope_parameters.get("rope_type", "default") not in READ_BY_HOST
+    return not short_lengths(config)  # the host must read the rows' positions
 
 
 class StageGraphs(Graphs):

@@ -34,11 +34,14 @@ from .families import (
     choose_attention,
     embed,
     finish_logits,
+    is_tied,
     layer_kinds,
+    untie,
 )
 from .fingerprint import fingerprint_mismatch, target_fingerprint
 from .layers import packed_call
 from .plain_layers import PlainLayers
+from .rotary_lengths import recompute_length
 from .stage_cache import (
     Abandoned,
     KeepRows,
@@ -110,6 +113,8 @@ def load_target(
         quantization=quantization,
         device=device,
     )
+    if not is_tied(model):
+        untie(model)  # config.json may tie an LM head that its files hold
     if is_rounded:
         model.config.loaded_revision = revision  # exact weights are read again for FlexSpec
         rounded.round_target(model, dtype)
@@ -144,6 +149,7 @@ class Stage:
 
     def __init__(self, model: PreTrainedModel, start: int, end: int):
         decoder = model.get_decoder()
+        self.config: PreTrainedConfig = decoder.config
         self.start = start
         self.end = end
         self.layers = list(decoder.layers[start:end])
@@ -234,13 +240,19 @@ class Stage:
 
     @torch.inference_mode()
     def prefill(
-        self, hidden_or_ids: Tensor, positions: Tensor, taps: Collection[int] = ()
+        self,
+        hidden_or_ids: Tensor,
+        positions: Tensor,
+        taps: Collection[int] = (),
+        *,
+        length: int | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run and commit rows, where each row sees itself and all rows before it.
 
         Args:
             hidden_or_ids: int64 [P] for the first stage, [P, H] for the others.
             positions: int64 [P], continuing the committed positions.
+            length: length of the whole prompt. None: it ends with these rows.
 
         Returns:
             hidden_PH after layer ``end``, and the tapped states as in ``forward``.
@@ -249,7 +261,9 @@ class Stage:
         num_rows = positions.shape[0]
         positions_C = self.cache.begin(positions.to(self.device))
         causal_PP = torch.ones(num_rows, num_rows, dtype=torch.bool, device=self.device).tril_()
-        hidden_PH, collected = self._run(self._enter(hidden_or_ids), positions_C, causal_PP, taps)
+        rows_PH = self._enter(hidden_or_ids)
+        length = length or int(positions[-1]) + 1
+        hidden_PH, collected = self._run(rows_PH, positions_C, causal_PP, taps, length=length)
         self.cache.advance(committed=True)
         return hidden_PH, collected
 
@@ -274,10 +288,12 @@ class Stage:
         visible_lS: Tensor,
         taps: Collection[int],
         is_wanted: Callable[[], bool] | None = None,
+        *,
+        length: int | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         masks = self.masks(visible_lS, positions_C, hidden_lH.dtype)
         hidden_1lH = hidden_lH[None]
-        places = self.places(hidden_1lH, positions_C[-len(hidden_lH) :], self.kinds)
+        places = self.places(hidden_1lH, positions_C[-len(hidden_lH) :], self.kinds, length)
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
         attends = {k: partial(stage_calls.masked, mask=mask) for k, mask in masks.items()}
         calls = self.plain.calls(
@@ -330,6 +346,7 @@ class StagedTarget:
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = context_length(config)
+        self.recompute_length = recompute_length(model)
         self.eos_token_ids = _eos_token_ids(model)
         self.stages = [
             Stage(model, start, end)
@@ -386,12 +403,14 @@ class StagedTarget:
         taps: Collection[int] = (),
         *,
         chunk_rows: int = bitwise.PROMPT_ROWS,
+        length: int | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Reset and commit a prompt.
 
         Args:
             input_ids: int64 [P].
             chunk_rows: rows per forward; bounds the [chunk_rows, P] mask.
+            length: as in ``Stage.prefill``, for a text computed again.
 
         Returns:
             logits_V for the last row (float32), and tapped states {layer index: [P, H]}.
@@ -417,7 +436,7 @@ class StagedTarget:
         ):
             rows = ids
             for stage in self.stages:
-                rows, collected = stage.prefill(rows, positions, taps)
+                rows, collected = stage.prefill(rows, positions, taps, length=length or num_rows)
                 for index, tapped_lH in collected.items():
                     parts[index].append(tapped_lH)
         return self.logits(rows[-1:])[0], {index: torch.cat(part) for index, part in parts.items()}

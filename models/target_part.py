@@ -34,10 +34,12 @@ from ..pretrained import (
     open_weights,
     plain_files,
     read_config,
+    same_tensors,
     weight_files,
     without_cache_scales,
 )
-from .families import check_target, choose_attention, materialize
+from .families import check_target, choose_attention, is_tied, materialize, untie
+from .fingerprint import HEAD
 from .rounded import round_target, rounds
 
 SAMPLE_BYTES = 4096  # three samples per tensor: enough to see a training step
@@ -83,7 +85,10 @@ def load_target_part(
             trust_remote_code=False,
         )
     model.config.loaded_revision = revision
+    # The text part of a larger model has no name of its own.
+    model.name_or_path = model.config.name_or_path = str(name_or_path)
     model.eval().requires_grad_(False)
+    _untie_another_head(model, files)
     _read(model, files, _wanted(model, layers, has_embedding, has_head), device)
     model.tie_weights()  # after reading: a tied LM head has no tensor of its own
     materialize(model, device)
@@ -104,17 +109,34 @@ def load_more_layers(
     _read(model, files, _wanted(model, layers, has_embedding=False, has_head=False), device)
 
 
+def _untie_another_head(model: PreTrainedModel, files: Mapping[str, str]) -> None:
+    """Untie the LM head as transformers does, if the files hold one unlike the embedding."""
+    if not is_tied(model):
+        return
+    sources = _sources(model, files, get_model_conversion_mapping(model))
+    pair = [sources[key] for key in (HEAD, _embedding_name(model))]
+    if not all(len(tensors) == 1 for tensors in pair):  # one of them stands for both
+        return
+    name, revision = str(model.name_or_path), model.config.loaded_revision
+    if not same_tensors(name, revision, files, *(next(iter(tensors)) for tensors in pair)):
+        untie(model)
+
+
+def _embedding_name(model: PreTrainedModel) -> str:
+    embedding = model.get_decoder().embed_tokens
+    return next(f"{name}.weight" for name, x in model.named_modules() if x is embedding)
+
+
 def _wanted(
     model: PreTrainedModel, layers: Collection[int], has_embedding: bool, has_head: bool
 ) -> set[str]:
     """Return this part's names in the state dict, the embedding's for a tied LM head."""
     decoder = model.get_decoder()
-    is_tied = model.config.get_text_config().tie_word_embeddings
     modules: list[nn.Module] = [decoder.layers[index] for index in layers]
-    if has_embedding or (has_head and is_tied):
+    if has_embedding or (has_head and is_tied(model)):
         modules.append(decoder.embed_tokens)
     if has_head:
-        modules += [decoder.norm] if is_tied else [decoder.norm, model.lm_head]
+        modules += [decoder.norm] if is_tied(model) else [decoder.norm, model.lm_head]
     names = {module: name for name, module in model.named_modules()}
     return {f"{names[m]}.{name}" for m in modules for name in m.state_dict()}
 
@@ -131,13 +153,16 @@ def _read(
     rules = get_model_conversion_mapping(model)
     sources = _sources(model, files, rules)
     state = model.state_dict()
-    own = set(state)
-    if model.config.get_text_config().tie_word_embeddings:
-        # A tied LM head has no tensor of its own in many files.
-        own.discard("lm_head.weight")
+    own, embedding = set(state), _embedding_name(model)
+    stands_in = is_tied(model) and embedding not in sources
+    if is_tied(model):  # one tensor is enough for both, and some files repeat it
+        own.discard(embedding if stands_in else HEAD)
+    if stands_in and embedding in wanted:
+        wanted = wanted - {embedding} | {HEAD}
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     further = {x for x in sources.keys() - own if not any(re.search(y, x) for y in ignored)}
-    further.discard("lm_head.weight")  # some files repeat a tied LM head
+    if is_tied(model):
+        further.discard(HEAD)
     further = without_cache_scales(model, further)
     check_tensors({"missing": own - sources.keys(), "unexpected": further}, "target", name)
     # Processes may outnumber experts: transformers cannot stack none of them.
@@ -165,6 +190,8 @@ def _read(
         found, _ = convert_and_load_state_dict_in_model(model, slices, options)
     reshaped = {key for key, *_ in found.mismatched_keys}
     check_tensors({"of another shape": reshaped | found.conversion_errors.keys()}, "target", name)
+    if stands_in and HEAD in wanted:
+        model.get_decoder().embed_tokens.weight = model.lm_head.weight
     model.requires_grad_(False)
     check_finite(model, "target", name)
 

@@ -31,7 +31,7 @@ def can_run_together(stage: "Stage") -> bool:
     """
     if stage.cache.recurrent_layers or stage.is_bitwise:
         return False
-    config = stage.layers[0].self_attn.config
+    config = stage.config
     return config._attn_implementation == "sdpa" and not has_latents(config)
 
 

@@ -1,9 +1,12 @@
 """Target readers other than its stages: captured states, fingerprints, files on disk."""
 
+import json
+
 import pytest
 import torch
 import transformers as hf
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from staged_targets import (
     FAMILIES,
     NUM_LAYERS,
@@ -17,7 +20,12 @@ from staged_targets import (
     tolerance,
 )
 
-from pipedraft.models.fingerprint import template_hash, tokenizer_hash, vocabulary_hash
+from pipedraft.models.fingerprint import (
+    read_target,
+    template_hash,
+    tokenizer_hash,
+    vocabulary_hash,
+)
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.rounded import dtype_of, rounded_dtype
 from pipedraft.models.target import (
@@ -28,7 +36,7 @@ from pipedraft.models.target import (
     load_tokenizer,
     target_fingerprint,
 )
-from pipedraft.models.target_part import weights_identity
+from pipedraft.models.target_part import load_target_part, weights_identity
 
 # -- captured states ------------------------------------------------------------------------
 
@@ -161,6 +169,67 @@ def test_text_part_of_a_multimodal_checkpoint_is_staged(tmp_path, name):
     assert_close(logits_V, reference_V)
     rounded = load_target(str(tmp_path), dtype=torch.bfloat16)
     assert target_fingerprint(rounded) == target_fingerprint(model)
+    part = whole_part(tmp_path)
+    assert part.name_or_path == model.name_or_path == str(tmp_path)
+    logits_V, _ = StagedTarget(part, 2).prefill(ids)
+    assert_close(logits_V, reference_V)
+
+
+def whole_part(folder, **options) -> hf.PreTrainedModel:
+    """Read all layers, the embedding and the LM head as a stage process reads its part."""
+    ends = dict(has_embedding=True, has_head=True)
+    return load_target_part(str(folder), layers=range(NUM_LAYERS), **ends, **options)
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEADS = {
+    "another": lambda weights: weights | {HEAD: weights[EMBEDDING] + 0.02},
+    "a repeat": lambda weights: weights | {HEAD: weights[EMBEDDING].clone()},
+    "no embedding": lambda weights: {HEAD if k == EMBEDDING else k: x for k, x in weights.items()},
+}
+
+
+def save_sharded(weights, folder) -> None:
+    """Write one tensor per file: the embedding and the LM head are in two."""
+    places = {}
+    for index, (name, weight) in enumerate(weights.items()):
+        places[name] = f"model-{index}.safetensors"
+        save_file({name: weight}, folder / places[name], metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("held", HEADS)
+def test_a_tied_config_is_one_model_whatever_head_the_files_hold(held, dtype, tmp_path):
+    tiny("llama_tied").save_pretrained(tmp_path)
+    weights = HEADS[held](load_file(tmp_path / "model.safetensors"))
+    (tmp_path / "model.safetensors").unlink()
+    save_sharded(weights, tmp_path)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    own = [load(str(tmp_path), dtype=dtype, may_round=False) for load in (load_target, whole_part)]
+    for model in own:
+        model.tie_weights()  # as libraries do that move or shard a model
+        assert torch.equal(model.lm_head.weight, theirs.lm_head.weight)
+        assert torch.equal(model.model.embed_tokens.weight, theirs.model.embed_tokens.weight)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == (held != "another")
+    assert target_fingerprint(own[0]) == target_fingerprint(own[1])
+    if held != "no embedding":
+        assert read_target(str(tmp_path), None).fingerprint == target_fingerprint(own[0])
+    last = load_target_part(
+        str(tmp_path), layers=[1], has_embedding=False, has_head=True, dtype=dtype, may_round=False
+    )
+    assert torch.equal(last.lm_head.weight, theirs.lm_head.weight)
+
+
+def test_an_untied_config_without_an_lm_head_is_refused_whole_and_in_parts(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[HEAD]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for load in (load_target, whole_part):
+        with pytest.raises(ValueError, match=r"1 tensors missing \(lm_head.weight\)"):
+            load(str(tmp_path))
 
 
 def test_attention_kernels_without_tree_masks_are_refused():

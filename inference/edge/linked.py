@@ -45,6 +45,8 @@ class RemoteTarget:
     max_positions: int = sys.maxsize
     """Longest sequence; unlimited until a session is open."""
     vocab_size: int = sys.maxsize
+    recompute_length: None = field(default=None, init=False)
+    """The server computes a text again by itself."""
     num_stages: int = field(default=1, init=False)
     boundaries: tuple[int, ...] = field(default=(0, 1), init=False)
 

@@ -107,6 +107,8 @@ class TargetSession:
         self._q: list[float] = []
         self._logits: deque[Tensor] = deque()
         """Logits [V] for the root and the first draft tokens, as far as computed."""
+        self._outgrown: list[int] = []
+        """Text before the root, to compute again before the next rows (``recompute_length``)."""
         self._rejected: Tensor | None = None
         """Logits after the verified tokens, if the edge samples the next token."""
         self._num_samples = self._num_more = 0
@@ -249,6 +251,8 @@ class TargetSession:
             max_new_tokens=self._settings.max_new_tokens,
             limit=self._staged.max_positions,
         )
+        if len(self._tokens) == self._staged.recompute_length:
+            self._outgrown = self._tokens[:-1]
 
     def _retain(self, num_rows: int, num_committed: int = 0) -> None:
         """Keep only the first ``num_rows`` computed rows, then commit ``num_committed`` rows."""
@@ -270,6 +274,9 @@ class TargetSession:
         replies: list[Reply] = []
         # One row of logits decides one token; without one, a pass must come first.
         while self._logits and not self._stop_reason:
+            if self._outgrown:  # these rows read keys that will be computed again
+                self._retain(0)
+                break
             if self._streams_for is not None:
                 replies.append(self._add_own(_Batch(self._streams_for, 0, now_s, 0.0), now_s))
             elif self._draft_tokens and not self._hits_end:
@@ -413,6 +420,8 @@ class TargetSession:
         # A failed attempt may have appended rows to the cache already.
         if self._stage.num_speculative > self._segment.lo:
             self._stage.keep(KeepRows(tuple(range(self._segment.lo)), 0))
+        if self._outgrown:
+            self._staged.prefill(torch.tensor(self._outgrown), length=len(self._outgrown) + 1)
         hidden_RH = self._stage.forward(self._segment).hidden
         assert hidden_RH is not None
         self._computed_RV = self._staged.logits(hidden_RH)
@@ -436,7 +445,7 @@ class TargetSession:
             )
             replies.append(opened)
         else:
-            self._segment = None
+            self._segment, self._outgrown = None, []
             # Never a prefill's time: the estimate is for passes over few rows.
             self._forward_s = now_s - self._started_s
             self._logits.extend(computed_RV)
@@ -445,7 +454,7 @@ class TargetSession:
 
 def run_together(sessions: Sequence[TargetSession]) -> None:
     """Run several sessions' started passes. Prompts run alone, other rows together if possible."""
-    rows = [session for session in sessions if session._segment is not None]
+    rows = [one for one in sessions if one._segment is not None and not one._outgrown]
     if len(rows) < 2 or not can_run_together(rows[0]._stage):
         rows = []
     for session in sessions:

@@ -70,6 +70,12 @@ class Pipeline(ABC):
     ) -> tuple[int, Mapping[int, Tensor]]:
         """Commit a prompt. Return the next token, and hidden states [P, H] by tapped layer."""
 
+    def recompute(self, input_ids: Tensor, verifier: Verifier) -> None:  # noqa: B027 (may be empty)
+        """Compute all committed rows again for a longer text, while no other row is in flight.
+
+        A link's server does so by itself.
+        """
+
     @abstractmethod
     def inject(self, segment: Segment) -> None:
         """Queue a segment at the first stage. One segment enters the stage in each step."""

@@ -26,7 +26,7 @@ class LocalPipeline(Pipeline):
         pass."""
         self.error: Exception | None = None
         """Exception from a step in which this sequence's own rows failed."""
-        self._num_expected = 0
+        self._num_expected = self._num_prompt = 0
         self._mask = EndMask(token_ids=(), end=0)
         self._keeps_logits = False
         self._restart((), None)
@@ -63,6 +63,9 @@ class LocalPipeline(Pipeline):
         self.target.reserve(len(input_ids) + self._num_expected)
         logits_V, features = self.target.prefill(input_ids, taps)
         return self.first_token(logits_V, len(input_ids), verifier), features
+
+    def recompute(self, input_ids: Tensor, verifier: Verifier) -> None:
+        self.target.prefill(input_ids, length=len(input_ids) + 1)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids)
@@ -117,7 +120,8 @@ class LocalPipeline(Pipeline):
             return stage.forward(segment, taps)
         entering = segment.hidden if segment.ids is None else segment.ids
         assert entering is not None
-        hidden_lH, collected = stage.prefill(entering, segment.positions, taps)
+        at, length = segment.positions, self._num_prompt
+        hidden_lH, collected = stage.prefill(entering, at, taps, length=length)
         return replace(segment, ids=None, hidden=hidden_lH, taps={**segment.taps, **collected})
 
     def leave_stage(self, index: int, output: Segment, logits_RV: Tensor | None = None) -> None:
@@ -191,8 +195,9 @@ def _can_join(pipeline: LocalPipeline, index: int) -> bool:
     stage = pipeline.target.stages[index]
     # A rounded target's prompt attends by torch's kernel. A shared pass would take our own kernel,
     # which gives other last bits.
-    is_masked = stage.is_rounded and pipeline.is_prefilling
-    return can_run_together(stage) and not is_masked
+    # Rows of a prompt turn by its length, where rows of a shared pass turn by their own position.
+    is_apart = (stage.is_rounded or stage.places.follows_length) and pipeline.is_prefilling
+    return can_run_together(stage) and not is_apart
 
 
 def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) -> bool:

@@ -123,10 +123,22 @@ class ProcessPipeline(Pipeline):
 
     # -- prompt -----------------------------------------------------------------------------
 
+    def recompute(self, input_ids: Tensor, verifier: Verifier) -> None:
+        self.prefill(input_ids, self.taps, verifier, length=len(input_ids) + 1)
+
     def prefill(
-        self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
+        self,
+        input_ids: Tensor,
+        taps: tuple[int, ...],
+        verifier: Verifier,
+        *,
+        length: int | None = None,
     ) -> tuple[int, dict[int, Tensor]]:
-        """Commit a prompt in chunks following each other through the stages."""
+        """Commit a prompt in chunks following each other through the stages.
+
+        Args:
+            length: as in ``Stage.prefill``, for a text computed again.
+        """
         # An earlier sequence may have ended with rows in flight: do not wait for them.
         self._cancel_all()
         self._forget()
@@ -142,6 +154,7 @@ class ProcessPipeline(Pipeline):
             seed=verifier.random.seed,
             prompt=verifier.random.prompt,
             is_bitwise=self._is_bitwise,
+            length=length or len(input_ids),
             reserved_rows=self._reserved_rows(len(input_ids)),
         )
         size = self._chunk_rows(len(input_ids))

@@ -99,6 +99,7 @@ class SharedStages(SharedPipeline, LocalPipeline):
         self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
     ) -> tuple[int, dict[int, Tensor]]:
         self._restart(taps, verifier)
+        self._num_prompt = len(input_ids)
         self.target.reset()
         num_rows = cache_rows(len(input_ids), self._num_expected, self.target.max_positions)
         for stage in self.target.stages:
@@ -140,10 +141,15 @@ class SharedRanks(SharedPipeline, ProcessPipeline):
         self.is_prefilling = self.runs_ahead = False
 
     def prefill(
-        self, input_ids: Tensor, taps: tuple[int, ...], verifier: Verifier
+        self,
+        input_ids: Tensor,
+        taps: tuple[int, ...],
+        verifier: Verifier,
+        *,
+        length: int | None = None,
     ) -> tuple[int, dict[int, Tensor]]:
         self.is_prefilling = True
-        found = super().prefill(input_ids, taps, verifier)
+        found = super().prefill(input_ids, taps, verifier, length=length)
         self.is_prefilling = False
         return found
 

@@ -258,6 +258,8 @@ class Prefill(StageMessage, tag="prefill"):
     prompt: Count
     is_bitwise: bool = False
     """Compute rows as in autoregressive decoding."""
+    length: Count = 0
+    """Length of the whole prompt, as in ``Stage.prefill``; 0: it ends with these rows."""
     reserved_rows: Count = 0
     """Cache rows to allocate at once."""
 

@@ -126,7 +126,8 @@ class StageWorker:
         num_rows = len(prefill.rows)
         positions = torch.arange(prefill.first_position, prefill.first_position + num_rows)
         with self.timeline.span("prefill", num_rows):
-            hidden, taps = self.stage.prefill(prefill.rows, positions, self.taps)
+            rows, length = prefill.rows, prefill.length or None
+            hidden, taps = self.stage.prefill(rows, positions, self.taps, length=length)
         self._pass_on(replace(prefill, rows=hidden), prefill)
         result = codec.StageResult(taps=taps)
         if self.following is None and prefill.is_last:

@@ -1,0 +1,173 @@
+"""Targets whose rotary tables follow the text's length, decoded across that length."""
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+import transformers as hf
+from decode_runs import SMALL, SimulatedSource, engine_for
+from inline_ranks import connect_in_turns, connect_inline
+from link_runs import simulate as edge_simulation
+from several_runs import decode_several
+from staged_targets import SIZES, random_ids, roughen
+from tiny_drafts import noisy_copy
+
+from pipedraft.eval.edge_methods import METHODS, decode
+from pipedraft.eval.lossless import generate_greedy
+from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.pipelines.local import LocalPipeline
+from pipedraft.models import target as target_module
+from pipedraft.models.rotary_lengths import FollowingTable, recompute_length
+from pipedraft.models.target import StagedTarget
+
+ORIGINAL, LENGTH = 24, 24
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.5, 3.0, 6.0, 12.0]}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": ORIGINAL,
+    **FACTORS,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+SHORT = SIZES | {"max_position_embeddings": ORIGINAL}
+KINDS = ["sliding_attention", "full_attention"]
+TARGETS = {
+    # transformers computes all rows of these again at the crossing ..
+    "phi3": lambda: hf.Phi3Config(
+        **SIZES, original_max_position_embeddings=ORIGINAL, rope_parameters=LONG
+    ),
+    "phimoe": lambda: hf.PhimoeConfig(
+        **SIZES,
+        original_max_position_embeddings=ORIGINAL,
+        rope_parameters=LONG | {"short_mscale": 1.0, "long_mscale": 1.2},
+        num_local_experts=2,
+    ),
+    # .. and keeps the keys of these
+    "llama_longrope": lambda: hf.LlamaConfig(**SIZES, rope_parameters=LONG),
+    "qwen3_dynamic": lambda: hf.Qwen3Config(**SHORT, head_dim=8, rope_parameters=DYNAMIC),
+    "gemma3_dynamic": lambda: hf.Gemma3TextConfig(
+        **SHORT,
+        head_dim=8,
+        sliding_window=6,
+        layer_types=KINDS * 2,
+        rope_parameters=dict(zip(KINDS, (LONG | {"rope_type": "default"}, DYNAMIC), strict=True)),
+    ),
+}
+PROMPTS = {
+    "ends before the crossing": random_ids(20).tolist(),
+    "ends at the crossing": random_ids(ORIGINAL, 2).tolist(),
+    "ends behind it": random_ids(ORIGINAL + 1, 3).tolist(),
+    "is longer": random_ids(ORIGINAL + 9, 4).tolist(),
+}
+WAYS = {
+    "autoregressive": {},
+    "eagle": {"tree": SMALL},
+    "pruned_pp": {"tree": SMALL},
+    "naive_pp": {"tree": SMALL},
+    "spd": {"tree_width": 2},
+    "flowspec": {"tree": SMALL},
+    "flowspec_continued": {},
+    "pipedec": {"tree_width": 3},
+    "ppsd": {},
+    "pipeinfer": {"branches": 2},
+    "ssd": {"draft_tokens": 3},
+}
+LINKED = [name for name, method in METHODS.items() if not method.caveat]
+
+
+FEW = ("autoregressive", "eagle")
+FIRST = ("phi3", "qwen3_dynamic")
+QUICK = [*FIRST, *(pytest.param(x, marks=pytest.mark.all) for x in TARGETS if x not in FIRST)]
+
+
+@cache
+def target_of(name: str) -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    model = roughen(hf.AutoModelForCausalLM.from_config(TARGETS[name]()))
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.mul_(3)  # so that other positions give other tokens
+    return model
+
+
+@cache
+def expected_of(name: str, prompt: tuple[int, ...]) -> list[int]:
+    """Generate with a model that has seen no longer text: a dynamic table remembers the longest."""
+    fresh = hf.AutoModelForCausalLM.from_config(TARGETS[name]())
+    fresh.load_state_dict(target_of(name).state_dict())
+    return generate_greedy(fresh.eval(), list(prompt), max_new_tokens=2 * LENGTH)
+
+
+def engine_of(name: str, schedule: str, prompt: list[int], **more):
+    model, text = target_of(name), [*prompt, *expected_of(name, tuple(prompt))]
+    source = SimulatedSource(model, prompt, 0.8, text=text)
+    options = {"num_stages": 3, "max_new_tokens": LENGTH} | WAYS[schedule] | more
+    return engine_for(model, source=source, schedule=schedule, **options)
+
+
+def wrong_ways(name: str, prompts=PROMPTS, ways=WAYS, **more) -> list[tuple[str, str]]:
+    """Return the schedules and prompts whose text is not that of `generate`."""
+    wrong = []
+    for which, schedule in product(prompts, ways):
+        prompt = PROMPTS[which]
+        found = engine_of(name, schedule, prompt, **more).decode(prompt).token_ids
+        if found != expected_of(name, tuple(prompt))[:LENGTH]:
+            wrong.append((which, schedule))
+    return wrong
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_every_schedule_crosses_as_generate_does(name):
+    assert not wrong_ways(name, list(PROMPTS)[:1])
+    assert not wrong_ways(name, list(PROMPTS)[1:], FEW)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_schedule_crosses_from_every_prompt(name):
+    assert not wrong_ways(name)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_stage_processes_cross_as_generate_does(name):
+    for connect in (connect_inline, connect_in_turns):
+        assert not wrong_ways(name, list(PROMPTS)[:2], ("spd", "eagle"), connect=connect)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_links_cross_as_generate_does(name):
+    model = target_of(name)
+    simulation = edge_simulation(model, noisy_copy(model), max_new_tokens=LENGTH)
+    for prompt, method in product(list(PROMPTS.values())[:1], LINKED):
+        found = decode(METHODS[method], simulation, prompt, prompt_index=0).result.token_ids
+        assert found == expected_of(name, tuple(prompt))[:LENGTH], method
+
+
+@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("connect", [LocalPipeline, connect_inline])
+def test_several_sequences_cross_in_one_pipeline(name, connect):
+    config = DecodeConfig.of(schedule="autoregressive", num_stages=2, max_new_tokens=LENGTH)
+    asked = [(prompt, config, 0) for prompt in PROMPTS.values()]
+    _, handles = decode_several(target_of(name), None, 2, asked, connect=connect)
+    for handle, prompt in zip(handles, PROMPTS.values(), strict=True):
+        assert handle.future.result(0).token_ids == expected_of(name, tuple(prompt))[:LENGTH]
+
+
+def test_a_text_without_new_rows_at_the_crossing_is_noticed(monkeypatch):
+    assert recompute_length(target_of("phi3")) == ORIGINAL + 1
+    assert recompute_length(target_of("llama_longrope")) is None
+    monkeypatch.setattr(target_module, "recompute_length", lambda model: None)
+    assert wrong_ways("phi3", list(PROMPTS)[:1], FEW)
+
+
+def test_rows_that_turn_by_the_longest_of_their_pass_are_noticed(monkeypatch):
+    def by_the_longest(self, rows, ids, kind, length):
+        return self._turn(rows, ids, kind, int(ids.max()) + 1)
+
+    monkeypatch.setattr(FollowingTable, "__call__", by_the_longest)
+    assert wrong_ways("qwen3_dynamic", list(PROMPTS)[:1], ["eagle"])
+
+
+def test_a_dynamic_table_reaches_as_far_as_its_factor():
+    assert StagedTarget(target_of("qwen3_dynamic"), 2).max_positions == 4 * ORIGINAL
