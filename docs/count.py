@@ -1,12 +1,14 @@
 """Print figures with a budget, one per line. Run `python docs/count.py` in the checkout.
 
-Source is every Python file outside benchmarks, docs and tests. Files in a circle import each
-other at run time, directly or through other files. A class name has two meanings if two
-classes have it.
+Source is every Python file outside benchmarks, docs and tests. Code lines are lines of source
+other than blank lines, comments and docstrings. Files in a circle import each other at run time,
+directly or through other files. A class name has two meanings if two classes have it.
 """
 
 import ast
+import io
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,10 +17,33 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("models", "data_recipes", "inference", "eval", "train")
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 IMPORTS = ast.Import | ast.ImportFrom
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+MAX_CODE_LINES = 34_549
+"""What stands now. A change that adds code raises it in the same commit."""
 
 
 def num_matches(files: list[Path], pattern: str) -> int:
     return sum(len(re.findall(pattern, path.read_text())) for path in files)
+
+
+def code_lines(path: Path, tree: ast.Module) -> int:
+    """Return the number of lines with code. The docstring under a field is none, either."""
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type not in NO_CODE:
+            found.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=int(last)):
+                found.difference_update(range(first, last + 1))
+    return len(found)
 
 
 def imports_in_functions(tree: ast.Module) -> int:
@@ -84,7 +109,7 @@ def figures() -> dict[str, tuple[int, int]]:
     lines = num_matches(source, "\n")
     benchmarks = [path for path in (ROOT / "benchmarks").glob("*.py")]
     return {
-        "source lines": (lines, 45_000),
+        "code lines": (sum(code_lines(*item) for item in trees.items()), MAX_CODE_LINES),
         "lines of the largest file": (max(num_matches([path], "\n") for path in source), 700),
         "test lines": (num_matches(sorted((ROOT / "tests").glob("*.py")), "\n"), lines * 4 // 5),
         "benchmark scripts": (len(benchmarks), 16),

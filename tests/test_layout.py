@@ -73,6 +73,20 @@ def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
 COUNT = runpy.run_path(str(ROOT / "docs" / "count.py"))
 
 
+def test_code_lines_stay_within_what_stands() -> None:
+    lines = sum(COUNT["code_lines"](path, ast.parse(path.read_text())) for path in SOURCES)
+    assert lines <= COUNT["MAX_CODE_LINES"], "raise it with the change that adds code"
+
+
+def test_blank_lines_comments_and_docstrings_are_no_code(tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text(
+        '"""Two lines\nof words."""\n\nx = 1  # one\n"""Under a field."""\n\n\n# none\n'
+        'def f() -> str:  # two\n    """Words."""\n    return """three\n    four"""\n'
+    )
+    assert COUNT["code_lines"](path, ast.parse(path.read_text())) == 4
+
+
 def resolved(root: Path) -> tuple[int, list[str]]:
     """Number of imports between the package's files under ``root``, and those not found there."""
     number, missing = 0, []
