@@ -108,7 +108,8 @@ def exported_drafts(
                 if not given:
                     files = f"{place}/{layout}"
                     export(folder, layout, Path(files), target=name)  # type: ignore[arg-type]
-                draft, _ = import_head(files, name, Path(place) / f"from-{len(found)}")
+                out = Path(place) / f"from-{len(found)}"
+                draft, _ = import_head(files, name, out, warn=_warn)
             except ValueError as error:
                 if given:
                     raise UsageError(str(error).replace("--from", "--exported", 1)) from error
@@ -291,6 +292,10 @@ class Parity:
         return Table.of(columns, enumerate(self.counts, 1))
 
 
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
 @contextmanager
 def own_checkpoint(options: ParityOptions) -> Iterator[str]:
     """Yield the given checkpoint, converted into this project's format if needed."""
@@ -308,7 +313,7 @@ def own_checkpoint(options: ParityOptions) -> Iterator[str]:
             "target that this head was trained for"
         )
     with tempfile.TemporaryDirectory() as place:
-        import_head(str(folder), options.target, Path(place) / "imported")
+        import_head(str(folder), options.target, Path(place) / "imported", warn=_warn)
         yield f"{place}/imported"
 
 

@@ -55,7 +55,13 @@ class ImportOptions(Command):
     def run(self) -> None:
         from .exchange.peers import import_head
 
-        draft, files = import_head(self.source, self.target, self.out, revision=self.revision)
+        draft, files = import_head(
+            self.source,
+            self.target,
+            self.out,
+            revision=self.revision,
+            warn=lambda line: print(f"warning: {line}", file=sys.stderr),
+        )
         print(*files, sep="\n")
         stages = "" if draft.num_stages is None else f" --stages {draft.num_stages}"
         place, target = shlex.quote(str(self.out)), shlex.quote(self.target)

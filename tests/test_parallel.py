@@ -17,7 +17,15 @@ from accelerate.commands import launch
 from conftest import REPOSITORY
 from fork_server import forked, rank_environments, status_of
 from torch.distributed import TCPStore
-from train_runs import Runs, logged, said, start_runs, weights
+from train_runs import (
+    Runs,
+    assert_same_run,
+    launcher_environment,
+    logged,
+    said,
+    start_runs,
+    weights,
+)
 
 from pipedraft.train import checkpoint
 
@@ -31,10 +39,6 @@ CHANGES = {
     "dspark": COMMON | {"model__num_anchors": 4},
     "flexspec": COMMON | {"model__feature_source": "self"},
 }
-RELATIVE = 2e-4
-"""Largest relative difference in a logged metric: float32 sums are taken in another order."""
-ABSOLUTE = 1e-3
-"""Bound for a trained weight; the learning rate bounds an Adam step, and is three times this."""
 
 
 @pytest.fixture(scope="module")
@@ -66,36 +70,6 @@ def alone_bf16(runs, tmp_path_factory) -> Path:
     return folder
 
 
-def launcher_environment(name: str) -> dict[str, str]:
-    """Return the environment from `accelerate launch` with configs/accelerate/NAME.yaml."""
-    file = REPOSITORY / "configs" / "accelerate" / f"{name}.yaml"
-    words = ["--config_file", str(file), "--num_processes", "2", "--mixed_precision", "no"]
-    arguments = launch.launch_command_parser().parse_args([*words, "-m", "pipedraft.train"])
-    arguments, defaults, _ = launch._validate_launch_command(arguments)
-    if arguments.use_deepspeed:
-        fields = ",".join(defaults.deepspeed_config)
-        arguments.deepspeed_fields_from_accelerate_config = fields
-        _, environment = launch.prepare_deepspeed_cmd_env(arguments)
-    else:
-        environment = launch.prepare_multi_gpu_env(arguments)
-    own = {key: value for key, value in environment.items() if os.environ.get(key) != value}
-    return own | ({"ACCELERATE_USE_CPU": "true"} if name == "ddp" else {})
-
-
-def assert_same_run(folder: Path, alone: Path) -> None:
-    records, expected = logged(folder), logged(alone)
-    assert [r["step"] for r in records] == [r["step"] for r in expected]
-    for record, values in zip(records, expected, strict=True):
-        assert record.keys() == values.keys()
-        for key, value in values.items():
-            assert record[key] == pytest.approx(value, rel=RELATIVE, abs=1e-6), (record, key)
-    for name in ("best", "checkpoints/step-0000004"):
-        found, wanted = weights(folder / name), weights(alone / name)
-        assert found.keys() == wanted.keys()
-        for key, value in wanted.items():
-            assert torch.allclose(found[key].double(), value.double(), atol=ABSOLUTE), (name, key)
-
-
 # Every method and every strategy has a pair; the spd runs are stopped and resumed, below.
 PAIRS = [
     *(("ddp", "ppsd"), ("fsdp2", "eagle"), ("fsdp2", "dspark"), ("fsdp2", "flexspec")),
@@ -103,7 +77,8 @@ PAIRS = [
 ]
 
 
-OTHERS = {(name, method) for name in ("ddp", "fsdp2", "zero2", "zero3") for method in CHANGES}
+WAYS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+OTHERS = {(name, method) for name in WAYS for method in CHANGES}
 ALL = [pytest.param(*pair, marks=pytest.mark.all) for pair in sorted(OTHERS - {*PAIRS})]
 
 
@@ -126,7 +101,7 @@ def test_a_target_in_parts_is_the_same_target(runs, alone, tmp_path, name):
 
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(name, marks=pytest.mark.all) for name in ("ddp", "zero2")), "fsdp2", "zero3"],
+    [pytest.param(name, marks=[pytest.mark.all] * (name[-1] in "p12")) for name in WAYS],
 )
 def test_two_processes_in_bfloat16_train_the_run_of_one(runs, alone_bf16, tmp_path, name):
     """DDP and FSDP compute in bfloat16 from float32 weights, like one process. DeepSpeed's weights
@@ -179,7 +154,7 @@ def make_hostile(paths: list[Path], mark: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.all), "zero3"]
+    "name", [pytest.param(name, marks=[pytest.mark.all] * (name[-1] in "12")) for name in WAYS]
 )
 def test_sharded_runs_resume_where_they_were_stopped(runs, alone, tmp_path, name):
     """One process gets the signal. Pickles under a launcher's usual names are never opened, and
@@ -240,7 +215,7 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(dict(os.envi
 """
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("name", WAYS)
 def test_a_real_launch_sets_what_the_other_runs_are_given(tmp_path, monkeypatch, name):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     (tmp_path / "show.py").write_text(SHOW)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from conftest import tiny_llama
+from accelerate.commands import launch
+from conftest import REPOSITORY, tiny_llama
 from fork_server import ForkServer, rank_environments
 from safetensors.torch import load_file
 from small_tokenizers import train_tokenizer
@@ -128,6 +131,50 @@ def as_rank(trainer: Any, rank: int, world_size: int) -> Any:
         autocast=contextlib.nullcontext,
         reduce=lambda tensor, how: tensor,
     )
+
+
+RELATIVE = 2e-4
+"""Largest relative difference in a logged metric: float32 sums are taken in another order."""
+ABSOLUTE = 1e-3
+"""Bound for a trained weight; the learning rate bounds an Adam step, and is three times this."""
+
+
+def launcher_environment(file: str | Path, *words: str) -> dict[str, str]:
+    """Return the environment from `accelerate launch` for two processes.
+
+    Args:
+        file: name in configs/accelerate, or a path.
+        words: more options for the launcher.
+    """
+    shipped = REPOSITORY / "configs" / "accelerate" / f"{file}.yaml"
+    given = ["--config_file", str(shipped if isinstance(file, str) else file)]
+    given += ["--num_processes", "2", "--mixed_precision", "no", *words]
+    arguments = launch.launch_command_parser().parse_args([*given, "-m", "pipedraft.train"])
+    arguments, defaults, _ = launch._validate_launch_command(arguments)
+    if arguments.use_deepspeed:
+        fields = ",".join(defaults.deepspeed_config)
+        arguments.deepspeed_fields_from_accelerate_config = fields
+        _, environment = launch.prepare_deepspeed_cmd_env(arguments)
+    elif arguments.multi_gpu or arguments.use_fsdp or arguments.use_megatron_lm:
+        environment = launch.prepare_multi_gpu_env(arguments)
+    else:
+        _, environment = launch.prepare_simple_launcher_cmd_env(arguments)
+    own = {key: value for key, value in environment.items() if os.environ.get(key) != value}
+    return own | ({"ACCELERATE_USE_CPU": "true"} if arguments.multi_gpu else {})
+
+
+def assert_same_run(folder: Path, alone: Path) -> None:
+    records, expected = logged(folder), logged(alone)
+    assert [r["step"] for r in records] == [r["step"] for r in expected]
+    for record, values in zip(records, expected, strict=True):
+        assert record.keys() == values.keys()
+        for key, value in values.items():
+            assert record[key] == pytest.approx(value, rel=RELATIVE, abs=1e-6), (record, key)
+    for name in ("best", "checkpoints/step-0000004"):
+        found, wanted = weights(folder / name), weights(alone / name)
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.allclose(found[key].double(), value.double(), atol=ABSOLUTE), (name, key)
 
 
 # -- processes -----------------------------------------------------------------------------

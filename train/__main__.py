@@ -42,12 +42,12 @@ from .launch import (
     compile_objective,
     gather_together,
     is_sharded,
+    judge_launcher,
     load_frozen_target,
     make_accelerator,
     needs_others,
     shard_target,
 )
-from .launcher_settings import judge
 from .loop import Trainer
 from .mtp import MTPObjective, MTPTrainConfig
 from .plan import Plan
@@ -102,8 +102,8 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
     """Build the trainer, and check the whole configuration before training starts."""
 
     started = time.monotonic()
-    accelerator = make_accelerator(run)
-    judgment = judge(os.environ, run, accelerator.mixed_precision)
+    judgment = judge_launcher(run)
+    accelerator = make_accelerator(run, judgment)
     if accelerator.is_main_process:
         for note in judgment.notes:
             print(note, file=sys.stderr)

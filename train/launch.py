@@ -59,15 +59,19 @@ def resolve_precision(precision: str) -> str:
     return "bf16" if has_native_bf16(resolve_device("auto")) else "no"
 
 
-def make_accelerator(config: RunConfig) -> Accelerator:
+def judge_launcher(config: RunConfig) -> Judgment:
+    """Return the verdict on the launcher's settings. Raise UsageError for a refused one."""
+    return judge(os.environ, config, resolve_precision(config.precision)).require()
+
+
+def make_accelerator(config: RunConfig, judgment: Judgment | None = None) -> Accelerator:
     """Make this process's accelerator, and check the number of processes against the launcher's.
 
     Some launcher configurations start independent replicas, or silently drop to one process. Both
     are refused here, since the run would train something else.
     """
     _check_trackers(config)
-    precision = resolve_precision(config.precision)
-    judgment = judge(os.environ, config, precision).require()
+    judgment = judgment or judge_launcher(config)
     if judgment.strategy == "fsdp2":
         # Otherwise transformers loads the frozen target in the first process only.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -79,7 +83,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         if not has_accelerator:
             _shard_on_cpus()
     accelerator = Accelerator(
-        mixed_precision=precision,
+        mixed_precision=resolve_precision(config.precision),
         kwargs_handlers=handlers,
         # accelerate's compiler would rename the weights; see compile_objective.
         dynamo_backend="no",

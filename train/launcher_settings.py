@@ -21,6 +21,7 @@ from .config import RunConfig
 OFF = ("", "no", "none", "false", "0")
 """Values for a setting that is off, in lower case."""
 FSDP2 = "give fsdp_version: 2, see configs/accelerate/fsdp2.yaml"
+STAGE_0 = "stage 0 reports no gradient norm; give 1, 2 or 3, or configs/accelerate/ddp.yaml"
 COMPILERS = ("eager", "aot_eager", "inductor")
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -30,7 +31,7 @@ class Judgment:
     """Verdict on a launcher's settings."""
 
     strategy: str = "single"
-    """How the processes share the draft: single, ddp, fsdp2, zero0 to zero3."""
+    """How the processes share the draft: single, ddp, fsdp2, zero1 to zero3."""
     compiler: dict[str, Any] | None = None
     """Options for ``torch.compile``, or None for a run without a compiler."""
     refusals: list[str] = field(default_factory=list)
@@ -100,7 +101,7 @@ WITH_FSDP = [
         "FSDP_RESHARD_AFTER_FORWARD",
         "fsdp_reshard_after_forward",
         ("true", "false"),
-        "FSDP2 takes true or false",
+        "FSDP2 has no strategies; give true or false",
     ),
     Limit(
         "FSDP_SHARDING_STRATEGY",
@@ -163,11 +164,17 @@ WITH_DEEPSPEED = [
     for part in ("optimizer", "param")
 ] + [
     Limit(
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        "zero_stage",
+        ("1", "2", "3"),
+        STAGE_0,
+    ),
+    Limit(
         "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         "deepspeed_moe_layer_cls_names",
         ("",),
         "drafts have no such layers; leave it out",
-    )
+    ),
 ]
 DATA_PARALLEL = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE")
 SEQUENCE_SHARES = ("TP_SIZE", "CP_SIZE", "SP_SIZE")
@@ -390,6 +397,8 @@ def _judge_deepspeed_file(
         return
     found.strategy = f"zero{stage}"
     refuse, note = found.refusals.append, found.notes.append
+    if stage not in (1, 2, 3):
+        refuse(f"deepspeed_config_file: stage {stage} in {file!r}, but {STAGE_0}")
     unknown = [*sorted(values.keys() - PLAIN_KEYS)]
     unknown += [f"zero_optimization.{key}" for key in sorted(zero.keys() - ZERO_KEYS)]
     for key in unknown:
@@ -455,7 +464,7 @@ def complete_deepspeed(plugin: DeepSpeedPlugin, run: RunConfig) -> None:
 
 
 def strategy_of(accelerator: Accelerator) -> str:
-    """Return how this run's processes share the draft: single, ddp, fsdp2, zero0 to zero3."""
+    """Return how this run's processes share the draft: single, ddp, fsdp2, zero1 to zero3."""
     kind = accelerator.distributed_type
     if kind == DistributedType.NO:
         return "single"

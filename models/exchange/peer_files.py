@@ -7,10 +7,11 @@ code. A setting or tensor is refused by its name and value if this package canno
 # H hidden, V target vocabulary, U draft vocabulary
 
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
@@ -27,16 +28,27 @@ from ..draft import Draft, TargetReference
 from ..fingerprint import TargetFiles
 from ..layers import LayerConfig
 from ..mtp import MTP_PREFIX
+from .peer_settings import with_one_rope
 
 MAX_BYTES = 2**36
 """Maximum size of a weight file; larger files are no drafts."""
 PICKLED = (".bin", ".pt", ".pth")
 FAMILIES = ("llama", "qwen2", "qwen3")
 """model_type values for a head's decoder layer."""
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 UNREAD = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.", "layers.0.self_attn.rotary_emb.")
 """Tensors that belong to the target, or are recomputed from the configuration."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+SIZES = frozenset(
+    (
+        *("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings"),
+        *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters"),
+        "vocab_size",
+    )
+)
+"""Settings that make the shape of a decoder layer."""
+NULLS = ("head_dim", "num_key_value_heads")
+"""Null gives these another value than leaving them out."""
 
 Weights = dict[str, Tensor]
 Head = TypeVar("Head", bound=Draft)
@@ -122,6 +134,23 @@ def _unpickle(file: Path) -> tuple[Values, Weights]:
 
 # -- a head's parts -------------------------------------------------------------------------
 
+Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+
+
+class _Sizes(msgspec.Struct):
+    """Bounds of the settings in ``SIZES``; null means transformers' default."""
+
+    hidden_size: Size | None = None
+    intermediate_size: Size | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    vocab_size: Size | None = None
+    max_position_embeddings: Size | None = None
+    num_hidden_layers: Size | None = None
+    rms_norm_eps: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    model_type: str | None = None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
@@ -161,29 +190,45 @@ class Peer:
         try:
             return msgspec.convert(settings, kind)
         except msgspec.ValidationError as error:
-            raise ValueError(
-                f"--from: {self.name!r}, config.json: {error}; copy it again"
-            ) from error
+            said = f"config.json: {error}"
+            if found := re.search(r" - at `\$\.(\w+)", said):
+                value = settings[found[1]]
+                raise self.refuse(found[1], value, said[: found.start()]) from error
+            raise ValueError(f"--from: {self.name!r}, {said}; copy it again") from error
 
-    def layer(self, settings: Values) -> LayerConfig:
-        """Return the decoder layer's shape, from the tensors if possible, else from config.json."""
-        known = {key: value for key, value in settings.items() if key != "architectures"}
+    def layer(self, settings: Values, entry: str | None = None) -> LayerConfig:
+        """Return the decoder layer's shape, from the tensors if possible, else from config.json.
+
+        Args:
+            entry: as in ``with_one_rope``.
+        """
+        self.convert(settings, _Sizes)
+        known = with_one_rope(self, settings, entry)
+        family = known.pop("model_type", None)
+        known = {
+            k: known.get(k) for k in SIZES & known.keys() if k in NULLS or known[k] is not None
+        }
         with explained("--from", self.name):
-            if settings.get("model_type") in FAMILIES:
-                config = AutoConfig.for_model(**known)
-            else:
-                known.pop("model_type", None)  # heads of unknown families are read as Llama layers
+            if family in FAMILIES:
+                config = AutoConfig.for_model(family, **known)
+            else:  # heads of unknown families are read as Llama layers
                 config = LlamaConfig(**known)
             layer = LayerConfig.from_target(config)
-        self.check("hidden_size", layer.hidden_size, self.reference.fingerprint["hidden_size"])
-        self.check("vocab_size", config.vocab_size, self.vocab_size)
-        rope = config.rope_parameters
-        if rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            known_types = f"known types: {', '.join(ROPE_TYPES)}"
-            raise self.refuse("rope_parameters", dict(rope), known_types)
+        sizes = {"hidden_size": self.reference.fingerprint["hidden_size"]}
+        sizes["vocab_size"] = self.vocab_size
         for key, weight in self.weights.items():
             if key.endswith("mlp.gate_proj.weight"):  # a size not backed by the file wastes memory
-                self.check("intermediate_size", layer.intermediate_size, len(weight))
+                sizes["intermediate_size"] = len(weight)
+        for key, size in sizes.items():
+            if settings.get(key) is None and getattr(config, key) != size:
+                said = f"which transformers reads as {getattr(config, key)}"
+                raise self.refuse(key, settings.get(key), f"{said}, and it is to be {size}")
+            self.check(key, getattr(config, key), size)
+        if layer.num_heads % layer.num_key_value_heads:
+            whole = f"it is to divide the {layer.num_heads} query heads"
+            raise self.refuse("num_key_value_heads", layer.num_key_value_heads, whole)
+        if layer.head_size % 2:
+            raise self.refuse("head_dim", layer.head_size, "rotary positions need an even one")
         return replace(
             layer,
             has_query_key_norm=any("q_norm." in key for key in self.weights),
@@ -221,6 +266,12 @@ class Peer:
             raise self.refuse(
                 key, tuple(theirs.shape), "it is not the target's; give its own --target"
             )
+
+    def check_tied(self) -> None:
+        """Refuse a head that is tied to its embedding if the target's LM head is another one."""
+        if not torch.equal(self.target.head_VH, self.target.embedding_VH):
+            fix = "it has no LM head, and the target's embedding and LM head differ: SGLang would "
+            raise self.refuse("tie_word_embeddings", True, fix + "use the one, vLLM the other")
 
     def fill(self, head: Head, weights: Weights) -> Head:
         """Load these weights, with exactly the head's names, into the head in float32."""

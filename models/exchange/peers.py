@@ -20,6 +20,7 @@ opened with ``weights_only=True``. This loads tensors and plain values but no co
 # H hidden, V target vocabulary, U draft vocabulary
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,21 +35,25 @@ from ..dflash import DFlash
 from ..draft import Draft, TargetReference, read_description
 from ..dspark import DSpark
 from ..eagle import Eagle, EagleConfig
-from ..eagle3 import Eagle3, Eagle3Config, default_feature_layers
 from ..families import norm_factor
 from ..fingerprint import read_target
 from ..layers import LayerConfig
 from ..mtp import MTP, MTP_PREFIX, native_parts
 from ..spd import SPD, SPDConfig
 from .card import CARD, model_card
-from .peer_files import FAMILIES, HEAD, Peer, place_of, read_head
-
-ONE_LAYER = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False}
-"""Settings of every EAGLE head here."""
+from .peer_eagle3 import ONE_LAYER, read_eagle3
+from .peer_files import HEAD, Peer, place_of, read_head
+from .peer_settings import LAYER_SETTINGS, NEUTRAL, check_agreement, check_settings
+from .peer_trainers import otherwise_trained
 
 
 def import_head(
-    name: str, target: str, out: Path, *, revision: str | None = None
+    name: str,
+    target: str,
+    out: Path,
+    *,
+    revision: str | None = None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> tuple[Draft, list[Path]]:
     """Write a published head as a checkpoint.
 
@@ -57,6 +62,8 @@ def import_head(
         target: folder or Hub id of the head's target.
         out: created by one rename when every file is written.
         revision: for the repository.
+        warn: called with one line for each way in which the head's trainer computed it otherwise
+            than its files say.
 
     Returns:
         The draft, and the files.
@@ -84,6 +91,8 @@ def import_head(
             "DFlash, DSpark, SPD's .pt, the MTP layer of a target"
         )
     draft = reader(peer)
+    for line in otherwise_trained(peer):
+        warn(line)
     note = {"imported": {"from": name, "revision": revision}}
 
     def fill(temporary: Path) -> None:
@@ -93,87 +102,13 @@ def import_head(
     return draft, write_folder(out, fill, inputs=[place] if place.is_dir() else [])
 
 
-# -- EAGLE-1 and EAGLE-3 --------------------------------------------------------------------
-
-
-class _EngineSettings(msgspec.Struct):
-    """SGLang's ``eagle_config``, with layer ids that number outputs instead of inputs."""
-
-    use_aux_hidden_state: bool = True
-    eagle_aux_hidden_state_layer_ids: list[int] | None = None
-    return_hidden_post_norm: bool = False
-
-
-class _Eagle3Settings(msgspec.Struct):
-    """Settings whose form differs from ours."""
-
-    draft_vocab_size: int | None = None
-    norm_output: bool | None = None
-    eagle_config: _EngineSettings = msgspec.field(default_factory=_EngineSettings)
-    eagle_aux_hidden_state_layer_ids: list[int] | None = None
-    sliding_window: int | None = None
-    layer_types: list[str] | None = None
-
-
-def _eagle3(peer: Peer) -> Eagle3:
-    is_vllm = "speculators_model_type" in peer.config
-    inner = peer.config.get("transformer_layer_config", {}) if is_vllm else {}
-    if is_vllm and not (isinstance(inner, dict) and inner.get("model_type") in FAMILIES):
-        known = ", ".join(FAMILIES)
-        raise peer.refuse("transformer_layer_config", inner, f"its model_type is to be of {known}")
-    settings = peer.config | inner
-    given = peer.convert(settings, _Eagle3Settings)
-    layer = peer.layer(inner or settings)
-    peer.check_all(settings, **ONE_LAYER, target_hidden_size=layer.hidden_size)
-    if not is_vllm:  # in SpecForge norm_output means that the LM head reads normed states
-        peer.check_all(settings, norm_output=True)
-    weights = {key.replace("layers.0.", "midlayer."): value for key, value in peer.weights.items()}
-    weights, draft_ids = peer.vocabulary(weights, given.draft_vocab_size)
-    weights["draft_ids"] = draft_ids
-    is_whole = len(draft_ids) == peer.vocab_size
-    if is_whole:  # a head without an LM head uses the target's
-        weights.setdefault(HEAD, peer.target.head_VH)
-    same = ("fc_norm", "norm_before_fc", "norm_before_residual")
-    normed = given.norm_output if is_vllm else given.eagle_config.return_hidden_post_norm
-    own = {name: settings[name] for name in same if name in settings} | {
-        "feature_layers": _feature_layers(peer, given),
-        "num_target_layers": peer.num_layers,
-        "draft_vocab_size": None if is_whole else len(weights["draft_ids"]),
-        "norm_output": bool(normed),
-        "query_key_norm": layer.has_query_key_norm,
-        "attention_bias": layer.has_attention_bias,
-        "sliding_window": _window(peer, given),
-    }
-    return peer.fill(Eagle3(peer.convert(own, Eagle3Config), layer, peer.reference), weights)
-
-
-def _feature_layers(peer: Peer, given: _Eagle3Settings) -> tuple[int, ...]:
-    """Return the fused layers, where index i means the input of the target's layer i."""
-    engine = given.eagle_config
-    peer.check("use_aux_hidden_state", engine.use_aux_hidden_state, True)
-    numbers, shift = given.eagle_aux_hidden_state_layer_ids, 0
-    if numbers is None:
-        numbers, shift = engine.eagle_aux_hidden_state_layer_ids, 1
-    if numbers is None:
-        return default_feature_layers(peer.num_layers)
-    if not all(0 <= number + shift <= peer.num_layers for number in numbers):
-        fix = f"the target has {peer.num_layers} layers"
-        raise peer.refuse("eagle_aux_hidden_state_layer_ids", numbers, fix)
-    return tuple(number + shift for number in numbers)
-
-
-def _window(peer: Peer, given: _Eagle3Settings) -> int | None:
-    """Return the layer's sliding window, if ``layer_types`` says that it slides."""
-    kinds = given.layer_types or ["full_attention"]
-    if kinds[0] == "full_attention":
-        return None
-    if kinds[0] != "sliding_attention" or given.sliding_window is None:
-        raise peer.refuse("layer_types", kinds, "known: full, and sliding with a sliding_window")
-    return given.sliding_window
+# -- EAGLE-1 --------------------------------------------------------------------------------
 
 
 def _eagle(peer: Peer) -> Eagle:
-    peer.check_all(peer.config, **ONE_LAYER)
+    biases = {"bias", "qkv_bias"}  # the tensors say which there are
+    check_settings(peer, peer.config, {*LAYER_SETTINGS, *biases})
+    peer.check_all(peer.config, **ONE_LAYER, num_hidden_layers=1)
     layer = peer.layer(peer.config)
     # Exports contain zero biases, because engines would otherwise read uninitialized memory.
     weights = {
@@ -212,17 +147,34 @@ KINDS: dict[str, dict[str, type[DFlash]]] = {
     "speculators_model_type": {"dflash": DFlash, "dspark": DSpark},
     "architectures": {
         "DFlashDraftModel": DFlash,
+        "QwenDFlashDraftModel": DFlash,  # AngelSlim
+        "Qwen3DFlashDraftModel": DFlash,  # NeMo, as its trainer saves it
         "Qwen3DSparkModel": DSpark,
         "DSparkDraftModel": DSpark,
     },
 }
 """Key in config.json -> its value -> head class."""
 BLOCK_SETTINGS = {
-    *("mask_token_id", "target_layer_ids", "block_size", "causal", "pure_draft_prefix_len"),
+    *("mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "projector_type"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
-    *("projector_type", "confidence_head_alpha", "attention_mode", "shift_label"),
+    *("sample_from_anchor", "aux_hidden_state_layer_ids", "sliding_window_non_causal"),
+    *("speculators_model_type", "transformer_layer_config", "dflash_config"),
 }
-"""Known keys in ``dflash_config``; those in the last line change nothing in decoding."""
+"""Settings that are read here, in ``dflash_config`` or outside of it."""
+BLOCK_UNUSED = {"confidence_head_alpha", "attention_mode", "shift_label", "mask_token"}
+BLOCK_UNUSED |= {"swa_window_size", "target_num_hidden_layers"}
+BLOCK_NEUTRAL = NEUTRAL | {
+    "add_swa_attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "causal": False,
+    "conv_group_size": 0,
+    "conv_kernel_size": 0,
+    "pure_draft_prefix_len": 0,
+    "selector_rank": 0,
+    "selector_top_k": 0,
+    "use_aux_hidden_state": True,
+    "use_swa": False,
+}
 PAIRS, CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 
 
@@ -237,6 +189,9 @@ class _BlockSettings(msgspec.Struct):
     draft_vocab_size: int | None = None
     sample_from_anchor: bool | None = None
     layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
+    projector_type: str | None = None
 
 
 def _block(peer: Peer) -> DFlash:
@@ -244,12 +199,17 @@ def _block(peer: Peer) -> DFlash:
     kind, settings = _block_kind(peer), _block_settings(peer)
     given = peer.convert(settings, _BlockSettings)
     layers = {key.split(".")[1] for key in peer.weights if key.startswith("layers.")}
-    plain = {"hidden_act": "silu", "causal": False, "pure_draft_prefix_len": 0}
-    peer.check_all(settings, num_hidden_layers=len(layers), **plain)
+    peer.check_all(settings, num_hidden_layers=len(layers), hidden_act="silu", mlp_bias=False)
+    peer.check("projector_type", given.projector_type, kind.draft_type)
     if set(given.layer_types or ()) - {"full_attention"}:
         raise peer.refuse("layer_types", given.layer_types, "only full_attention is known")
-    layer = peer.layer(peer.config.get("transformer_layer_config", settings))
+    if given.layer_types is None and given.use_sliding_window and given.sliding_window is not None:
+        raise peer.refuse("use_sliding_window", True, "layer_types is missing; add it")
+    is_speculators = "speculators_model_type" in peer.config
+    entry = "sliding_attention" if is_speculators else None
+    layer = peer.layer(peer.config.get("transformer_layer_config", settings), entry)
     peer.check_all(settings, target_hidden_size=layer.hidden_size)
+    peer.check_all(settings, num_target_layers=peer.num_layers)
     weights, draft_ids = peer.vocabulary(peer.weights, given.draft_vocab_size)
     if (head_UH := weights.pop(HEAD, None)) is not None:
         peer.check_shared(HEAD, head_UH, peer.target.head_VH[draft_ids])
@@ -285,15 +245,18 @@ def _block_kind(peer: Peer) -> type[DFlash]:
 
 def _block_settings(peer: Peer) -> Values:
     """Return all settings on one level, from any part of the configuration."""
-    block = peer.config.get("dflash_config", {})
-    layers = peer.config.get("transformer_layer_config", {})
-    if not isinstance(block, dict) or (unknown := block.keys() - BLOCK_SETTINGS):
-        found = sorted(unknown) if isinstance(block, dict) else block
-        raise peer.refuse("dflash_config", found, "such a head cannot be expressed here")
+    block = peer.config.get("dflash_config") or {}
+    if not isinstance(block, dict):
+        raise peer.refuse("dflash_config", block, "it is to be a table")
+    layers = peer.config.get("transformer_layer_config") or {}
     if not isinstance(layers, dict) or (layers and layers.get("model_type") != "qwen3"):
         raise peer.refuse("transformer_layer_config", layers, "its model_type is to be qwen3")
-    # Readers of the authors' layout prefer settings outside dflash_config.
-    return block | peer.config | layers
+    read = {*BLOCK_SETTINGS, *BLOCK_UNUSED}
+    check_settings(peer, block, read, neutral=BLOCK_NEUTRAL, place="dflash_config.")
+    check_agreement(peer, peer.config, block, "dflash_config")
+    settings = block | peer.config | layers
+    check_settings(peer, settings, {*LAYER_SETTINGS, *read}, neutral=BLOCK_NEUTRAL)
+    return settings
 
 
 def _pairs(peer: Peer, settings: Values, hidden: int) -> Values:
@@ -420,7 +383,7 @@ READERS: dict[str, Callable[[Peer], Draft]] = {
     r"spec_layers\.": _spd,
     re.escape(MTP_PREFIX): _mtp,
     r"hidden_norm\.": _block,
-    r".*\.hidden_norm\.": _eagle3,
+    r".*\.hidden_norm\.": read_eagle3,
     r"fc\.weight": _eagle,
 }
 """Tensor name prefix -> its layout's reader; the first match counts."""
