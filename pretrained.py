@@ -5,7 +5,6 @@ random initial value.
 """
 
 import difflib
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
