@@ -17,11 +17,12 @@ from accelerate.state import AcceleratorState
 from conftest import REPOSITORY, tiny_llama
 from doc_commands import PAGES, Command, commands_of, run_module
 from eval_runs import PROMPTS
+from scripts import load_script
 from transformers import AutoTokenizer
 
-from pipedraft.benchmarks import measurement
 from pipedraft.eval.spec import read_roles
 
+measurement = load_script("benchmarks/measurement.py")
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
 
@@ -84,8 +85,8 @@ def runner_of(command: Command) -> str:
         return "test_docs.py"  # it compares their output
     if command.module == "docs/lab/servers.py":
         return "test_serve_command.py"
-    lab = ("runs", "shared_link", "same_tokens", "auto_tree", "launches")
-    if command.module in [f"docs/lab/{name}.py" for name in lab]:
+    lab = [f"docs/lab/{name}.py" for name in ("runs", "same_tokens", "auto_tree", "launches")]
+    if command.module in [*lab, "benchmarks/shared_link.py"]:
         return "test_lab_scripts.py"
     is_served = any(word.startswith("127.0.0.1:") for word in words)
     is_client = command.module == "pipedraft.inference" and "--server" in words

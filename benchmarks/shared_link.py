@@ -1,6 +1,6 @@
 """Simulate milliseconds per token for many edge users on one link and one cloud.
 
-    python docs/lab/shared_link.py --users 1 10 100 1000
+    python benchmarks/shared_link.py --users 1 10 100 1000
 
 No model runs: recorded acceptance for a small draft (assets/acceptance) decides each round. All
 users share a link's bandwidth, and a target verifies all waiting drafts in one pass. The presets
@@ -15,7 +15,8 @@ import itertools
 import random
 from dataclasses import replace
 
-from pipedraft.benchmarks.draft_length import FLEXSPEC, HEADER, make_text
+from draft_length import FLEXSPEC, HEADER, make_text
+
 from pipedraft.eval.edge_methods import TIMES
 from pipedraft.eval.tables import Table, align_columns
 from pipedraft.inference.config import read_cost
