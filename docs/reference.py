@@ -33,7 +33,7 @@ NO_REMARK = (
     *(serving.ServeOptions, edge.SessionServerOptions, arguments.EvalOptions),
     *(compare.CompareOptions, replay.ReplayOptions, report.ReportOptions),
     *(arguments.TableOptions, arguments.EdgeOptions, arguments.ParityOptions),
-    *(arguments.EnginesOptions, audit.AuditOptions, *checkpoints.SUBCOMMANDS.values()),
+    *(audit.AuditOptions, *checkpoints.SUBCOMMANDS.values()),
     doctor.DoctorOptions,
 )
 COMMANDS: dict[type[Options], str] = {

@@ -13,16 +13,14 @@ if __name__ == "__main__":
 from ..inference.arguments import backend_of
 from .arguments import (
     EdgeOptions,
-    EnginesOptions,
     EvalOptions,
     ParityOptions,
     TableOptions,
 )
 
-SUBCOMMANDS = ("compare", "edge", "engines", "parity", "replay", "report", "table")
+SUBCOMMANDS = ("compare", "edge", "parity", "replay", "report", "table")
 OPTIONS: dict[str, type[Options]] = {
     "edge": EdgeOptions,
-    "engines": EnginesOptions,
     "parity": ParityOptions,
     "table": TableOptions,
 }

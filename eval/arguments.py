@@ -39,7 +39,6 @@ More commands, each with its own --help:
   eval table       a paper's table next to ours, or your own specification
   eval edge        the draft on one side of a network link, the target on the other
   eval parity      why a head that trained well accepts nothing
-  eval engines     exported heads in vLLM and here
 """
 EDGE_EXAMPLE = """\
 example:
@@ -76,16 +75,6 @@ For a draft that trained well and accepts nothing. The same prompts, first turns
 the training's forward pass, greedy decoding with chains, and the files that serving engines load.
 
 Exit status 0: all agree. 1: they differ; you see the first place where. 2: bad input.
-"""
-
-
-ENGINES_EXAMPLE = """\
-example:
-  make engines                              # vLLM's environment, heads of 60 steps, this command
-  pipedraft eval engines --only whole,DFlash
-
-Exit status 0: all agree. 1: a head differs from ours, or a planted fault is not found. 2: bad
-input.
 """
 
 
@@ -301,25 +290,6 @@ class FewPromptsOptions(Options):
     """see eval --help"""
     limit: int = option(2, metavar="P", least=1)
     """first P prompts per benchmark"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnginesOptions(FewPromptsOptions):
-    """Decode with every exported head in vLLM and here, and find planted faults."""
-
-    PROG: ClassVar[str] = "pipedraft eval engines"
-    EXAMPLE: ClassVar[str] = ENGINES_EXAMPLE
-
-    engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
-    """python executable in the environment with vLLM"""
-    only: tuple[str, ...] = option((), metavar="NAMES")
-    """comma list: run cases with any listed word in their name; default: all"""
-    depth: int = option(3, metavar="K", least=1)
-    """draft tokens per chain, for heads without a fixed number"""
-    max_new_tokens: int = option(64, metavar="M", least=2)
-    """new tokens per answer"""
-    out: Path = option(Path("out/engines"), metavar="OUT")
-    """folder for engines.json"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ NOT_RUN = {
     "sglang.launch_server": "not a program of this project",
     "zipfile": "not a program of this project",
     "benchmarks/gpu_check.py": "needs a GPU; test_gpu_check.py runs it on a pretended one",
+    "benchmarks/planted_faults.py": "runs vLLM, which is not installed here",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
     "docs/lab/other_engines.py": "runs beside packages that are not installed here",
@@ -70,7 +71,7 @@ def runner_of(command: Command) -> str:
     is_states_server = command.module == "pipedraft.train.features" and words[:1] == ["serve"]
     if is_states_server or "http://127.0.0.1:7500" in words:
         return "test_features_served.py"  # it starts a server for hidden states
-    if words[:1] == ["engines"] or "--engine" in words:  # these start an engine's process
+    if "--engine" in words:  # this starts an engine's process
         is_dump = command.module == "pipedraft.train.features"
         return "test_features_vllm.py" if is_dump else "test_engine_parity.py"
     if command.page.startswith("adding_"):

@@ -7,27 +7,28 @@ prompts in vLLM and here. A sound case must agree with ours. Each planted fault 
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cli import Failure, make_folder
-from ..files import Values, to_json, write_atomically
-from ..models.draft import CONFIG_FILE, WEIGHTS_FILE
-from ..models.exchange.export import export
-from ..models.target import choose_decoding_threads, load_target, load_tokenizer
-from ..pretrained import quieten
-from .arguments import EnginesOptions
-from .checkpoints import load_head, read_drafts
-from .engine_parity import EngineComparison, decode_in_engine, engine_depth
-from .parity_rows import Decoding
-from .tables import Table, align_columns
-from .tasks import encode_turn, load_tasks
+from pipedraft.cli import Failure, make_folder, option, run_command
+from pipedraft.eval.arguments import FewPromptsOptions
+from pipedraft.eval.checkpoints import load_head, read_drafts
+from pipedraft.eval.engine_parity import EngineComparison, decode_in_engine, engine_depth
+from pipedraft.eval.parity_rows import Decoding
+from pipedraft.eval.tables import Table, align_columns
+from pipedraft.eval.tasks import encode_turn, load_tasks
+from pipedraft.files import Values, to_json, write_atomically
+from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE
+from pipedraft.models.exchange.export import export
+from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
+from pipedraft.pretrained import quieten
 
 LARGEST_DIFFERENCE = 0.02
 """Maximum difference between the engine's tau and ours."""
@@ -37,6 +38,35 @@ FOLDER = "out/engines"
 """Folder for heads that do not ship; the Makefile trains each of them for 60 steps."""
 Settings = dict[str, object]
 Tensors = dict[str, torch.Tensor]
+
+
+EXAMPLE = """\
+example:
+  make engines  # vLLM's environment, heads of 60 steps, this command
+  python benchmarks/planted_faults.py --only whole,DFlash
+
+Exit status 0: all agree. 1: a head differs from ours, or a planted fault is not found. 2: bad
+input.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultOptions(FewPromptsOptions):
+    """Decode with every exported head in vLLM and here, and find planted faults."""
+
+    PROG: ClassVar[str] = "benchmarks/planted_faults.py"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
+    """python executable in the environment with vLLM"""
+    only: tuple[str, ...] = option((), metavar="NAMES")
+    """comma list: run cases with any listed word in their name; default: all"""
+    depth: int = option(3, metavar="K", least=1)
+    """draft tokens per chain, for heads without a fixed number"""
+    max_new_tokens: int = option(64, metavar="M", least=2)
+    """new tokens per answer"""
+    out: Path = option(Path("out/engines"), metavar="OUT")
+    """folder for engines.json"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +161,7 @@ def _export(case: EngineCase, checkpoint: Path, files: Path) -> None:
         save_file(held | case.weights(held), files / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def run_case(case: EngineCase, options: EnginesOptions, place: Path) -> EngineComparison:
+def run_case(case: EngineCase, options: FaultOptions, place: Path) -> EngineComparison:
     """Export the head, change its files, decode in the engine and here, and compare.
 
     Raises:
@@ -170,7 +200,7 @@ def run_case(case: EngineCase, options: EnginesOptions, place: Path) -> EngineCo
     return compared
 
 
-def row_of(case: EngineCase, options: EnginesOptions) -> tuple[list[str], bool]:
+def row_of(case: EngineCase, options: FaultOptions) -> tuple[list[str], bool]:
     """Return a case's table row, and True if the result is as expected."""
     with tempfile.TemporaryDirectory() as place:
         try:
@@ -192,8 +222,9 @@ HEADER = ["head", "layout", "outputs equal", "here by position", "there"]
 HEADER += ["tau here", "tau there", "found"]
 
 
-def run(options: EnginesOptions, argv: Sequence[str]) -> None:
-    """Run the whole subcommand. Exit with status 1 if a case is not as expected."""
+def main() -> None:
+    """Run all cases. Exit with status 1 if one is not as expected."""
+    options = FaultOptions.read(sys.argv[1:])
     quieten()
     make_folder("--out", options.out)
     rows, wrong = [], []
@@ -209,3 +240,7 @@ def run(options: EnginesOptions, argv: Sequence[str]) -> None:
     print(align_columns(Table(HEADER, rows)))
     if wrong:
         sys.exit(f"error: not as expected: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    run_command(main)
