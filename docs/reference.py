@@ -32,7 +32,7 @@ NO_REMARK = (
     *(regenerate.RegenerateOptions, inference.DecodeOptions, demo.DemoOptions),
     *(serving.ServeOptions, edge.SessionServerOptions, arguments.EvalOptions),
     *(compare.CompareOptions, replay.ReplayOptions, report.ReportOptions),
-    *(arguments.TableOptions, arguments.EdgeOptions, arguments.ParityOptions),
+    *(arguments.EdgeOptions, arguments.ParityOptions),
     *(audit.AuditOptions, *checkpoints.SUBCOMMANDS.values()),
     doctor.DoctorOptions,
 )

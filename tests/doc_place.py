@@ -20,9 +20,8 @@ from eval_runs import PROMPTS
 from scripts import load_script
 from transformers import AutoTokenizer
 
-from pipedraft.eval.spec import read_roles
-
 measurement = load_script("benchmarks/measurement.py")
+read_roles = load_script("benchmarks/papers/spec.py").read_roles
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
 
@@ -113,6 +112,7 @@ SMALL_TRAINING = [
     "--trackers=[]",
 ]
 TARGETS = "assets/target/train.py"
+TABLES = "benchmarks/papers/table.py"
 TRAINERS = ("pipedraft.train", TARGETS)
 NO_FEATURES = {"pipedraft.train": ["--features=null"]}
 SMALL_TARGETS = [
@@ -283,7 +283,7 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
     words = [stand_ins.get(word, word) for word in command.arguments]
     module, first = command.module, (words or [""])[0]
     smaller = SMALLER.get(module, [])
-    if module == "pipedraft.eval" and first == "table":
+    if module == TABLES:
         smaller = SMALL_EVALUATION
     elif module == "pipedraft.eval" and first != "edge" and not first.startswith("-"):
         smaller = []  # reads an evaluation's files
@@ -299,11 +299,12 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
 
 def folders_of(words: list[str]) -> list[str]:
     """Return files and folders named by a command or its configuration."""
-    for word in words[:2]:
-        if word.endswith(".yaml") and words[0] in ("table", word):
-            return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(word).read_text()]))
-    if words[:1] == ["table"] and "--list" not in words:
-        text = Path(f"configs/papers/{words[1]}.yaml").read_text()
+    first = (words or [""])[0]
+    if first.endswith(".yaml"):
+        return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(first).read_text()]))
+    table = Path(f"benchmarks/papers/tables/{first}.yaml")
+    if table.is_file():
+        text = table.read_text()
         used = [name for name in read_roles() if re.search(rf"\b{name}\b", text)]
         return [f"out/{name}" for name in used]
     return words
@@ -317,7 +318,7 @@ def clear_output(command: Command, words: list[str]) -> None:
         output = output_of(words) if words[0] == "--config" else ""
     else:
         output = after(words, "--out")
-    if output and command.module != "pipedraft.eval":
+    if output and command.module not in ("pipedraft.eval", TABLES):
         shutil.rmtree(output, ignore_errors=True)
         for path in (Path(output), Path(output).with_suffix(".sqlite")):  # answers
             path.unlink(missing_ok=True)
@@ -396,6 +397,6 @@ class Reader:
         except SystemExit as stop:
             code = stop.code or 0
         assert code == 0, code
-        if command.module.startswith("benchmarks/"):
+        if command.module.startswith("benchmarks/") and "/papers/" not in command.module:
             assert json.loads(said.getvalue().splitlines()[-1]), said.getvalue()[-300:]
         self._done.add(key)

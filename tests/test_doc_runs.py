@@ -90,7 +90,7 @@ def test_a_case_is_measured_in_a_process_of_its_own(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "python -m pipedraft.eval table none --out out/none",
+        "python benchmarks/papers/table.py none --out out/none",
         "python benchmarks/draft_length.py --protocols none",
     ],
 )

@@ -198,7 +198,7 @@ def test_constraints_pin_every_declared_library_within_its_bounds() -> None:
 
 
 DECODING = ["inference", "inference.serving"]
-NAMES = ("compare", "parity", "replay", "report", "table")
+NAMES = ("compare", "parity", "replay", "report")
 EVAL = ["eval", "eval.audit", *(f"eval {name}" for name in NAMES)]
 
 

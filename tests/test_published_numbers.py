@@ -1,13 +1,13 @@
 """Published numbers: one copy beside the tables, and relations between SPD's tables."""
 
 import re
-import runpy
 
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from scripts import load_script
 
-SCRIPT = runpy.run_path(str(REPOSITORY / "docs" / "lab" / "seeds.py"))
+SCRIPT = vars(load_script("benchmarks/papers/check.py"))
 BENCHMARKS = (" on MT-Bench", " on GSM8K", " on HumanEval")
 PLACES = [("4B", "0"), ("4B", "1"), ("9B", "0"), ("9B", "1")]
 
@@ -71,7 +71,7 @@ def test_the_table_of_mechanisms_names_what_exists_and_why_a_part_is_missing():
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE)
     rows = [row for row in rows if row[0] != "mechanism" and not row[0].startswith("---")]
     assert len(rows) > 60
-    folders = ("", "tests", "configs/papers", "inference/schedules")
+    folders = ("", "tests", "benchmarks/papers/tables", "inference/schedules")
     for mechanism, _, file, test, state in rows:
         assert re.match(r"there\b|(partial|missing): \w", state), mechanism
         for name in re.findall(r"`([\w/]+\.(?:py|yaml)|[\w/]+/)`", f"{file} {test}"):

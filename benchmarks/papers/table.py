@@ -1,20 +1,14 @@
 """Reproduce a paper's table next to its published values, as text, Markdown and JSON."""
 
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-
-from ..cli import UsageError
-from ..files import to_json, write_atomically
-from ..pretrained import quieten
-from .arguments import TableOptions
-from .checkpoints import TableContext
-from .manifest import build_manifest
-from .record import is_known
-from .report import write_report
-from .runner import (
+from drafts import TableContext
+from options import TableOptions
+from rows import (
     KINDS,
     RowOutcome,
     Value,
@@ -22,7 +16,7 @@ from .runner import (
     decode_shard,
     load_context,
 )
-from .spec import (
+from spec import (
     DEFAULT_TARGET,
     Column,
     Row,
@@ -30,8 +24,15 @@ from .spec import (
     read_spec,
     table_names,
 )
-from .tables import Table, align_columns, bounds, markdown, number
-from .traces import remove_traces
+
+from pipedraft.cli import UsageError, run_command
+from pipedraft.eval.manifest import build_manifest
+from pipedraft.eval.record import is_known
+from pipedraft.eval.report import write_report
+from pipedraft.eval.tables import Table, align_columns, bounds, markdown, number
+from pipedraft.eval.traces import remove_traces
+from pipedraft.files import to_json, write_atomically
+from pipedraft.pretrained import quieten
 
 NOT_PUBLISHED = "not published"
 LEGEND = """\
@@ -158,12 +159,13 @@ def read_options(options: TableOptions) -> Spec:
     return spec
 
 
-def run(options: TableOptions, argv: Sequence[str]) -> None:
+def run(argv: Sequence[str]) -> None:
     """Run a table, write its files and print it.
 
     Args:
-        argv: the words after ``table``.
+        argv: the words after the script's name.
     """
+    options = TableOptions.read(argv)
     if options.list:
         for name in table_names():
             print(f"{name:<24}{read_spec(name).title}")
@@ -205,7 +207,7 @@ def run(options: TableOptions, argv: Sequence[str]) -> None:
         config=options.to_dict()
         | shared
         | {"drafts": {name: str(f) for name, f in folders.items()}},
-        argv=["python", "-m", "pipedraft.eval", "table", *argv],
+        argv=["python", "benchmarks/papers/table.py", *argv],
         seed=spec.seed,
     )
     print(spec.title)
@@ -228,3 +230,7 @@ def run(options: TableOptions, argv: Sequence[str]) -> None:
 def _nothing_runs(name: str, outcomes: Sequence[RowOutcome]) -> ValueError:
     reasons = dict.fromkeys(outcome.remark for outcome in outcomes)
     return ValueError(f"--checkpoints: nothing of {name} can be run: {'; '.join(reasons)}")
+
+
+if __name__ == "__main__":
+    run_command(lambda: run(sys.argv[1:]))

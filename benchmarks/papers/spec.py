@@ -1,7 +1,7 @@
-"""Read specifications for the evaluation runner. They combine rows, prompts and settings.
+"""Read specifications of tables. They combine rows, prompts and settings.
 
 A row is a draft with its decoding settings, optionally with a paper's published numbers. A
-specification is YAML (configs/papers, configs/eval) or made from command-line flags. Reading and
+specification is YAML (tables/ here, configs/eval). Reading and
 checking a specification needs no model. Its settings must exist, and every published number must
 have a source.
 """
@@ -15,17 +15,17 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ..cli import UsageError, nearest
-from ..files import Values, read_yaml
-from ..inference.arguments import Dtype
-from ..inference.config import DecodeConfig, setting_owners
-from ..inference.schedules import SCHEDULES
-from .tasks import task_name
+from pipedraft.cli import UsageError, nearest
+from pipedraft.eval.tasks import task_name
+from pipedraft.files import Values, read_yaml
+from pipedraft.inference.arguments import Dtype
+from pipedraft.inference.config import DecodeConfig, setting_owners
+from pipedraft.inference.schedules import SCHEDULES
 
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "configs" / "papers"
+FOLDER = Path(__file__).parent
+TABLES = FOLDER / "tables"
 ROLES_FILE = "checkpoints.yaml"
-DEFAULT_TARGET = str(ROOT / "assets" / "target")
+DEFAULT_TARGET = str(FOLDER.parents[1] / "assets" / "target")
 BENCHMARKS = ("mt_bench", "gsm8k", "humaneval")
 Name = Annotated[str, Meta(min_length=1, max_length=10_000)]
 Names = Annotated[list[Name], Meta(max_length=1_000)]
@@ -181,15 +181,14 @@ def _read(path: Path, kind: type[T], where: str) -> T:
 def read_roles() -> dict[str, str]:
     """Map each role in the shipped specifications to its training command.
 
-    A role is the name of a draft's folder in --checkpoints. An installed wheel has none.
+    A role is the name of a draft's folder in --checkpoints.
     """
-    path = FOLDER / ROLES_FILE
-    return _read(path, dict[str, str], ROLES_FILE) if path.is_file() else {}
+    return _read(FOLDER / ROLES_FILE, dict[str, str], ROLES_FILE)
 
 
 def table_names() -> list[str]:
-    """Return the names of all shipped tables, or [] in an installed wheel."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.name != ROLES_FILE)
+    """Return the names of all shipped tables."""
+    return sorted(path.stem for path in TABLES.glob("*.yaml"))
 
 
 def read_spec(name: str) -> Spec:
@@ -203,12 +202,9 @@ def read_spec(name: str) -> Spec:
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        names = table_names()
-        if not names:
-            raise UsageError(f"NAME: no tables in {FOLDER}; run from a checkout of the repository")
-        if name not in names:
+        if name not in (names := table_names()):
             raise UsageError(f"NAME: {name!r} is no table; {nearest(name, names)}")
-        path = FOLDER / f"{name}.yaml"
+        path = TABLES / f"{name}.yaml"
     elif not path.is_file():
         raise UsageError(f"NAME: there is no file {name!r}; give a YAML file, or a name of --list")
     spec = _read(path, Spec, name)

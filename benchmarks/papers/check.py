@@ -1,8 +1,8 @@
-"""Compare the tables in configs/papers with published.csv in this folder.
+"""Compare the tables in tables/ with published.csv in this folder.
 
-    python docs/lab/seeds.py                         counts, and every differing cell
-    python docs/lab/seeds.py NUMBERS.yaml            also against a file with the papers' numbers
-    python docs/lab/seeds.py --fill table.json ..    also write our figures from `eval table`
+    python benchmarks/papers/check.py                       counts, and every differing cell
+    python benchmarks/papers/check.py NUMBERS.yaml          also against a file of a paper's numbers
+    python benchmarks/papers/check.py --fill table.json ..  also write our figures from table.py
 
 A line in published.csv is one published cell: its table, row, column and number. If we measured a
 comparable value, the line also has our measure and value. ``cell`` is the number's path in
@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-
-from pipedraft.eval.spec import read_spec, table_names
+from spec import read_spec, table_names
 
 FILE = Path(__file__).with_name("published.csv")
 KEY = ("table", "row", "T", "network", "column")
@@ -64,7 +63,7 @@ def differences(numbers: Path | None = None) -> list[str]:
     for key in lines.keys() & cells.keys():
         own, value = lines[key]["published"], cells[key]
         if own != value and (isinstance(value, str) or float(own) != value):
-            found.append(f"{key}: {own} in published.csv, {value} in configs/papers")
+            found.append(f"{key}: {own} in published.csv, {value} in tables/")
     if numbers is not None:
         values = yaml.safe_load(numbers.read_text())
         theirs = dict(in_numbers({n: v for n, v in values.items() if "settings" not in n}))

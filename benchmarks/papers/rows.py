@@ -7,28 +7,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..chats import set_template_variables
-from ..cli import make_folder
-from ..files import Values
-from ..inference.edge.link import Times
-from ..inference.edge.target_session import SharedTarget
-from ..inference.engine import Engine
-from ..inference.rules import RULE_NAMES
-from ..models.rounded import dtype_of
-from ..models.target import load_target, load_tokenizer
-from ..models.target_part import weights_identity
-from ..pretrained import resolve_device, resolve_dtype
-from .arguments import TableOptions
-from .checkpoints import CheckpointSearch, Drafts, TableContext
-from .edge_methods import METHODS, TIMES, Simulation
-from .edge_report import LinkRun, measure
-from .metrics import AUTOREGRESSIVE, OVERALL
-from .record import LatencyRecord, Results, RunRecord
-from .run import EvalMethod, Evaluation
-from .spec import Column, Row, Spec, decode_config
-from .tables import lossless_share
-from .tasks import FORMS, load_tasks
-from .traces import traces_of
+from drafts import CheckpointSearch, Drafts, TableContext
+from options import TableOptions
+from spec import Column, Row, Spec, decode_config
+
+from pipedraft.chats import set_template_variables
+from pipedraft.cli import make_folder
+from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation
+from pipedraft.eval.edge_report import LinkRun, measure
+from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
+from pipedraft.eval.record import LatencyRecord, Results, RunRecord
+from pipedraft.eval.run import EvalMethod, Evaluation
+from pipedraft.eval.tables import lossless_share
+from pipedraft.eval.tasks import FORMS, load_tasks
+from pipedraft.eval.traces import traces_of
+from pipedraft.files import Values
+from pipedraft.inference.edge.link import Times
+from pipedraft.inference.edge.target_session import SharedTarget
+from pipedraft.inference.engine import Engine
+from pipedraft.inference.rules import RULE_NAMES
+from pipedraft.models.rounded import dtype_of
+from pipedraft.models.target import load_target, load_tokenizer
+from pipedraft.models.target_part import weights_identity
+from pipedraft.pretrained import resolve_device, resolve_dtype
 
 Value = tuple[float | None, Sequence[float | None] | None]
 """A number and its 95 % interval, if there is one."""
