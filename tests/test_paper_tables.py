@@ -112,7 +112,7 @@ def planted(tmp_path: Path, name: str, edit) -> None:
             lambda t: t["rows"][0].update(color="red"),
             "unknown field `color`.*give one of",
         ),
-        ("spd1", lambda t: t["rows"][0]["published"].update(x=1.0), "'x' has no source"),
+        ("spd1", lambda t: t["rows"][0].update(published={"x": 1.0}), "'x' has no source"),
         ("pipeinfer4", lambda t: t["rows"][-1].update(remark=""), "without a remark"),
         ("spd1", lambda t: t["rows"].append(deepcopy(t["rows"][0])), "there are two"),
         ("spd1", lambda t: t["measures"].append("speed"), "'speed' is none of a pipeline table"),
@@ -137,6 +137,17 @@ def test_a_fault_in_a_declaration_is_refused(tmp_path, name, edit, expected):
     with pytest.raises(ValueError, match=expected) as caught:
         planted(tmp_path, name, edit)
     assert "\n" not in str(caught.value)
+
+
+def test_a_copy_of_a_table_has_its_published_numbers(tmp_path):
+    content = yaml.safe_load((SPEC.TABLES / "flexspec5.yaml").read_text())
+    content["rows"] = content["rows"][1:2] + content["rows"][-1:]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    row, _ = read_spec(str(tmp_path / "mine.yaml")).rows
+    assert row.published["ms a draft token"] == 8.5
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content | {"published": "flexspec"}))
+    with pytest.raises(ValueError, match="'flexspec' is no table in published.csv; did you mean"):
+        read_spec(str(tmp_path / "mine.yaml"))
 
 
 def test_a_fixed_length_may_be_as_long_as_the_longest_batch(tmp_path):

@@ -14,11 +14,22 @@ PLACES = [("4B", "0"), ("4B", "1"), ("9B", "0"), ("9B", "1")]
 
 def test_every_published_cell_of_the_tables_is_in_the_file():
     assert SCRIPT["differences"]() == []
-    lines = SCRIPT["read_lines"]()
+    lines = SCRIPT["read_published"]()
     assert len({line["cell"] for line in lines.values()} - {""}) > 1_200
     measures = {spec: SCRIPT["read_spec"](spec).measures for spec in SCRIPT["table_names"]()}
     for line in lines.values():
         assert not line["measure"] or line["measure"] in measures[line["table"]], line
+
+
+def test_a_line_without_a_row_is_found(tmp_path, monkeypatch):
+    spec = load_script("benchmarks/papers/spec.py")
+    path = tmp_path / "published.csv"
+    path.write_text(spec.PUBLISHED.read_text() + "spd1,SPDD,0,,S,1.5,,,\n")
+    monkeypatch.setattr(spec, "PUBLISHED", path)
+    assert SCRIPT["differences"]() == ["('spd1', 'SPDD', '0', '', 'S'): only in one of the two"]
+    path.write_text(path.read_text() + "spd1,SPDD,0,,S,1.6,,,\n")
+    with pytest.raises(ValueError, match="two lines have the same table, row"):
+        SCRIPT["differences"]()
 
 
 def test_a_number_that_differs_is_found(tmp_path):
@@ -33,7 +44,7 @@ def lengths(size: str, temperature: str, methods: tuple[str, ...]) -> tuple[np.n
     """L' from SPD's table 1 [M], and by benchmark from its tables 3 to 5 [M, 3]."""
     cells = {
         (line["row"], line["column"]): float(line["published"])
-        for line in SCRIPT["read_lines"]().values()
+        for line in SCRIPT["read_published"]().values()
         if (line["table"], line["T"]) == ("spd1", temperature)
     }
     name = f"{size} L'"
@@ -57,7 +68,7 @@ def test_spds_table_1_averages_benchmarks_for_eagle_and_pools_them_for_itself(si
 
 def test_what_spds_cells_are_by_the_mean_that_eagle_has():
     def mean(size: str, row: str) -> float:
-        lines = SCRIPT["read_lines"]()
+        lines = SCRIPT["read_published"]()
         on = [float(lines["spd1", row, "0", "", f"{size} L'{b}"]["published"]) for b in BENCHMARKS]
         return round(float(np.mean(on)), 2)
 

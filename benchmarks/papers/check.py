@@ -1,6 +1,6 @@
-"""Compare the tables in tables/ with published.csv in this folder.
+"""Check that each line in published.csv is in a row of tables/, and count the lines.
 
-    python benchmarks/papers/check.py                       counts, and every differing cell
+    python benchmarks/papers/check.py                       counts, and every cell without a row
     python benchmarks/papers/check.py NUMBERS.yaml          also against a file of a paper's numbers
     python benchmarks/papers/check.py --fill table.json ..  also write our figures from table.py
 
@@ -17,29 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from spec import read_spec, table_names
-
-FILE = Path(__file__).with_name("published.csv")
-KEY = ("table", "row", "T", "network", "column")
-Line = dict[str, str]
-Key = tuple[str, ...]
+from spec import CELL, PUBLISHED, Cell, read_published, read_spec, table_names
 
 
-def read_lines() -> dict[Key, Line]:
-    with FILE.open(newline="") as file:
-        return {tuple(line[name] for name in KEY): line for line in csv.DictReader(file)}
-
-
-def in_tables() -> dict[Key, float | str]:
+def in_tables() -> set[Cell]:
     """Return every published cell in the shipped tables."""
-    found = {}
-    for name in table_names():
-        spec = read_spec(name)
-        for row in spec.rows:
-            temperature, network = spec.place(row)
-            for column, value in row.published.items():
-                found[name, row.name, f"{temperature:g}", network or "", column] = value
-    return found
+    specs = map(read_spec, table_names())
+    return {
+        (*spec.cell(row), name) for spec in specs for row in spec.rows for name in row.published
+    }
 
 
 def in_numbers(values: object, path: str = "") -> Iterator[tuple[str, float]]:
@@ -57,13 +43,9 @@ def in_numbers(values: object, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def differences(numbers: Path | None = None) -> list[str]:
-    """Return a line for each cell missing in one file or different between the files."""
-    lines, cells = read_lines(), in_tables()
-    found = [f"{key}: only in one of the two" for key in lines.keys() ^ cells.keys()]
-    for key in lines.keys() & cells.keys():
-        own, value = lines[key]["published"], cells[key]
-        if own != value and (isinstance(value, str) or float(own) != value):
-            found.append(f"{key}: {own} in published.csv, {value} in tables/")
+    """Return a line for each cell without a row, or different in NUMBERS.yaml."""
+    lines = read_published()
+    found = [f"{cell}: only in one of the two" for cell in lines.keys() ^ in_tables()]
     if numbers is not None:
         values = yaml.safe_load(numbers.read_text())
         theirs = dict(in_numbers({n: v for n, v in values.items() if "settings" not in n}))
@@ -77,7 +59,7 @@ def differences(numbers: Path | None = None) -> list[str]:
 
 def fill(tables: list[Path]) -> None:
     """Write our figures next to the published ones."""
-    lines = read_lines()
+    lines = read_published()
     for path in tables:
         content = json.loads(path.read_text())
         for row in content["rows"]:
@@ -87,8 +69,8 @@ def fill(tables: list[Path]) -> None:
                 line = lines[content["name"], row["name"], *place, column]
                 value = own.get(line["measure"])
                 line["ours"] = "" if value is None else f"{value:.4g}"
-    with FILE.open("w", newline="") as file:
-        names = ["cell", *KEY, "published", "measure", "ours"]
+    with PUBLISHED.open("w", newline="") as file:
+        names = [*CELL, "published", "measure", "ours", "cell"]
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines.values())
@@ -101,7 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.fill:
         fill(arguments.fill)
-    found, lines = differences(arguments.numbers), read_lines().values()
+    found, lines = differences(arguments.numbers), read_published().values()
     for name in dict.fromkeys(line["table"] for line in lines):
         own = [line for line in lines if line["table"] == name]
         comparable, beside = (sum(bool(line[n]) for line in own) for n in ("measure", "ours"))

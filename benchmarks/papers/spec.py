@@ -6,6 +6,7 @@ checking a specification needs no model. Its settings must exist, and every publ
 have a source.
 """
 
+import csv
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -25,11 +26,15 @@ from pipedraft.inference.schedules import SCHEDULES
 FOLDER = Path(__file__).parent
 TABLES = FOLDER / "tables"
 ROLES_FILE = "checkpoints.yaml"
+PUBLISHED = FOLDER / "published.csv"
 DEFAULT_TARGET = str(FOLDER.parents[1] / "assets" / "target")
 BENCHMARKS = ("mt_bench", "gsm8k", "humaneval")
 Name = Annotated[str, Meta(min_length=1, max_length=10_000)]
 Names = Annotated[list[Name], Meta(max_length=1_000)]
 Places = dict[Name, Name]
+Cell = tuple[str, ...]
+"""Table, row, temperature, network and column of a published number."""
+CELL = ("table", "row", "T", "network", "column")
 Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 T = TypeVar("T")
 
@@ -60,7 +65,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Settings that override the common ones in this row. null: the row cannot be run here, and
     ``remark`` says why."""
     published: dict[str, float | str] = {}
-    """Column -> number, or text where the source gives a range."""
+    """Column -> number, or text where the source gives a range. Beside those in published.csv."""
     is_ours: bool = False
     """True: this row is not in the paper."""
     remark: str = ""
@@ -87,11 +92,38 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chat_template_kwargs: Values = {}
     """Variables for the target's chat template."""
     paper: str = ""
+    published: str = ""
+    """Table's name in published.csv, which has the rows' published values; "": none."""
     measures: Names = []
     sources: dict[Name, str] = {}
     """Published column -> where its numbers are from."""
     differences: str = ""
     """Differences between the published runs and ours, on any machine."""
+
+    def with_published(self) -> "Spec":
+        """Return the specification with published.csv's values in its rows."""
+        found: dict[Cell, dict[str, float | str]] = {}
+        lines = read_published()
+        if self.published and self.published not in (names := sorted({cell[0] for cell in lines})):
+            raise UsageError(
+                f"published: {self.published!r} is no table in {PUBLISHED.name}; "
+                f"{nearest(self.published, names)}"
+            )
+        for (table, *row, column), line in lines.items():
+            if table == self.published:
+                found.setdefault(tuple(row), {})[column] = _number(line["published"])
+        rows = [
+            msgspec.structs.replace(
+                row, published=found.get(self.cell(row)[1:], {}) | row.published
+            )
+            for row in self.rows
+        ]
+        return msgspec.structs.replace(self, rows=rows)
+
+    def cell(self, row: Row) -> Cell:
+        """Return table, row, temperature and network as in published.csv."""
+        temperature, network = self.place(row)
+        return self.published, row.name, f"{temperature:g}", network or ""
 
     def settings(self, row: Row) -> Values:
         """Return the common settings known to the row's schedule, overridden by the row's own."""
@@ -167,6 +199,23 @@ def decode_config(
     return DecodeConfig.of(**values, **shared)
 
 
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def read_published() -> dict[Cell, dict[str, str]]:
+    """Read published.csv, one line for each published value."""
+    with PUBLISHED.open(newline="") as file:
+        lines = [*csv.DictReader(file)]
+    found = {tuple(line[name] for name in CELL): line for line in lines}
+    if len(found) < len(lines):
+        raise ValueError(f"{PUBLISHED}: two lines have the same {', '.join(CELL)}; remove one")
+    return found
+
+
 def _read(path: Path, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(read_yaml(path, where), kind)
@@ -207,6 +256,6 @@ def read_spec(name: str) -> Spec:
         path = TABLES / f"{name}.yaml"
     elif not path.is_file():
         raise UsageError(f"NAME: there is no file {name!r}; give a YAML file, or a name of --list")
-    spec = _read(path, Spec, name)
+    spec = _read(path, Spec, name).with_published()
     spec.check(name, read_roles())
     return spec
