@@ -157,7 +157,7 @@ $(eval $(call short_run,eagle3_unsorted,configs/eagle/tiny_eagle3.yaml,--model.f
 $(eval $(call short_run,dflash,configs/dflash/tiny.yaml))
 
 engines: venv out/smollm2/config.json $(VLLM)/installed $(SHORT:%=out/engines/%/best/config.json)
-	$(BIN)/python -m pipedraft.eval engines
+	$(BIN)/python benchmarks/planted_faults.py
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

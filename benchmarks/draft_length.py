@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measurement import make_parser
 
-from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.eval.edge_methods import TIMES, radio_energy, radio_of
 from pipedraft.inference.edge.channel import (
     PRESETS,

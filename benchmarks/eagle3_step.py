@@ -14,9 +14,8 @@ import argparse
 import json
 
 import torch
-
-from pipedraft.benchmarks.measurement import extra_memory_mb, make_parser, measure_apart
-from pipedraft.benchmarks.training_step import (
+from measurement import extra_memory_mb, make_parser, measure_apart
+from training_step import (
     HEAD_SIZE,
     NO_DATA,
     add_arguments,
@@ -26,6 +25,7 @@ from pipedraft.benchmarks.training_step import (
     random_target,
     run,
 )
+
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_lengths
 
 PARTS = (

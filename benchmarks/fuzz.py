@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 import yaml
+from measurement import make_parser
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import pipedraft
-from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.cli import Failure, make_folder
 from pipedraft.data_recipes.config import Source
 from pipedraft.data_recipes.conversations import read_conversation, read_json

@@ -38,13 +38,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import eagle3_step
+import spd_step
 from decode_runs import PlainTokenizer
+from measurement import make_parser
 from plan_runs import make_plan
 from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
+from training_step import make_batch, make_step
 
-from pipedraft.benchmarks import eagle3_step, spd_step
-from pipedraft.benchmarks.measurement import make_parser
-from pipedraft.benchmarks.training_step import make_batch, make_step
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import pyarrow
 import torch
+from measurement import make_parser
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.data_recipes.card import DataReport
 from pipedraft.data_recipes.recipe import TokenizedData
 from pipedraft.data_recipes.rows import SEQUENCES

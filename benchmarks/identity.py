@@ -22,9 +22,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from measurement import make_parser
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine

@@ -22,11 +22,11 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # SpecForge compiles its norm
 
 import torch
 import torch.nn.functional as F
+from measurement import make_parser
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.models import load_draft
 from pipedraft.models.draft import TargetReference
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config

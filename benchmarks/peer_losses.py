@@ -33,12 +33,12 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 import torch.nn.functional as F
+from measurement import make_parser
 from peer_logits import LAYERS, VOCABULARY, random_target
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.data_recipes.batch import collate, pack
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.recipe import load_data

@@ -27,11 +27,11 @@ import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
+from measurement import make_parser
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.benchmarks.measurement import make_parser
 from pipedraft.eval.charts import Estimate, LineChart
 from pipedraft.eval.intervals import paired_interval
 from pipedraft.eval.lossless import output_logits

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from pipedraft.benchmarks.measurement import make_parser
+from measurement import make_parser
+
 from pipedraft.inference.clock import CostModel, VirtualClock
 from pipedraft.models.target import stage_boundaries
 

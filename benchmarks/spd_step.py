@@ -10,14 +10,15 @@ the most expensive occupancy. See `training_step.py` for the measured quantities
 
 import argparse
 
-from pipedraft.benchmarks.measurement import make_parser
-from pipedraft.benchmarks.training_step import (
+from measurement import make_parser
+from training_step import (
     NO_DATA,
     add_arguments,
     layer_gigaflop,
     random_target,
     run,
 )
+
 from pipedraft.models.spd import SPDConfig, feature_layers
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from measurement import ProductRate, breakdown, measure_apart, seconds
 from torch import Tensor
 from torch.profiler import record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipedraft.benchmarks.measurement import ProductRate, breakdown, measure_apart, seconds
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.loop import make_optimizers
 

@@ -32,8 +32,8 @@ NO_REMARK = (
     *(regenerate.RegenerateOptions, inference.DecodeOptions, demo.DemoOptions),
     *(serving.ServeOptions, edge.SessionServerOptions, arguments.EvalOptions),
     *(compare.CompareOptions, replay.ReplayOptions, report.ReportOptions),
-    *(arguments.TableOptions, arguments.EdgeOptions, arguments.ParityOptions),
-    *(arguments.EnginesOptions, audit.AuditOptions, *checkpoints.SUBCOMMANDS.values()),
+    *(arguments.EdgeOptions, arguments.ParityOptions),
+    *(audit.AuditOptions, *checkpoints.SUBCOMMANDS.values()),
     doctor.DoctorOptions,
 )
 COMMANDS: dict[type[Options], str] = {

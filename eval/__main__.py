@@ -13,18 +13,14 @@ if __name__ == "__main__":
 from ..inference.arguments import backend_of
 from .arguments import (
     EdgeOptions,
-    EnginesOptions,
     EvalOptions,
     ParityOptions,
-    TableOptions,
 )
 
-SUBCOMMANDS = ("compare", "edge", "engines", "parity", "replay", "report", "table")
+SUBCOMMANDS = ("compare", "edge", "parity", "replay", "report")
 OPTIONS: dict[str, type[Options]] = {
     "edge": EdgeOptions,
-    "engines": EnginesOptions,
     "parity": ParityOptions,
-    "table": TableOptions,
 }
 """Options to read before the subcommand's module, which imports torch; ``run`` gets them, too."""
 
@@ -43,8 +39,7 @@ def run(argv: Sequence[str]) -> None:
     if argv and not argv[0].startswith("-"):
         name, words = subcommand(argv[0], SUBCOMMANDS), argv[1:]
         read = [OPTIONS[name].read(words)] if name in OPTIONS else []
-        module = "published" if name == "table" else name
-        importlib.import_module(f".{module}", __package__).run(*read, words)
+        importlib.import_module(f".{name}", __package__).run(*read, words)
         return
     options = EvalOptions.read(argv)
     with backend_of(options) as cluster, ExitStack() as held:

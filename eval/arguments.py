@@ -36,10 +36,8 @@ More commands, each with its own --help:
   eval compare     differences between runs on the same prompts
   eval report      one HTML page for several runs
   eval replay      the same runs on other hardware, computed from OUT/traces
-  eval table       a paper's table next to ours, or your own specification
   eval edge        the draft on one side of a network link, the target on the other
   eval parity      why a head that trained well accepts nothing
-  eval engines     exported heads in vLLM and here
 """
 EDGE_EXAMPLE = """\
 example:
@@ -51,20 +49,6 @@ every message crosses the link at its encoded size. Prints the tables and writes
 report.md and manifest.json into --out; `pipedraft eval report OUT` plots the latencies. Baselines:
 the cloud alone, co-located speculation, stop and wait, and the edge alone.
 """
-TABLE_EXAMPLE = """\
-example:
-  pipedraft eval table --list
-  pipedraft eval table spd1 --limit 4 --out out/tables/spd1
-  pipedraft eval table flowspec1 --target meta-llama/Llama-2-7b-chat-hf \\
-      --checkpoints configs/papers/models/llama_2_7b_chat.yaml --data-dir data/eval \\
-      --out out/tables/flowspec1
-
-Prints the table and writes table.md, table.json, manifest.json and the entries behind it
-(results.json) into --out. A row without a checkpoint names the command that trains one. OUT/traces
-keeps what a pipeline decoded: run the same command again to resume.
-"""
-
-
 PARITY_EXAMPLE = """\
 example:
   pipedraft eval parity --checkpoint assets/heads/eagle3
@@ -76,16 +60,6 @@ For a draft that trained well and accepts nothing. The same prompts, first turns
 the training's forward pass, greedy decoding with chains, and the files that serving engines load.
 
 Exit status 0: all agree. 1: they differ; you see the first place where. 2: bad input.
-"""
-
-
-ENGINES_EXAMPLE = """\
-example:
-  make engines                              # vLLM's environment, heads of 60 steps, this command
-  pipedraft eval engines --only whole,DFlash
-
-Exit status 0: all agree. 1: a head differs from ours, or a planted fault is not found. 2: bad
-input.
 """
 
 
@@ -257,41 +231,6 @@ class EdgeOptions(DraftOptions, PlaceOptions, FilterOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableOptions(PlaceOptions):
-    """Run a specification, such as a paper's table, with the available drafts."""
-
-    PROG: ClassVar[str] = "pipedraft eval table"
-    EXAMPLE: ClassVar[str] = TABLE_EXAMPLE
-
-    name: str = option("", metavar="NAME", positional=True)
-    """table name (see --list), or a YAML file"""
-    list: bool = False
-    """list all tables, one per line, and exit"""
-    target: str | None = None
-    """folder or Hub name; default: the specification's, else the embedded one"""
-    checkpoints: tuple[str, ...] = option(("out",), metavar="PLACE", many=True)
-    """run folders to search for drafts, or YAML files with lines role: folder"""
-    limit: int | None = option(None, metavar="P", least=1)
-    """first P prompts per benchmark"""
-    data_dir: str | None = option(None, metavar="D")
-    """folder with the benchmarks' official files; see eval --help"""
-    max_new_tokens: int | None = option(None, metavar="M", least=1)
-    """new tokens per turn; default: 128"""
-    dtype: Dtype | None = None  # type: ignore[assignment]  # None: the specification's
-    """dtype for target and draft; default: the specification's, float32"""
-    seed: int | None = option(None, metavar="N", least=0)
-    """seed for sampling and bootstrap; default: 0"""
-    sequences: int = option(1, metavar="N", least=1)
-    """conversations decoded at once; see eval --help"""
-    shard: str | None = option(None, metavar="I/N", parse=read_share)
-    """decode share I of N; see eval --help"""
-    fresh: bool = False
-    """decode again despite OUT/traces; see eval --help"""
-    out: Path = option(Path(), metavar="OUT")
-    """results folder"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class FewPromptsOptions(Options):
     """prompts"""
 
@@ -301,25 +240,6 @@ class FewPromptsOptions(Options):
     """see eval --help"""
     limit: int = option(2, metavar="P", least=1)
     """first P prompts per benchmark"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnginesOptions(FewPromptsOptions):
-    """Decode with every exported head in vLLM and here, and find planted faults."""
-
-    PROG: ClassVar[str] = "pipedraft eval engines"
-    EXAMPLE: ClassVar[str] = ENGINES_EXAMPLE
-
-    engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
-    """python executable in the environment with vLLM"""
-    only: tuple[str, ...] = option((), metavar="NAMES")
-    """comma list: run cases with any listed word in their name; default: all"""
-    depth: int = option(3, metavar="K", least=1)
-    """draft tokens per chain, for heads without a fixed number"""
-    max_new_tokens: int = option(64, metavar="M", least=2)
-    """new tokens per answer"""
-    out: Path = option(Path("out/engines"), metavar="OUT")
-    """folder for engines.json"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,39 +1,15 @@
-"""Find drafts for a command or a specification among a user's folders."""
+"""Read the drafts that a command names."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
-import msgspec
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ..cli import UsageError
-from ..files import Values, read_yaml
-from ..inference.engine import DraftNetwork
+from ..files import Values
 from ..models import load_draft
-from ..models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
-from ..models.language_model import load_draft_model
+from ..models.draft import Draft, read_description, resolve_folder
 from ..pretrained import place_draft
-from .spec import read_roles
-from .tasks import Prompt
-
-
-def _folder_of(path: Path) -> Path | None:
-    """Return the folder with the checkpoint, either ``path`` or ``path/best``, or None."""
-    for folder in (path, path / "best"):
-        if (folder / CONFIG_FILE).is_file():
-            return folder
-    return None
-
-
-def _is_model(folder: Path) -> bool:
-    """Return True if a folder holds a language model, not a head."""
-    try:
-        return "model_type" in json.loads((folder / CONFIG_FILE).read_text())
-    except ValueError:
-        return False
 
 
 def load_head(folder: Path, target: PreTrainedModel, dtype: str = "auto") -> Draft:
@@ -72,115 +48,3 @@ def read_drafts(
         )
     ((name, revision),) = targets
     return name, revision, drafts
-
-
-def _read_places(path: Path) -> dict[str, Path]:
-    """Return the folder for each role in a YAML file with lines ``role: checkpoint``."""
-    try:
-        content = msgspec.convert(read_yaml(path, "--checkpoints"), dict[str, str])
-    except msgspec.ValidationError as error:
-        raise UsageError(f"--checkpoints: {path}: {error}; write lines of role: folder") from error
-    if unknown := sorted(content.keys() - read_roles().keys()):
-        raise UsageError(
-            f"--checkpoints: {path}: no table asks for {unknown[0]!r}; known: "
-            f"{', '.join(read_roles())}"
-        )
-    return {name: resolve_folder(folder) for name, folder in content.items()}
-
-
-@dataclass(frozen=True)
-class CheckpointSearch:
-    """Places to search for drafts, in command-line order."""
-
-    folders: list[Path]
-    given: dict[str, Path]
-
-    @classmethod
-    def of(cls, places: Iterable[str], drafts: Mapping[str, str] | None = None) -> Self:
-        """Make a search from the places on the command line.
-
-        Args:
-            places: folders to search, and YAML files with lines ``role: checkpoint``.
-            drafts: name -> folder, from the specification.
-        """
-        given: dict[str, Path] = {}
-        for name, place in (drafts or {}).items():
-            folder = _folder_of(Path(place))
-            if folder is None:
-                raise UsageError(
-                    f"drafts: no {CONFIG_FILE} in {place} ({name}); train it, or take it out of "
-                    "the specification"
-                )
-            given[name] = folder
-        folders = []
-        for path in map(Path, places):
-            if path.is_dir():
-                folders.append(path)
-            elif path.is_file():
-                given |= _read_places(path)
-            else:
-                raise UsageError(
-                    f"--checkpoints: there is no folder or file {str(path)!r}; give the folder "
-                    "that holds the runs, or a YAML file of role: folder"
-                )
-        return cls(folders, given)
-
-    def find(self, name: str) -> Path | None:
-        """Return the checkpoint given for a name, else the first in a folder with this name."""
-        if name in self.given:
-            return self.given[name]
-        found = (_folder_of(folder / name) for folder in self.folders)
-        return next((folder for folder in found if folder is not None), None)
-
-
-class Drafts:
-    """Drafts by name, each loaded once for the target."""
-
-    def __init__(
-        self, search: CheckpointSearch, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        self.search, self.target, self.tokenizer = search, target, tokenizer
-        self.folders: dict[str, Path] = {}
-        self.networks: dict[str, DraftNetwork] = {}
-        self.missing: dict[str, str] = {}
-        """Reason for each missing draft, and the command to train it."""
-
-    def find(self, name: str) -> DraftNetwork | None:
-        """Return the named draft, or None if no checkpoint with this name fits the target."""
-        if name in self.networks or name in self.missing:
-            return self.networks.get(name)
-        folder, reason = self.search.find(name), "no checkpoint"
-        network: DraftNetwork
-        if folder is not None:
-            try:
-                if _is_model(folder):
-                    network = load_draft_model(str(folder), self.target, self.tokenizer)
-                else:
-                    network = load_head(folder, self.target)
-                self.networks[name], self.folders[name] = network, folder
-                return network
-            except ValueError as error:  # for another target, or damaged
-                if name in self.search.given:
-                    raise
-                reason = f"{folder}: {error}"
-        self.missing[name] = f"{reason}; train it: {read_roles()[name]}"
-        return None
-
-    def is_model(self, name: str) -> bool:
-        """Return True if the draft found is a language model, not a head."""
-        return _is_model(self.folders[name])
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableContext:
-    """Target, prompts and drafts shared by all rows in a table."""
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    benchmarks: Mapping[str, Sequence[Prompt]]
-    drafts: Drafts
-    out: Path
-    sequences: int = 1
-    """Conversations decoded at once in a pipeline."""
-    shard: str | None = None
-    """Share of a pipeline's prompts: "2/4" is the second quarter; None: all."""

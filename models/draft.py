@@ -139,6 +139,8 @@ class Draft(nn.Module):
 
     draft_type: ClassVar[str]
     config_class: ClassVar[type]
+    removed: ClassVar[tuple[str, ...]] = ()
+    """Settings of earlier versions, which a file may have as null."""
     joins_rows: ClassVar[bool] = False
     """True if rows from several sequences can share one forward pass (``draft_calls``)."""
     shift: ClassVar[int] = 0
@@ -252,6 +254,12 @@ class Draft(nn.Module):
     @classmethod
     def load(cls, folder: Path, description: Description) -> "Draft":
         path = folder / WEIGHTS_FILE
+        for name in cls.removed:
+            if (value := description["architecture"].pop(name, None)) is not None:
+                raise ValueError(
+                    f"checkpoint: {folder / CONFIG_FILE}: {name} {value} is a setting of earlier "
+                    "versions; use a head without it"
+                )
         try:
             shapes = tensor_shapes(path)
             parts = cls._read_parts(description, len(shapes))

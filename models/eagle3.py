@@ -30,8 +30,6 @@ from .layers import (
     rotate,
 )
 
-NUM_CANDIDATES = 64
-
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
@@ -59,12 +57,6 @@ class Eagle3Config:
     """Biases in the query, key and value projections."""
     sliding_window: int | None = None
     """Positions that a row sees in training and decoding, its own included; None: all."""
-    candidate_rank: int | None = None
-    """Rank of a second LM head, which picks candidates; the LM head scores only these. Training
-    fits the second head to the LM head of a draft given by init_from. None: no second head, and
-    the LM head scores every token."""
-    num_candidates: int | None = None
-    """Candidates per row; None: 64."""
     rope_theta: float | None = None
     """Base for the head's rotary positions; None: the target's."""
     rope_scaling: dict[str, Any] | None = None
@@ -73,8 +65,7 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("model.norm_before_fc: True with model.fc_norm; give one of them")
-        sizes = ("sliding_window", "candidate_rank", "num_candidates")
-        check_ranges(self, dict.fromkeys(sizes, "[1, inf)"), "model.")
+        check_ranges(self, {"sliding_window": "[1, inf)"}, "model.")
         kind = (self.rope_scaling or {}).get("rope_type", "default")
         if kind not in HEAD_ROPES:
             raise ValueError(
@@ -137,6 +128,7 @@ class Eagle3(EagleHead):
     """
 
     draft_type: ClassVar[str] = "eagle3"
+    removed: ClassVar[tuple[str, ...]] = ("candidate_rank", "num_candidates")
     config_class: ClassVar[type] = Eagle3Config
 
     def __init__(
@@ -163,10 +155,6 @@ class Eagle3(EagleHead):
         self.lm_head.requires_grad_(not config.share_head)  # a shared one stays the target's
         self.rotary = RotaryEmbedding(layer)
         self.register_buffer("draft_ids", torch.arange(size))
-        if config.candidate_rank is not None:
-            self.requires_grad_(False)
-            self.candidate_down = nn.Linear(hidden, config.candidate_rank, bias=False)
-            self.candidate_up = nn.Linear(config.candidate_rank, size, bias=False)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -186,21 +174,6 @@ class Eagle3(EagleHead):
         # The last H columns read the deepest layer if feature_layers ascends.
         self.fc.weight[:, -hidden:] = torch.eye(hidden)
         initialize_matrices(self.midlayer, 1)
-
-    @torch.no_grad()
-    def fit_candidates(self) -> None:
-        """Set the second head to the best approximation of the LM head with ``candidate_rank``."""
-        left_UR, values_R, right_RH = torch.linalg.svd(
-            self.lm_head.weight.float(), full_matrices=False
-        )
-        rank = len(self.candidate_down.weight)
-        if rank > len(values_R):
-            raise ValueError(
-                f"model.candidate_rank: {rank} is above the LM head's {len(values_R)}; give less"
-            )
-        roots_R = values_R[:rank].sqrt()
-        self.candidate_up.weight.copy_(left_UR[:, :rank] * roots_R)
-        self.candidate_down.weight.copy_(roots_R[:, None] * right_RH[:rank])
 
     def feature(self, taps: Mapping[int, Tensor]) -> Tensor:
         fused = [taps[layer] for layer in self.config.feature_layers]
@@ -286,12 +259,4 @@ class Eagle3(EagleHead):
         return state_H if self.config.norm_output else self.norm(state_H)
 
     def logits(self, state_H: Tensor) -> Tensor:
-        hidden_H = self.normed(state_H)
-        if self.config.candidate_rank is None:
-            return self.lm_head(hidden_H)
-        rough_U = self.candidate_up(self.candidate_down(hidden_H))
-        # Candidates keep their exact logits, so only the others' probability is lost.
-        count = min(self.config.num_candidates or NUM_CANDIDATES, rough_U.shape[-1])
-        best_C = rough_U.topk(count).indices
-        exact_C = (self.lm_head.weight[best_C] @ hidden_H[..., None]).squeeze(-1)
-        return torch.full_like(rough_U, -torch.inf).scatter(-1, best_C, exact_C)
+        return self.lm_head(self.normed(state_H))

@@ -17,11 +17,11 @@ from accelerate.state import AcceleratorState
 from conftest import REPOSITORY, tiny_llama
 from doc_commands import PAGES, Command, commands_of, run_module
 from eval_runs import PROMPTS
+from scripts import load_script
 from transformers import AutoTokenizer
 
-from pipedraft.benchmarks import measurement
-from pipedraft.eval.spec import read_roles
-
+measurement = load_script("benchmarks/measurement.py")
+read_roles = load_script("benchmarks/papers/spec.py").read_roles
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
 
@@ -34,6 +34,7 @@ NOT_RUN = {
     "sglang.launch_server": "not a program of this project",
     "zipfile": "not a program of this project",
     "benchmarks/gpu_check.py": "needs a GPU; test_gpu_check.py runs it on a pretended one",
+    "benchmarks/planted_faults.py": "runs vLLM, which is not installed here",
     "benchmarks/peer_logits.py": "runs beside packages that are not installed here",
     "benchmarks/peer_losses.py": "runs beside packages that are not installed here",
     "docs/lab/other_engines.py": "runs beside packages that are not installed here",
@@ -69,7 +70,7 @@ def runner_of(command: Command) -> str:
     is_states_server = command.module == "pipedraft.train.features" and words[:1] == ["serve"]
     if is_states_server or "http://127.0.0.1:7500" in words:
         return "test_features_served.py"  # it starts a server for hidden states
-    if words[:1] == ["engines"] or "--engine" in words:  # these start an engine's process
+    if "--engine" in words:  # this starts an engine's process
         is_dump = command.module == "pipedraft.train.features"
         return "test_features_vllm.py" if is_dump else "test_engine_parity.py"
     if command.page.startswith("adding_"):
@@ -84,8 +85,8 @@ def runner_of(command: Command) -> str:
         return "test_docs.py"  # it compares their output
     if command.module == "docs/lab/servers.py":
         return "test_serve_command.py"
-    lab = ("runs", "shared_link", "same_tokens", "auto_tree", "launches")
-    if command.module in [f"docs/lab/{name}.py" for name in lab]:
+    lab = [f"docs/lab/{name}.py" for name in ("runs", "same_tokens", "auto_tree", "launches")]
+    if command.module in [*lab, "benchmarks/shared_link.py"]:
         return "test_lab_scripts.py"
     is_served = any(word.startswith("127.0.0.1:") for word in words)
     is_client = command.module == "pipedraft.inference" and "--server" in words
@@ -111,6 +112,7 @@ SMALL_TRAINING = [
     "--trackers=[]",
 ]
 TARGETS = "assets/target/train.py"
+TABLES = "benchmarks/papers/table.py"
 TRAINERS = ("pipedraft.train", TARGETS)
 NO_FEATURES = {"pipedraft.train": ["--features=null"]}
 SMALL_TARGETS = [
@@ -281,7 +283,7 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
     words = [stand_ins.get(word, word) for word in command.arguments]
     module, first = command.module, (words or [""])[0]
     smaller = SMALLER.get(module, [])
-    if module == "pipedraft.eval" and first == "table":
+    if module == TABLES:
         smaller = SMALL_EVALUATION
     elif module == "pipedraft.eval" and first != "edge" and not first.startswith("-"):
         smaller = []  # reads an evaluation's files
@@ -297,11 +299,12 @@ def scaled(command: Command, stand_ins: dict[str, str] = STAND_INS) -> list[str]
 
 def folders_of(words: list[str]) -> list[str]:
     """Return files and folders named by a command or its configuration."""
-    for word in words[:2]:
-        if word.endswith(".yaml") and words[0] in ("table", word):
-            return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(word).read_text()]))
-    if words[:1] == ["table"] and "--list" not in words:
-        text = Path(f"configs/papers/{words[1]}.yaml").read_text()
+    first = (words or [""])[0]
+    if first.endswith(".yaml"):
+        return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(first).read_text()]))
+    table = Path(f"benchmarks/papers/tables/{first}.yaml")
+    if table.is_file():
+        text = table.read_text()
         used = [name for name in read_roles() if re.search(rf"\b{name}\b", text)]
         return [f"out/{name}" for name in used]
     return words
@@ -315,7 +318,7 @@ def clear_output(command: Command, words: list[str]) -> None:
         output = output_of(words) if words[0] == "--config" else ""
     else:
         output = after(words, "--out")
-    if output and command.module != "pipedraft.eval":
+    if output and command.module not in ("pipedraft.eval", TABLES):
         shutil.rmtree(output, ignore_errors=True)
         for path in (Path(output), Path(output).with_suffix(".sqlite")):  # answers
             path.unlink(missing_ok=True)
@@ -394,6 +397,6 @@ class Reader:
         except SystemExit as stop:
             code = stop.code or 0
         assert code == 0, code
-        if command.module.startswith("benchmarks/"):
+        if command.module.startswith("benchmarks/") and "/papers/" not in command.module:
             assert json.loads(said.getvalue().splitlines()[-1]), said.getvalue()[-300:]
         self._done.add(key)

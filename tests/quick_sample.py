@@ -64,9 +64,6 @@ KEPT = {
         "test_the_default_keeps_95_percent_of_the_oracle_where_batches_are_away": 1,
         "test_geometric_keeps_97_percent_of_the_oracle_on_the_shipped_traces": 1,
     },
-    "test_eagle3": {
-        "test_candidates_keep_the_targets_law": 0,
-    },
     "test_eagle_schedules": {
         "test_greedy_text_equals_transformers_greedy": 6,
         "test_greedy_text_is_the_targets_whatever_the_draft_draft_tokens": 6,

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scripts import load_script
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipedraft.benchmarks.gpu_lease import read_token_rows, token_data, write_token_rows
 from pipedraft.data_recipes.bulk import Opening, repeats_itself, sample_rows
 
+gpu_lease = load_script("benchmarks/gpu_lease.py")
 END, BRIDGE = 7, (3, 4)
 
 
@@ -85,11 +86,11 @@ def test_token_rows_come_back_and_hold_out_rows(tmp_path: Path):
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 49152, n).astype(np.int32) for n in (30, 12, 40, 9)]
     prompts = [10, 2, 35, 8]
-    write_token_rows(tmp_path / "rows.safetensors", ids, prompts)
-    found, marks = read_token_rows(tmp_path / "rows.safetensors")
+    gpu_lease.write_token_rows(tmp_path / "rows.safetensors", ids, prompts)
+    found, marks = gpu_lease.read_token_rows(tmp_path / "rows.safetensors")
     assert marks == prompts
     assert all((a == b).all() for a, b in zip(found, ids, strict=True))
-    data = token_data(found, marks, num_valid=1, max_length=36, labels="all")
+    data = gpu_lease.token_data(found, marks, num_valid=1, max_length=36, labels="all")
     assert (len(data.train), len(data.valid)) == (1, 1)  # two answers have too few tokens
     assert sum(data.train[0]["loss_mask"]) == 11
     assert sum(data.valid["loss_mask"][0]) == 20

@@ -22,13 +22,12 @@ from doc_place import (
     PAGE_NAMES,
     Reader,
     failures_of,
+    measurement,
     runner_of,
 )
 from fake_hub import FakeHub
 from hub_runs import signed_in
 from regenerate_runs import FakeServer
-
-from pipedraft.benchmarks.measurement import measure_apart
 
 pytestmark = pytest.mark.timeout(900)  # many commands in one test, maybe on a busy machine
 
@@ -84,14 +83,14 @@ def test_a_case_is_measured_in_a_process_of_its_own(monkeypatch, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import json, os, sys; print(json.dumps([os.getpid(), *sys.argv[1:]]))")
     monkeypatch.setattr(sys, "argv", [str(script), "--json"])
-    pid, *words = measure_apart("--method", "one")
+    pid, *words = measurement.measure_apart("--method", "one")
     assert pid != os.getpid() and words == ["--json", "--method", "one"]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "python -m pipedraft.eval table none --out out/none",
+        "python benchmarks/papers/table.py none --out out/none",
         "python benchmarks/draft_length.py --protocols none",
     ],
 )

@@ -12,17 +12,26 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 from doc_commands import PAGES, check, make_command, run_module
-from doc_place import COMMANDS, NOT_RUN, PAGE_NAMES, TRAINERS, after, output_of, runner_of
+from doc_place import (
+    COMMANDS,
+    NOT_RUN,
+    PAGE_NAMES,
+    TABLES,
+    TRAINERS,
+    after,
+    output_of,
+    read_roles,
+    runner_of,
+)
 
 from pipedraft import __main__ as program
 from pipedraft.eval import __main__ as evaluation
-from pipedraft.eval.spec import read_roles
 from pipedraft.models import __main__ as checkpoints
 from pipedraft.train import config
 from pipedraft.train.__main__ import methods
 
 CLI_PAGE = REPOSITORY / "docs" / "cli.md"
-MODELS = sorted((REPOSITORY / "configs" / "papers" / "models").glob("*.yaml"))
+MODELS = sorted((REPOSITORY / "benchmarks" / "papers" / "models").glob("*.yaml"))
 
 # -- parsing --------------------------------------------------------------------------------
 
@@ -100,7 +109,7 @@ def test_drafts_of_the_papers_models_are_made_by_the_commands_above_them(path, m
     drafts = yaml.safe_load(path.read_text())
     assert drafts.keys() <= read_roles().keys()
     assert {f for f in drafts.values() if f.startswith("out/")} <= made
-    assert commands[-1].arguments[0] == "table" and str(path).endswith(
+    assert commands[-1].module == TABLES and str(path).endswith(
         after(commands[-1].arguments, "--checkpoints")
     )
 
@@ -114,6 +123,7 @@ def test_every_command_of_this_project_runs_in_one_test_or_another():
     ours = [c.module for c in not_run if re.match(r"pipedraft|.*\.py$", c.module)]
     assert set(ours) <= {
         "benchmarks/peer_logits.py",
+        "benchmarks/planted_faults.py",
         "benchmarks/peer_losses.py",
         "benchmarks/gpu_check.py",
         "docs/lab/other_engines.py",

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,18 +15,12 @@ from attention_runs import (
     tune,
 )
 from conftest import tiny_llama, tiny_qwen3
-from decode_runs import (
-    PROMPTS,
-    SMALL,
-    assert_sampled_like_the_target,
-    decode_exactly,
-    engine_for,
-    sampling_target,
-)
+from decode_runs import PROMPTS, SMALL, decode_exactly, engine_for
 from tiny_drafts import decode_chain, make_head
 
 from pipedraft.data_recipes.batch import pack
 from pipedraft.models.banded_attention import ttt_attention
+from pipedraft.models.draft import load_untied
 from pipedraft.models.target import capture_hidden
 from pipedraft.train.eagle3 import (
     Eagle3Objective,
@@ -324,56 +317,23 @@ def test_training_makes_chains_longer_and_autocast_follows_float64():
     assert abs(loss - last["loss"]) < 0.1 * last["loss"]
 
 
-# -- candidates ---------------------------------------------------------------------------------
-
-
-def test_a_head_gets_candidates_and_only_they_are_trained(tmp_path):
-    target = tiny_llama(layers=6, hidden=32, vocab=24)
-    made = make_objective(target).draft
-    made.save(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    del content["architecture"]["share_head"]  # an older file: the default counts
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    batch, generator = make_batch(MASKS), torch.Generator()
-    data = SimpleNamespace(report=SimpleNamespace(to_dict=dict))
-
-    def objective(**options):
-        config = Eagle3TrainConfig(num_steps=3, init_from=str(tmp_path), **options)
-        return Eagle3Objective(
-            config, target, target_name="tiny", revision=None, data=data
-        ).double()
-
-    with torch.no_grad():
-        whole = objective(candidate_rank=24)
-        assert whole(batch, generator).loss.item() == pytest.approx(0, abs=1e-4)
-        state, full = torch.randn(5, 32, dtype=torch.float64), objective()
-        logits, found = full.draft.logits(state), whole.draft.logits(state)
-        assert torch.allclose(found, logits, atol=1e-5), "fewer tokens than candidates"
-    rough = objective(candidate_rank=4, num_candidates=6)
-    trained = {name for name, weight in rough.draft.named_parameters() if weight.requires_grad}
-    assert trained == {"candidate_down.weight", "candidate_up.weight"}
-    first, *_, last = tune(rough, batch, 30)
-    assert 0 < last["loss"] < 0.9 * first["loss"]
-    found = rough.draft.logits(state)
-    kept = found > -torch.inf
-    assert (kept.sum(1) == 6).all() and torch.allclose(found[kept], logits[kept], atol=1e-5)
-    with pytest.raises(ValueError, match="candidate_rank: 25 is above the LM head's 24"):
-        objective(candidate_rank=25)
-
-
 @pytest.mark.parametrize("schedule", ["eagle", "flowspec_continued"])
-def test_candidates_and_a_window_change_no_text(schedule):
+def test_a_window_changes_no_text(schedule):
     target = tiny_qwen3(vocab=16)
-    head = make_head(target, sliding_window=3, candidate_rank=3, num_candidates=4)
+    head = make_head(target, sliding_window=3)
     tree = {"tree": SMALL} if schedule == "eagle" else {}
     way = {"schedule": schedule, "num_stages": 3, "max_new_tokens": 12, **tree}
-    result = decode_exactly(engine_for(target, draft=head, **way), PROMPTS[1])
-    assert result.num_drafted > 0
+    assert decode_exactly(engine_for(target, draft=head, **way), PROMPTS[1]).num_drafted > 0
 
 
-@pytest.mark.parametrize("verifier", ["gumbel", "rejection"])
-def test_candidates_keep_the_targets_law(verifier):
-    target = sampling_target()
-    head = make_head(target, candidate_rank=3, num_candidates=4)
-    way = {"schedule": "eagle", "tree": "chain:3", "verifier": verifier}
-    assert_sampled_like_the_target(target, head, **way)
+def test_a_setting_of_earlier_versions_loads_if_null(tmp_path):
+    make_head(tiny_llama()).save(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    for rank in (None, 48):
+        content["architecture"]["candidate_rank"] = rank
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        if rank is None:
+            assert load_untied(tmp_path).draft_type == "eagle3"
+        else:
+            with pytest.raises(ValueError, match="candidate_rank 48 is a setting of earlier"):
+                load_untied(tmp_path)

@@ -12,16 +12,17 @@ from accelerate.state import AcceleratorState
 from conftest import REPOSITORY, tiny_llama
 from doc_commands import training_script
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from scripts import load_script
 from tiny_drafts import evolved, make_draft
 from train_runs import World, assert_equal_weights, weights
 
-from pipedraft.benchmarks.retention import out_of_scope
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.table import Rows
 from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.models.target import load_target, load_tokenizer
 
+out_of_scope = load_script("benchmarks/retention.py").out_of_scope
 LAST = 3
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAST_MAPS = [

@@ -4,17 +4,16 @@ import json
 import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY
 from pretended_device import pretended_cuda
-
-import pipedraft
-from pipedraft.benchmarks import gpu_check
+from scripts import load_script
 
 SMALL = "--hidden=64 --intermediate=96 --target-layers=4 --heads=2 --key-heads=1 --vocabulary=96"
 SHORT = "--length=32 --prompt=8 --tokens=4 --repeats=1"
-SCRIPT = Path(pipedraft.__file__).parent / "benchmarks" / "gpu_check.py"
+SCRIPT = REPOSITORY / "benchmarks" / "gpu_check.py"
+gpu_check = load_script("benchmarks/gpu_check.py")
 
 
 def check(folder, monkeypatch) -> tuple[int, dict]:

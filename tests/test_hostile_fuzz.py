@@ -7,8 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from scripts import load_script
 
-from pipedraft.benchmarks import fuzz
+fuzz = load_script("benchmarks/fuzz.py")
 
 
 def arguments(out: Path | None = None, **given) -> argparse.Namespace:

@@ -6,6 +6,7 @@ import runpy
 import pytest
 from conftest import REPOSITORY
 from doc_commands import run_module
+from scripts import load_script
 
 from pipedraft.eval.edge_methods import TIMES
 from pipedraft.inference.result import DecodeResult
@@ -23,7 +24,7 @@ def test_a_segment_is_invalidated_where_no_row_of_it_is_left():
 
 
 def test_users_share_passes_for_free_only_if_a_row_is_free():
-    ms_per_token = script("shared_link.py")["ms_per_token"]
+    ms_per_token = load_script("benchmarks/shared_link.py").ms_per_token
     alone_ms = 1e3 * TIMES["flexspec"].forward_s(1, alone=True)
     for users in (1, 50):
         assert ms_per_token("5g", users, 0, 0.0, 30.0) == pytest.approx(alone_ms, rel=0.05)

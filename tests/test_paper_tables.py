@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from contextlib import redirect_stdout
 from copy import deepcopy
 from functools import cache
@@ -13,28 +12,22 @@ import msgspec
 import pytest
 import torch
 import yaml
+from conftest import REPOSITORY
 from eval_runs import PROMPTS
+from scripts import load_script
 from tiny_drafts import make_draft, make_exit, make_head, make_module
 from train_runs import make_world
 
-from pipedraft.eval import __main__ as command
-from pipedraft.eval import published
-from pipedraft.eval.arguments import TableOptions
-from pipedraft.eval.checkpoints import CheckpointSearch, Drafts
-from pipedraft.eval.published import NOT_PUBLISHED, measured, paper_table
-from pipedraft.eval.runner import KINDS, check, load_context
-from pipedraft.eval.spec import (
-    FOLDER,
-    Column,
-    decode_config,
-    read_roles,
-    read_spec,
-    table_names,
-)
+from pipedraft.cli import run_command
 from pipedraft.inference.shapes import segment_sizes
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.pretrained import quieten
 
+TABLE = load_script("benchmarks/papers/table.py")
+ROWS, SPEC = (load_script(f"benchmarks/papers/{name}.py") for name in ("rows", "spec"))
+DRAFTS = load_script("benchmarks/papers/drafts.py")
+OPTIONS = load_script("benchmarks/papers/options.py").TableOptions
+check, read_spec, table_names = ROWS.check, SPEC.read_spec, SPEC.table_names
 EXPECTED = ["spd1", "spd2", "spd_release_greedy", "spd_release_sampled", "spd_modules"]
 EXPECTED += [f"picospec{i}" for i in range(1, 5)]
 EXPECTED += (
@@ -42,7 +35,7 @@ EXPECTED += (
     + ["flexspec_lengths"]
     + ["flowspec1", "flowspec2", "pipeinfer4"]
 )
-OWN = FOLDER.parent / "eval"
+OWN = REPOSITORY / "configs" / "eval"
 no_pictures = eval_runs.no_pictures
 pytestmark = pytest.mark.usefixtures("no_pictures")
 NEW_TOKENS = 3
@@ -55,7 +48,7 @@ ALL_BENCHMARKS = ("spd_release_greedy",)
 
 def test_the_tables_of_the_papers_are_there(capsys):
     assert set(EXPECTED) <= set(table_names())
-    command.run(["table", "--list"])
+    TABLE.run(["--list"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == table_names()
 
@@ -79,14 +72,14 @@ def test_a_table_names_what_exists_and_where_its_numbers_are_from(name):
 
 def test_flowspecs_tables_have_its_five_micro_batches():
     table = read_spec("flowspec1")
-    config = decode_config(table.settings(table.rows[0]))
+    config = SPEC.decode_config(table.settings(table.rows[0]))
     rows = 1 + config.schedule.tree.num_tokens
     sizes = segment_sizes(rows, config.num_stages + 1, config.schedule.max_segment_rows)
     assert sizes == [16, 16, 16, 16, 17]
 
 
 def test_every_training_command_names_a_configuration_that_ships(repository):
-    for training in read_roles().values():
+    for training in SPEC.read_roles().values():
         words = training.split()
         starts = words[: words.index("--config")]
         assert starts in (
@@ -99,7 +92,7 @@ def test_every_training_command_names_a_configuration_that_ships(repository):
 
 def planted(tmp_path: Path, name: str, edit) -> None:
     """Read and check a declaration with a planted fault."""
-    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    content = yaml.safe_load((SPEC.TABLES / f"{name}.yaml").read_text())
     edit(content)
     path = tmp_path / f"{name}.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -119,7 +112,7 @@ def planted(tmp_path: Path, name: str, edit) -> None:
             lambda t: t["rows"][0].update(color="red"),
             "unknown field `color`.*give one of",
         ),
-        ("spd1", lambda t: t["rows"][0]["published"].update(x=1.0), "'x' has no source"),
+        ("spd1", lambda t: t["rows"][0].update(published={"x": 1.0}), "'x' has no source"),
         ("pipeinfer4", lambda t: t["rows"][-1].update(remark=""), "without a remark"),
         ("spd1", lambda t: t["rows"].append(deepcopy(t["rows"][0])), "there are two"),
         ("spd1", lambda t: t["measures"].append("speed"), "'speed' is none of a pipeline table"),
@@ -144,6 +137,17 @@ def test_a_fault_in_a_declaration_is_refused(tmp_path, name, edit, expected):
     with pytest.raises(ValueError, match=expected) as caught:
         planted(tmp_path, name, edit)
     assert "\n" not in str(caught.value)
+
+
+def test_a_copy_of_a_table_has_its_published_numbers(tmp_path):
+    content = yaml.safe_load((SPEC.TABLES / "flexspec5.yaml").read_text())
+    content["rows"] = content["rows"][1:2] + content["rows"][-1:]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    row, _ = read_spec(str(tmp_path / "mine.yaml")).rows
+    assert row.published["ms a draft token"] == 8.5
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content | {"published": "flexspec"}))
+    with pytest.raises(ValueError, match="'flexspec' is no table in published.csv; did you mean"):
+        read_spec(str(tmp_path / "mine.yaml"))
 
 
 def test_a_fixed_length_may_be_as_long_as_the_longest_batch(tmp_path):
@@ -210,7 +214,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def words(place: Path, name: str, out: Path, *more: str) -> list[str]:
-    found = ["table", name, "--target", str(place / "target"), "--data-dir", str(place / "prompts")]
+    found = [name, "--target", str(place / "target"), "--data-dir", str(place / "prompts")]
     found += ["--checkpoints", str(place / "runs"), "--limit", "1", "--out", str(out)]
     return [*found, "--max-new-tokens", str(NEW_TOKENS), *more]
 
@@ -222,12 +226,12 @@ def make(place):
     @cache
     def made(name: str):
         out = place / "made" / name
-        options = TableOptions.read(words(place, name, out)[1:])
-        table = published.read_options(options)
+        options = OPTIONS.read(words(place, name, out))
+        table = TABLE.read_options(options)
         if name not in ALL_BENCHMARKS:
             table = msgspec.structs.replace(table, benchmarks=["gsm8k"])
-        outcomes, _ = KINDS[table.kind].run(table, load_context(table, options))
-        return table, outcomes, paper_table(table, outcomes)
+        outcomes, _ = ROWS.KINDS[table.kind].run(table, ROWS.load_context(table, options))
+        return table, outcomes, TABLE.paper_table(table, outcomes)
 
     return made
 
@@ -241,7 +245,7 @@ def test_a_table_runs_and_says_why_a_row_does_not(make, name):
     for index, (row, outcome) in enumerate(zip(table.rows, outcomes, strict=True)):
         line = dict(zip(shown.header, shown.rows[index], strict=True))
         if outcome.values:
-            value, _ = measured(table, outcomes, index, Column.parse(table.measures[0]))
+            value, _ = TABLE.measured(table, outcomes, index, SPEC.Column.parse(table.measures[0]))
             assert value is None or value >= 0
             assert "train" not in outcome.remark
             checked = outcome.agreement.split("/")
@@ -255,31 +259,33 @@ def test_a_table_runs_and_says_why_a_row_does_not(make, name):
             if column in row.published:
                 assert cell == str(row.published[column]) or float(cell) == row.published[column]
             else:
-                assert cell == ("-" if row.is_ours else NOT_PUBLISHED)
+                assert cell == ("-" if row.is_ours else TABLE.NOT_PUBLISHED)
 
 
 def test_drafts_are_found_by_their_folders_name_and_belong_to_the_target(place):
     target, tokenizer = load_target(str(place / "target")), load_tokenizer(str(place / "target"))
-    search = CheckpointSearch.of([str(place / "runs")])
-    drafts = Drafts(search, target, tokenizer)
+    search = DRAFTS.CheckpointSearch.of([str(place / "runs")])
+    drafts = DRAFTS.Drafts(search, target, tokenizer)
     assert drafts.find("spd_n4").config.query == "newest"
     assert drafts.folders["spd_n4"].parts[-2:] == ("spd_n4", "best")
     assert (
         drafts.find("spd_n8") is None and "--config configs/spd/tiny_n8" in drafts.missing["spd_n8"]
     )
     target.lm_head.weight.data.add_(1.0)
-    drafts = Drafts(search, target, tokenizer)
+    drafts = DRAFTS.Drafts(search, target, tokenizer)
     assert drafts.find("eagle3") is None and "does not match this draft" in drafts.missing["eagle3"]
 
 
 def test_a_file_of_roles_decides(place, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"eagle3: {place / 'runs' / 'eagle3'}\n")
     target, tokenizer = load_target(str(place / "target")), load_tokenizer(str(place / "target"))
-    drafts = Drafts(CheckpointSearch.of([str(tmp_path / "mine.yaml")]), target, tokenizer)
+    drafts = DRAFTS.Drafts(
+        DRAFTS.CheckpointSearch.of([str(tmp_path / "mine.yaml")]), target, tokenizer
+    )
     assert drafts.find("eagle3") is not None and drafts.find("eagle") is None
     (tmp_path / "mine.yaml").write_text("eagle4: x\n")
     with pytest.raises(ValueError, match="no table asks for 'eagle4'"):
-        CheckpointSearch.of([str(tmp_path / "mine.yaml")])
+        DRAFTS.CheckpointSearch.of([str(tmp_path / "mine.yaml")])
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +296,7 @@ def write(place):
     def written(name: str) -> tuple[Path, str]:
         out = place / "written" / name
         with redirect_stdout(io.StringIO()) as said:
-            command.run(words(place, name, out))
+            TABLE.run(words(place, name, out))
         return out, said.getvalue()
 
     return written
@@ -314,18 +320,18 @@ def test_the_command_writes_the_table_and_what_it_rests_on(write, name):
     if table.kind == "edge":  # each can be told from the others
         assert [row["method"] for row in results["latency"]] == [row.name for row in table.rows]
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["command"].startswith(f"python -m pipedraft.eval table {name} ")
+    assert manifest["command"].startswith(f"python benchmarks/papers/table.py {name} ")
 
 
 def test_shares_of_conversations_at_once_make_the_same_table(place, write, tmp_path, capsys):
     (alone, _), shared = write("pipeinfer_parts"), tmp_path / "shared"
     many = ["--sequences", "3"]
     for share in ("1/2", "2/2"):
-        command.run(words(place, "pipeinfer_parts", shared, *many, "--fresh", "--shard", share))
+        TABLE.run(words(place, "pipeinfer_parts", shared, *many, "--fresh", "--shard", share))
         assert "decoded turns of this share" in capsys.readouterr().out
         assert not (shared / "table.json").exists()
     before = {path: path.read_bytes() for path in (shared / "traces").iterdir()}
-    command.run(words(place, "pipeinfer_parts", shared, *many))
+    TABLE.run(words(place, "pipeinfer_parts", shared, *many))
     tables = [json.loads((out / "table.json").read_text()) for out in (alone, shared)]
     assert tables[0] == tables[1]
     assert before == {path: path.read_bytes() for path in (shared / "traces").iterdir()}
@@ -352,9 +358,9 @@ def test_benchmarks_have_columns_of_their_own(make):
 
 def test_a_ratio_is_of_rows_at_the_same_temperature(make):
     table, outcomes, _ = make("flowspec1")
-    measure = Column.parse("S over Naive PP")
+    measure = SPEC.Column.parse("S over Naive PP")
     for index, row in enumerate(table.rows):
-        value, _ = measured(table, outcomes, index, measure)
+        value, _ = TABLE.measured(table, outcomes, index, measure)
         base = next(
             i
             for i, other in enumerate(table.rows)
@@ -389,12 +395,11 @@ def test_a_ratio_is_of_rows_at_the_same_temperature(make):
     ],
     ids=str,
 )
-def test_bad_input_is_one_line(place, tmp_path, monkeypatch, capsys, arguments, expected):
+def test_bad_input_is_one_line(place, tmp_path, capsys, arguments, expected):
     arguments = [str(tmp_path) if word == "EMPTY" else word for word in arguments]
     if "--checkpoints" in arguments:
-        arguments += words(place, "spd1", tmp_path / "out")[2:6] + ["--out", str(tmp_path / "o")]
-    monkeypatch.setattr(sys, "argv", ["eval", "table", *arguments])
+        arguments += words(place, "spd1", tmp_path / "out")[1:5] + ["--out", str(tmp_path / "o")]
     with pytest.raises(SystemExit) as stop:
-        command.main()
+        run_command(lambda: TABLE.run(arguments))
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1 and expected in said

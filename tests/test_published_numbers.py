@@ -1,24 +1,35 @@
 """Published numbers: one copy beside the tables, and relations between SPD's tables."""
 
 import re
-import runpy
 
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from scripts import load_script
 
-SCRIPT = runpy.run_path(str(REPOSITORY / "docs" / "lab" / "seeds.py"))
+SCRIPT = vars(load_script("benchmarks/papers/check.py"))
 BENCHMARKS = (" on MT-Bench", " on GSM8K", " on HumanEval")
 PLACES = [("4B", "0"), ("4B", "1"), ("9B", "0"), ("9B", "1")]
 
 
 def test_every_published_cell_of_the_tables_is_in_the_file():
     assert SCRIPT["differences"]() == []
-    lines = SCRIPT["read_lines"]()
+    lines = SCRIPT["read_published"]()
     assert len({line["cell"] for line in lines.values()} - {""}) > 1_200
     measures = {spec: SCRIPT["read_spec"](spec).measures for spec in SCRIPT["table_names"]()}
     for line in lines.values():
         assert not line["measure"] or line["measure"] in measures[line["table"]], line
+
+
+def test_a_line_without_a_row_is_found(tmp_path, monkeypatch):
+    spec = load_script("benchmarks/papers/spec.py")
+    path = tmp_path / "published.csv"
+    path.write_text(spec.PUBLISHED.read_text() + "spd1,SPDD,0,,S,1.5,,,\n")
+    monkeypatch.setattr(spec, "PUBLISHED", path)
+    assert SCRIPT["differences"]() == ["('spd1', 'SPDD', '0', '', 'S'): only in one of the two"]
+    path.write_text(path.read_text() + "spd1,SPDD,0,,S,1.6,,,\n")
+    with pytest.raises(ValueError, match="two lines have the same table, row"):
+        SCRIPT["differences"]()
 
 
 def test_a_number_that_differs_is_found(tmp_path):
@@ -33,7 +44,7 @@ def lengths(size: str, temperature: str, methods: tuple[str, ...]) -> tuple[np.n
     """L' from SPD's table 1 [M], and by benchmark from its tables 3 to 5 [M, 3]."""
     cells = {
         (line["row"], line["column"]): float(line["published"])
-        for line in SCRIPT["read_lines"]().values()
+        for line in SCRIPT["read_published"]().values()
         if (line["table"], line["T"]) == ("spd1", temperature)
     }
     name = f"{size} L'"
@@ -57,7 +68,7 @@ def test_spds_table_1_averages_benchmarks_for_eagle_and_pools_them_for_itself(si
 
 def test_what_spds_cells_are_by_the_mean_that_eagle_has():
     def mean(size: str, row: str) -> float:
-        lines = SCRIPT["read_lines"]()
+        lines = SCRIPT["read_published"]()
         on = [float(lines["spd1", row, "0", "", f"{size} L'{b}"]["published"]) for b in BENCHMARKS]
         return round(float(np.mean(on)), 2)
 
@@ -71,7 +82,7 @@ def test_the_table_of_mechanisms_names_what_exists_and_why_a_part_is_missing():
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE)
     rows = [row for row in rows if row[0] != "mechanism" and not row[0].startswith("---")]
     assert len(rows) > 60
-    folders = ("", "tests", "configs/papers", "inference/schedules")
+    folders = ("", "tests", "benchmarks/papers/tables", "inference/schedules")
     for mechanism, _, file, test, state in rows:
         assert re.match(r"there\b|(partial|missing): \w", state), mechanism
         for name in re.findall(r"`([\w/]+\.(?:py|yaml)|[\w/]+/)`", f"{file} {test}"):

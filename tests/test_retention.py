@@ -11,15 +11,16 @@ import pytest
 import torch
 import yaml
 from conftest import tiny_llama
+from scripts import load_script
 from tiny_drafts import make_draft
 from train_runs import make_world
 
-from pipedraft.benchmarks import retention
 from pipedraft.files import read_yaml
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.pretrained import quieten
 
+retention = load_script("benchmarks/retention.py")
 LAST = 3
 
 

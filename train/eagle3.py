@@ -16,7 +16,6 @@ from ..models.draft import Draft, TargetReference
 from ..models.eagle3 import Eagle3, Eagle3Config
 from ..models.layers import LayerConfig
 from ..models.mtp import MTP
-from .losses import DistillationLoss, chunked_distillation
 from .objective import ChainObjective, DivergenceConfig, LossOutput
 
 
@@ -144,26 +143,8 @@ class Eagle3Objective(UnrolledObjective):
     """
 
     draft_class: ClassVar[type[Draft]] = Eagle3
-    addable: ClassVar[tuple[str, ...]] = ("candidate_rank", "num_candidates")
     config: Eagle3TrainConfig
     draft: Eagle3
-
-    def _start_from(self, place: str) -> Draft:
-        start = super()._start_from(place)
-        if self.config.candidate_rank is not None and start.config.candidate_rank is None:
-            self.draft.fit_candidates()
-        return start
-
-    def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
-        """Distill the target, or the head's own LM head if the head has candidate layers."""
-        if self.config.candidate_rank is None:
-            return super().distil(hidden_MH, teacher_LH, **options)
-        draft = self.draft
-        del options["teacher_index_M"]
-        down_MR = draft.candidate_down(hidden_MH)
-        return chunked_distillation(
-            down_MR, draft.candidate_up.weight, hidden_MH, draft.lm_head.weight, **options
-        )
 
     @classmethod
     def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle3:

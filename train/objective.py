@@ -142,8 +142,6 @@ class DraftObjective(nn.Module, ABC):
     config: Any
     """Draft architecture and loss, as the method's dataclass."""
     draft: Draft
-    addable: ClassVar[tuple[str, ...]] = ()
-    """Architecture settings that the draft in init_from may lack."""
     card: Callable[[Values], str] | None = None
     """Creates a checkpoint's README.md from its config.json."""
     features: "Features | None" = None
@@ -196,7 +194,6 @@ class DraftObjective(nn.Module, ABC):
             for name, value in vars(own).items()
             # Not vars(given), which lacks defaults missing in the file.
             if (found := getattr(given, name)) != value
-            and not (name in self.addable and found is None)
         ]
         if differing:
             raise ValueError(

@@ -105,10 +105,6 @@ def export(
     """
     kinds = [kind for kind, layouts in LAYOUTS.items() if layout in layouts]
     head, description = load_head(folder, layout, kinds)
-    if getattr(head.config, "candidate_rank", None) is not None:
-        raise ValueError(
-            "--format: no engine reads model.candidate_rank; export the head that it came from"
-        )
     engines = HeadTarget(head.reference, target)
     if target is not None or head.shares_head:
         prepare(head, engines.files)

@@ -25,7 +25,7 @@ from .chain import draft_tokens, validated_acceptance
 from .export import HeadTarget, load_head, no_place, prepare
 
 FILE = "draft.gguf"
-UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window", "candidate_rank")
+UNREAD = ("fc_norm", "norm_output", "query_key_norm", "sliding_window")
 """EAGLE-3 settings ignored by llama.cpp."""
 NUM_EAGLE_LAYERS = 3
 AROUND = {
