@@ -80,7 +80,7 @@ class Answer:
     fewest_listed: int | None = None
     """Shortest ``top_logprobs``; None: there are none."""
     is_spelled: bool = True
-    """False if the log-probabilities name tokens in a form that does not spell the text."""
+    """False if the log-probabilities do not name the tokens of the text."""
     has_thinking: bool = False
     """True if ``text`` lacks marks that the model wrote around its thinking."""
 
@@ -248,7 +248,7 @@ class Endpoint:
                 f"refuses top_logprobs {TOP_LOGPROBS[0]}; asked for {self.num_top} instead"
             )
         if any(not answer.is_spelled for answer in answers):
-            found.append("names tokens in a form that does not spell its text")
+            found.append("its log-probabilities do not name the tokens of its text")
         elif missing := sum(not answer.names_tokens for answer in answers):
             return [*found, f"ignores logprobs: {missing} of {len(answers)} answers have none"]
         listed = [one.fewest_listed for one in answers if one.fewest_listed is not None]
