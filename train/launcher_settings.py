@@ -291,8 +291,8 @@ def _judge_fsdp(environment: Mapping[str, str], found: Judgment) -> None:
     found.refusals += _outside({"FSDP_VERSION": "1", **environment}, WITH_FSDP)
     if _is_on(environment, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         found.notes.append(
-            "fsdp_cpu_ram_efficient_loading: true is for transformers models; every process makes "
-            "the draft and loads the target itself (--shard_target true splits the target)"
+            "fsdp_cpu_ram_efficient_loading: true is not used; every process makes the draft and "
+            "loads the target itself (--shard_target true splits the target)"
         )
     if environment.get("FSDP_STATE_DICT_TYPE", "").lower() == "full_state_dict":
         found.notes.append(
