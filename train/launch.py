@@ -72,9 +72,6 @@ def make_accelerator(config: RunConfig, judgment: Judgment | None = None) -> Acc
     """
     _check_trackers(config)
     judgment = judgment or judge_launcher(config)
-    if judgment.strategy == "fsdp2":
-        # Otherwise transformers loads the frozen target in the first process only.
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     handlers = []
     if "RANK" in os.environ:
         has_accelerator = torch.accelerator.is_available()
@@ -107,6 +104,9 @@ def make_accelerator(config: RunConfig, judgment: Judgment | None = None) -> Acc
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _prepare_deepspeed(accelerator, config)
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    if is_fsdp:
+        # accelerate's way to send weights from the first process takes no persistent buffers.
+        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     if is_fsdp and accelerator.mixed_precision == "bf16":
         accelerator.state.fsdp_plugin.mixed_precision_policy = FSDP_PRECISION
     if is_fsdp and config.optim.name != "adamw":
@@ -122,11 +122,18 @@ def needs_others() -> Iterator[None]:
     """Turn a collective call's error about a lost peer into a one-line failure.
 
     Raises:
-        Failure: another process has ended, or missed a collective call's timeout.
+        Failure: another process has ended, or missed a collective call's timeout, or the compiler
+            failed.
     """
     try:
         yield
     except RuntimeError as error:
+        if type(error).__module__ in ("torch._dynamo.exc", "torch._inductor.exc"):
+            reason = str(error).strip().partition("\n")[0]
+            raise Failure(
+                f"dynamo_backend: the compiler cannot compile this run ({reason}); give "
+                "--dynamo_backend no to accelerate launch"
+            ) from error
         # gloo raises plain RuntimeErrors; only their text tells a lost process from a bug.
         if not isinstance(error, dist.DistError) and not LOST.search(str(error)):
             raise

@@ -176,8 +176,14 @@ WITH_DEEPSPEED = [
         "drafts have no such layers; leave it out",
     ),
 ]
-DATA_PARALLEL = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE")
-SEQUENCE_SHARES = ("TP_SIZE", "CP_SIZE", "SP_SIZE")
+MESHES = {
+    **dict.fromkeys(
+        ("TP_SIZE", "CP_SIZE", "SP_SIZE"),
+        "each process trains on its own rows with the whole draft",
+    ),
+    "DP_REPLICATE_SIZE": "FSDP2 splits the draft over all processes",
+}
+"""Size in accelerate's parallelism_config -> why it must be 1."""
 
 PLAIN_KEYS = {
     *("bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping", "zero_optimization"),
@@ -269,21 +275,12 @@ def _judge_processes(environment: Mapping[str, str], found: Judgment) -> None:
 def _judge_meshes(environment: Mapping[str, str], found: Judgment) -> None:
     if not _is_on(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
-    sizes = {
-        name: int(environment.get(f"PARALLELISM_CONFIG_{name}", 1))
-        for name in (*DATA_PARALLEL, *SEQUENCE_SHARES)
-    }
-    for name in SEQUENCE_SHARES:
-        if sizes[name] > 1:
+    for name, reason in MESHES.items():
+        size = environment.get(f"PARALLELISM_CONFIG_{name}", "1")
+        if size != "1":
             found.refusals.append(
-                f"parallelism_config_{name.lower()}: {sizes[name]}, but each process trains on its "
-                "own rows with the whole draft; give 1"
+                f"parallelism_config_{name.lower()}: {size}, but {reason}; give 1"
             )
-    if sizes["DP_REPLICATE_SIZE"] > 1:
-        found.refusals.append(
-            f"parallelism_config_dp_replicate_size: {sizes['DP_REPLICATE_SIZE']}, but FSDP2 splits "
-            "the draft over all processes; give 1"
-        )
 
 
 def _judge_fsdp(environment: Mapping[str, str], found: Judgment) -> None:
@@ -291,8 +288,8 @@ def _judge_fsdp(environment: Mapping[str, str], found: Judgment) -> None:
     found.refusals += _outside({"FSDP_VERSION": "1", **environment}, WITH_FSDP)
     if _is_on(environment, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         found.notes.append(
-            "fsdp_cpu_ram_efficient_loading: true is for transformers models; every process makes "
-            "the draft and loads the target itself (--shard_target true splits the target)"
+            "fsdp_cpu_ram_efficient_loading: true is not used; every process makes the draft and "
+            "loads the target itself (--shard_target true splits the target)"
         )
     if environment.get("FSDP_STATE_DICT_TYPE", "").lower() == "full_state_dict":
         found.notes.append(
