@@ -13,7 +13,7 @@ from ..cli import UsageError
 from ..files import Values, read_yaml
 from ..inference.engine import DraftNetwork
 from ..models import load_draft
-from ..models.draft import CONFIG_FILE, Draft, read_description, resolve_folder
+from ..models.draft import CONFIG_FILE, Draft, head_of_run, read_description, resolve_folder
 from ..models.language_model import load_draft_model
 from ..pretrained import place_draft
 from .spec import read_roles
@@ -21,11 +21,8 @@ from .tasks import Prompt
 
 
 def _folder_of(path: Path) -> Path | None:
-    """Return the folder with the checkpoint, either ``path`` or ``path/best``, or None."""
-    for folder in (path, path / "best"):
-        if (folder / CONFIG_FILE).is_file():
-            return folder
-    return None
+    """Return the folder with the checkpoint, ``path`` or the head of the run in it, or None."""
+    return path if (path / CONFIG_FILE).is_file() else head_of_run(path)
 
 
 def _is_model(folder: Path) -> bool:

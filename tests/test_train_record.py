@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from train_runs import Stop, assert_equal_weights, train, weights
 
 from pipedraft.cli import Failure
+from pipedraft.inference import __main__ as inference
+from pipedraft.models import draft
 from pipedraft.train import checkpoint
 from pipedraft.train.checkpoint import TrainingState, check_deepspeed, check_written, layout_of
 from pipedraft.train.loop import Trainer
@@ -233,6 +237,34 @@ def test_a_head_starts_another_run_in_another_folder(world, resume, folder, tmp_
     shutil.rmtree(tmp_path / "next" / "best")
     again.restore()
     assert again.progress.step == 1
+
+
+# -- a run's folder as a checkpoint -----------------------------------------------------------
+
+
+def test_a_runs_folder_is_its_best_head_or_else_its_newest(folder, monkeypatch, capfd):
+    monkeypatch.setattr(draft, "_tell_newest", cache(draft._tell_newest.__wrapped__))
+    assert draft.resolve_folder(str(folder)) == folder / "best"
+    assert not capfd.readouterr().err
+    shutil.rmtree(folder / "best")
+    newest = folder / "checkpoints" / "step-0000012"
+    shutil.copytree(folder / "checkpoints" / STEP, newest)
+    shutil.copytree(newest, newest.with_name(".step-0000013.partial"))  # being written
+    for _ in range(2):  # every command asks several times
+        assert draft.resolve_folder(str(folder)) == newest
+    line = f"note: this run has no best/ yet, so {newest} is used, its newest\n"
+    assert capfd.readouterr().err == line
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ValueError, match="checkpoint: the run in .* has saved no head yet"):
+        draft.resolve_folder(str(folder))
+
+
+def test_a_stopped_run_decodes_under_its_own_name(world, folder, monkeypatch, capfd):
+    shutil.rmtree(folder / "best")
+    arguments = ["--checkpoint", str(folder), "--prompt", "Hi", "--max-new-tokens", "4"]
+    monkeypatch.setattr(sys, "argv", ["inference", *arguments])
+    inference.main()
+    assert STEP in capfd.readouterr().err
 
 
 # -- the place in the data --------------------------------------------------------------------
