@@ -15,6 +15,7 @@ from msgspec import Struct
 from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
+from ..data_recipes.config import Source
 from ..data_recipes.recipe import TokenizedData
 from ..files import Values, read_json, to_json
 from ..models.draft import TargetReference
@@ -107,7 +108,7 @@ def _flat(part: "DataclassInstance", prefix: str = "") -> Values:
 
 
 def _plain(value: Any) -> object:
-    return asdict(value) if is_dataclass(value) else str(value)
+    return asdict(value) if isinstance(value, Source) else str(value)
 
 
 def read_record(folder: Path) -> RunRecord:
