@@ -1,8 +1,10 @@
 """Base class for drafts, with checkpoint folder, reference to one target, and draft vocabulary."""
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, TypeVar, TypeVarTuple, cast
@@ -367,7 +369,8 @@ def load_draft(
     """Load a draft of any type and check that it belongs to ``target``.
 
     Args:
-        path_or_repo: checkpoint folder, a run's output folder (its best checkpoint), or Hub id.
+        path_or_repo: checkpoint folder, a run's output folder (its best checkpoint, else its
+            newest), or Hub id.
         allow_evolved: accept a target with the same sizes but other weights, to measure the draft
             on it.
         dtype: as in ``round_head``.
@@ -400,18 +403,22 @@ def load_untied(folder: Path) -> Draft:
 
 
 def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
-    """Return a checkpoint folder, a run's best checkpoint, or a folder downloaded from the Hub.
+    """Return a checkpoint folder, a run's head, or a folder downloaded from the Hub.
 
     Raises:
-        ValueError: folder, repository or revision not found, no access, or not cached while
-            offline.
+        ValueError: folder, repository or revision not found, no access, not cached while offline,
+            or a run that has saved nothing yet.
         Failure: the Hub is unavailable and nothing is cached.
     """
     folder = Path(packaged(path_or_repo))
     if folder.is_dir():
-        if not (folder / CONFIG_FILE).exists() and (folder / "best" / CONFIG_FILE).exists():
-            return folder / "best"
-        return folder
+        found = head_of_run(folder)
+        if found is None and (folder / "metrics.jsonl").exists():
+            raise ValueError(
+                f"checkpoint: the run in {folder} has saved no head yet; let it reach its first "
+                "evaluation, or stop it with Ctrl-C, which saves"
+            )
+        return found or folder
     if path_or_repo.count("/") != 1 or path_or_repo.startswith((".", "/")):
         raise ValueError(
             f"checkpoint: no folder {path_or_repo}; give a folder written by pipedraft train, "
@@ -425,6 +432,30 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
     files = ["*.json", "*.safetensors", "README.md"]
     with hub_link(f"checkpoint: {path_or_repo!r}"):
         return Path(snapshot_download(path_or_repo, revision=revision, allow_patterns=files))
+
+
+def head_of_run(folder: Path) -> Path | None:
+    """Return the checkpoint to use from a run's output folder, or None for another folder.
+
+    This is the best one. A stopped run may have none yet: then the newest, with a note on stderr.
+    """
+    if (folder / CONFIG_FILE).exists():
+        return None
+    if (folder / "best" / CONFIG_FILE).exists():
+        return folder / "best"
+    # Steps have leading zeros, and a folder gets its name when it is complete.
+    saved = sorted(folder.glob(f"checkpoints/step-*/{CONFIG_FILE}"))
+    if not saved:
+        return None
+    newest = saved[-1].parent
+    _tell_newest(newest)
+    return newest
+
+
+@cache
+def _tell_newest(folder: Path) -> None:
+    """Print the note once per process, because commands look for a checkpoint several times."""
+    print(f"note: this run has no best/ yet, so {folder} is used, its newest", file=sys.stderr)
 
 
 def draft_vocabulary(token_counts_V: Tensor, size: int) -> Tensor:

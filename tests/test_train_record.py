@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from train_runs import Stop, assert_equal_weights, train, weights
 
 from pipedraft.cli import Failure
+from pipedraft.inference import __main__ as inference
+from pipedraft.models import draft
 from pipedraft.train import checkpoint
-from pipedraft.train.checkpoint import TrainingState, check_written, layout_of
+from pipedraft.train.checkpoint import TrainingState, check_deepspeed, check_written, layout_of
 from pipedraft.train.loop import Trainer
 from pipedraft.train.record import RECORD, read_record
 
@@ -72,7 +76,7 @@ def test_another_target_of_the_same_shapes_is_refused_by_name(
     with pytest.raises(ValueError, match=r"^target: .*target' then, .*tuned' now .*--output_dir"):
         resume(target=target)
     # Everything else that differs is named, too, and the target comes first.
-    with pytest.raises(ValueError, match=r"^target: .*\(also data, optim.name\)"):
+    with pytest.raises(ValueError, match=r"^target: .*\(also data, optim.name, max_steps\)"):
         resume(target=target, data__sources=sources, optim__name="muon")
 
 
@@ -162,7 +166,8 @@ def test_other_changes_are_told_in_one_line(resume, capfd):
 
 def test_the_same_command_finds_nothing_changed(resume, capfd):
     resume(max_steps=2)
-    assert "resumed at step 2 of 2\n" in capfd.readouterr().err
+    line = "resumed at step 2 of 2; nothing is left to train: raise max_steps, or epochs"
+    assert line in capfd.readouterr().err
 
 
 def test_a_best_head_without_checkpoints_is_compared_too(world, resume, folder, tmp_path, capfd):
@@ -232,6 +237,34 @@ def test_a_head_starts_another_run_in_another_folder(world, resume, folder, tmp_
     shutil.rmtree(tmp_path / "next" / "best")
     again.restore()
     assert again.progress.step == 1
+
+
+# -- a run's folder as a checkpoint -----------------------------------------------------------
+
+
+def test_a_runs_folder_is_its_best_head_or_else_its_newest(folder, monkeypatch, capfd):
+    monkeypatch.setattr(draft, "_tell_newest", cache(draft._tell_newest.__wrapped__))
+    assert draft.resolve_folder(str(folder)) == folder / "best"
+    assert not capfd.readouterr().err
+    shutil.rmtree(folder / "best")
+    newest = folder / "checkpoints" / "step-0000012"
+    shutil.copytree(folder / "checkpoints" / STEP, newest)
+    shutil.copytree(newest, newest.with_name(".step-0000013.partial"))  # being written
+    for _ in range(2):  # every command asks several times
+        assert draft.resolve_folder(str(folder)) == newest
+    line = f"note: this run has no best/ yet, so {newest} is used, its newest\n"
+    assert capfd.readouterr().err == line
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ValueError, match="checkpoint: the run in .* has saved no head yet"):
+        draft.resolve_folder(str(folder))
+
+
+def test_a_stopped_run_decodes_under_its_own_name(world, folder, monkeypatch, capfd):
+    shutil.rmtree(folder / "best")
+    arguments = ["--checkpoint", str(folder), "--prompt", "Hi", "--max-new-tokens", "4"]
+    monkeypatch.setattr(sys, "argv", ["inference", *arguments])
+    inference.main()
+    assert STEP in capfd.readouterr().err
 
 
 # -- the place in the data --------------------------------------------------------------------
@@ -325,6 +358,25 @@ def test_reading_back_names_the_tensor(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(Failure, match="read back"):
         check_written(path, layout_of(tensors))
+
+
+def test_deepspeeds_files_are_counted_and_whole(tmp_path):
+    folder = tmp_path / "deepspeed"
+    folder.mkdir()
+    names = [
+        "mp_rank_00_model",
+        "zero_pp_rank_0_mp_rank_00_optim",
+        "zero_pp_rank_1_mp_rank_00_optim",
+    ]
+    for name in names:
+        torch.save({"a": torch.zeros(9)}, folder / f"{name}_states.pt")
+    check_deepspeed(tmp_path, 2)
+    with pytest.raises(Failure, match="2 optimizer states"):
+        check_deepspeed(tmp_path, 3)
+    last = folder / f"{names[2]}_states.pt"
+    last.write_bytes(last.read_bytes()[:-40])
+    with pytest.raises(Failure, match="zero_pp_rank_1.*cut short"):
+        check_deepspeed(tmp_path, 2)
 
 
 def test_a_run_stopped_in_its_first_save_starts_again(world, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -395,6 +396,22 @@ def check_written(path: Path, due: Layout) -> None:
             is_, should = (_entry(entries.get(name)) for entries in (found, wanted))
             count = f"{len(found)} tensors instead of {len(wanted)}"
             raise Failure(_not_as_due(path, f"{count}; {name}: {is_} instead of {should}"))
+
+
+def check_deepspeed(state: Path, num_processes: int) -> None:
+    """Check that DeepSpeed has written whole archives, with one optimizer state per process.
+
+    Raises:
+        Failure: a file is missing or cut short.
+    """
+    files = sorted((state / DEEPSPEED_TAG).glob("*_states.pt"))
+    for path in files:
+        # torch writes a zip archive, whose table of contents comes last.
+        if not zipfile.is_zipfile(path):
+            raise Failure(_not_as_due(path, "cut short"))
+    count = sum(path.name.endswith("optim_states.pt") for path in files)
+    if count != num_processes or count == len(files):
+        raise Failure(_not_as_due(state / DEEPSPEED_TAG, f"{count} optimizer states"))
 
 
 def _entry(entry: tuple[str, tuple[int, ...]] | None) -> str:

@@ -362,6 +362,8 @@ class Trainer:
         # Nothing is published before every process has written its part.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
+            if self.state.sharding == DistributedType.DEEPSPEED:
+                checkpoint.check_deepspeed(temporary / STATE, self.world)
             checkpoint.publish_folder(temporary, folder)
             checkpoint.rotate(self.config.output_dir, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
@@ -441,6 +443,8 @@ class Trainer:
                     f"max_steps: {self.num_steps}, but {folder} is past it; raise it, or epochs"
                 )
             told = "".join(f"; {change.name}: {change}" for change in changes)
+            if self.progress.step == self.num_steps:
+                told += "; nothing is left to train: raise max_steps, or epochs"
             self.screen.say(f"resumed at step {self.progress.step} of {self.num_steps}{told}")
         self._check_best(changes)
         if self.accelerator.is_main_process:

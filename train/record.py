@@ -15,6 +15,7 @@ from msgspec import Struct
 from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
+from ..data_recipes.config import Source
 from ..data_recipes.recipe import TokenizedData
 from ..files import Values, read_json, to_json
 from ..models.draft import TargetReference
@@ -107,7 +108,7 @@ def _flat(part: "DataclassInstance", prefix: str = "") -> Values:
 
 
 def _plain(value: Any) -> object:
-    return asdict(value) if is_dataclass(value) else str(value)
+    return asdict(value) if isinstance(value, Source) else str(value)
 
 
 def read_record(folder: Path) -> RunRecord:
@@ -154,13 +155,14 @@ def check_record(folder: Path, now: RunRecord) -> list[Change]:
     refused = [change for change in changes if change.is_refused]
     if not refused:
         return changes
-    first, *others = refused
-    also = "".join(f", {name}" for name in dict.fromkeys(change.name for change in others))
+    first = refused[0]
+    others = {change.name: None for change in changes if change.name != first.name}
+    also = f" (also {', '.join(others)})" if others else ""
     # init_from needs the same target and the same network.
     can_start = first.name in ("data", "seed", "optim.name") or first.name.startswith("model.loss")
     start = f" with --model.init_from {folder}, which keeps its weights" if can_start else ""
     raise ValueError(
-        f"{first.name}: {first}; {folder} is of another run{also and f' (also {also[2:]})'}; give "
+        f"{first.name}: {first}; {folder} is of another run{also}; give "
         f"another --output_dir{start}, or remove this run's folder to start afresh"
     )
 

@@ -15,16 +15,13 @@ from pipedraft.eval.checkpoints import load_head
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import read_yaml
 from pipedraft.inference.engine import DraftNetwork
-from pipedraft.models.draft import CONFIG_FILE, resolve_folder
+from pipedraft.models.draft import CONFIG_FILE, head_of_run, resolve_folder
 from pipedraft.models.language_model import load_draft_model
 
 
 def _folder_of(path: Path) -> Path | None:
-    """Return the folder with the checkpoint, either ``path`` or ``path/best``, or None."""
-    for folder in (path, path / "best"):
-        if (folder / CONFIG_FILE).is_file():
-            return folder
-    return None
+    """Return the folder with the checkpoint, ``path`` or the head of the run in it, or None."""
+    return path if (path / CONFIG_FILE).is_file() else head_of_run(path)
 
 
 def _is_model(folder: Path) -> bool:
