@@ -50,7 +50,10 @@ def steps_by_formula(target, config, weights):
     inner = config.get("transformer_layer_config", config)
     prefix = "midlayer." if any("midlayer" in name for name in weights) else "layers.0."
     rows = LENGTH - 1
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**{k: v for k, v in inner.items() if k in SIZES}))
+    sizes = SIZES | {key: value for key, value in inner.items() if key in SIZES}
+    if "rope" in config:
+        sizes["rope_parameters"] = config["rope"]
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes))
 
     def norm(x, name):
         return F.rms_norm(x, x.shape[-1:], weights[name + ".weight"], SIZES["rms_norm_eps"])
@@ -239,7 +242,7 @@ REFUSED = {
     "rope": (
         "sglang",
         edited(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        ["rope_parameters", "dynamic", "known types"],
+        ["rope_scaling", "dynamic", "known types"],
     ),
     "huge": ("sglang", edited(intermediate_size=10**9), ["intermediate_size", "1000000000"]),
     "no head": ("sglang", without("lm_head.weight"), ["draft_vocab_size", "22"]),
