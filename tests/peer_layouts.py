@@ -4,8 +4,17 @@ Checked against the sources of NeMo AutoModel 0.7.0, nvidia-modelopt 0.47.0, Ang
 speculators 0.9.0 and SpecForge 0.2.0.
 """
 
-from peer_files import DRAFT_IDS, HIDDEN, LAYERS, SIZES, eagle3_files
-from test_peers_dflash import BLOCK, MASK, NUMBERS, block_files
+from peer_files import (
+    BLOCK,
+    DRAFT_IDS,
+    HIDDEN,
+    LAYERS,
+    MASK,
+    NUMBERS,
+    SIZES,
+    block_files,
+    eagle3_files,
+)
 
 BASE = 1e6
 HF = {"transformers_version": "5.14.1", "use_cache": True, "tie_word_embeddings": False}

@@ -23,8 +23,7 @@ from peer_files import (
     save_target,
     write,
 )
-from test_peers import edited, steps_by_formula
-from test_peers_dflash import greedy_by_formula
+from peer_formulas import greedy_by_formula, steps_by_formula
 from tiny_drafts import step_logits
 
 from pipedraft.models import load_draft
@@ -168,6 +167,10 @@ def test_a_table_of_layer_types_gives_the_entry_that_speculators_trains_with(tmp
     head, said = imported(tmp_path, target, config, weights)
     assert head.layer_config.rope_parameters["rope_theta"] == 5e4
     assert ["per layer type" in line for line in said] == [True]
+
+
+def edited(**changes):
+    return lambda config, _: config.update(changes)
 
 
 def inner(**changes):
