@@ -111,6 +111,67 @@ def eagle_files(*, bias=True, biases=False):
     return config, weights
 
 
+BLOCK, MASK, NUMBERS = 4, 60, [1, 3, 5]
+NORMS = ("input_layernorm", "q_norm", "k_norm")
+SIDES = {"markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True}
+SIDES |= {"confidence_head_with_markov": True}
+TARGETS = ("embed_tokens.weight", "lm_head.weight")
+"""Target tensors repeated in some layouts."""
+
+
+def block_files(name, target):
+    """Return config.json and the tensors of a two-layer head, as the project publishes them."""
+    generator = torch.Generator().manual_seed(4)
+    weights = {"fc.weight": random(generator, HIDDEN, len(NUMBERS) * HIDDEN)}
+    weights |= {f"{name}.weight": random(generator, HIDDEN) for name in ("norm", "hidden_norm")}
+    for index in range(2):
+        weights |= layer_weights(generator, f"layers.{index}.", HIDDEN, norms=NORMS)
+    config = SIZES | {"model_type": "qwen3", "attention_bias": False}
+    config |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    ids = DRAFT_IDS if "vocabulary" in name else torch.arange(VOCABULARY)
+    sides, is_plain = SIDES if "DSpark" in name else {}, "speculators" not in name
+    if "without" in name:
+        sides = {"markov_rank": 0, "enable_confidence_head": False}
+    elif sides:
+        weights["markov_head.markov_w1.weight"] = random(generator, VOCABULARY, 6)
+        weights["markov_head.markov_w2.weight"] = random(generator, len(ids), 6)
+        weights["confidence_head.proj.weight"] = random(generator, 1, HIDDEN + 6)
+        weights["confidence_head.proj.bias"] = torch.zeros(1)
+    if is_plain:
+        config |= {"num_target_layers": LAYERS, "block_size": BLOCK}
+        block = {"mask_token_id": MASK, "target_layer_ids": NUMBERS}
+        if "SpecForge" in name:
+            config |= {"architectures": ["DSparkDraftModel"], "num_key_value_heads": 2}
+            block |= sides | {"projector_type": "dspark", "attention_mode": "gqa"}
+            return config | {"dflash_config": block}, weights
+        if sides:
+            weights |= {TARGETS[0]: target.get_input_embeddings().weight}
+            weights |= {TARGETS[1]: target.lm_head.weight}
+            own = {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+            return config | own | block | sides, weights
+        config |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+        return config | {"architectures": ["DFlashDraftModel"], "dflash_config": block}, weights
+    kind = "dspark" if sides else "dflash"
+    if len(ids) < VOCABULARY:
+        weights |= {
+            "d2t": ids - torch.arange(len(ids)),
+            "lm_head.weight": target.lm_head.weight[ids],
+        }
+        weights["t2d"] = torch.isin(torch.arange(VOCABULARY), ids)
+    return {
+        "architectures": ["DSparkDraftModel" if sides else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "transformer_layer_config": config,
+        "draft_vocab_size": len(ids),
+        "block_size": BLOCK,
+        "aux_hidden_state_layer_ids": [number + 1 for number in NUMBERS],
+        "mask_token_id": MASK,
+        "sample_from_anchor": bool(sides) and "not from" not in name,
+        "sliding_window_non_causal": True,
+        **sides,
+    }, weights
+
+
 def write(folder: Path, config, weights, *, pickled=False) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -6,14 +6,12 @@ import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 from command_runs import assert_one_line, call
 from decode_runs import CHAIN, engine_for, greedy_reference
 from peer_files import (
     DRAFT_IDS,
     IDS,
     LENGTH,
-    SIZES,
     STEPS,
     VOCABULARY,
     assert_refused,
@@ -25,10 +23,9 @@ from peer_files import (
     save_target,
     write,
 )
+from peer_formulas import steps_by_formula
 from safetensors.torch import load_file
 from tiny_drafts import step_logits
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.models import load_draft
@@ -39,76 +36,6 @@ from pipedraft.models.exchange.peers import import_head
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return save_target(tmp_path_factory.mktemp("target"))
-
-
-# -- what the files say, computed from the papers' formulas ---------------------------------
-
-
-def steps_by_formula(target, config, weights):
-    """Logits [R, U] for every draft token in a chain at every row, with dense masks."""
-    is_first = "norm.weight" not in weights
-    inner = config.get("transformer_layer_config", config)
-    prefix = "midlayer." if any("midlayer" in name for name in weights) else "layers.0."
-    rows = LENGTH - 1
-    rotary = LlamaRotaryEmbedding(LlamaConfig(**{k: v for k, v in inner.items() if k in SIZES}))
-
-    def norm(x, name):
-        return F.rms_norm(x, x.shape[-1:], weights[name + ".weight"], SIZES["rms_norm_eps"])
-
-    def project(x, name):
-        return F.linear(x, weights[name + ".weight"], weights.get(name + ".bias"))
-
-    def heads(x, part, turn):
-        x = project(x, f"{prefix}self_attn.{part}_proj").unflatten(-1, (-1, 8))
-        if f"{prefix}self_attn.{part}_norm.weight" in weights:
-            x = norm(x, f"{prefix}self_attn.{part}_norm")
-        x = x.transpose(0, 1)[None]
-        return x if turn is None else apply_rotary_pos_emb(x, x, *turn)[0]
-
-    hidden = target(input_ids=IDS[None], output_hidden_states=True).hidden_states
-    if is_first:
-        state = hidden[-1][0, :-1]
-    else:
-        parts = [hidden[layer][0, :-1] for layer in (2, 4, 5)]
-        if config.get("fc_norm"):
-            parts = [norm(x, f"fc_norm.{index}") for index, x in enumerate(parts)]
-        state = torch.cat(parts, -1)
-        state = norm(state, "input_norm") if config.get("norm_before_fc") else state
-        state = project(state, "fc")
-    tokens, keys, values, out = F.pad(IDS, (0, STEPS)), [], [], []
-    masks = [torch.ones(rows, rows, dtype=torch.bool).tril()]
-    masks += [torch.eye(rows, dtype=torch.bool)] * (STEPS - 1)
-    for step in range(STEPS):
-        embedded = target.get_input_embeddings()(tokens[step + 1 : step + 1 + rows])
-        if is_first:
-            residual = joined = project(torch.cat([embedded, state], -1), "fc")
-        else:
-            normed = norm(state, prefix + "hidden_norm")
-            residual = normed if config.get("norm_before_residual") else state
-            joined = torch.cat([norm(embedded, prefix + "input_layernorm"), normed], -1)
-        turn = rotary(joined, torch.arange(rows)[None] + step)
-        keys.append(heads(joined, "k", turn))
-        values.append(heads(joined, "v", None))
-        attended = F.scaled_dot_product_attention(
-            heads(joined, "q", turn),
-            torch.cat(keys, 2),
-            torch.cat(values, 2),
-            attn_mask=torch.cat(masks[: step + 1], 1),
-            enable_gqa=True,
-        )
-        mixed = residual + project(
-            attended[0].transpose(0, 1).flatten(1), f"{prefix}self_attn.o_proj"
-        )
-        y = norm(mixed, prefix + "post_attention_layernorm")
-        gate = F.silu(project(y, prefix + "mlp.gate_proj")) * project(y, prefix + "mlp.up_proj")
-        state = mixed + project(gate, prefix + "mlp.down_proj")
-        if is_first:
-            out.append(target.lm_head(state))
-        else:
-            read = norm(state, "norm")
-            state = read if config.get("norm_output") else state
-            out.append(project(read, "lm_head"))
-    return out
 
 
 QWEN = ("q_norm", "k_norm")
@@ -239,7 +166,7 @@ REFUSED = {
     "rope": (
         "sglang",
         edited(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        ["rope_parameters", "dynamic", "known types"],
+        ["rope_scaling", "dynamic", "known types"],
     ),
     "huge": ("sglang", edited(intermediate_size=10**9), ["intermediate_size", "1000000000"]),
     "no head": ("sglang", without("lm_head.weight"), ["draft_vocab_size", "22"]),

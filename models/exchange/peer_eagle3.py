@@ -14,7 +14,12 @@ import msgspec
 from ...files import Values
 from ..eagle3 import Eagle3, Eagle3Config, default_feature_layers
 from .peer_files import FAMILIES, HEAD, Peer
-from .peer_settings import LAYER_SETTINGS, check_agreement, check_settings
+from .peer_settings import (
+    LAYER_SETTINGS,
+    OUTER_SETTINGS,
+    check_agreement,
+    check_settings,
+)
 
 ONE_LAYER = {"hidden_act": "silu", "mlp_bias": False}
 """Settings of every EAGLE head here."""
@@ -116,6 +121,8 @@ def _inner(peer: Peer) -> Values:
 
 def _settings(peer: Peer, settings: Values) -> _Eagle3Settings:
     """Check every setting, and return those whose form differs from ours."""
+    if "speculators_model_type" in peer.config:
+        check_settings(peer, peer.config, {*OUTER_SETTINGS, *OWN})
     check_settings(peer, settings, {*LAYER_SETTINGS, *OWN})
     engine: Any = settings.get("eagle_config")
     if isinstance(engine, dict):
@@ -182,6 +189,7 @@ def _feature_layers(peer: Peer, given: _Eagle3Settings) -> tuple[int, ...]:
         layers = tuple(number + shift for number in numbers)
     else:
         raise peer.refuse(key, numbers, f"the target has {peer.num_layers} layers")
+    peer.check_fused(key, numbers, len(layers))
     if inputs is not None and outputs is not None and [x + 1 for x in outputs] != inputs:
         fix = f"eagle_config names {outputs}, which are outputs and differ from these inputs"
         raise peer.refuse(key, inputs, fix)

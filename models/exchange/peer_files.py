@@ -205,35 +205,58 @@ class Peer:
         self.convert(settings, _Sizes)
         known = with_one_rope(self, settings, entry)
         family = known.pop("model_type", None)
-        known = {
-            k: known.get(k) for k in SIZES & known.keys() if k in NULLS or known[k] is not None
-        }
+        given = {key for key, value in known.items() if key in NULLS or value is not None}
+        known = {key: known[key] for key in SIZES & given}
+        sizes = {"hidden_size": int(self.reference.fingerprint["hidden_size"])}
+        sizes["vocab_size"] = self.vocab_size
+        for key, weight in self.weights.items():
+            if key.endswith("mlp.gate_proj.weight"):  # a size not backed by the file wastes memory
+                sizes["intermediate_size"] = len(weight)
+        self.check_all(known, **sizes)
+        heads = known.get("num_attention_heads")
+        if heads and known.get("head_dim") is None and sizes["hidden_size"] % heads:
+            fix = f"it is to divide hidden_size {sizes['hidden_size']}, or give head_dim"
+            raise self.refuse("num_attention_heads", heads, fix)
         with explained("--from", self.name):
             if family in FAMILIES:
                 config = AutoConfig.for_model(family, **known)
             else:  # heads of unknown families are read as Llama layers
                 config = LlamaConfig(**known)
             layer = LayerConfig.from_target(config)
-        sizes = {"hidden_size": self.reference.fingerprint["hidden_size"]}
-        sizes["vocab_size"] = self.vocab_size
-        for key, weight in self.weights.items():
-            if key.endswith("mlp.gate_proj.weight"):  # a size not backed by the file wastes memory
-                sizes["intermediate_size"] = len(weight)
         for key, size in sizes.items():
-            if settings.get(key) is None and getattr(config, key) != size:
+            if getattr(config, key) != size:
                 said = f"which transformers reads as {getattr(config, key)}"
                 raise self.refuse(key, settings.get(key), f"{said}, and it is to be {size}")
-            self.check(key, getattr(config, key), size)
-        if layer.num_heads % layer.num_key_value_heads:
-            whole = f"it is to divide the {layer.num_heads} query heads"
-            raise self.refuse("num_key_value_heads", layer.num_key_value_heads, whole)
-        if layer.head_size % 2:
-            raise self.refuse("head_dim", layer.head_size, "rotary positions need an even one")
+        self._check_heads(layer, settings)
         return replace(
             layer,
             has_query_key_norm=any("q_norm." in key for key in self.weights),
             has_attention_bias=any(key.endswith("q_proj.bias") for key in self.weights),
         )
+
+    def _check_heads(self, layer: LayerConfig, settings: Values) -> None:
+        """Compare the numbers and the size of heads with the tensors."""
+        size = layer.head_size
+        numbers = {"q_norm": ("head_dim", 1), "q_proj": ("num_attention_heads", layer.num_heads)}
+        numbers["k_proj"] = ("num_key_value_heads", layer.num_key_value_heads)
+        for name, (key, number) in numbers.items():
+            for tensor, weight in self.weights.items():
+                if tensor.endswith(f"self_attn.{name}.weight") and len(weight) != number * size:
+                    fix = f"with heads of {size} it makes {number * size} rows of {tensor}, which"
+                    raise self.refuse(key, settings.get(key), f"{fix} has {len(weight)}")
+        if layer.num_heads % layer.num_key_value_heads:
+            whole = f"it is to divide the {layer.num_heads} query heads"
+            raise self.refuse("num_key_value_heads", layer.num_key_value_heads, whole)
+        if size % 2:
+            raise self.refuse("head_dim", size, "rotary positions need an even one")
+
+    def check_fused(self, key: str, numbers: object, count: int) -> None:
+        """Refuse a list of fused layers that ``fc`` does not read."""
+        hidden = int(self.reference.fingerprint["hidden_size"])
+        columns = next((w.shape[-1] for k, w in self.weights.items() if k.endswith("fc.weight")), 0)
+        if columns != count * hidden:
+            fix = f"fc reads {columns} numbers, and {count} layers have {count * hidden}"
+            raise self.refuse(key, numbers, fix)
 
     def vocabulary(self, weights: Weights, size: int | None) -> tuple[Weights, Tensor]:
         """Return the weights without the vocabulary maps, and every draft token's target id."""
@@ -251,7 +274,8 @@ class Peer:
         ids = torch.arange(num_rows) + d2t.long()  # d2t holds offsets, not ids
         self.check_ids("d2t", ids)
         if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
-            raise self.refuse("t2d", int(t2d.sum()), "it names other tokens than d2t")
+            fix = "it names other tokens than d2t, which holds offsets (target id minus draft id)"
+            raise self.refuse("t2d", int(t2d.sum()), fix)
         return weights, ids
 
     def check_ids(self, key: str, ids: Tensor) -> None:

@@ -5,7 +5,6 @@ it is known to change nothing, or if its value is the one that changes nothing.
 """
 
 from collections.abc import Collection, Mapping
-from math import inf
 from typing import Any, Protocol
 
 from ...files import Values
@@ -21,6 +20,10 @@ LAYER_SETTINGS = frozenset(
     )
 )
 """Settings that the readers take from the configuration of a decoder layer."""
+OUTER_SETTINGS = frozenset(
+    ("architectures", "draft_vocab_size", "target_hidden_size", "tie_word_embeddings")
+)
+"""Those that stand outside of ``transformer_layer_config`` in the layout of speculators."""
 WITHOUT_EFFECT = frozenset(
     (
         # written by transformers for every model
@@ -84,6 +87,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     ),
 }
 """Known rotary types, and the settings that each of them needs."""
+MOST = 1e18
+"""Larger numbers than any rotary setting."""
 ROPE_NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
 ROPE_UNUSED = ("mrope_section", "mrope_interleaved")
 """These part positions of text, image and video; a head here reads text alone."""
@@ -146,6 +151,8 @@ def with_one_rope(peer: Refusing, settings: Values, entry: str | None) -> Values
             layer type; None if its trainer knows no such table.
     """
     theta = settings.get("rope_theta")
+    if theta is not None and not _is_positive(theta):
+        raise peer.refuse("rope_theta", theta, "it is to be a positive number")
     forms = {"rope_theta": {} if theta is None else {"rope_theta": theta}}
     for key in ("rope_scaling", "rope_parameters"):
         forms[key] = _flat(peer, key, settings.get(key), entry)
@@ -157,7 +164,8 @@ def with_one_rope(peer: Refusing, settings: Values, entry: str | None) -> Values
                 fix = f"{other}, and versions of transformers differ in which one they read"
                 raise peer.refuse(key, settings[key], f"{fix}; remove the wrong one")
         rope |= form
-    _check_rope(peer, rope)
+    key = "rope_scaling" if settings.get("rope_parameters") is None else "rope_parameters"
+    _check_rope(peer, key, rope)
     known = {key: value for key, value in settings.items() if key not in forms}
     return known | {"rope_parameters": {k: rope[k] for k in ROPE_SETTINGS if k in rope}}
 
@@ -183,20 +191,24 @@ def _flat(peer: Refusing, key: str, value: object, entry: str | None) -> Values:
     return {name: x for name, x in flat.items() if x is not None}
 
 
-def _check_rope(peer: Refusing, rope: Values) -> None:
+def _check_rope(peer: Refusing, key: str, rope: Values) -> None:
     kind = rope.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise peer.refuse("rope_parameters", rope, f"known types: {', '.join(ROPE_TYPES)}")
+        raise peer.refuse(key, rope, f"known types: {', '.join(ROPE_TYPES)}")
     if missing := [name for name in ROPE_TYPES[kind] if name not in rope]:
-        raise peer.refuse("rope_parameters", rope, f"{kind} needs {', '.join(missing)}")
+        raise peer.refuse(key, rope, f"{kind} needs {', '.join(missing)}")
     for name, value in rope.items():
         if name == "rope_type" or name in ROPE_UNUSED:
             continue
         if name in ROPE_NEUTRAL:
             if value != ROPE_NEUTRAL[name]:
                 fix = f"only {name} {ROPE_NEUTRAL[name]!r} can be expressed here"
-                raise peer.refuse("rope_parameters", rope, fix)
+                raise peer.refuse(key, rope, fix)
         elif name not in ROPE_SETTINGS:
-            raise peer.refuse("rope_parameters", rope, f"{name} is unknown here")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-            raise peer.refuse("rope_parameters", rope, f"{name} is to be a positive number")
+            raise peer.refuse(key, rope, f"{name} is unknown here")
+        elif not _is_positive(value):
+            raise peer.refuse(key, rope, f"{name} is to be a positive number")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MOST

@@ -114,6 +114,14 @@ def _speculators(peer: Peer) -> Iterator[str]:
             "norm_before_residual is missing: speculators reads false, vLLM 0.32 true; pipedraft "
             "reads false"
         )
+    if config["speculators_model_type"] != "eagle3" and not config.get(
+        "sliding_window_non_causal", True
+    ):
+        yield (
+            "sliding_window_non_causal False: in layers with full attention speculators 0.9 and "
+            "pipedraft let a block's rows see each other; vLLM 0.32 makes every layer causal; for "
+            "vLLM write true"
+        )
     inner = config.get("transformer_layer_config")
     rope = inner.get("rope_parameters") if isinstance(inner, dict) else None
     if config.get("architectures") == ["Eagle3Speculator"]:

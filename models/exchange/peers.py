@@ -43,7 +43,13 @@ from ..spd import SPD, SPDConfig
 from .card import CARD, model_card
 from .peer_eagle3 import ONE_LAYER, read_eagle3
 from .peer_files import HEAD, Peer, place_of, read_head
-from .peer_settings import LAYER_SETTINGS, NEUTRAL, check_agreement, check_settings
+from .peer_settings import (
+    LAYER_SETTINGS,
+    NEUTRAL,
+    OUTER_SETTINGS,
+    check_agreement,
+    check_settings,
+)
 from .peer_trainers import otherwise_trained
 
 
@@ -248,13 +254,17 @@ def _block_settings(peer: Peer) -> Values:
     block = peer.config.get("dflash_config") or {}
     if not isinstance(block, dict):
         raise peer.refuse("dflash_config", block, "it is to be a table")
-    layers = peer.config.get("transformer_layer_config") or {}
-    if not isinstance(layers, dict) or (layers and layers.get("model_type") != "qwen3"):
+    is_speculators = "speculators_model_type" in peer.config
+    layers = peer.config.get("transformer_layer_config", {})
+    family = layers.get("model_type") if isinstance(layers, dict) else None
+    if family != "qwen3" and (is_speculators or layers != {}):
         raise peer.refuse("transformer_layer_config", layers, "its model_type is to be qwen3")
     read = {*BLOCK_SETTINGS, *BLOCK_UNUSED}
     check_settings(peer, block, read, neutral=BLOCK_NEUTRAL, place="dflash_config.")
     check_agreement(peer, peer.config, block, "dflash_config")
     settings = block | peer.config | layers
+    if is_speculators:
+        check_settings(peer, peer.config, {*OUTER_SETTINGS, *read}, neutral=BLOCK_NEUTRAL)
     check_settings(peer, settings, {*LAYER_SETTINGS, *read}, neutral=BLOCK_NEUTRAL)
     return settings
 
@@ -280,11 +290,12 @@ def _block_layers(peer: Peer, given: _BlockSettings, lowest: int) -> list[int]:
     """
     key, numbers = "aux_hidden_state_layer_ids", given.aux_hidden_state_layer_ids
     least, most, shift = 0, peer.num_layers, 0
-    if numbers is None:
+    if numbers is None and "speculators_model_type" not in peer.config:
         key, numbers = "target_layer_ids", given.target_layer_ids
         least, most, shift = lowest, peer.num_layers - 2, 1
     if not numbers or not all(least <= number <= most for number in numbers):
         raise peer.refuse(key, numbers, f"give {least}..{most}")
+    peer.check_fused(key, numbers, len(numbers))
     return [number + shift for number in numbers]
 
 
