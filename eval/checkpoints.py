@@ -9,7 +9,7 @@ from typing import Self
 import msgspec
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cli import UsageError
+from ..cli import UsageError, blaming
 from ..files import Values, read_yaml
 from ..inference.engine import DraftNetwork
 from ..models import load_draft
@@ -85,7 +85,11 @@ def _read_places(path: Path) -> dict[str, Path]:
             f"--checkpoints: {path}: no table asks for {unknown[0]!r}; known: "
             f"{', '.join(read_roles())}"
         )
-    return {name: resolve_folder(folder) for name, folder in content.items()}
+    places = {}
+    for name, folder in content.items():
+        with blaming(f"--checkpoints: {path}: {name}"):
+            places[name] = resolve_folder(folder)
+    return places
 
 
 @dataclass(frozen=True)
