@@ -14,8 +14,10 @@ from ..files import Values
 from ..pretrained import open_weights, read_config, weight_files
 
 HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second copy
-DECODERS = ("model.", "model.language_model.", "language_model.model.")
+DECODERS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")
 """Prefixes of decoder tensor names in weight files."""
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+"""Names of the LM head in weight files."""
 NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 """16-bit types, and their names in safetensors."""
 
@@ -125,12 +127,13 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
     if prefix is None:
         raise ValueError(
             f"target: {name!r} names its embedding in none of the ways known, "
-            f"{' and '.join(p + 'embed_tokens.weight' for p in DECODERS)}; give another --target"
+            f"{', '.join(p + 'embed_tokens.weight' for p in DECODERS)}; give another --target"
         )
     keys = [prefix + "embed_tokens.weight", prefix + "norm.weight"]
     is_tied = sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    if "lm_head.weight" in files and not is_tied:
-        keys.append("lm_head.weight")
+    head = next((name for name in HEADS if name in files), None)
+    if head is not None and not is_tied:
+        keys.append(head)
     weights = []
     for key in keys:
         with open_weights(name, revision, files[key]) as file:

@@ -109,7 +109,7 @@ def _wanted(
 ) -> set[str]:
     """Return this part's names in the state dict, the embedding's for a tied LM head."""
     decoder = model.get_decoder()
-    is_tied = model.config.get_text_config().tie_word_embeddings
+    is_tied = "lm_head.weight" in model.all_tied_weights_keys
     modules: list[nn.Module] = [decoder.layers[index] for index in layers]
     if has_embedding or (has_head and is_tied):
         modules.append(decoder.embed_tokens)
@@ -132,7 +132,7 @@ def _read(
     sources = _sources(model, files, rules)
     state = model.state_dict()
     own = set(state)
-    if model.config.get_text_config().tie_word_embeddings:
+    if "lm_head.weight" in model.all_tied_weights_keys:
         # A tied LM head has no tensor of its own in many files.
         own.discard("lm_head.weight")
     ignored = model._keys_to_ignore_on_load_unexpected or ()
