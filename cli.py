@@ -29,7 +29,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from io import TextIOWrapper
@@ -56,6 +56,8 @@ EXTRAS = {
     "grpc": "edge",
 }
 """Optional library's module -> its extra in pyproject.toml."""
+LINK_LOOP = "Symlink loop from "
+"""How pathlib's RuntimeError of ``Path.resolve`` begins, up to Python 3.12."""
 STORAGE_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
@@ -105,6 +107,21 @@ def make_folder(field: str, folder: Path) -> None:
         ) from error
 
 
+MODEL_WORDS = ("target", "tokenizer", "checkpoint")
+
+
+@contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """Let errors about a model begin with the option that names it, not with the loader's word."""
+    try:
+        yield
+    except ValueError as error:
+        word, _, rest = str(error).partition(": ")
+        if word not in MODEL_WORDS:
+            raise
+        raise UsageError(f"{field}: {rest}") from error
+
+
 def one_line(text: str) -> str:
     """Return a message as one terminal line, without control characters or passwords."""
     line = re.sub(r"(\w://)[^/\s@]*@", r"\1***@", " ".join(text.split()))
@@ -143,7 +160,8 @@ def run_command(main: Callable[[], None]) -> None:
         if found is None or os.environ.get("PIPEDRAFT_TRACEBACK"):
             raise
         status, text = found
-        line = f"error: {one_line(as_typed(text, sys.argv[1:]) + needed(text, sys.argv[1:]))}"
+        words = sys.argv[1:]
+        line = f"error: {one_line(as_typed(text, words) + needed(text, words) + dead_links(text))}"
         print(line, file=sys.stderr)
         _tell_launcher(line)
         _forget_output()
@@ -178,6 +196,17 @@ def needed(message: str, words: Sequence[str]) -> str:
                 if re.search(rf"(?<![\w/.-]){re.escape(thing)}(?![\w/-])", message):
                     return f"; this makes it: {command}"
     return ""
+
+
+def dead_links(message: str) -> str:
+    """Return a hint for each path of a message whose links lead nowhere, or ""."""
+    found: dict[str, str] = {}
+    for quoted in re.findall(r"'([^']+)'", message) if "is a link" not in message else ():
+        for place in (Path(quoted), *Path(quoted).parents):
+            with suppress(OSError, ValueError):
+                if place.is_symlink() and not place.exists():
+                    found[str(place)] = os.readlink(place)
+    return "".join(f"; {x!r} is a link to {to!r}, which leads nowhere" for x, to in found.items())
 
 
 def _tell_launcher(line: str) -> None:
@@ -220,6 +249,8 @@ def _status(error: Exception) -> tuple[int, str] | None:
     # File readers explain their own errors; tokenizers raises bare exceptions, at a full disk, too.
     if isinstance(error, Failure | SafetensorError) or type(error) is Exception:
         return 1, str(error)
+    if isinstance(error, RuntimeError) and str(error).startswith(LINK_LOOP):
+        return 2, f"{str(error).removeprefix(LINK_LOOP)}: a link that leads back to itself"
     if isinstance(error, MemoryError):
         return 1, f"memory: not enough ({str(error) or 'of this machine'}); ask for less"
     if isinstance(error, OSError) and not isinstance(error, ValueError):

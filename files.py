@@ -139,6 +139,20 @@ def locked(folder: Path, field: str, *, shared: bool = False) -> Iterator[None]:
         os.close(handle)
 
 
+def resolved(path: Path, field: str) -> Path:
+    """Return the absolute path without links.
+
+    Raises:
+        UsageError: links that lead in a circle.
+    """
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError) as error:  # Python 3.13 gives no error here, and fails later
+        raise UsageError(
+            f"{field}: {str(path)!r} is a link that leads back to itself; give another place"
+        ) from error
+
+
 def partial(path: Path) -> Path:
     """Return the temporary path for a file or folder during writing or deletion."""
     return path.with_name(f".{path.name}.partial")
@@ -245,7 +259,7 @@ def write_folder(
         UsageError: ``out`` has other content, is no folder, or cannot be created.
         Failure: the disk is full or fails.
     """
-    place = out.resolve()
+    place = resolved(out, "--out")
     for folder in (source.resolve() for source in inputs):
         if place == folder or place in folder.parents or folder in place.parents:
             raise UsageError(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from logging import LogRecord, getLogger
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -20,11 +20,16 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file, logging
@@ -87,7 +92,7 @@ def load_model(
     if is_for_cache_alone(stored.get("quantization_config")):
         more["config"] = load_config(name_or_path, revision, field=field)
     with explained(field, name_or_path), silent():
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded = auto_class(load_config(name_or_path, revision, field=field)).from_pretrained(
             name_or_path,
             revision=revision,
             dtype=dtype,
@@ -121,6 +126,14 @@ def without_cache_scales(model: PreTrainedModel, names: Iterable[str]) -> set[st
     plain = {name for name in every if not CACHE_SCALES.search(name)}
     model.config.num_cache_scales = len(every) - len(plain)
     return plain
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' loader for a model that writes text, also one that reads images."""
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if reads_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def load_tokenizer(
@@ -310,7 +323,7 @@ def did_you_mean(text: str) -> str:
         if not near:
             return ""
         place = str(here / near[0])
-    return f", did you mean {place}?"
+    return "" if place == str(Path(text)) else f", did you mean {place}?"
 
 
 def is_offline_and_unknown(name: str) -> bool:

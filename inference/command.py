@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..chats import encode_chat, set_template_variables, warn_of_variables
-from ..cli import UsageError, one_line
+from ..cli import UsageError, blaming, one_line
 from ..files import Values, read_optional
 from ..models import load_draft
 from ..models.draft import read_description, resolve_folder
@@ -217,15 +217,17 @@ def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedToke
     """Load the draft (None without one) and the tokenizer for a target on a server."""
     if options.draft_model is not None:
         name, device = model_folder(options.draft_model), resolve_device(options.device)
-        dtype = resolve_dtype(options.dtype, device, name)
-        model = load_target(name, dtype=dtype, device=device)
-        tokenizer = load_tokenizer(options.tokenizer or name)
+        with blaming("--draft-model"):
+            dtype = resolve_dtype(options.dtype, device, name)
+            model = load_target(name, dtype=dtype, device=device)
+        field = "--tokenizer" if options.tokenizer else "--draft-model"
+        tokenizer = load_tokenizer(options.tokenizer or name, field=field)
         # The target is elsewhere, so the draft takes its place; connecting compares tokenizers.
         return LocalDraft(network=LanguageModelDraft(model, model)), tokenizer
     if options.checkpoint is None:
         if options.tokenizer is None:
             raise ValueError("--tokenizer: missing; without a draft nothing names the target's")
-        return None, load_tokenizer(options.tokenizer)
+        return None, load_tokenizer(options.tokenizer, field="--tokenizer")
     folder = resolve_folder(options.checkpoint)
     description = read_description(folder)
     if description["draft_type"] != FlexSpec.draft_type:
@@ -239,7 +241,8 @@ def load_edge(options: DecodeOptions) -> tuple[LocalDraft | None, PreTrainedToke
     draft.to(resolve_device(options.device))
     # The recorded revision belongs to the target's own repository.
     revision = reference.revision if options.tokenizer is None else None
-    tokenizer = load_tokenizer(options.tokenizer or reference.name, revision=revision)
+    with blaming("--tokenizer" if options.tokenizer else f"--checkpoint: its target in {folder}"):
+        tokenizer = load_tokenizer(options.tokenizer or reference.name, revision=revision)
     own = {name: str(reference.fingerprint[name]) for name in ("hash", "anchor")}
     return LocalDraft(network=draft, target=own["hash"], anchor=own["anchor"]), tokenizer
 

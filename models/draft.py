@@ -421,7 +421,7 @@ def resolve_folder(path_or_repo: str, *, revision: str | None = None) -> Path:
         return found or folder
     if path_or_repo.count("/") != 1 or path_or_repo.startswith((".", "/")):
         raise ValueError(
-            f"checkpoint: no folder {path_or_repo}; give a folder written by pipedraft train, "
+            f"checkpoint: no folder {path_or_repo!r}; give a folder written by pipedraft train, "
             "or user/name on the Hub"
         )
     if is_offline_and_unknown(path_or_repo):

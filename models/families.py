@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from ..files import Values
+from ..pretrained import auto_class
 from .fingerprint import HEAD
 from .rotary_lengths import FollowingTable, short_lengths
 from .stage_cache import StageCache, additive_mask
@@ -197,14 +201,15 @@ def check_target(config: PreTrainedConfig, name: str) -> None:
 
 @torch.inference_mode()
 def _lack(config: PreTrainedConfig) -> str | None:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kinds_of_model = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    if not any(type(config) in kind for kind in kinds_of_model):
         return "transformers has no causal language model of it"
     config = deepcopy(config)  # changed below
     vars(config).pop("quantization_config", None)
     if (text := config.get_text_config()) and getattr(text, "sliding_window", None) is not None:
         text.sliding_window = WINDOW  # shorter than the compared rows, so its mask shows
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
     decoder, head = model.eval().get_decoder(), model.get_output_embeddings()

@@ -14,9 +14,11 @@ from ..files import Values
 from ..pretrained import open_weights, read_config, same_tensors, weight_files
 
 HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second copy
-DECODERS = ("model.", "model.language_model.", "language_model.model.")
+DECODERS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")
 """Prefixes of decoder tensor names in weight files."""
 HEAD = "lm_head.weight"
+HEADS = (HEAD, "language_model.lm_head.weight")
+"""Names of the LM head in weight files."""
 NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 """16-bit types, and their names in safetensors."""
 
@@ -126,13 +128,14 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
     if prefix is None:
         raise ValueError(
             f"target: {name!r} names its embedding in none of the ways known, "
-            f"{' and '.join(p + 'embed_tokens.weight' for p in DECODERS)}; give another --target"
+            f"{', '.join(p + 'embed_tokens.weight' for p in DECODERS)}; give another --target"
         )
     keys = [prefix + "embed_tokens.weight", prefix + "norm.weight"]
     is_tied = sizes.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    head = next((name for name in HEADS if name in files), None)
     # A tied LM head may be repeated, but another one is the model's own.
-    if HEAD in files and not (is_tied and same_tensors(name, revision, files, keys[0], HEAD)):
-        keys.append(HEAD)
+    if head is not None and not (is_tied and same_tensors(name, revision, files, keys[0], head)):
+        keys.append(head)
     weights = []
     for key in keys:
         with open_weights(name, revision, files[key]) as file:

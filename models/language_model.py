@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..cli import blaming
 from ..pretrained import dtype_named
 from .draft import CONFIG_FILE
 from .families import finish_logits, layer_kinds
@@ -175,11 +176,9 @@ def load_draft_model(
     """
     name_or_path = model_folder(name_or_path)
     own_dtype = dtype_of(target) if dtype == "auto" else dtype_named(dtype, "draft_dtype")
-    try:
+    with blaming("draft_model"):
         own_tokenizer = load_tokenizer(name_or_path)
         model = load_target(name_or_path, dtype=own_dtype, device=target.device)
-    except ValueError as error:  # its message names another field: target or tokenizer
-        raise ValueError(f"draft_model: {str(error).partition(': ')[2]}") from error
     _check_tokenizers(str(name_or_path), own_tokenizer, tokenizer)
     return LanguageModelDraft(model, target, len(tokenizer))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -24,6 +24,7 @@ from transformers.utils import cached_file, extract_commit_hash
 
 from ..model_kinds import check_numbers
 from ..pretrained import (
+    auto_class,
     check_finite,
     check_tensors,
     check_whole,
@@ -78,7 +79,7 @@ def load_target_part(
     files = plain_files(name_or_path, revision)
     is_rounded = may_round and rounds(dtype, config, device)
     with torch.device("meta"), explained("target", name_or_path):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config,
             dtype=torch.float32 if is_rounded else dtype,
             attn_implementation=choose_attention(config),

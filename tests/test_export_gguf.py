@@ -1,5 +1,7 @@
 """Heads as GGUF files: llama.cpp's names and keys, and weights in its rotation order."""
 
+import json
+
 import pytest
 import torch
 from command_runs import assert_one_line, call
@@ -108,6 +110,19 @@ def test_what_llama_cpp_cannot_express_is_refused_by_name(
     _, command = write_head(tmp_path, target, kind, **options)
     assert_one_line(call("models", command, monkeypatch), *capfd.readouterr(), words)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_target_that_a_checkpoint_names_is_not_blamed_on_the_option(
+    tmp_path, target, monkeypatch, capfd
+):
+    _, command = write_head(tmp_path, target, "dflash", draft_vocab_size=64)
+    path = tmp_path / "head" / "config.json"
+    description = json.loads(path.read_text())
+    description["target"]["name"] = "out/gone"
+    path.write_text(json.dumps(description))
+    status = call("models", command, monkeypatch)
+    said = ["--checkpoint: weights of its target 'out/gone'", str(path), "set target.name there"]
+    assert_one_line(status, *capfd.readouterr(), said)
 
 
 def test_another_target_is_refused(tmp_path, target, monkeypatch, capfd):

@@ -14,7 +14,8 @@ from conftest import REPOSITORY
 from safetensors import SafetensorError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from pipedraft.cli import LINE_CHARACTERS, Failure, UsageError, one_line, run_command
+from pipedraft.cli import LINE_CHARACTERS, Failure, UsageError, blaming, one_line, run_command
+from pipedraft.files import write_folder
 from pipedraft.models.exchange.card import CardSource, render_card
 
 
@@ -49,6 +50,7 @@ def wrapped(outer: Exception, inner: Exception) -> Exception:
         (ModuleNotFoundError("no", name="peft.tuners"), 2, "pip install 'pipedraft[peft]'"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "not UTF-8"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 1, "refused"),
+        (RuntimeError("Symlink loop from 'a'"), 2, "'a': a link that leads back to itself"),
         (KeyboardInterrupt(), 130, "error: interrupted"),
     ],
 )
@@ -61,6 +63,29 @@ def test_every_end_is_one_line_and_its_status(error, status, text, capsys):
     said = capsys.readouterr().err
     assert ended.value.code == status
     assert text in said and said.count("\n") == 1 and said[:-1].isprintable()
+
+
+def test_links_that_lead_nowhere_are_named(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").symlink_to("nowhere")
+    for name, where in (("loop", "loop"), ("gone", "nowhere")):
+        path = str(tmp_path / name)
+
+        def fail(path: str = path) -> None:
+            raise UsageError(f"--target: no folder {path + '/x'!r}; give one")
+
+        with pytest.raises(SystemExit):
+            run_command(fail)
+        assert f"; {path!r} is a link to '{where}', which leads now" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=f"--out: '{tmp_path}/loop' is a link that leads back to"):
+        write_folder(tmp_path / "loop", lambda folder: None)
+
+
+def test_an_error_names_the_option_that_was_given():
+    with pytest.raises(ValueError, match="^--draft-model: no folder 'x'"), blaming("--draft-model"):
+        raise ValueError("target: no folder 'x'")
+    with pytest.raises(ValueError, match="^dtype: 'x'"), blaming("--draft-model"):
+        raise ValueError("dtype: 'x'")
 
 
 def test_what_torchrun_says_of_a_refusal_ends_with_its_line(tmp_path, monkeypatch):

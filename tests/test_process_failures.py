@@ -228,17 +228,23 @@ def test_a_launch_ends_ranks_that_do_not_find_out_that_one_was_killed(tmp_path):
     """Until its end, no part of the launch is reachable from another machine."""
     words = [sys.executable, "-c", WAITING, str(tmp_path)]
     start = "from pipedraft.inference.ranks import launch\nlaunch.LEAVE_S = 0.2\n"
-    process = subprocess.Popen([sys.executable, "-c", f"{start}launch.run_ranks(3, {words})"])
+    program = f"{start}launch.run_ranks(3, {words})"
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     try:
         while len(list(tmp_path.glob("*.pid"))) < NUM_RANKS:
             assert process.poll() is None
             time.sleep(0.01)
         addresses = process_failures.listening([process.pid])
         (tmp_path / "go").touch()
-        assert process.wait(timeout=100) == 1
+        said = process.communicate(timeout=100)[1]
+        assert process.returncode == 1
     finally:
         process.kill()
     assert addresses == {LOOPBACK}
+    (line,) = said.splitlines()
+    assert line.startswith(
+        "error: rank 2 was ended by SIGKILL from outside; a system that runs out"
+    )
     for rank in range(NUM_RANKS):
         with pytest.raises(ProcessLookupError):
             os.kill(process_failures.rank_id(tmp_path, rank), 0)

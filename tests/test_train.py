@@ -189,7 +189,7 @@ def test_a_run_starts_with_the_weights_of_a_trained_draft(world, tmp_path, metho
         ("spd", "spd", {"model__num_layers": 2}, "init_from: .* num_layers 1, this run 2; conf"),
         ("spd", "ppsd", {}, "init_from: .* of type 'spd'; give one of type 'ppsd'"),
         ("dspark", "dflash", {}, "init_from: .* of type 'dspark'; give one of type 'dflash'"),
-        ("spd", "spd", {"model__init_from": "none"}, "checkpoint: no folder none"),
+        ("spd", "spd", {"model__init_from": "none"}, "model.init_from: no folder 'none'"),
     ],
 )
 def test_a_start_of_another_method_or_architecture_is_refused(

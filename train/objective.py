@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cli import check_ranges
+from ..cli import blaming, check_ranges
 from ..data_recipes.batch import document_lengths
 from ..data_recipes.recipe import TokenizedData
 from ..files import Values
@@ -117,7 +117,7 @@ class DivergenceConfig(StartConfig):
 
 def load_start(place: str, kind: type[Draft]) -> Draft:
     """Load the draft this run starts from, on the CPU. Raise ValueError for another method."""
-    with torch.device("cpu"):  # also inside a meta-device context
+    with torch.device("cpu"), blaming("model.init_from"):  # also inside a meta-device context
         draft = load_untied(resolve_folder(place))
     # isinstance would accept a DSpark head as a DFlash head
     if draft.draft_type != kind.draft_type:

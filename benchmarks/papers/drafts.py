@@ -10,7 +10,7 @@ import msgspec
 from spec import read_roles
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.cli import UsageError
+from pipedraft.cli import UsageError, blaming
 from pipedraft.eval.checkpoints import load_head
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import read_yaml
@@ -43,7 +43,11 @@ def _read_places(path: Path) -> dict[str, Path]:
             f"--checkpoints: {path}: no table asks for {unknown[0]!r}; known: "
             f"{', '.join(read_roles())}"
         )
-    return {name: resolve_folder(folder) for name, folder in content.items()}
+    places = {}
+    for name, folder in content.items():
+        with blaming(f"--checkpoints: {path}: {name}"):
+            places[name] = resolve_folder(folder)
+    return places
 
 
 @dataclass(frozen=True)

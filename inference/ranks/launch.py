@@ -43,8 +43,17 @@ def run_ranks(
     shared = {"OMP_NUM_THREADS": str(num_threads)} | os.environ | world
     started: list[subprocess.Popen] = []
     to_pass = 2 if passes_signals else 0
+    killed = ""
+    """The first process that a signal ended, and nobody has told it yet."""
+
+    def tell() -> None:
+        nonlocal killed
+        said, killed = killed, ""
+        if said:
+            os.write(2, f"error: {said}\n".encode())
 
     def kill() -> None:
+        tell()
         for process in started:
             process.kill()
 
@@ -78,14 +87,24 @@ def run_ranks(
         pid, ended = os.wait()
         running.discard(pid)
         code = os.waitstatus_to_exitcode(ended)
+        if code > 0:
+            killed = ""  # this rank has told the reason
         if code and not status:
             status = max(code, 1)
+            if code < 0:
+                place = [process.pid for process in started].index(pid)
+                name = f"rank {place - 1}" if place else "the store of the launch"
+                killed = (
+                    f"{name} was ended by {signal.Signals(-code).name} from outside; a system that "
+                    "runs out of memory does this: give fewer --processes, or a smaller --dtype"
+                )
             # The failed rank's peers report the cause themselves; kill only hanging ones.
             late = threading.Timer(LEAVE_S, kill)
             late.daemon = True
             late.start()
     # The store ends last: ranks exchange a failure's reason through it.
     started[0].kill()
+    tell()
     os._exit(status)
 
 

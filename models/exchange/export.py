@@ -68,15 +68,30 @@ NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 class HeadTarget:
     """A head's target, named as an engine loads it. Its files are read when first needed."""
 
-    def __init__(self, reference: TargetReference, name: str | None = None) -> None:
-        self.name, self._reference = name or reference.name, reference
-        self._revision = None if name else reference.revision
+    def __init__(self, reference: TargetReference, folder: Path, name: str | None = None) -> None:
+        """
+        Args:
+            folder: the head's checkpoint.
+            name: the target as the user gave it; None: as in the checkpoint.
+        """
+        self.name, self._reference, self._folder = name or reference.name, reference, folder
+        self._is_given = name is not None
 
     @cached_property
     def files(self) -> TargetFiles:
-        found = read_target(self.name, self._revision)
+        found = read_target(self.name, None) if self._is_given else self._read_own()
         self._reference.check_fingerprint(found.fingerprint)
         return found
+
+    def _read_own(self) -> TargetFiles:
+        try:
+            return read_target(self.name, self._reference.revision)
+        except ValueError as error:
+            raise ValueError(
+                f"--checkpoint: weights of its target {self.name!r} are needed, and the name in "
+                f"{self._folder / CONFIG_FILE} leads to none ({str(error).partition(': ')[2]}); "
+                "run the export where it does, or set target.name there to the target's folder"
+            ) from error
 
 
 def export(
@@ -105,7 +120,7 @@ def export(
     """
     kinds = [kind for kind, layouts in LAYOUTS.items() if layout in layouts]
     head, description = load_head(folder, layout, kinds)
-    engines = HeadTarget(head.reference, target)
+    engines = HeadTarget(head.reference, folder, target)
     if target is not None or head.shares_head:
         prepare(head, engines.files)
     else:

@@ -72,7 +72,7 @@ def export_gguf(folder: Path, out: Path, *, target: str | None) -> tuple[list[Pa
         )
     head, description = load_head(folder, "gguf", [Eagle3.draft_type, DFlash.draft_type])
     assert isinstance(head, Eagle3 | DFlash)
-    own_target = HeadTarget(head.reference)
+    own_target = HeadTarget(head.reference, folder)
     prepare(head, own_target.files if head.shares_head else None)
     check_head(head)
     tokenizer = read_tokenizer(Path(target), head)
