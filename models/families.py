@@ -212,6 +212,8 @@ def _lack(config: PreTrainedConfig) -> str | None:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
+    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "transformers has no causal language model of its text part alone"
     decoder, head = model.eval().get_decoder(), model.get_output_embeddings()
     for part, wanted in PARTS.items():
         if not isinstance(getattr(decoder, part, None), wanted):
