@@ -30,6 +30,7 @@ from .groups import acceptance_by_group, count_groups, sum_groups
 from .lossless import (
     GreedyReference,
     check_equal,
+    check_plain,
     output_entropies,
     pool_checks,
 )
@@ -336,6 +337,11 @@ class Evaluation:
                 check = reference.check([record.result for record in records])
             elif repeats_draws and (is_greedy or config.rule == "gumbel") and name in plain:
                 check = check_equal(records, plain[name].records)
+            elif has_reference and name not in plain:  # the baseline, to which others are compared
+                reference = self._greedy_reference(config.max_new_tokens)
+                tokens, stages = config.max_new_tokens, config.num_stages
+                traces = self.traces.open(plain="greedy", tokens=tokens, stages=stages)
+                check = check_plain(engine, reference, records, traces)
             parts[name] = BenchmarkRun(
                 repeats=[records, *repeats[1:]],
                 lossless=check,

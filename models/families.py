@@ -183,12 +183,17 @@ _lacks: dict[str, str | None] = {}  # cached by configuration, because a check b
 
 
 def check_target(config: PreTrainedConfig, name: str) -> None:
-    """Raise ValueError, naming the missing part, if a model cannot be cut into stages."""
+    """Raise ValueError, naming the missing part, if a model cannot be cut into stages.
+
+    The check takes a fraction of a second per family and process.
+    """
+    from .acceptance import trial  # it decodes with a target's stages, which import this file
+
     key = f"{type(config)} {config.to_json_string(use_diff=False)}"
     if key not in _lacks:
         try:
             with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
-                _lacks[key] = _lack(config)
+                _lacks[key] = _lack(config) or trial(config)
         except Exception as error:  # any fault in a model's own code
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             _lacks[key] = f"its layers do not run by themselves ({reason[:200]})"
@@ -212,6 +217,8 @@ def _lack(config: PreTrainedConfig) -> str | None:
         model = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
+    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "transformers has no causal language model of its text part alone"
     decoder, head = model.eval().get_decoder(), model.get_output_embeddings()
     for part, wanted in PARTS.items():
         if not isinstance(getattr(decoder, part, None), wanted):

@@ -105,6 +105,7 @@ class TableTarget:
             logits=lambda ids_R: self.logits_VV[ids_R],
             eos_token_ids=self.eos_token_ids,
             max_positions=self.max_positions,
+            recompute_length=None,
             vocab_size=self.vocab_size,
         )
 

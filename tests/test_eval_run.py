@@ -19,6 +19,7 @@ from pipedraft.eval.lossless import GreedyReference, generate_greedy
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LosslessRecord
 from pipedraft.eval.run import EvalMethod, Evaluation
+from pipedraft.eval.tables import warnings
 from pipedraft.eval.traces import Traces
 from pipedraft.eval.turns import evaluate, prompt_seed
 from pipedraft.inference.config import DecodeConfig
@@ -57,6 +58,9 @@ def compare(target, tokenizer, methods, *, lossless=True, prompts=None, **option
     return comparison.run(methods)
 
 
+DECODE = StubEngine.decode
+
+
 @pytest.mark.parametrize("is_wrong", [False, True])
 @pytest.mark.parametrize(
     ("temperature", "options"),
@@ -70,7 +74,9 @@ def test_outputs_are_compared_with_plain_decodings(
     method = make_method(temperature=temperature, tree_width=4)
     entries = compare(target, tokenizer, [method], **options)
     checks = [entry.lossless for entry in entries if entry.benchmark == "two"]
-    assert [check.checked for check in checks] == [0, 3]
+    # The sampled baseline is itself compared, greedily on two prompts, with transformers.
+    assert [check.checked for check in checks] == [2 if temperature else 0, 3]
+    assert checks[0].mismatches == 0
     assert checks[1].mismatches == 3 * is_wrong
     if temperature:
         assert {entry.verifier for entry in entries} == {"gumbel"}
@@ -198,8 +204,26 @@ def test_greedy_check_finds_a_wrong_last_token(target, tokenizer, engine, monkey
 
 def test_sampled_texts_are_not_compared_with_greedy_ones(target, tokenizer, engine) -> None:
     entries = compare(target, tokenizer, [make_method(temperature=1.0)])
-    assert all(e.lossless == LosslessRecord(checked=0, mismatches=0) for e in entries)
+    drafted = [e.lossless for e in entries if e.schedule != "autoregressive"]
+    assert drafted and all(x == LosslessRecord(checked=0, mismatches=0) for x in drafted)
     assert entries[-1].verifier == "rejection"
+
+
+def test_a_target_whose_every_schedule_is_wrong_is_not_lossless_at_any_temperature(
+    target, tokenizer, engine, monkeypatch
+) -> None:
+    def wrong_everywhere(self, prompt_ids, **more):
+        result = DECODE(self, prompt_ids, **more)
+        result.token_ids[-1] = (result.token_ids[-1] + 1) % 200
+        return result
+
+    monkeypatch.setattr(StubEngine, "decode", wrong_everywhere)
+    for temperature in (0.0, 1.0):
+        method = make_method(temperature=temperature, tree_width=4)
+        entries = compare(target, tokenizer, [method])
+        (plain,) = [e for e in entries if (e.benchmark, e.schedule) == ("two", "autoregressive")]
+        assert plain.lossless.mismatches == plain.lossless.checked > 0
+        assert any("Not lossless (two, autoregressive" in line for line in warnings(entries))
 
 
 def test_turns_that_do_not_fit_the_context_are_left_out_and_counted(

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+import transformers as hf
 from decode_runs import (
     PROMPTS,
     WAYS,
@@ -18,9 +19,10 @@ from decode_runs import (
     way_name,
 )
 from inline_ranks import decode_both
-from staged_targets import continue_the_row_before, random_ids, tiny
+from staged_targets import FAMILIES, SIZES, Controller, continue_the_row_before, random_ids, tiny
 from tiny_drafts import make_head
 
+from pipedraft.models.stage_cache import StageCache
 from pipedraft.models.target import KeepRows, Segment, StagedTarget
 
 LAYERED = [
@@ -112,3 +114,65 @@ def test_siblings_pass_a_recurrent_layer_as_one_batch():
     stage.keep(KeepRows((0, 3), 1))
     assert (stage.num_committed, stage.num_speculative) == (6, 1)
     assert stage.cache.num_bytes < held
+
+
+# -- families whose one-row form changes the state in place, or whose layers keep no config --------
+
+LAYERS = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+LATENT = dict(kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6)
+DELTA = LAYERS | LATENT | dict(linear_head_dim=8, linear_num_heads=4, num_key_value_heads=4)
+EXPERTS = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_token=2)
+HYBRIDS = {
+    "granite_hybrid": lambda: hf.GraniteMoeHybridConfig(
+        **SIZES,
+        **LAYERS,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
+    ),
+    "kimi_linear": lambda: hf.KimiLinearConfig(**SIZES | DELTA | EXPERTS, q_lora_rank=None),
+    "bailing_hybrid": lambda: hf.BailingHybridConfig(
+        **SIZES | DELTA | EXPERTS, head_dim=8, num_expert_group=1, topk_group=1
+    ),
+}
+FEW = [LAYERED[0], {"schedule": "eagle", "tree": WAYS[1]["tree"]}, LAYERED[3]]
+
+
+@cache
+def hybrid(name: str) -> hf.PreTrainedModel:
+    FAMILIES.setdefault(name, HYBRIDS[name])
+    model = tiny(name)
+    for weight_name, weight in model.named_parameters():  # long memories: a lost state matters
+        for ending, value in (("dt_bias", -2.0), ("A_log", -3.0)):
+            if weight_name.endswith(ending):
+                weight.fill_(value)
+    return model
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_decodes_what_transformers_generates(name):
+    model = hybrid(name)
+    controller = Controller(name, 3, 0)
+    controller.fuzz(num_steps=24)
+    assert controller.num_compared > 10
+    for way in FEW:
+        simulate(model, PROMPTS[2], 0.6, max_new_tokens=LENGTH, **way)
+
+
+def test_a_state_that_is_handed_out_and_lost_is_noticed(monkeypatch):
+    model = hybrid("granite_hybrid")
+    remember = StageCache._remember
+
+    def forgets_the_other(self, name, place, states):
+        if name == "conv":
+            remember(self, name, place, states)
+
+    monkeypatch.setattr(StageCache, "_remember", forgets_the_other)
+    with pytest.raises(AssertionError):
+        for prompt in PROMPTS:
+            simulate(model, prompt, 0.6, max_new_tokens=LENGTH, **FEW[0])
