@@ -18,9 +18,11 @@ from .config import DecodeConfig, check_prompt
 from .demands import Demands, EndMask
 from .edge.linked import LinkedPipeline, RemoteTarget, check_draft
 from .meter import BatchMeter, DraftMeter
+from .not_finite import report
 from .pipelines import Ahead, Pipeline, Returned
 from .pipelines.local import LocalPipeline
 from .result import DecodeResult, Observer
+from .rules.random import NO_TOKEN, NotFinite
 from .rules.sampled import DraftToken, KeyedRandom, Verdict, make_verifier
 from .schedules import SCHEDULES
 from .schedules.spd import SPDSchedule
@@ -223,6 +225,9 @@ class Session:
         if observer is not None:
             observer.start()
         token, features = self.pipeline.prefill(torch.tensor(prompt_ids), taps, self.verifier)
+        if token == NO_TOKEN:
+            place = self.pipeline.find_not_finite(list(prompt_ids), [])
+            raise NotFinite(report(len(prompt_ids), place))
         if self.source is not None:
             self.source.begin(features, [*prompt_ids, token])
         self.result.prefill_s = self.pipeline.now() - self.started
@@ -397,11 +402,27 @@ class Session:
         return Ahead(self.tree.segment(first, count), lambda returned: self._verify(returned)[1])
 
     def _verify(self, returned: Returned) -> tuple[Verdict, KeepRows]:
-        walk = self.pipeline.walk(self.verifier, self.tree, returned)
+        try:
+            walk = self.pipeline.walk(self.verifier, self.tree, returned)
+        except NotFinite as error:
+            raise self._not_finite(error) from error
         # Commit the path alone: a retained child's own result would already be used up.
         if walk.restarts:
             return walk, KeepRows(tuple(walk.path), len(walk.path))
         return walk, self.tree.keep_for(walk.path, walk.next_token)
+
+    def _not_finite(self, error: NotFinite) -> NotFinite:
+        """Return the error about logits that choose no token, with the place of the first one."""
+        if self.pipeline.is_link:
+            return error
+        ids = [*self.result.prompt_ids, *self.result.token_ids]
+        ids += [self.tree.tokens[row] for row in error.path[1:]]
+        # Hidden rows reach others, too: their weight is 0, but 0 * NaN is NaN.
+        drafted, row = list[int](), error.path[-1] if error.path else 0
+        while children := self.tree.children(row):
+            row = children[0]
+            drafted.append(self.tree.tokens[row])
+        return NotFinite(report(len(ids), self.pipeline.find_not_finite(ids, drafted)))
 
     def resolve(self, returned: Returned) -> bool:
         """Verify, emit, commit and prune. Return True if the round continues in this tree."""

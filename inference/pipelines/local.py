@@ -11,6 +11,7 @@ from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
 from ...models.together import can_run_together, forward_together
 from ..config import DecodeConfig
 from ..demands import EndMask
+from ..not_finite import find_module
 from ..rules.sampled import Verifier
 from ..timeline import Timeline
 from . import Ahead, FeatureStore, Pipeline, Returned
@@ -64,6 +65,9 @@ class LocalPipeline(Pipeline):
         self.target.reserve(len(input_ids) + self._num_expected)
         logits_V, features = self.target.prefill(input_ids, taps)
         return self.first_token(logits_V, len(input_ids), verifier), features
+
+    def find_not_finite(self, ids: list[int], drafted: list[int]) -> str:
+        return find_module(self.target.model, ids, drafted)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids)
