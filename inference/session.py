@@ -14,13 +14,14 @@ from .auto_tree import ShapeMeter
 from .clock import VirtualClock
 from .demands import Demands, EndMask
 from .meter import BatchMeter, DraftMeter
+from .not_finite import report
 from .pipelines import Ahead, Pipeline, Returned
 from .result import DecodeResult, Observer
 from .rules.base import Verifier
 from .shapes import MOST_ROWS, Budget, RowCosts, TreeShape, segment_sizes
 from .sources.base import DraftSampling, DraftSource, Expansion
 from .tree import TokenTree
-from .verdict import Verdict
+from .verdict import NO_TOKEN, NotFinite, Verdict
 
 
 class DecodedTarget(Protocol):
@@ -93,6 +94,9 @@ class Session:
             self.observer.start()
         taps = self.source.taps if self.source else ()
         token, features = self.pipeline.prefill(torch.tensor(prompt_ids), taps, self.verifier)
+        if token == NO_TOKEN:
+            place = self.pipeline.find_not_finite(list(prompt_ids), [])
+            raise NotFinite(report(len(prompt_ids), place))
         if self.source is not None:
             self.source.begin(features, [*prompt_ids, token])
         self.result.prefill_s = self.pipeline.now() - self.started
@@ -264,11 +268,25 @@ class Session:
         return Ahead(self.tree.segment(first, count), lambda returned: self._verify(returned)[1])
 
     def _verify(self, returned: Returned) -> tuple[Verdict, KeepRows]:
-        walk = self._up_to_recompute(self.pipeline.walk(self.verifier, self.tree, returned))
+        try:
+            walk = self._up_to_recompute(self.pipeline.walk(self.verifier, self.tree, returned))
+        except NotFinite as error:
+            raise self._not_finite(error) from error
         # Commit the path alone: a retained child's own result would already be used up.
         if walk.restarts:
             return walk, KeepRows(tuple(walk.path), len(walk.path))
         return walk, self.tree.keep_for(walk.path, walk.next_token)
+
+    def _not_finite(self, error: NotFinite) -> NotFinite:
+        """Return the error about logits that choose no token, with the place of the first one."""
+        ids = [*self.result.prompt_ids, *self.result.token_ids]
+        ids += [self.tree.tokens[row] for row in error.path[1:]]
+        # Hidden rows reach others, too: their weight is 0, but 0 * NaN is NaN.
+        drafted, row = list[int](), error.path[-1] if error.path else 0
+        while children := self.tree.children(row):
+            row = children[0]
+            drafted.append(self.tree.tokens[row])
+        return NotFinite(report(len(ids), self.pipeline.find_not_finite(ids, drafted)))
 
     def _up_to_recompute(self, walk: Verdict) -> Verdict:
         """Cut a walk where all rows are computed again. No row in flight remains valid then."""

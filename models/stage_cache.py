@@ -222,6 +222,12 @@ class StageCache:
             tensors += [*state.conv.values(), *state.recurrent.values()]
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
+    def rows_by_layer(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the keys, then the values, of all rows in layer order."""
+        for layer in sorted(self._keys):
+            for buffers in (self._keys, self._values):
+                yield layer, buffers[layer][:, :, : self.num_rows]
+
     def reset(self) -> None:
         """Forget every row, but keep the buffers allocated."""
         self.num_committed = self.num_speculative = 0

@@ -2,6 +2,7 @@
 
 from ..rules.sampled import DraftToken
 from ..session import Session
+from ..verdict import NotFinite
 from .linked import LinkedPipeline
 
 
@@ -13,6 +14,9 @@ class LinkSession(Session):
     @property
     def link(self) -> LinkedPipeline:
         return self.pipeline
+
+    def _not_finite(self, error: NotFinite) -> NotFinite:
+        return error  # the target's layers are elsewhere
 
     def _count_step(self, overlap: bool) -> None:
         """Count nothing: real time counts across a link, and the clock models stages only."""

@@ -132,6 +132,10 @@ class Pipeline(ABC):
         """End the sequence. Return its target passes after the prompt, or None to count steps."""
         return None
 
+    def find_not_finite(self, ids: list[int], drafted: list[int]) -> str:
+        """Say where the target's numbers became NaN or infinite in ``ids``, else in ``drafted``."""
+        return "they were computed elsewhere"
+
     def abandon(self) -> None:  # noqa: B027 (may stay empty)
         """End the sequence after a failure."""
 

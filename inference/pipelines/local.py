@@ -10,6 +10,7 @@ from torch import Tensor
 from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
 from ...models.together import can_run_together, forward_together
 from ..demands import EndMask
+from ..not_finite import find_module
 from ..rules.sampled import Verifier
 from ..timeline import Timeline
 from . import Ahead, FeatureStore, Pipeline, Returned
@@ -66,6 +67,9 @@ class LocalPipeline(Pipeline):
 
     def recompute(self, input_ids: Tensor, verifier: Verifier) -> None:
         self.target.prefill(input_ids, length=len(input_ids) + 1)
+
+    def find_not_finite(self, ids: list[int], drafted: list[int]) -> str:
+        return find_module(self.target.model, ids, drafted)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids)

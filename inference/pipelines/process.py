@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ...files import Values
 from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
+from ..not_finite import name_layer
 from ..ranks.codec import (
     AnyMessage,
     Cancel,
@@ -437,18 +439,26 @@ class ProcessPipeline(Pipeline):
         while stage not in flight.answered:
             self._take_answer(stage)
 
+    def find_not_finite(self, ids: list[int], drafted: list[int]) -> str:
+        if self._mailbox.slot:  # one of several sequences: each stage has a cache for each
+            return super().find_not_finite(ids, drafted)
+        return name_layer([report["layer"] for report in self._ask_all("find")])
+
     def reports(self) -> list[Values]:
         """Return times and counts for every stage since the last ``clear``, in stage order."""
-        sequence = self._sequence
-        self._send(MeasureRequest(action="report"))
-        found = []
+        found = self._ask_all("report")
+        if found[0]["name"] == self.timeline.name:  # the first stage is in this process
+            return found
+        return [self.timeline.report(), *found]
+
+    def _ask_all(self, action: Literal["report", "find"]) -> list[Values]:
+        sequence, found = self._sequence, []
+        self._send(MeasureRequest(action=action))
         for stage in range(self.num_stages):
             message = self._receive_answer(stage, sequence)
             assert isinstance(message, StageReport)
             found.append(json.loads(message.json))
-        if found[0]["name"] == self.timeline.name:  # the first stage is in this process
-            return found
-        return [self.timeline.report(), *found]
+        return found
 
     def clear(self) -> None:
         """Restart the measurement here and at every stage."""

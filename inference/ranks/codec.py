@@ -360,9 +360,10 @@ class Cancel(StageMessage, tag="cancel"):
 
 
 class MeasureRequest(StageMessage, tag="measure"):
-    """Controller's request to report or clear measurements, passed from stage to stage."""
+    """Controller's request to report or clear measurements, or to find numbers that are NaN or
+    infinite, passed from stage to stage."""
 
-    action: Literal["report", "clear"]
+    action: Literal["report", "clear", "find"]
 
 
 class StageReport(StageMessage, tag="report"):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ...models.stage_cache import Abandoned
 from ...models.target import Segment, StagedTarget
 from ...models.together import can_run_together, forward_together
+from ..not_finite import find_layer
 from ..rules.sampled import RULES, KeyedRandom, Verifier
 from ..timeline import Timeline
 from . import codec
@@ -142,8 +143,10 @@ class StageWorker:
         self._pass_on(question, question)
         if question.action == "clear":
             self.timeline.clear()
-        else:
-            self._answer(codec.StageReport(json=json.dumps(self.timeline.report())), question)
+            return
+        is_search = question.action == "find"
+        found = {"layer": find_layer(self.stage)} if is_search else self.timeline.report()
+        self._answer(codec.StageReport(json=json.dumps(found)), question)
 
     def _pass_on(self, message: codec.AnyMessage, cause: codec.AnyMessage) -> None:
         if self.following is not None:

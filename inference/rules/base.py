@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...models.cuda_graphs import TokenChoice
 from ..tree import TokenTree
-from ..verdict import Verdict
+from ..verdict import NO_TOKEN, NotFinite, Verdict, checked
 from . import RuleName
 from .filters import TokenFilters
 from .random import (
@@ -34,9 +34,9 @@ from .random import (
     Payload,
     SharedNoise,
     Token,
-    checked_draws,
     draw,
     draw_on_device,
+    greedy_tokens,
     probabilities,
     sampled_tokens,
     scaled,
@@ -146,20 +146,29 @@ class Verifier(ABC):
     def draw(self, logits_V: Tensor, position: int) -> int:
         """Sample the target's own token at a position. Greedy decoding takes the argmax."""
         if self.temperature == 0:
-            return int(logits_V.argmax())
+            return checked(int(greedy_tokens(logits_V[None])))
         uniform = self.random.uniform(position, "target")
         return draw(self.probabilities(logits_V), uniform)
 
     def target_tokens(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Return the target's own token after each row, int64 [R]."""
+        """Return the target's own token after each row, int64 [R], or ``NO_TOKEN``.
+
+        A row on a rejected branch may have no token: only a path of the output needs one.
+        """
         if self.temperature == 0:
-            return logits_RV.argmax(-1).cpu()
+            return greedy_tokens(logits_RV).cpu()
         # Numbers are keyed by the position of the token they decide, one after its row.
         positions = [position + 1 for position in positions_R.tolist()]
         if logits_RV.device.type != "cpu":
             return self.draw_on_device(logits_RV, positions)
         rows = zip(logits_RV, positions, strict=True)
-        return torch.tensor([self.draw(logits_V, position) for logits_V, position in rows])
+        return torch.tensor([self._try_draw(logits_V, position) for logits_V, position in rows])
+
+    def _try_draw(self, logits_V: Tensor, position: int) -> int:
+        try:
+            return self.draw(logits_V, position)
+        except NotFinite:
+            return NO_TOKEN
 
     def draw_on_device(self, logits_RV: Tensor, positions: Sequence[int]) -> Tensor:
         """Run ``draw`` for each row above temperature 0, and copy only tokens [R] to the CPU."""
@@ -186,7 +195,7 @@ class Verifier(ABC):
         choice = self.choice(positions_R)
         if choice is None:
             return self.judge(target.choose(hidden_RH, ALL_LOGITS), positions_R)
-        return checked_draws(target.choose(hidden_RH, choice).cpu())
+        return target.choose(hidden_RH, choice).cpu()
 
     def choice(self, positions_R: Tensor) -> TokenChoice | None:
         """Return ``judge`` for a CUDA graph, or None if it needs the host or returns no tokens."""
@@ -291,7 +300,8 @@ class GumbelVerifier(MatchVerifier):
         p_V = self.probabilities(logits_V).numpy(force=True)
         with np.errstate(divide="ignore"):
             # Exponential race: argmin of E / p is a sample of p, and p = 0 gives infinity.
-            return int((self.noise.exponential(position, len(p_V)) / p_V).argmin())
+            token = int((self.noise.exponential(position, len(p_V)) / p_V).argmin())
+        return checked(token if np.isfinite(p_V[token]) else NO_TOKEN)
 
     def choice(self, positions_R: Tensor) -> TokenChoice | None:
         # A position's noise, one number per token of the vocabulary, comes from the host.
@@ -303,7 +313,10 @@ class GumbelVerifier(MatchVerifier):
         noise = [self.noise.exponential(position, logits_RV.shape[1]) for position in place]
         noise_DV = torch.from_numpy(np.stack(noise)).to(logits_RV.device)
         place_R = torch.tensor([place[position] for position in positions]).to(logits_RV.device)
-        return (noise_DV.index_select(0, place_R) / self.probabilities(logits_RV)).argmin(-1).cpu()
+        p_RV = self.probabilities(logits_RV)
+        tokens_R = (noise_DV.index_select(0, place_R) / p_RV).argmin(-1)
+        is_number_R = p_RV.gather(-1, tokens_R[:, None])[:, 0].isfinite()
+        return torch.where(is_number_R, tokens_R, NO_TOKEN).cpu()
 
     def noise_rows(self, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor | None:
         if self.temperature == 0:
@@ -341,7 +354,7 @@ class ArgmaxVerifier(Verifier):
             child = tree.child(path[-1], best)
             if tree.children(path[-1]):
                 tests.append(child is not None)
-            if child is None:
+            if child is None or own == NO_TOKEN:
                 drawn = tree.child(path[-1], own)
                 # If the sampled child has returned already, its own result has been used up.
                 spent = drawn is not None and drawn < len(verdicts_R)
@@ -351,6 +364,5 @@ class ArgmaxVerifier(Verifier):
             path.append(child)
 
     def test(self, logits_V: Tensor, position: int, token: int, q: float) -> Payload | None:
-        if int(self.probabilities(logits_V).argmax()) == token:
-            return None
-        return Token(id=self.draw(logits_V, position))
+        own = self.draw(logits_V, position)  # before the test: it refuses NaN
+        return None if int(self.probabilities(logits_V).argmax()) == token else Token(id=own)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from ...models.cuda_graphs import TokenChoice
 from ..messages import Message, check_tensor
+from ..verdict import NO_TOKEN, UNDRAWABLE, NotFinite
 from .filters import TokenFilters
 from .temperature import MIN_TEMPERATURE
 
 UNFILTERED = TokenFilters()
-UNDRAWABLE = (
-    "probabilities: their sum is {}, so no token can be drawn; a weight of the target or the draft "
-    "is NaN or infinite, load another checkpoint"
-)
+
+
 Purpose = Literal["target", "draft", "accept", "residual", "noise", "tail", "branch", "thin"]
 """Purpose of a random number; tail, branch and thin sample a partly known distribution."""
 
@@ -87,19 +86,19 @@ def draw(probabilities_V: Tensor, uniform: float) -> int:
     # On the CPU, one after the other: the order of additions decides the last bit.
     cumulative = probabilities_V.numpy(force=True).cumsum()
     if not 0 < cumulative[-1] < np.inf:
-        raise ValueError(UNDRAWABLE.format(f"{cumulative[-1]:g}"))
+        raise NotFinite(UNDRAWABLE.format(f"{cumulative[-1]:g}"))
     # side=right: a uniform of 0 must skip leading tokens with weight 0.
     return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
 
 
 def draw_on_device(probabilities_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Run ``draw`` for each row on the rows' device, and return int64 [R] on the CPU."""
+    """Run ``draw`` for each row on the rows' device. Return ``drawn_tokens`` on the CPU."""
     uniform_R = torch.tensor(uniforms, dtype=torch.float64).to(probabilities_RV.device)
-    return checked_draws(drawn_tokens(probabilities_RV, uniform_R).cpu())
+    return drawn_tokens(probabilities_RV, uniform_R).cpu()
 
 
 def drawn_tokens(probabilities_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Run ``draw`` without the host. Return int64 [R], with -1 if no token can be drawn."""
+    """Run ``draw`` without the host. Return int64 [R], ``NO_TOKEN`` if none can be drawn."""
     size, cumulative_RV = probabilities_RV.shape[1], probabilities_RV.cumsum(-1)
     least_RV = uniform_R[:, None] * cumulative_RV[:, -1:]
     # A parallel cumulative sum may rise by a last bit at a zero weight.
@@ -107,20 +106,23 @@ def drawn_tokens(probabilities_RV: Tensor, uniform_R: Tensor) -> Tensor:
     index_V = torch.arange(size, device=cumulative_RV.device)
     is_drawable_R1 = cumulative_RV[:, -1:].isfinite()
     tokens_R = torch.where(is_past_RV & is_drawable_R1, index_V, size).amin(-1)
-    return torch.where(tokens_R < size, tokens_R, -1)
+    return torch.where(tokens_R < size, tokens_R, NO_TOKEN)
 
 
-def checked_draws(tokens_R: Tensor) -> Tensor:
-    """Return the tokens of ``drawn_tokens``, or raise ValueError if one could not be drawn."""
-    if bool((tokens_R < 0).any()):
-        raise ValueError(UNDRAWABLE.format("not positive and finite"))
-    return tokens_R
+def greedy_tokens(logits_RV: Tensor) -> Tensor:
+    """Return the most likely tokens, int64 [R], ``NO_TOKEN`` if a logit is NaN or infinity.
+
+    A NaN counts as the largest logit, so only the largest one is looked at.
+    """
+    tokens_R = logits_RV.argmax(-1)
+    largest_R1 = logits_RV.gather(-1, tokens_R[:, None])
+    return torch.where(largest_R1[:, 0].isfinite(), tokens_R, NO_TOKEN)
 
 
 NO_NUMBERS = torch.zeros(0, dtype=torch.float64)
 ALL_LOGITS = TokenChoice("logits", NO_NUMBERS, lambda logits_RV, _: logits_RV)
 """Makes no choice, so the graph ends with the logits."""
-GREEDY = TokenChoice("greedy", NO_NUMBERS, lambda logits_RV, _: logits_RV.argmax(-1))
+GREEDY = TokenChoice("greedy", NO_NUMBERS, lambda logits_RV, _: greedy_tokens(logits_RV))
 
 
 def sampled_tokens(filters: TokenFilters, logits_RV: Tensor, numbers: Tensor) -> Tensor:
