@@ -26,6 +26,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from ..files import Values
 from ..inference.config import DecodeConfig
 from ..inference.result import DecodeResult
+from ..models.rotary_lengths import forget_lengths
 from ..models.rounded import rounded_dtype
 from .record import LosslessRecord, is_known
 from .traces import TraceFile
@@ -88,6 +89,7 @@ def generate_greedy(
 ) -> list[int]:
     """Return new tokens from `generate(do_sample=False)`, with the EOS token if one was drawn."""
     input_ids = torch.tensor([prompt_ids], device=target.device)
+    forget_lengths(target)  # the output must not depend on earlier prompts
     with _plain_greedy(target, max_new_tokens):
         # PreTrainedModel does not declare generate; every causal LM has it.
         output = target.generate(  # type: ignore[operator]

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .families import choose_attention, finish_logits
+from .rotary_lengths import forget_lengths
 from .small_copy import VOCAB, small_copy
 from .stage_cache import KeepRows, Segment
 from .target import Stage
@@ -87,6 +88,7 @@ class _OwnForward:
             new, cache = tokens, None
             if len(tokens) > NUM_PROMPT:
                 new, cache = tokens[-1:], deepcopy(self._after(tokens[:-1])[1])
+            forget_lengths(self._model)  # the last text may have been longer
             out = self._model(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True)
             self._known[tokens] = out.logits[0, -1], out.past_key_values
         return self._known[tokens]

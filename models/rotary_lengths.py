@@ -54,13 +54,23 @@ def recompute_length(model: PreTrainedModel) -> int | None:
     return known + 1 if given.get("past_key_values") is not cache else None
 
 
+def forget_lengths(model: PreTrainedModel) -> None:
+    """Give a model a new rotary module, because a dynamic one remembers the longest text."""
+    decoder: Any = model.get_decoder()
+    if short_lengths(decoder.config):
+        decoder.rotary_emb = _fresh(decoder.rotary_emb, decoder.config)
+
+
+def _fresh(rotary: Any, config: PreTrainedConfig) -> nn.Module:
+    fresh: nn.Module = type(rotary)(config=config)
+    return fresh.to(next(rotary.buffers()).device)
+
+
 class FollowingTable:
     """A rotary module, called with each row's own text length."""
 
     def __init__(self, rotary: Any, config: PreTrainedConfig) -> None:
-        # A new module: a dynamic table remembers the longest text that it has seen.
-        fresh: nn.Module = type(rotary)(config=config)
-        self._fresh = fresh.to(next(rotary.buffers()).device)
+        self._fresh = _fresh(rotary, config)  # the model's own may have seen longer texts
         self._short = short_lengths(config)
 
     def __call__(

@@ -25,6 +25,7 @@ GRANITE = dict(
     shared_intermediate_size=512,
 )
 LATENT = dict(kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6)
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096}
 FACTORS = {"short_factor": [1.0] * 48, "long_factor": [1.0 + x for x in range(48)]}
 CONFIGS = {
@@ -36,6 +37,7 @@ CONFIGS = {
     "gpt_oss": hf.GptOssConfig,
     "deepseek_v3": hf.DeepseekV3Config,
     "phi3_long": lambda: hf.Phi3Config(rope_parameters=LONG | FACTORS),
+    "qwen3_dynamic": lambda: hf.Qwen3Config(rope_parameters=DYNAMIC),
     "qwen3_5": hf.Qwen3_5Config,
     "granite_hybrid": lambda: hf.GraniteMoeHybridConfig(num_hidden_layers=40, **GRANITE),
     "kimi_linear": lambda: hf.KimiLinearConfig(layer_types=HYBRID * 7, num_hidden_layers=28),
@@ -134,6 +136,7 @@ FAULTS = [
     ("deepseek_v3", StageCache, "update", drops_the_second_part),
     *((x, LayerPositions, "__call__", stays_at_the_start) for x in ("llama", "gemma3", "gpt_oss")),
     ("phi3_long", FollowingTable, "__call__", turns_by_the_longest),
+    ("qwen3_dynamic", FollowingTable, "__call__", turns_by_the_longest),
     *((name, Stage, "masks", sees_everything) for name in ("gemma2", "gemma3", "gpt_oss")),
     ("llama", target_module, "additive_mask", sees_its_siblings),
     ("qwen3", PlainLayer, "__call__", forgets_a_norm),

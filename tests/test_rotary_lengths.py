@@ -93,10 +93,14 @@ def target_of(name: str) -> hf.PreTrainedModel:
 
 @cache
 def expected_of(name: str, prompt: tuple[int, ...]) -> list[int]:
-    """Generate with a model that has seen no longer text: a dynamic table remembers the longest."""
-    fresh = hf.AutoModelForCausalLM.from_config(TARGETS[name]())
-    fresh.load_state_dict(target_of(name).state_dict())
-    return generate_greedy(fresh.eval(), list(prompt), max_new_tokens=2 * LENGTH)
+    return generate_greedy(target_of(name), list(prompt), max_new_tokens=2 * LENGTH)
+
+
+def test_the_reference_does_not_depend_on_earlier_prompts():
+    model, prompt = target_of("qwen3_dynamic"), PROMPTS["is longer"]
+    first = generate_greedy(model, prompt, max_new_tokens=12)
+    generate_greedy(model, random_ids(80).tolist(), max_new_tokens=2)
+    assert generate_greedy(model, prompt, max_new_tokens=12) == first
 
 
 def engine_of(name: str, schedule: str, prompt: list[int], **more):
