@@ -256,6 +256,18 @@ class ResponseReader:
         return [Part(name, text)] if text else []
 
 
+def format_marks(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """Return the special tokens that raw text keeps: id -> text.
+
+    Without them, gpt-oss's thinking and answer would run into each other. The end token adds none.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        return {}
+    reader = reader_for(tokenizer, "")
+    found = {} if reader is None else reader.marks
+    return {i: mark for i, mark in found.items() if i != tokenizer.eos_token_id}
+
+
 def reader_for(
     tokenizer: "PreTrainedTokenizerBase",
     prompt: str | Sequence[int],
@@ -281,6 +293,8 @@ def marked_text(
     tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], marks: Mapping[int, str]
 ) -> str:
     """Decode tokens without special tokens, except for the format's marks."""
+    if not marks:
+        return str(tokenizer.decode([*ids], skip_special_tokens=True))
     parts, run = [], list[int]()
     for token in ids:
         if token not in marks:

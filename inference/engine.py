@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..models.draft import Draft
 from ..models.language_model import LanguageModelDraft
 from ..models.target import KeepRows, StagedTarget
+from ..responses import format_marks, marked_text
 from .auto_tree import ShapeMeter
 from .config import DecodeConfig, check_prompt
 from .demands import Demands, EndMask
@@ -444,7 +445,8 @@ class Session:
 
     def finish(self) -> DecodeResult:
         result = self.result
-        result.text = self.engine.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        tokenizer = self.engine.tokenizer
+        result.text = marked_text(tokenizer, result.token_ids, format_marks(tokenizer))
         # A link reports its own passes; the virtual clock has counted none there.
         num_passes = self.pipeline.close()
         result.num_steps = self.clock.num_steps if num_passes is None else num_passes

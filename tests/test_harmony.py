@@ -18,6 +18,7 @@ from pipedraft.data_recipes.conversations import read_conversation
 from pipedraft.inference import __main__ as inference
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
+from pipedraft.inference.generation import TextPieces
 from pipedraft.models.target import load_target
 
 THINKING, ANSWER = "She greets.", "Say ok: 12, 345."
@@ -99,7 +100,7 @@ def test_a_chat_gets_thinking_and_answer_apart_streamed_or_not(world):
         ANSWER.partition(":")[0],
         THINKING,
     )
-    assert "analysis" in text  # a completion is what the target writes
+    assert text == raw["content"]  # a completion is what the target writes
     chunks = [json.loads(x[6:]) for x in told.split("\n\n") if x.startswith("data: {")]
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     for name, expected in (("content", ANSWER), ("reasoning_content", THINKING)):
@@ -107,6 +108,17 @@ def test_a_chat_gets_thinking_and_answer_apart_streamed_or_not(world):
         assert "".join(pieces) == expected and len(pieces) > 1
     # Log-probabilities name every token, the format's marks as well.
     assert not any(mark in str(deltas) for mark in ("<|", "analysis", "assistantfinal"))
+
+
+def test_raw_text_keeps_the_marks_of_the_channels(world):
+    target = load_target(str(world.folder), dtype=torch.float32)
+    config = DecodeConfig.of("autoregressive", num_stages=1, max_new_tokens=NEW)
+    pieces = TextPieces(world.tokenizer, None)
+    result = Engine(target, world.tokenizer, config).decode(
+        encode_chat(world.tokenizer, QUESTION), observer=pieces
+    )
+    assert result.text == OWN.removesuffix("<|return|>")
+    assert "".join(pieces.finish(result.text)) == result.text
 
 
 @pytest.mark.parametrize(
