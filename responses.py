@@ -26,7 +26,6 @@ FIELDS: dict[str, Field] = {
 }
 """Message field in a response template -> field here."""
 CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-LENIENT = {"allow_non_json": True}
 # A call's name comes before or after its channel, with or without <|constrain|>.
 TO_FUNCTION = r"\s*to=functions\.(?P<name>[^\s<]+)\s*"
 COMMENTARY = r"<\|channel\|>commentary"
@@ -72,6 +71,23 @@ CALLS_IN_JSON: Values = {
     "transform": {"type": "function", "function": "{content}"},
 }
 
+CALLS_IN_TAGS: Values = {
+    "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+    "close_pattern": r"</tool_call>\s*",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+    },
+    "transform": CALL,
+}
+CALLS_IN_PAIRS: Values = CALLS_IN_TAGS | {
+    "open_pattern": r"<tool_call>(?P<name>[^\s<]+)",
+    "content_args": {
+        "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+    },
+}
+
 
 class Part(NamedTuple):
     """Text that belongs to one field of an answer."""
@@ -107,11 +123,7 @@ def find_template(tokenizer: "PreTrainedTokenizerBase", prompt: str, calls: bool
     """
     own = getattr(tokenizer, "response_template", None)
     if own is not None:
-        own = deepcopy(own)
-        for part in own.get("fields", {}).values():
-            if part.get("content") == "json":  # a call that was cut must not stop the answer
-                part["content_args"] = {**part.get("content_args", {}), **LENIENT}
-        return own
+        return lenient(deepcopy(own))
     chat = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if "<|channel|>" in chat and "<|message|>" in chat:
         found = deepcopy(HARMONY)
@@ -121,12 +133,19 @@ def find_template(tokenizer: "PreTrainedTokenizerBase", prompt: str, calls: bool
         found = {**THINKS, "fields": {"content": {}}}
     else:
         return None
-    if calls and "<tool_call>" in chat and not re.search(r"<function=|<arg_key>", chat):
-        found["fields"] = {**found["fields"], "tool_calls": deepcopy(CALLS_IN_JSON)}
-    for part in found["fields"].values():
+    if calls and "<tool_call>" in chat:
+        kinds = {"<function=": CALLS_IN_TAGS, "<arg_key>": CALLS_IN_PAIRS}
+        kind = next((form for mark, form in kinds.items() if mark in chat), CALLS_IN_JSON)
+        found["fields"] = {**found["fields"], "tool_calls": deepcopy(kind)}
+    return lenient(found)
+
+
+def lenient(template: Values) -> Values:
+    """Let a call's arguments be no JSON: a call that was cut must not stop the answer."""
+    for part in template.get("fields", {}).values():
         if part.get("content") == "json":
-            part["content_args"] = LENIENT
-    return found
+            part["content_args"] = {**part.get("content_args", {}), "allow_non_json": True}
+    return template
 
 
 class ResponseReader:
@@ -237,6 +256,18 @@ class ResponseReader:
         return [Part(name, text)] if text else []
 
 
+def format_marks(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """Return the special tokens that raw text keeps: id -> text.
+
+    Without them, gpt-oss's thinking and answer would run into each other. The end token adds none.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        return {}
+    reader = reader_for(tokenizer, "")
+    found = {} if reader is None else reader.marks
+    return {i: mark for i, mark in found.items() if i != tokenizer.eos_token_id}
+
+
 def reader_for(
     tokenizer: "PreTrainedTokenizerBase",
     prompt: str | Sequence[int],
@@ -262,6 +293,8 @@ def marked_text(
     tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], marks: Mapping[int, str]
 ) -> str:
     """Decode tokens without special tokens, except for the format's marks."""
+    if not marks:
+        return str(tokenizer.decode([*ids], skip_special_tokens=True))
     parts, run = [], list[int]()
     for token in ids:
         if token not in marks:

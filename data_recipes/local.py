@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..chats import check_template_variables, render_chat
+from ..chats import END_THINK, check_template_variables, render_chat
 from ..pretrained import context_length, load_model, load_tokenizer, resolve_device
-from ..responses import Response, read_response
+from ..responses import Response, read_response, reader_for
 from .answers import (
     AnswerSampling,
     Dialogue,
@@ -95,41 +95,63 @@ class LocalTarget:
             max_tokens=rooms,
         )
 
-    def read(self, dialogue: Dialogue, prompt: str, ids: list[int]) -> tuple[Response, bool]:
-        """Return an answer's fields for the row, and True if the answer was cut.
 
-        Of several ways to store the answer, take the first that the template renders into the
-        tokens that the target wrote.
+def stored_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    dialogue: Dialogue,
+    prompt: str,
+    ids: list[int],
+    *,
+    thinking: Literal["keep", "strip"],
+) -> Response:
+    """Return an answer's fields for the row.
 
-        Raises:
-            RowFailed: the answer is empty, or it is thinking alone.
-        """
-        is_cut = ids[-1] not in self.ends
-        own = ids if is_cut else ids[:-1]
-        whole = str(self.tokenizer.decode(own, skip_special_tokens=True))
-        read = read_response(self.tokenizer, prompt, own, tools=dialogue.tools)
-        kept = kept_response(read, thinking=self.sampling.thinking)
-        if self.sampling.thinking == "strip":
-            return kept, is_cut
-        text = prompt + str(self.tokenizer.decode(own))
-        for response in (kept, replace(kept, content=read.content), Response(content=whole)):
-            if self._renders(dialogue, response, text):
-                return response, is_cut
-        return kept, is_cut
+    Of several ways to store the answer, take the first that the template renders into the tokens
+    that the target wrote.
 
-    def _renders(self, dialogue: Dialogue, response: Response, text: str) -> bool:
-        """Return True if the conversation with this answer begins with a text."""
+    Args:
+        ids: the answer's tokens without the end token.
+
+    Raises:
+        RowFailed: the answer is empty, or it is thinking alone.
+    """
+    reader = reader_for(tokenizer, prompt, tools=dialogue.tools)
+    marks = {} if reader is None else reader.marks
+    read = read_response(tokenizer, prompt, ids, tools=dialogue.tools)
+    kept = kept_response(read, thinking=thinking)
+    if thinking == "strip":
+        return kept
+    text = prompt + str(tokenizer.decode(ids))
+    # Special tokens that the chat template names, too, are part of a format that is not known.
+    chat, special = tokenizer.get_chat_template(), {*ids} & {*tokenizer.all_special_ids}
+    is_unknown = any(str(tokenizer.decode([x])) in chat for x in special - {*marks})
+    whole = [
+        behind_thinking(str(tokenizer.decode(ids, skip_special_tokens=skips)), kept.thinking)
+        for skips in ((True, False) if is_unknown else (True,))
+    ]
+    for response in (kept, replace(kept, content=read.content), *whole):
         try:
-            found = render_chat(
-                self.tokenizer,
+            rendered = render_chat(
+                tokenizer,
                 [*dialogue.question(), response.message()],
                 prompt=False,
                 tools=dialogue.tools,
                 variables=dialogue.variables,
             )
-        except ValueError:
-            return False
-        return found.startswith(text)
+        except ValueError:  # the template refuses such a turn
+            continue
+        if rendered.startswith(text):
+            return response
+    if is_unknown:
+        raise RowFailed("the answer has special tokens that no response_template explains")
+    return kept
+
+
+def behind_thinking(text: str, thinking: str) -> Response:
+    """Return an answer's whole text as its content, without thinking that is known already."""
+    if not thinking or END_THINK not in text:
+        return Response(content=text)
+    return Response(thinking, text.partition(END_THINK)[2].lstrip())
 
 
 DROPPED_SHARE = 1 / 8
@@ -248,8 +270,11 @@ def answer_together(
         dialogues = []
         for dialogue, prompt, ids in zip(asked, texts, answers, strict=True):
             try:
-                response, is_cut = target.read(dialogue, prompt, ids)
-                dialogue.add(response, is_cut=is_cut)
+                is_cut = ids[-1] not in target.ends
+                own = ids if is_cut else ids[:-1]
+                thinking = target.sampling.thinking
+                answer = stored_answer(target.tokenizer, dialogue, prompt, own, thinking=thinking)
+                dialogue.add(answer, is_cut=is_cut)
             except RowFailed as error:
                 settle(dialogue, str(error))
                 continue

@@ -142,12 +142,18 @@ class _TurnFinder:
         begin, prompt_begin = (0, 0) if last is None else (known[last], read[last])
         gap, asked = self.found.text[begin:place], prompt.text[prompt_begin:]
         without = self._prefix(index, prompt=False)
-        length = len(without.text) - prompt_begin if without is not None else len(asked)
-        header = asked[length:] if length < len(asked) else ""
+        # A text without prompt may end otherwise, for example with an end-of-text token.
+        same = len(commonprefix([without.text, prompt.text])) if without is not None else 0
+        header = asked[max(0, same - prompt_begin) :] if without is not None else ""
         common = len(commonprefix([gap, asked]))
         opening = self.special.match(header)
         least = len(header) // 2 + 1 if opening is None else opening.end()
-        if common == len(asked) or (header and common >= len(asked) - len(header) + least):
+        if common == len(asked):
+            return begin + common
+        # A mark such as <think> is the prompt's as a whole or not at all.
+        if (mark := asked.rfind("<", 0, common)) > asked.rfind(">", 0, common):
+            common = mark
+        if header and common >= len(asked) - len(header) + least:
             return begin + common
         # An earlier turn ends otherwise than in the prompt: find the header before this turn.
         for size in range(len(header), least - 1, -1):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..inference.batch import BatchEngine, Handle
 from ..inference.result import DecodeResult
+from ..responses import format_marks, read_response
 from .answer import Score
 from .tasks import Prompt, encode_turn
 from .traces import TraceFile, turn_key
@@ -162,8 +163,13 @@ class _Conversation:
         self._append(DecodeResult(**self.traces.find(key, lambda: asdict(result))))
 
     def _append(self, result: DecodeResult) -> None:
-        answer = self.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-        assert isinstance(answer, str)  # a list only for a batch
+        ids = result.token_ids
+        if format_marks(self.tokenizer):
+            # A format with channels: later turns and scores read the answer alone.
+            read = read_response(self.tokenizer, result.prompt_ids, ids)
+            answer = read.content or read.thinking
+        else:
+            answer = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         self.records.append(
             DecodedTurn(
                 conversation=self.name,

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from ..models.draft import Draft
 from ..models.language_model import LanguageModelDraft
 from ..models.target import StagedTarget
+from ..responses import format_marks, marked_text
 from .auto_tree import ShapeMeter
 from .config import DecodeConfig, check_prompt
 from .meter import BatchMeter, DraftMeter
@@ -159,7 +160,8 @@ class Engine:
             # An interrupt, too, must leave the pipeline ready for another prompt.
             self.pipeline.abandon()
             raise
-        result.text = self.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        marks = format_marks(self.tokenizer)
+        result.text = marked_text(self.tokenizer, result.token_ids, marks)
         return result
 
     def open_session(

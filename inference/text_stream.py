@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..responses import Part, Response, reader_for
+from ..responses import Part, Response, format_marks, reader_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,8 @@ class TextStream:
         self, tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool = True
     ) -> None:
         self.tokenizer, self.skips_special = tokenizer, skip_special_tokens
+        self.marks = format_marks(tokenizer) if skip_special_tokens else {}
+        """Special tokens whose text stays."""
         self.length = 0
         """Number of characters returned so far."""
         self._ids: list[int] = []
@@ -40,6 +42,11 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Return the text completed by this token."""
+        if mark := self.marks.get(token):
+            piece = self.rest() + mark
+            self.length += len(mark)
+            self._ids, self._text, self._shown, self._num_held = [], "", 0, 0
+            return piece
         self._ids.append(token)
         before, self._text = self._text, self._decode(self._ids)
         is_open = self._text.endswith(UNKNOWN)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...files import Values
 from ...responses import Part
 from ..config import DecodeConfig
 from ..demands import Demands
@@ -228,7 +229,7 @@ class Choice(Observer):
         }
 
 
-def api_call(call: Json, index: int) -> Json:
+def api_call(call: Values, index: int) -> Json:
     """Return a tool call in OpenAI's form, with its index for streams."""
     function = call["function"]
     arguments = function["arguments"]
@@ -329,12 +330,13 @@ class HttpAnswer:
     def _choice(self, choice: Choice) -> Json:
         said: Json = {"index": choice.index, "logprobs": self._logprobs(choice.logprobs)}
         if self._is_chat:
-            said["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
             if choice.thinking:
-                said["message"]["reasoning_content"] = choice.thinking
+                message["reasoning_content"] = choice.thinking
             if choice.calls:
                 calls = [{n: x for n, x in call.items() if n != "index"} for call in choice.calls]
-                said["message"]["tool_calls"] = calls
+                message["tool_calls"] = calls
+            said["message"] = message
         else:
             said["text"] = choice.text
         return said | {"finish_reason": choice.finish_reason}
