@@ -2,8 +2,7 @@
 # What one would guess: `logprobs.content[i].token` in a chat answer names the i-th token of the answer, as in OpenAI's
 # API, whatever the temperature.
 # What happens: with `top_logprobs`, mlx_lm.server repeats the first of the listed top tokens there, with that token's
-# log-probability. At temperature 1 these tokens are not the answer's, and the sampled token's log-probability may be
-# absent. Names are raw tokenizer pieces. `top_logprobs` above 11 is refused (OpenAI allows 20).
+# log-probability. The list is not sorted, so even at temperature 0 this need not be the answer's token. Names are raw tokenizer pieces. `top_logprobs` above 11 is refused (OpenAI allows 20).
 # Versions: mlx-lm 0.32.2, mlx 0.32.4 (CPU), transformers 5.23.0.
 # What pipedraft does: `pipedraft audit` checks that tokens spell the text. If not, it says so and compares words; it
 # asks for fewer top_logprobs if 20 are refused.
