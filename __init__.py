@@ -10,7 +10,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     # Set how often torch's threads (libgomp's on Linux) spin before they sleep. Importing torch
     # reads it. With libgomp's default, 300,000 spins, a small model's step takes 40 times as long
     # next to one busy program. With 3,000 spins it takes 3 times as long, and is no slower alone:
-    # docs/lab/log.md.
+    # docs/lab/training_trials.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:

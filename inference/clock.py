@@ -196,8 +196,8 @@ class VirtualClock:
             tokens=num_tokens + 1,
             time=self.time + self.autoregressive_time(1),
             row=LONGEST * self.row_price,
-            # A token takes about a quarter pass (docs/lab/log.md), but entering one step earlier
-            # saves at most one step, 1/n pass.
+            # A token takes about a quarter pass (docs/lab/drafting_trials.md), but entering one
+            # step earlier saves at most one step, 1/n pass.
             later=max(1.0, self.num_stages / 4),
         )
 

@@ -32,14 +32,14 @@ def find_module(model: PreTrainedModel, ids: list[int], drafted: list[int]) -> s
     hooks = []
     for name, module in model.named_modules():
         if not [*module.children()]:
-            hook: Callable[..., None] = partial(_note, found, name)
-            hooks.append(module.register_forward_hook(hook))
+            note: Callable[..., None] = partial(_note, found, name)
+            hooks.append(module.register_forward_hook(note))
     try:
         with torch.inference_mode():
-            device = model.get_input_embeddings().weight.device
+            weight: Any = model.get_input_embeddings().weight
             for tokens in (ids, ids + drafted):
                 if not found:
-                    model(input_ids=torch.tensor([tokens]).to(device), use_cache=False)
+                    model(input_ids=torch.tensor([tokens]).to(weight.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -17,10 +17,11 @@ MOST_ROWS = 16
 """Maximum rows per segment with an automatic budget: FlowSpec's L_max."""
 LONGEST = 3.0
 """Price factor for a row that enters at a step, compared with a row in equally long segments.
-Segments differ in length, and the longest one in flight sets the step time (docs/lab/log.md)."""
+Segments differ in length, and the longest one in flight sets the step time
+(docs/lab/drafting_trials.md)."""
 SHARPNESS = 3.0
 """Exponent applied to draft probabilities before weighing. The best tokens are accepted more often
-than the draft predicts, and the others less often (docs/lab/log.md)."""
+than the draft predicts, and the others less often (docs/lab/drafting_trials.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

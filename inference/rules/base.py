@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ...models.target import StagedTarget
 
 PENALTY = 8.0
-"""Subtracted from the draft's log-probability for filtered tokens (docs/lab/log.md)."""
+"""Subtracted from the draft's log-probability for filtered tokens (docs/lab/drafting_trials.md)."""
 
 
 # -- the rules ------------------------------------------------------------------------------
