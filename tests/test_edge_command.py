@@ -50,7 +50,8 @@ def test_every_method_is_in_the_table_at_every_temperature(out):
         assert bool(row["caveat"]) == (name == "edge_only" or row["rule"] == "topk")
         same = row["rule"] in SAME_TEXT_RULES or METHODS[name].asks_with is not None
         sampled = degrees and not same
-        checked = 0 if sampled or name == "edge_only" else 2
+        # The cloud's own row compares its greedy outputs with those of transformers.
+        checked = 0 if (sampled and name != "cloud") or name == "edge_only" else 2
         assert row["lossless"] == {"checked": checked, "mismatches": 0}
 
 
