@@ -214,8 +214,9 @@ class Peer:
                 sizes["intermediate_size"] = len(weight)
         self.check_all(known, **sizes)
         heads = known.get("num_attention_heads")
-        if heads and known.get("head_dim") is None and sizes["hidden_size"] % heads:
-            fix = f"it is to divide hidden_size {sizes['hidden_size']}, or give head_dim"
+        is_free = family == "qwen3" and known.get("head_dim") is not None
+        if heads and sizes["hidden_size"] % heads and not is_free:
+            fix = f"it is to divide hidden_size {sizes['hidden_size']}"
             raise self.refuse("num_attention_heads", heads, fix)
         with explained("--from", self.name):
             if family in FAMILIES:
