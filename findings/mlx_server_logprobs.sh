@@ -2,7 +2,8 @@
 # What one would guess: `logprobs.content[i].token` in a chat answer names the i-th token of the answer, as in OpenAI's
 # API, whatever the temperature.
 # What happens: with `top_logprobs`, mlx_lm.server repeats the first of the listed top tokens there, with that token's
-# log-probability. The list is not sorted, so even at temperature 0 this need not be the answer's token. Names are raw tokenizer pieces. `top_logprobs` above 11 is refused (OpenAI allows 20).
+# log-probability. The list is not sorted, so even at temperature 0 this need not be the answer's token. Names are raw
+# tokenizer pieces. `top_logprobs` above 11 is refused (OpenAI allows 20).
 # Versions: mlx-lm 0.32.2, mlx 0.32.4 (CPU), transformers 5.23.0.
 # What pipedraft does: `pipedraft audit` checks that tokens spell the text. If not, it says so and compares words; it
 # asks for fewer top_logprobs if 20 are refused.
@@ -76,7 +77,10 @@ def ask(**fields):
             with urllib.request.urlopen(request, timeout=120) as reply:
                 return json.load(reply)["choices"][0]
         except urllib.error.HTTPError as error:
-            return error.code
+            if error.code == 400:
+                return 400
+            print("HTTP", error.code, error.read()[:200], file=sys.stderr)
+            time.sleep(1)
         except urllib.error.URLError as error:
             if not isinstance(error.reason, ConnectionRefusedError):
                 raise
