@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# One would guess that rope_theta in an exported DFlash head is the base of its training: modelopt
-# 0.47.0 says that a draft's rotary base must match its target's and enforces that. With transformers
-# 5 the target's configuration has no attribute rope_theta (the base is inside rope_parameters), so
-# nothing is enforced: the draft trains with 10000, and the export writes the target's base.
+# One would guess that rope_theta in an exported DFlash head is the base of its training. modelopt
+# 0.47.0 takes the draft's base from the target's attribute rope_theta. A configuration of transformers
+# 5 has the base inside rope_parameters instead, so the draft trains with the default, 10000. The
+# export reads rope_parameters and writes the target's base.
 # pipedraft imports such a head as engines read it, and warns with both numbers.
 # Exit status 0: the behavior is as stated.
 set -euo pipefail
