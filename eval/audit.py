@@ -34,7 +34,7 @@ from ..data_recipes.server import ChatServerOptions
 from ..files import to_json, write_atomically
 from .arguments import FewPromptsOptions
 from .audit_answers import Endpoint, Heard
-from .audit_forced import Place, ServerJudge, TargetJudge
+from .audit_forced import Judged, ServerJudge, TargetJudge
 from .audit_result import (
     Audit,
     compares_tokens,
@@ -134,7 +134,7 @@ class Hearing:
     theirs: Heard
     by_tokens: bool
     remarks: list[str]
-    forced: dict[int, list[Place]] = field(default_factory=dict)
+    forced: dict[int, list[Judged]] = field(default_factory=dict)
     """Index of a prompt with different greedy answers -> the endpoint's answer, judged."""
     way: str | None = None
 

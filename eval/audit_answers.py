@@ -159,7 +159,7 @@ class Heard:
         return any(len({answer.text for answer in answers}) > 1 for answers in self.sampled)
 
 
-class Refused(Exception):
+class FieldRefused(Exception):
     """Raised if a server refuses a request for good, for example an unknown value."""
 
 
@@ -196,7 +196,7 @@ class Endpoint:
             try:
                 payload = await self.client.post("/chat/completions", body | asked)
             except RowFailed as error:
-                raise Refused(str(error)) from error
+                raise FieldRefused(str(error)) from error
             return read_answer(payload)
 
         async with self._free:
@@ -206,7 +206,7 @@ class Endpoint:
                     return await self.client.retried(complete)
                 except RowFailed as error:  # no attempt has succeeded
                     raise Failure(f"{self.name}: {error}") from error
-                except Refused as error:
+                except FieldRefused as error:
                     if not had:
                         raise Failure(f"{self.name}: {error}") from error
                 # Requests run at the same time: only the first refusal of a number lowers it.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Judged:
     """One token of an answer, judged by the baseline."""
 
     place: int
@@ -41,7 +41,7 @@ class Place:
         return self.is_exact and abs(self.gap) <= tie
 
 
-def place_of(place: int, token: str, known: Mapping[str, float], best: str | None = None) -> Place:
+def place_of(place: int, token: str, known: Mapping[str, float], best: str | None = None) -> Judged:
     """Compare a token with the most likely one among listed log-probabilities.
 
     Args:
@@ -52,10 +52,10 @@ def place_of(place: int, token: str, known: Mapping[str, float], best: str | Non
     lowest = min(known.values())
     gap = known[other] - known.get(token, lowest)
     is_exact = token in known and not is_incomplete(token)
-    return Place(place=place, token=token, best=other, gap=gap, is_exact=is_exact)
+    return Judged(place=place, token=token, best=other, gap=gap, is_exact=is_exact)
 
 
-def end_of(place: int, known: Mapping[str, float], has_ended: bool) -> Place:
+def end_of(place: int, known: Mapping[str, float], has_ended: bool) -> Judged:
     """Judge an answer's end.
 
     Args:
@@ -64,12 +64,12 @@ def end_of(place: int, known: Mapping[str, float], has_ended: bool) -> Place:
     """
     if has_ended or not known:
         gap = 0.0 if has_ended else float("inf")
-        return Place(place=place, token="", best="", gap=gap, is_exact=has_ended)
+        return Judged(place=place, token="", best="", gap=gap, is_exact=has_ended)
     # End tokens have no text. Servers list them by name.
     names = [name for name in known if SPECIAL.fullmatch(name)]
     end = max(names, key=lambda name: known[name], default="")
     found = place_of(place, end, known)
-    return Place(place=place, token="", best=found.best, gap=found.gap, is_exact=found.is_exact)
+    return Judged(place=place, token="", best=found.best, gap=found.gap, is_exact=found.is_exact)
 
 
 class NotOffered(Exception):
@@ -78,7 +78,7 @@ class NotOffered(Exception):
 
 WRONG = (NotOffered, TryAgain, RowFailed, TargetLost, KeyError, IndexError, TypeError, ValueError)
 """A refusal, or an answer in another form. A server may ignore a field that it does not know."""
-Way = Callable[[Prompt, Answer, int], Awaitable[list[Place]]]
+Way = Callable[[Prompt, Answer, int], Awaitable[list[Judged]]]
 
 
 class ServerJudge:
@@ -106,7 +106,7 @@ class ServerJudge:
                 self.way = name
                 return
 
-    async def judge(self, prompt: Prompt, answer: Answer, first: int) -> list[Place] | None:
+    async def judge(self, prompt: Prompt, answer: Answer, first: int) -> list[Judged] | None:
         """Return the answer's tokens from index ``first`` on, judged; None if that fails."""
         if self.way is None:
             return None
@@ -143,7 +143,7 @@ class ServerJudge:
             raise NotOffered("the text has other tokens")
         return prompt_ids, ids
 
-    async def _by_prompt_logprobs(self, prompt: Prompt, answer: Answer, first: int) -> list[Place]:
+    async def _by_prompt_logprobs(self, prompt: Prompt, answer: Answer, first: int) -> list[Judged]:
         """Judge all tokens in one request, as vLLM offers it."""
         prompt_ids, ids = await self._encode(prompt, answer)
         size = TOP_LOGPROBS[0]
@@ -168,16 +168,16 @@ class ServerJudge:
         choice: Values = found["choices"][0]
         return choice
 
-    def _end(self, choice: Values, place: int) -> Place:
+    def _end(self, choice: Values, place: int) -> Judged:
         known = (choice["logprobs"]["top_logprobs"] or [{}])[0]
         return end_of(place, known, choice.get("finish_reason") == "stop")
 
-    async def _by_completions(self, prompt: Prompt, answer: Answer, first: int) -> list[Place]:
+    async def _by_completions(self, prompt: Prompt, answer: Answer, first: int) -> list[Judged]:
         """Judge each token by a request that continues the ids before it."""
         prompt_ids, ids = await self._encode(prompt, answer)
         names = answer.tokens or [await self._name(one) for one in ids]
 
-        async def judge(place: int) -> Place:
+        async def judge(place: int) -> Judged:
             choice = await self._complete([*prompt_ids, *ids[:place]], {})
             if place == len(ids):
                 return self._end(choice, place)
@@ -191,12 +191,12 @@ class ServerJudge:
             self._names[token] = str(found.get("prompt", ""))
         return self._names[token]
 
-    async def _by_continuing(self, prompt: Prompt, answer: Answer, first: int) -> list[Place]:
+    async def _by_continuing(self, prompt: Prompt, answer: Answer, first: int) -> list[Judged]:
         """Judge each token by a chat request that continues the assistant's last message."""
         if answer.has_thinking or not answer.names_tokens:
             raise NotOffered("no tokens to continue")
 
-        async def judge(place: int) -> Place:
+        async def judge(place: int) -> Judged:
             body: Values = {"messages": prompt.messages(), "max_tokens": 1, "temperature": 0.0}
             body |= {"logprobs": True, "top_logprobs": self.server.num_top}
             if place:
@@ -219,8 +219,8 @@ class ServerJudge:
         return await self._gather(judge, first, [*answer.tokens, *["end"] * answer.ended])
 
     async def _gather(
-        self, judge: Callable[[int], Awaitable[Place]], first: int, names: Sequence[str]
-    ) -> list[Place]:
+        self, judge: Callable[[int], Awaitable[Judged]], first: int, names: Sequence[str]
+    ) -> list[Judged]:
         """Judge the places from ``first`` on.
 
         Parts of characters are left out: servers list several under one name.
@@ -244,7 +244,7 @@ class TargetJudge:
         self.model = load_target(target, device=resolve_device("auto"))
         self._ids: dict[str, int] = {}
 
-    def judge(self, prompt: Prompt, answer: Answer, first: int) -> list[Place] | None:
+    def judge(self, prompt: Prompt, answer: Answer, first: int) -> list[Judged] | None:
         """Return the answer's tokens from index ``first`` on, judged; None if they are unknown."""
         import torch
 
@@ -270,7 +270,7 @@ class TargetJudge:
             value = logits_V[ends].max() if is_end else logits_V[ids[place]]
             is_over = is_end and best in ends
             places.append(
-                Place(
+                Judged(
                     place=place,
                     token="" if is_end else token_text(self.tokenizer, ids[place]),
                     best="" if is_over else token_text(self.tokenizer, best),

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..files import Values
 from .audit_answers import Answer, Heard
-from .audit_forced import Place, end_of, place_of
+from .audit_forced import Judged, end_of, place_of
 from .audit_tests import FEATURES, OF_THE_END, POWER, PairedTest, compare
 from .tasks import Prompt
 
@@ -41,7 +41,7 @@ class Difference:
         return f"{self.margin:.3f}" if self.is_exact else f"at least {self.margin:.3f}"
 
 
-def difference_at(prompt: str, found: Place, tie: float) -> Difference:
+def difference_at(prompt: str, found: Judged, tie: float) -> Difference:
     """Return a judged place as a difference."""
     is_known = found.gap != float("inf")
     kind: Literal["tie", "fault", "unknown"] = "unknown"
@@ -72,7 +72,7 @@ def first_difference(
     place, token, other = found
     known = theirs.logprobs[place] if by_tokens and place < len(theirs.logprobs) else {}
     if not known:
-        judged = Place(place=place, token=token, best=other, gap=float("inf"), is_exact=False)
+        judged = Judged(place=place, token=token, best=other, gap=float("inf"), is_exact=False)
     elif token:
         judged = place_of(place, token, known, other if other in known else None)
     else:
@@ -101,7 +101,7 @@ class JudgedAnswer:
 def judge_answer(
     prompt: str,
     pair: tuple[Answer, Answer],
-    forced: Sequence[Place] | None,
+    forced: Sequence[Judged] | None,
     tie: float,
     *,
     by_tokens: bool,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ..models.target import Stage
+from ..models.stage import Stage
 
 FIX = "give another --dtype (float32 holds the largest numbers), or load another copy of the model"
 

@@ -20,7 +20,7 @@ from .stage_cache import StageCache
 from .stage_calls import masked
 
 if TYPE_CHECKING:
-    from .target import Stage
+    from .stage import Stage
 
 ROWS = 16
 """Rows per product on a CPU."""

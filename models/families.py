@@ -179,33 +179,11 @@ class LayerPositions:
 
 NUM_ROWS, WINDOW = 6, 3
 """Sizes for the comparison: the window is shorter than the sequence."""
-_lacks: dict[str, str | None] = {}  # cached by configuration, because a check builds a model
-
-
-def check_target(config: PreTrainedConfig, name: str) -> None:
-    """Raise ValueError, naming the missing part, if a model cannot be cut into stages.
-
-    The check takes a fraction of a second per family and process.
-    """
-    from .acceptance import trial  # it decodes with a target's stages, which import this file
-
-    key = f"{type(config)} {config.to_json_string(use_diff=False)}"
-    if key not in _lacks:
-        try:
-            with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
-                _lacks[key] = _lack(config) or trial(config)
-        except Exception as error:  # any fault in a model's own code
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            _lacks[key] = f"its layers do not run by themselves ({reason[:200]})"
-    if (lack := _lacks[key]) is not None:
-        raise ValueError(
-            f"target: {str(name)!r} ({config.model_type}) cannot be cut into stages: {lack}; give "
-            "another target, see docs/targets.md"
-        )
 
 
 @torch.inference_mode()
-def _lack(config: PreTrainedConfig) -> str | None:
+def lack(config: PreTrainedConfig) -> str | None:
+    """Return what a model lacks to be cut into stages, by its layers alone, or None."""
     kinds_of_model = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     if not any(type(config) in kind for kind in kinds_of_model):
         return "transformers has no causal language model of it"

@@ -31,7 +31,8 @@ from .layers import (
     positions_of,
 )
 from .rounded import rounded_dtype
-from .target import Stage, StagedTarget
+from .stage import Stage
+from .target import StagedTarget
 from .target_part import load_target_part
 
 SAME_BLOCK = 0.05

@@ -29,7 +29,7 @@ from .rotary_lengths import short_lengths
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from .target import Stage
+    from .stage import Stage
 
 MAX_ROWS = 64
 """Maximum rows per graph; longer segments gain nothing, as their kernels run long enough."""

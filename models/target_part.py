@@ -39,7 +39,8 @@ from ..pretrained import (
     weight_files,
     without_cache_scales,
 )
-from .families import check_target, choose_attention, is_tied, materialize, untie
+from .acceptance import check_target
+from .families import choose_attention, is_tied, materialize, untie
 from .fingerprint import HEAD
 from .rounded import round_target, rounds
 

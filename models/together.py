@@ -21,7 +21,7 @@ from .stage_cache import Abandoned, Segment
 from .stage_calls import Attend, attending_by, masked
 
 if TYPE_CHECKING:
-    from .target import Stage
+    from .stage import Stage
 
 
 def can_run_together(stage: "Stage") -> bool:

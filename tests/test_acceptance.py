@@ -8,13 +8,13 @@ from transformers.models.llama import modeling_llama
 
 from pipedraft.models import acceptance, families, stage_cache
 from pipedraft.models import target as target_module
-from pipedraft.models.acceptance import trial
-from pipedraft.models.families import LayerPositions, check_target
+from pipedraft.models.acceptance import check_target, trial
+from pipedraft.models.families import LayerPositions
 from pipedraft.models.plain_layers import PlainLayer
 from pipedraft.models.rotary_lengths import FollowingTable
 from pipedraft.models.small_copy import NUM_LAYERS, small_copy
+from pipedraft.models.stage import Stage
 from pipedraft.models.stage_cache import StageCache
-from pipedraft.models.target import Stage
 
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 GRANITE = dict(

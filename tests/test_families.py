@@ -35,8 +35,9 @@ from train_runs import World, losses_on_one_batch, make_world
 from pipedraft.eval.edge_methods import METHODS, decode
 from pipedraft.models import families
 from pipedraft.models import target as target_module
+from pipedraft.models.acceptance import check_target
 from pipedraft.models.exchange.export import export
-from pipedraft.models.families import LayerPositions, check_target, choose_attention
+from pipedraft.models.families import LayerPositions, choose_attention
 from pipedraft.models.stage_cache import additive_mask
 from pipedraft.models.target import StagedTarget, capture_hidden, load_target
 from pipedraft.models.target_part import load_target_part

@@ -43,7 +43,7 @@ from .log import (
 )
 from .objective import DraftObjective, LossOutput
 from .position import Cut, DonePart, batches_left
-from .record import Change, RunRecord, check_record
+from .record import Change, Identity, check_record
 from .screen import Screen
 
 STATE = "training_state"
@@ -100,7 +100,7 @@ class Trainer:
         optimizers = make_optimizers(list(objective.named_parameters()), config.optim)
         self.module, *self.optimizers = accelerator.prepare(objective, *optimizers)
         self.state = TrainingState(accelerator, self.module, self.optimizers)
-        self.record: RunRecord | None = None
+        self.record: Identity | None = None
         self.progress.epoch_steps = self._epoch_steps()
         self.num_steps = self._count_steps()
         self.stopping = Stopping(max_minutes=config.max_minutes, started=started)

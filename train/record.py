@@ -48,7 +48,7 @@ class RunTarget(Struct, frozen=True):
     fingerprint: dict[str, int | str]
 
 
-class RunRecord(Struct, frozen=True):
+class Identity(Struct, frozen=True):
     """Contents of run.json."""
 
     version: str
@@ -75,11 +75,11 @@ def record_of(
     reference: TargetReference,
     tokenizer: PreTrainedTokenizerBase,
     data: TokenizedData,
-) -> RunRecord:
+) -> Identity:
     """Record a run. This reads all token ids and samples of the target's weights."""
     settings = {**_flat(run), **_flat(model, "model.")}
     del settings["output_dir"]
-    return RunRecord(
+    return Identity(
         version=__version__,
         target=RunTarget(
             name=str(run.target),
@@ -111,7 +111,7 @@ def _plain(value: Any) -> object:
     return asdict(value) if isinstance(value, Source) else str(value)
 
 
-def read_record(folder: Path) -> RunRecord:
+def read_record(folder: Path) -> Identity:
     """Read a checkpoint's record.
 
     Raises:
@@ -123,7 +123,7 @@ def read_record(folder: Path) -> RunRecord:
             "target, data and settings; give another --output_dir, and --model.init_from "
             f"{folder} to start from its weights"
         )
-    return read_json(folder / RECORD, "resume", RunRecord)
+    return read_json(folder / RECORD, "resume", Identity)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _shown(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def check_record(folder: Path, now: RunRecord) -> list[Change]:
+def check_record(folder: Path, now: Identity) -> list[Change]:
     """Compare a checkpoint with this run, and return the changes to tell.
 
     Raises:
@@ -167,7 +167,7 @@ def check_record(folder: Path, now: RunRecord) -> list[Change]:
     )
 
 
-def changes_between(then: RunRecord, now: RunRecord) -> Iterator[Change]:
+def changes_between(then: Identity, now: Identity) -> Iterator[Change]:
     """Yield what differs, in the order in which it matters."""
     yield from _target_changes(then.target, now.target)
     yield from _settings_changes(then, now, ("target_quantization",), is_refused=True)
@@ -204,7 +204,7 @@ def _target_changes(then: RunTarget, now: RunTarget) -> Iterator[Change]:
         yield Change("target", *names, "other weights in its layers")
 
 
-def _data_changes(then: RunRecord, now: RunRecord) -> Iterator[Change]:
+def _data_changes(then: Identity, now: Identity) -> Iterator[Change]:
     if then.data == now.data:
         return
     values = _data_in_words(then), _data_in_words(now)
@@ -219,7 +219,7 @@ def _data_changes(then: RunRecord, now: RunRecord) -> Iterator[Change]:
     yield Change("data", *values, "; ".join(notes))
 
 
-def _data_in_words(record: RunRecord) -> str:
+def _data_in_words(record: Identity) -> str:
     rows, tokens = (
         sum(int(record.data.get(f"{split}_{what}", 0)) for split in ("train", "valid"))
         for what in ("rows", "tokens")
@@ -228,7 +228,7 @@ def _data_in_words(record: RunRecord) -> str:
 
 
 def _settings_changes(
-    then: RunRecord, now: RunRecord, names: Sequence[str], *, is_refused: bool
+    then: Identity, now: Identity, names: Sequence[str], *, is_refused: bool
 ) -> Iterator[Change]:
     for name in names:
         # A setting that only one version of pipedraft knows cannot be compared.
