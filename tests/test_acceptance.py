@@ -48,7 +48,7 @@ CONFIGS = {
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     monkeypatch.setattr(acceptance, "_results", {})
-    monkeypatch.setattr(families, "_lacks", {})
+    monkeypatch.setattr(acceptance, "_lacks", {})
 
 
 @pytest.mark.parametrize("name", CONFIGS)

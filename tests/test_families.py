@@ -33,7 +33,7 @@ from tiny_drafts import make_head, noisy_copy
 from train_runs import World, losses_on_one_batch, make_world
 
 from pipedraft.eval.edge_methods import METHODS, decode
-from pipedraft.models import families
+from pipedraft.models import acceptance, families
 from pipedraft.models import target as target_module
 from pipedraft.models.acceptance import check_target
 from pipedraft.models.exchange.export import export
@@ -386,7 +386,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_what_it_lacks(model_type):
 def test_a_difference_from_transformers_forward_is_refused(name, monkeypatch):
     part, mutant, said = WRONG[name]
     monkeypatch.setattr(families, part, mutant)
-    monkeypatch.setattr(families, "_lacks", {})
+    monkeypatch.setattr(acceptance, "_lacks", {})
     with pytest.raises(ValueError, match=said):
         check_target(FAMILIES[name](), name)
 
