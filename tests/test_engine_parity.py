@@ -10,10 +10,12 @@ import sys
 import pytest
 import torch
 from command_runs import assert_one_line, call
-from conftest import byte_tokenizer, tiny_llama, write_rows
+from conftest import REPOSITORY, byte_tokenizer, tiny_llama, write_rows
 from safetensors.torch import load_file, save_file
+from scripts import load_script
 from tiny_drafts import make_head
 
+from pipedraft.cli import run_command
 from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.models import load_draft
@@ -210,3 +212,14 @@ def test_an_engine_that_refuses_is_one_line(parity, place):
     assert err == "error: vllm: AssertionError: Tried to load weights of size (1, 2)\n"
     status, out, err = parity(place / "eagle3", "--engine-python", place / "nowhere")
     assert_one_line(status, out, err, ["--engine-python", "nowhere", "make engines"])
+
+
+def test_planted_faults_run_up_to_the_engine(tmp_path, monkeypatch, capsys):
+    script = load_script("benchmarks/planted_faults.py")
+    words = ["--only", "planted: layer", "--limit", "1", "--engine-python", "nowhere"]
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(sys, "argv", ["planted_faults.py", *words, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        run_command(script.main)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and "make engines makes" in said

@@ -18,6 +18,7 @@ from pipedraft.eval.edge_methods import TIMES
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.diagram import Diagram
 from pipedraft.inference.edge.channel import Channel, Link
+from pipedraft.inference.edge.engine import LinkEngine
 from pipedraft.inference.edge.link import LinkPipeline
 from pipedraft.inference.edge.linked import Estimates, RemoteTarget
 from pipedraft.inference.edge.session_messages import (
@@ -30,7 +31,6 @@ from pipedraft.inference.edge.session_messages import (
     Result,
 )
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
-from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.tree import TokenTree
 
@@ -151,13 +151,8 @@ def record(
     source.pipeline = pipeline
     settings = {"policy": policy, "temperature": temperature, "max_new_tokens": 36}
     config = DecodeConfig.of(name, num_stages=1, **settings)
-    engine = Engine(
-        pipeline.target,
-        SimpleNamespace(decode=lambda ids, **_: ""),
-        config,
-        source=source,
-        connect=lambda _: pipeline,
-    )
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "")
+    engine = LinkEngine(pipeline, tokenizer, config, source=source)
     pipeline.result = engine.decode(PROMPT)
     tokens = pipeline.result.token_ids
     assert tokens == text[len(PROMPT) : len(PROMPT) + len(tokens)]
