@@ -21,7 +21,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks import watch, worker
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.rules.sampled import KeyedRandom
-from pipedraft.models import target as target_module
+from pipedraft.models import stage as stage_module
 from pipedraft.models import together
 
 PLAIN = {"schedule": "autoregressive"}
@@ -132,8 +132,8 @@ def see_everything(monkeypatch):
     def mutant(visible, *others, **options):
         return right(torch.ones_like(visible), *others, **options)
 
-    right = target_module.additive_mask
-    monkeypatch.setattr(target_module, "additive_mask", mutant)
+    right = stage_module.additive_mask
+    monkeypatch.setattr(stage_module, "additive_mask", mutant)
 
 
 def share_seed(monkeypatch):

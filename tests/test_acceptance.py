@@ -7,7 +7,7 @@ from staged_targets import continue_the_row_before
 from transformers.models.llama import modeling_llama
 
 from pipedraft.models import acceptance, families, stage_cache
-from pipedraft.models import target as target_module
+from pipedraft.models import stage as stage_module
 from pipedraft.models.acceptance import check_target, trial
 from pipedraft.models.families import LayerPositions
 from pipedraft.models.plain_layers import PlainLayer
@@ -138,7 +138,7 @@ FAULTS = [
     ("phi3_long", FollowingTable, "__call__", turns_by_the_longest),
     ("qwen3_dynamic", FollowingTable, "__call__", turns_by_the_longest),
     *((name, Stage, "masks", sees_everything) for name in ("gemma2", "gemma3", "gpt_oss")),
-    ("llama", target_module, "additive_mask", sees_its_siblings),
+    ("llama", stage_module, "additive_mask", sees_its_siblings),
     ("qwen3", PlainLayer, "__call__", forgets_a_norm),
     ("llama", modeling_llama.LlamaMLP, "forward", remembers_in_the_module),
 ]

@@ -34,6 +34,7 @@ from train_runs import World, losses_on_one_batch, make_world
 
 from pipedraft.eval.edge_methods import METHODS, decode
 from pipedraft.models import acceptance, families
+from pipedraft.models import stage as stage_module
 from pipedraft.models import target as target_module
 from pipedraft.models.acceptance import check_target
 from pipedraft.models.exchange.export import export
@@ -320,7 +321,9 @@ class OnePosition(LayerPositions):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_stage_that_computes_like_another_family_is_noticed(name, monkeypatch):
-    monkeypatch.setattr(target_module, *FAULTS[name])
+    attribute, fault = FAULTS[name]
+    module = target_module if attribute == "finish_logits" else stage_module
+    monkeypatch.setattr(module, attribute, fault)
     monkeypatch.setattr(target_module, "check_target", lambda *given: None)  # it would refuse
     assert stages_compute_the_models_forward(name)[1] > 0
     if name == "olmo3":  # the others' faults change logits, but no greedy token of this target
