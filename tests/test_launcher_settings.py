@@ -83,8 +83,6 @@ REFUSED = [
     ),
     (RANK | {"ACCELERATE_USE_FSDP": "true"}, "fsdp_version: '1'"),
     (FSDP | {"FSDP_VERSION": "1"}, "fsdp_version: '1'"),
-    (FSDP | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy: 'SIZE"),
-    (FSDP | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Linear"}, "fsdp_transformer_layer_cls_to_wrap: 'L"),
     (FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "full_shard"}, "fsdp_reshard_after_forward: 'full"),
     (FSDP | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "fsdp_sharding_strategy: 'HYBRID"),
     (FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: 'true'"),
@@ -125,6 +123,8 @@ def test_settings_that_would_train_something_else_are_refused_by_name(environmen
 NOTED = [
     (FSDP | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "fsdp_cpu_ram_efficient_loading: true is"),
     (FSDP | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, "fsdp_state_dict_type: FULL_STATE_DICT"),
+    (FSDP | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy: SIZE_BASED_W"),
+    (FSDP | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B"}, "fsdp_transformer_layer_cls_to_wrap: A,B"),
     (FSDP | {"FSDP_FORWARD_PREFETCH": "true"}, "fsdp_forward_prefetch: true has no effect"),
     (FSDP | {"FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE"}, "fsdp_backward_prefetch: BACKWARD_PRE has"),
     (FSDP | {"FSDP_USE_ORIG_PARAMS": "false"}, "fsdp_use_orig_params: false has no effect"),

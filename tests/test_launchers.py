@@ -58,7 +58,9 @@ def settings(tmp_path) -> Callable[..., dict[str, str]]:
 ZERO = {"gradient_clipping": "auto", "zero3_save_16bit_model": False, "zero3_init_flag": True}
 
 
-LOADING = {"fsdp_cpu_ram_efficient_loading": True}
+LOADING = {"fsdp_cpu_ram_efficient_loading": True, "fsdp_min_num_params": 1000}
+LOADING["fsdp_auto_wrap_policy"] = "SIZE_BASED_WRAP"
+CLASSES = {"fsdp_transformer_layer_cls_to_wrap": "Linear"}
 WRAP = {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_state_dict_type": "FULL_STATE_DICT"}
 ANSWERS = [
     ("fsdp2", {"fsdp_config": LOADING}, "fsdp_cpu_ram_efficient_loading: true is"),
@@ -66,6 +68,7 @@ ANSWERS = [
     ("fsdp2", {"fsdp_config": WRAP}, "fsdp_state_dict_type: FULL_STATE_DICT is not"),
     ("fsdp2", {"fsdp_config": {"fsdp_reshard_after_forward": False}}, ", fsdp2, fp32"),
     ("fsdp2", {"parallelism_config": {"parallelism_config_dp_shard_size": 2}}, ", fsdp2, fp32"),
+    ("fsdp2", {"fsdp_config": CLASSES}, "fsdp_transformer_layer_cls_to_wrap: Linear is not"),
     ("zero1", {}, ", zero1, fp32"),
     ("ddp", {"debug": True}, ", ddp, fp32"),
     ("ddp", {"dynamo_config": {"dynamo_backend": "EAGER"}}, ", ddp, fp32"),

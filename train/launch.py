@@ -107,6 +107,8 @@ def make_accelerator(config: RunConfig, judgment: Judgment | None = None) -> Acc
     if is_fsdp:
         # accelerate's way to send weights from the first process takes no persistent buffers.
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+        # One group: the draft reads its layers' weights outside their forward.
+        accelerator.state.fsdp_plugin.auto_wrap_policy = None
     if is_fsdp and accelerator.mixed_precision == "bf16":
         accelerator.state.fsdp_plugin.mixed_precision_policy = FSDP_PRECISION
     if is_fsdp and config.optim.name != "adamw":

@@ -110,20 +110,6 @@ WITH_FSDP = [
         "FSDP2 has no strategies; leave it out, or give fsdp_reshard_after_forward",
     ),
     Limit(
-        "FSDP_AUTO_WRAP_POLICY",
-        "fsdp_auto_wrap_policy",
-        ("transformer_based_wrap", "no_wrap"),
-        "the draft reads its layers' weights outside their forward, so it is one group; give "
-        "TRANSFORMER_BASED_WRAP",
-    ),
-    Limit(
-        "FSDP_TRANSFORMER_CLS_TO_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap",
-        ("",),
-        "the draft reads its layers' weights outside their forward, so it is one group; leave it "
-        "out",
-    ),
-    Limit(
         "FSDP_IGNORED_MODULES",
         "fsdp_ignored_modules",
         ("",),
@@ -290,6 +276,14 @@ def _judge_fsdp(environment: Mapping[str, str], found: Judgment) -> None:
         found.notes.append(
             "fsdp_cpu_ram_efficient_loading: true is not used; every process makes the draft and "
             "loads the target itself (--shard_target true splits the target)"
+        )
+    classes = environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    is_by_size = environment.get("FSDP_AUTO_WRAP_POLICY", "").lower() == "size_based_wrap"
+    if is_by_size or classes:
+        setting = "auto_wrap_policy" if is_by_size else "transformer_layer_cls_to_wrap"
+        found.notes.append(
+            f"fsdp_{setting}: {'SIZE_BASED_WRAP' if is_by_size else classes} is not used; the "
+            "draft is one group, as it reads its layers' weights outside their forward"
         )
     if environment.get("FSDP_STATE_DICT_TYPE", "").lower() == "full_state_dict":
         found.notes.append(
