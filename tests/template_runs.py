@@ -213,13 +213,18 @@ class Property:
     def prompt(self, messages: Messages, *, prompt: bool = True) -> str:
         return render_chat(self.tokenizer, messages, prompt=prompt, tools=self.tools)
 
-    def check(self, messages: Messages) -> None:
-        """Check a conversation as a whole, and each of its turns as the last one."""
+    def check(self, messages: Messages, *, masks: bool = True) -> None:
+        """Check a conversation as a whole, and each of its turns as the last one.
+
+        Args:
+            masks: False to check answers only.
+        """
         self.counts["conversations"] += 1
-        self._check_mask(messages)
+        if masks:
+            self._check_mask(messages)
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                if index + 1 < len(messages):
+                if masks and index + 1 < len(messages):
                     self._check_mask(messages[: index + 1])
                 self._check_answer(messages[: index + 1])
 

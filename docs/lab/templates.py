@@ -2,7 +2,8 @@
 
 TRL is the folder of the package trl 1.16.0 (`pip download --no-deps trl==1.16.0`, then unzip). Each
 template is tried with 200 random conversations, with tools and thinking where it reads them, with
-TRL's response template if there is one, and without it. Print a line per template and the faults.
+TRL's response template if there is one (answers only: masks do not read it), and without it. Print
+a line per template and the faults.
 The tokenizer is the shipped one, with the special tokens that the template names.
 """
 
@@ -84,7 +85,7 @@ def main() -> None:
                 given.conversations, thinks=thinks, tools=found.tools is not None
             ):
                 try:
-                    found.check(messages)
+                    found.check(messages, masks=schema is None)
                 except ChatRefused:
                     found.counts["refused by the template"] += 1
             total += found.counts + Counter(faults=len(found.faults), templates=1)
