@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from .families import choose_attention, finish_logits, lack
+from .decoder import choose_attention, finish_logits
 from .rotary_lengths import forget_lengths
 from .small_copy import VOCAB, small_copy
 from .stage import Stage
@@ -189,26 +189,3 @@ class _Trial:
             difference = (logits_V - self._own.logits(text)).abs().max()
             # NaN compares as a difference, too.
             self._found.append((what, float(difference)))
-
-
-_lacks: dict[str, str | None] = {}  # cached by configuration, because a check builds a model
-
-
-def check_target(config: PreTrainedConfig, name: str) -> None:
-    """Raise ValueError, naming the missing part, if a model cannot be cut into stages.
-
-    The check takes a fraction of a second per family and process.
-    """
-    key = f"{type(config)} {config.to_json_string(use_diff=False)}"
-    if key not in _lacks:
-        try:
-            with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
-                _lacks[key] = lack(config) or trial(config)
-        except Exception as error:  # any fault in a model's own code
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            _lacks[key] = f"its layers do not run by themselves ({said[:200]})"
-    if (reason := _lacks[key]) is not None:
-        raise ValueError(
-            f"target: {str(name)!r} ({config.model_type}) cannot be cut into stages: {reason}; "
-            "give another target, see docs/targets.md"
-        )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .families import PLAIN
+from .decoder import PLAIN
 from .stage_cache import StageCache
 from .stage_calls import masked
 

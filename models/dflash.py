@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..cli import check_ranges
+from .decoder import norm_factor, plain_embedding
 from .draft import Draft, TargetReference
-from .families import norm_factor, plain_embedding
 from .layers import (
     DecoderLayer,
     KeyValues,

@@ -29,7 +29,7 @@ from ..pretrained import (
     tensor_shapes,
 )
 from .cpu import lay_out
-from .families import norm_factor
+from .decoder import norm_factor
 from .fingerprint import HEAD
 from .layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from .rounded import round_head

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .banded_attention import ttt_attention
+from .decoder import plain_embedding
 from .draft import Draft, TargetReference
-from .families import plain_embedding
 from .layers import (
     DecoderLayer,
     KeyValues,

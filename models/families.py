@@ -1,15 +1,14 @@
-"""Requirements for cutting a target into stages, and the differences between model families.
+"""Requirements for cutting a target into stages.
 
 No list of model names decides which targets can be cut. A target needs decoder layers in a list,
 rotary positions or none, a cache per layer (keys and values, or latents), a final norm and an LM
-head. Its configuration decides the other steps in the forward. ``check_target`` compares the result
-with transformers' own forward, on a copy without weights, and names the missing part.
+head. ``check_target`` compares the layers' forward with transformers' own, on a copy without
+weights, then lets a small copy with weights decode. It names the missing part.
 
 Shape suffixes: l rows, T positions, H hidden, V vocabulary.
 """
 
-import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -24,165 +23,40 @@ from transformers.models.auto.modeling_auto import (
 
 from ..files import Values
 from ..pretrained import auto_class
-from .fingerprint import HEAD
-from .rotary_lengths import FollowingTable, short_lengths
+from .acceptance import trial
+from .decoder import KINDS, LayerPositions, embed, finish_logits, layer_kinds, materialize
 from .stage_cache import StageCache, additive_mask
-
-KINDS = ("full_attention", "sliding_attention", "linear_attention")
-"""Layer kinds whose cached rows can be dropped by a ``stage_cache.KeepRows``."""
-PLAIN = ("llama", "qwen2", "qwen3", "mistral")
-"""Model types with pre-norm layers, RMSNorm, rotary positions for whole heads, and SwiGLU: no
-experts, whose row counts vary with routing, and no recurrent layers."""
-OFFSET_NORMS = ("gemma", "qwen3_5", "qwen3_next")
-"""Prefixes of model types with one added to the RMSNorm's weight."""
-PARTS = {"layers": nn.ModuleList, "embed_tokens": nn.Embedding, "norm": nn.Module}
-PLACES = {"attention_mask", "position_embeddings", "position_ids", "past_key_values"}
-"""Arguments passed by stages to layers."""
-
-
-def layer_kinds(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return one of ``KINDS`` per layer."""
-    if (kinds := getattr(config, "layer_types", None)) is not None:
-        return tuple(kinds)
-    is_full = getattr(config, "sliding_window", None) is None
-    return ("full_attention" if is_full else "sliding_attention",) * config.num_hidden_layers
-
-
-def check_packable(config: PreTrainedConfig) -> None:
-    """Raise ValueError if a layer's state would leak between packed documents."""
-    if "linear_attention" in layer_kinds(config):
-        raise ValueError(
-            f"packing: true, but the recurrent layers of this {config.model_type} target carry "
-            "their state from one document to the next; give --packing false"
-        )
-
-
-def has_latents(config: PreTrainedConfig) -> bool:
-    """Return True if caches store latents that layers expand to keys and values (DeepSeek)."""
-    return getattr(config, "kv_lora_rank", None) is not None
-
-
-def choose_attention(config: PreTrainedConfig) -> str:
-    """Return transformers' kernel name: "eager" for sinks and soft caps, else "sdpa"."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return "sdpa" if getattr(kind, "_supports_sdpa", True) else "eager"
-
-
-def embed(embedding: nn.Module, config: PreTrainedConfig, ids: Tensor) -> Tensor:
-    """Return layer index 0, the embeddings [..., H] of token ids."""
-    rows: Tensor = embedding(ids)
-    factor = getattr(config, "embedding_multiplier", 1.0)
-    return rows if factor == 1 else rows * factor
-
-
-def plain_embedding(target: PreTrainedModel) -> nn.Module:
-    """Return the embedding without Gemma's scale, as drafts and engines read it."""
-    embedding: Any = target.get_input_embeddings()
-    if not hasattr(embedding, "embed_scale"):
-        return embedding
-    rows, hidden = embedding.weight.shape
-    return nn.Embedding(rows, hidden, _weight=embedding.weight.detach()).requires_grad_(False)
-
-
-def logits_divisor(config: PreTrainedConfig) -> float:
-    """Return the divisor from the LM head's output to logits, for example Granite's, or 1."""
-    return float(getattr(config, "logits_scaling", None) or 1.0)
-
-
-def finish_logits(config: PreTrainedConfig, logits_lV: Tensor) -> Tensor:
-    """Return logits, from the LM head's output."""
-    if (divisor := logits_divisor(config)) != 1:
-        logits_lV = logits_lV / divisor
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits_lV if cap is None else torch.tanh(logits_lV / cap) * cap
-
-
-def norm_factor(config: PreTrainedConfig, weight_H: Tensor) -> Tensor:
-    """Return the factor of a final RMSNorm, with ``logits_divisor`` folded in."""
-    factor_H = weight_H + 1 if config.model_type.startswith(OFFSET_NORMS) else weight_H
-    return factor_H / logits_divisor(config)
-
-
-def is_tied(model: PreTrainedModel) -> bool:
-    """Return True if the embedding is the LM head, too."""
-    return HEAD in model.all_tied_weights_keys
-
-
-def untie(model: PreTrainedModel) -> None:
-    """Keep an LM head unlike the embedding, although config.json ties them.
-
-    transformers does not tie such a head on loading, but would in the next ``tie_weights``.
-    """
-    model.all_tied_weights_keys.pop(HEAD, None)
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
-
-
-def packed_masks(config: PreTrainedConfig, positions_T: Tensor) -> Tensor | dict[str, Tensor]:
-    """Return additive masks [1, 1, T, T] for a packed row, by kind if layers have kinds."""
-    document_T = (positions_T == 0).cumsum(0)
-    visible_TT = (document_T[:, None] == document_T).tril()
-    dtype = getattr(torch, str(config.dtype).removeprefix("torch."), torch.float32)
-    masks = {
-        kind: additive_mask(
-            visible_TT,
-            positions_T,
-            config.sliding_window if kind == "sliding_attention" else None,
-            dtype,
-        )
-        for kind in set(layer_kinds(config))
-    }
-    return masks if getattr(config, "layer_types", None) else next(iter(masks.values()))
-
-
-class LayerPositions:
-    """Position arguments for layers, by layer kind."""
-
-    def __init__(self, decoder: nn.Module) -> None:
-        self.rotary: Any = getattr(decoder, "rotary_emb", None)
-        self.is_by_kind = self.rotary is not None and (
-            "layer_type" in inspect.signature(self.rotary.forward).parameters
-        )
-        config: Any = decoder.config
-        self.follows_length = self.rotary is not None and bool(short_lengths(config))
-        """True if a row's table depends on the length of its text."""
-        self._following = FollowingTable(self.rotary, config) if self.follows_length else None
-
-    def __call__(
-        self,
-        hidden_1lH: Tensor,
-        positions_l: Tensor,
-        kinds: Collection[str],
-        length: int | None = None,
-    ) -> dict[str, Values]:
-        """Return keyword arguments for each layer kind.
-
-        Args:
-            length: text length, for prompt rows. None: each row is the last one in its text.
-        """
-        ids = positions_l[None]
-        if self.rotary is None:
-            return {kind: {"position_ids": ids} for kind in kinds}
-        if self.is_by_kind:  # window layers may rotate faster than full attention
-            turns = {kind: self._turn(hidden_1lH, ids, kind, length) for kind in set(kinds)}
-        else:
-            turns = dict.fromkeys(kinds, self._turn(hidden_1lH, ids, None, length))
-        return {k: {"position_embeddings": x, "position_ids": ids} for k, x in turns.items()}
-
-    def _turn(self, rows: Tensor, ids: Tensor, kind: str | None, length: int | None) -> Any:
-        if self._following is not None:
-            return self._following(rows, ids, kind, length)
-        return self.rotary(rows, ids) if kind is None else self.rotary(rows, ids, kind)
-
-
-# -- what a target lacks ----------------------------------------------------------------------
 
 NUM_ROWS, WINDOW = 6, 3
 """Sizes for the comparison: the window is shorter than the sequence."""
+PARTS = {"layers": nn.ModuleList, "embed_tokens": nn.Embedding, "norm": nn.Module}
+PLACES = {"attention_mask", "position_embeddings", "position_ids", "past_key_values"}
+"""Arguments passed by stages to layers."""
+_lacks: dict[str, str | None] = {}  # cached by configuration, because a check builds a model
+
+
+def check_target(config: PreTrainedConfig, name: str) -> None:
+    """Raise ValueError, naming the missing part, if a model cannot be cut into stages.
+
+    The check takes a fraction of a second per family and process.
+    """
+    key = f"{type(config)} {config.to_json_string(use_diff=False)}"
+    if key not in _lacks:
+        try:
+            with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
+                _lacks[key] = _lack(config) or trial(config)
+        except Exception as error:  # any fault in a model's own code
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            _lacks[key] = f"its layers do not run by themselves ({said[:200]})"
+    if (reason := _lacks[key]) is not None:
+        raise ValueError(
+            f"target: {str(name)!r} ({config.model_type}) cannot be cut into stages: {reason}; "
+            "give another target, see docs/targets.md"
+        )
 
 
 @torch.inference_mode()
-def lack(config: PreTrainedConfig) -> str | None:
+def _lack(config: PreTrainedConfig) -> str | None:
     """Return what a model lacks to be cut into stages, by its layers alone, or None."""
     kinds_of_model = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     if not any(type(config) in kind for kind in kinds_of_model):
@@ -218,16 +92,6 @@ def lack(config: PreTrainedConfig) -> str | None:
             setattr(module, name, nn.Parameter(torch.randn(few), requires_grad=False))
     decoder.embed_tokens.padding_idx = None  # the short table may lack this row
     return _lack_of_layers(decoder, kinds) or _difference(model, decoder, head, kinds)
-
-
-def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Create a meta-device model's tensors absent from all weight files (rotary tables, scales)."""
-    decoder = model.get_decoder()
-    if (rotary := getattr(decoder, "rotary_emb", None)) is not None:
-        decoder.rotary_emb = type(rotary)(config=decoder.config).to(device)
-    embedding = decoder.embed_tokens
-    if isinstance(scale := getattr(embedding, "scalar_embed_scale", None), float):
-        embedding.embed_scale = torch.tensor(scale, dtype=model.dtype, device=device)
 
 
 def _inputs(decoder: Any, kinds: Sequence[str]) -> tuple[Tensor, dict[str, Values]]:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cli import blaming
 from ..pretrained import dtype_named
+from .decoder import finish_logits, layer_kinds
 from .draft import CONFIG_FILE
-from .families import finish_logits, layer_kinds
 from .layers import KeyValues
 from .rounded import dtype_of
 from .stage_calls import can_capture, folding_heads, shared_heads

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..cli import UsageError
 from ..files import Values
-from .families import packed_masks
+from .decoder import packed_masks
 
 ROPE_SETTINGS = (
     *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor"),

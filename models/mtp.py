@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .decoder import norm_factor
 from .draft import TargetReference
 from .eagle import TiedHead
-from .families import norm_factor
 from .layers import (
     Attention,
     DecoderLayer,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..files import Values
 from . import kernels
 from .cpu import MOST_ROWS, FewRowsLinear
-from .families import PLAIN
+from .decoder import PLAIN
 from .rounded import JOINED, RoundedLinear, RoundedPart
 
 HFModule: TypeAlias = Any

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..pretrained import dtype_named
 from . import kernels
-from .families import PLAIN
+from .decoder import PLAIN
 
 JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 """Linear layers in a decoder layer with the same input: block -> names."""

@@ -11,11 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import rounded, stage_calls
-from .families import (
-    LayerPositions,
-    embed,
-    layer_kinds,
-)
+from .decoder import LayerPositions, embed, layer_kinds
 from .plain_layers import PlainLayers
 from .stage_cache import (
     Abandoned,

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import kernels
 from .cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
-from .families import PLAIN
+from .decoder import PLAIN
 from .layers import grouped_attention
 from .rotary_lengths import short_lengths
 

@@ -26,16 +26,9 @@ from ..pretrained import (
     read_config,
 )
 from . import bitwise, cpu, rounded, stage_boundaries, stage_calls
-from .acceptance import check_target
 from .cuda_graphs import Graphs, TokenChoice, borrow_for, padded_rows
-from .families import (
-    check_packable,
-    choose_attention,
-    embed,
-    finish_logits,
-    is_tied,
-    untie,
-)
+from .decoder import check_packable, choose_attention, embed, finish_logits, is_tied, untie
+from .families import check_target
 from .fingerprint import fingerprint_mismatch, target_fingerprint
 from .layers import packed_call
 from .rotary_lengths import recompute_length

@@ -39,8 +39,8 @@ from ..pretrained import (
     weight_files,
     without_cache_scales,
 )
-from .acceptance import check_target
-from .families import choose_attention, is_tied, materialize, untie
+from .decoder import choose_attention, is_tied, materialize, untie
+from .families import check_target
 from .fingerprint import HEAD
 from .rounded import round_target, rounds
 

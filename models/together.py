@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import kernels
 from .bitwise import RowByRow, pad, row_by_row, rows_of_a_pass
-from .families import has_latents
+from .decoder import has_latents
 from .layers import grouped_attention
 from .stage_cache import Abandoned, Segment
 from .stage_calls import Attend, attending_by, masked

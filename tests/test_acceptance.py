@@ -6,10 +6,11 @@ import transformers as hf
 from staged_targets import continue_the_row_before
 from transformers.models.llama import modeling_llama
 
-from pipedraft.models import acceptance, families, stage_cache
+from pipedraft.models import acceptance, decoder, families, stage_cache
 from pipedraft.models import stage as stage_module
-from pipedraft.models.acceptance import check_target, trial
-from pipedraft.models.families import LayerPositions
+from pipedraft.models.acceptance import trial
+from pipedraft.models.decoder import LayerPositions
+from pipedraft.models.families import check_target
 from pipedraft.models.plain_layers import PlainLayer
 from pipedraft.models.rotary_lengths import FollowingTable
 from pipedraft.models.small_copy import NUM_LAYERS, small_copy
@@ -48,7 +49,7 @@ CONFIGS = {
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     monkeypatch.setattr(acceptance, "_results", {})
-    monkeypatch.setattr(acceptance, "_lacks", {})
+    monkeypatch.setattr(families, "_lacks", {})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -58,8 +59,8 @@ def test_a_family_passes_its_trial_at_any_size(name):
     check_target(config, name)
     assert config.to_json_string(use_diff=False) == before
     small = small_copy(config).get_text_config()
-    kinds = families.layer_kinds(config.get_text_config())
-    assert set(families.layer_kinds(small)) == set(kinds)
+    kinds = decoder.layer_kinds(config.get_text_config())
+    assert set(decoder.layer_kinds(small)) == set(kinds)
     is_one = config.get_text_config().num_hidden_layers == 1
     assert small.num_hidden_layers == (2 if is_one else NUM_LAYERS) and small.hidden_size == 32
 

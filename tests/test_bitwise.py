@@ -29,7 +29,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom
 from pipedraft.models.bitwise import ROWS
-from pipedraft.models.families import PLAIN as PLAIN_FAMILIES
+from pipedraft.models.decoder import PLAIN as PLAIN_FAMILIES
 from pipedraft.models.plain_layers import PlainLayers
 from pipedraft.models.rounded import round_draft, round_head, round_target, rounded_dtype
 from pipedraft.models.stage_cache import KeepRows, Segment

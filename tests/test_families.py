@@ -33,12 +33,12 @@ from tiny_drafts import make_head, noisy_copy
 from train_runs import World, losses_on_one_batch, make_world
 
 from pipedraft.eval.edge_methods import METHODS, decode
-from pipedraft.models import acceptance, families
+from pipedraft.models import families
 from pipedraft.models import stage as stage_module
 from pipedraft.models import target as target_module
-from pipedraft.models.acceptance import check_target
+from pipedraft.models.decoder import LayerPositions, choose_attention
 from pipedraft.models.exchange.export import export
-from pipedraft.models.families import LayerPositions, choose_attention
+from pipedraft.models.families import check_target
 from pipedraft.models.stage_cache import additive_mask
 from pipedraft.models.target import StagedTarget, capture_hidden, load_target
 from pipedraft.models.target_part import load_target_part
@@ -389,7 +389,7 @@ def test_a_model_that_cannot_be_cut_is_refused_by_what_it_lacks(model_type):
 def test_a_difference_from_transformers_forward_is_refused(name, monkeypatch):
     part, mutant, said = WRONG[name]
     monkeypatch.setattr(families, part, mutant)
-    monkeypatch.setattr(acceptance, "_lacks", {})
+    monkeypatch.setattr(families, "_lacks", {})
     with pytest.raises(ValueError, match=said):
         check_target(FAMILIES[name](), name)
 

@@ -18,6 +18,7 @@ from ..data_recipes.batch import document_lengths
 from ..data_recipes.recipe import TokenizedData
 from ..files import Values
 from ..inference.clock import continuous_acceptance_length
+from ..models.decoder import embed, logits_divisor
 from ..models.draft import (
     Draft,
     StagedDraft,
@@ -28,7 +29,6 @@ from ..models.draft import (
     read_description,
     resolve_folder,
 )
-from ..models.families import embed, logits_divisor
 from ..models.layers import LayerConfig
 from ..models.target import StagedTarget, capture_hidden
 from ..pretrained import place_draft

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..data_recipes.table import Rows
 from ..files import Values
-from ..models.families import layer_kinds
+from ..models.decoder import layer_kinds
 from ..models.layers import LayerConfig
 from .config import RunConfig
 from .features.reader import decoder_config, weightless_draft

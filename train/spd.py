@@ -10,8 +10,8 @@ from torch import Tensor
 from ..cli import check_ranges
 from ..data_recipes.batch import document_lengths, reorder
 from ..files import Values
+from ..models.decoder import embed
 from ..models.draft import Draft
-from ..models.families import embed
 from ..models.spd import SPD, SPDConfig
 from .objective import (
     DivergenceConfig,

@@ -31,11 +31,11 @@ import torch
 
 from ...files import Values, write_folder
 from ...pretrained import load_config
+from ..decoder import norm_factor
 from ..dflash import DFlash
 from ..draft import Draft, TargetReference, read_description
 from ..dspark import DSpark
 from ..eagle import Eagle, EagleConfig
-from ..families import norm_factor
 from ..fingerprint import read_target
 from ..layers import LayerConfig
 from ..mtp import MTP, MTP_PREFIX, native_parts

@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ...data_recipes.batch import document_lengths
 from ...data_recipes.recipe import TokenizedData
 from ...data_recipes.table import row_lengths
-from ...models.acceptance import check_target
+from ...models.decoder import finish_logits
 from ...models.draft import Draft, TargetReference
-from ...models.families import finish_logits
+from ...models.families import check_target
 from ...models.layers import LayerConfig
 from ...models.target_part import load_target_part
 from ...pretrained import load_config
