@@ -107,6 +107,22 @@ def make_folder(field: str, folder: Path) -> None:
         ) from error
 
 
+def _open_standard_files() -> None:
+    """Refuse a closed output, and keep other files off the places of closed standard files.
+
+    A file or socket opened later would take the place, and child processes would read or write it.
+    """
+    for number, how in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, how)  # the lowest free number
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the whole process
+    if sys.stdout is None:
+        raise Failure("output: standard output is closed; send it to a file, or to /dev/null")
+
+
 MODEL_WORDS = ("target", "tokenizer", "checkpoint")
 
 
@@ -143,6 +159,7 @@ def run_command(main: Callable[[], None]) -> None:
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        _open_standard_files()
         if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack some characters
             sys.stdout.reconfigure(errors="replace")
         try:

@@ -262,8 +262,37 @@ def read_config(
         ) from error
     if drops_code:
         config.pop("auto_map", None)
+    check_sizes(config, str(name_or_path), field)
     _refuse_code(config, "config.json", field, name_or_path)
     return config
+
+
+SIZES = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 2**24,
+    "vocab_size": 2**31,
+    "num_attention_heads": 2**20,
+    "max_position_embeddings": 2**40,
+}
+"""Sizes in config.json -> the largest that a model has."""
+
+
+def check_sizes(config: Values, name: str, field: str) -> None:
+    """Raise ``Refused`` for a size that is no whole number, or that no model has."""
+    if config.get("text_config", config) is None:
+        del config["text_config"]
+    if not isinstance(text := config.get("text_config", {}), dict):
+        raise Refused(f"{field}: {name!r} has text_config {text!r} in config.json, no object")
+    parts = (config, config.get("text_config"))
+    for part in (part for part in parts if isinstance(part, dict)):
+        for key, most in SIZES.items():
+            size = part.get(key, 1)
+            is_number = isinstance(size, int) and not isinstance(size, bool)
+            if size is not None and not (is_number and 1 <= size <= most):
+                raise Refused(
+                    f"{field}: {name!r} has {key} {size!r} in config.json; a model has a whole "
+                    f"number from 1 to {most}, copy the file again"
+                )
 
 
 def load_generation_config(
@@ -503,6 +532,8 @@ def silent() -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    if lines[0].endswith(":"):  # the reason follows
+        return " ".join(" ".join(lines).split()).rstrip(".")
     return lines[0].rstrip(".")
 
 

@@ -75,6 +75,8 @@ class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
     def read_prompt(self) -> str:
         text = self.prompt or ""
         if text == "-":
+            if sys.stdin is None:
+                raise ValueError("--prompt: - reads standard input, which is closed; give the text")
             content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
             if len(content) > MAX_PROMPT_BYTES:
                 raise ValueError(f"--prompt: more than {MAX_PROMPT_BYTES} bytes; shorten it")

@@ -21,9 +21,9 @@ from ..models.flexspec import FlexSpec
 from ..models.language_model import LanguageModelDraft, load_draft_model, model_folder
 from ..models.target import choose_decoding_threads, load_target, load_tokenizer
 from ..pretrained import (
+    load_config,
     place_draft,
     quieten,
-    read_config,
     resolve_device,
     resolve_dtype,
     unapplied_settings,
@@ -121,10 +121,8 @@ def resolve_cut(
         return tuple(boundaries)
     if len(boundaries) > 1:
         raise UsageError("--boundaries: auto stands alone; leave the layer numbers out")
-    config = read_config(target, revision)
+    num_layers = load_config(target, revision).get_text_config().num_hidden_layers
     try:
-        # Multimodal configurations nest the language model's.
-        num_layers = config.get("text_config", config)["num_hidden_layers"]
         return cut_layers(cost, num_layers, num_stages)
     except ValueError as error:
         raise UsageError(f"--boundaries: auto: {error}") from error

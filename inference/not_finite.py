@@ -1,6 +1,5 @@
 """Find where a target's numbers became NaN or infinite, after a token could not be chosen."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,17 +28,20 @@ def find_module(model: PreTrainedModel, ids: list[int], drafted: list[int]) -> s
         drafted: draft tokens after ``ids``, looked at if ``ids`` alone give numbers.
     """
     found: list[str] = []
-    hooks = []
-    for name, module in model.named_modules():
-        if not [*module.children()]:
-            note: Callable[..., None] = partial(_note, found, name)
-            hooks.append(module.register_forward_hook(note))
+    hooks = [
+        module.register_forward_hook(partial(_note, found, name))
+        for name, module in model.named_modules()
+        if not [*module.children()]
+    ]
+    embedding: Any = model.get_input_embeddings()
     try:
         with torch.inference_mode():
-            weight: Any = model.get_input_embeddings().weight
             for tokens in (ids, ids + drafted):
                 if not found:
-                    model(input_ids=torch.tensor([tokens]).to(weight.device), use_cache=False)
+                    model(
+                        input_ids=torch.tensor([tokens]).to(embedding.weight.device),
+                        use_cache=False,
+                    )
     finally:
         for hook in hooks:
             hook.remove()

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..pretrained import auto_class
 from .decoder import choose_attention, finish_logits
 from .rotary_lengths import forget_lengths
 from .small_copy import VOCAB, small_copy
@@ -54,7 +55,7 @@ def trial(config: PreTrainedConfig) -> str | None:
 def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device("cpu"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config,
             dtype=torch.float32,
             attn_implementation=choose_attention(config),

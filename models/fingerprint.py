@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import Values
-from ..pretrained import open_weights, read_config, same_tensors, weight_files
+from ..pretrained import load_config, open_weights, read_config, same_tensors, weight_files
 
 HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second copy
 DECODERS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")
@@ -123,6 +123,7 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
     """
     config = read_config(name, revision)
     sizes = config.get("text_config", config)
+    text = load_config(name, revision).get_text_config()  # the file may leave defaults out
     files = weight_files(name, revision)
     prefix = next((p for p in DECODERS if p + "embed_tokens.weight" in files), None)
     if prefix is None:
@@ -141,9 +142,9 @@ def read_target(name: str, revision: str | None) -> TargetFiles:
         with open_weights(name, revision, files[key]) as file:
             weights.append(file.get_tensor(key))
     fingerprint = {
-        "hidden_size": sizes["hidden_size"],
-        "vocab_size": sizes["vocab_size"],
-        "num_layers": sizes["num_hidden_layers"],
+        "hidden_size": text.hidden_size,
+        "vocab_size": text.vocab_size,
+        "num_layers": text.num_hidden_layers,
         "hash": weights_hash(weights),
     }
     return TargetFiles(config, dict(zip(keys, weights, strict=True)), fingerprint)

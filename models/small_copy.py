@@ -124,5 +124,9 @@ def _shrink_rotary(values: Values) -> None:
                 own[name] = [factors[0], *factors[-(int(HEAD_DIM * share) // 2 - 1) :]]
             if values.get("original_max_position_embeddings"):
                 values["original_max_position_embeddings"] = SHORT
+        if own.get("mrope_section"):  # shares of the rotary pairs for time, height and width
+            share = own.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0)
+            pairs = int(HEAD_DIM * share) // 2
+            own["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
         if own.get("rope_type") == "dynamic":
             values["max_position_embeddings"] = SHORT

@@ -65,6 +65,22 @@ def test_every_end_is_one_line_and_its_status(error, status, text, capsys):
     assert text in said and said.count("\n") == 1 and said[:-1].isprintable()
 
 
+CLOSED = """
+import os, sys
+from pipedraft.cli import run_command
+run_command(lambda: print(len(os.listdir("/proc/self/fd")) and open("/dev/zero").fileno()))
+"""
+
+
+def test_closed_standard_files_are_told_or_replaced():
+    line = [sys.executable, "-c", CLOSED]
+    done = subprocess.run(["bash", "-c", '"$@" <&- ', "-", *line], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and int(done.stdout) > 2
+    done = subprocess.run(["bash", "-c", '"$@" >&- ', "-", *line], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: output: standard output is closed; send it to a file")
+
+
 def test_links_that_lead_nowhere_are_named(tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "gone").symlink_to("nowhere")

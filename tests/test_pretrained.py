@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from staged_targets import NUM_LAYERS, VOCAB, tiny
 
 from pipedraft.models import target_part
+from pipedraft.models.fingerprint import read_target
 from pipedraft.models.target import load_target
 from pipedraft.pretrained import load_config, load_model, load_tokenizer
 
@@ -199,7 +200,36 @@ BAD_SETTINGS = [
     {"hidden_act": "nope"},
     {"rope_parameters": {"rope_type": "nope"}},
     {"model_type": "nope"},
+    {"text_config": 5},
+    {"num_hidden_layers": 10**9},
+    {"rms_norm_eps": "a"},
 ]
+SIZES = [
+    ("num_hidden_layers", "4"),
+    ("num_hidden_layers", 0),
+    ("vocab_size", -3),
+    ("hidden_size", 1.5),
+    ("max_position_embeddings", True),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), SIZES)
+def test_a_size_that_no_model_has_is_named_with_its_value(key, value, folder):
+    change_config(folder, **{key: value})
+    for load in LOADERS:
+        assert f"has {key} {value!r} in config.json; a model has a whole" in refuses(load, folder)
+
+
+def test_the_reason_behind_a_value_is_given(folder):
+    change_config(folder, rms_norm_eps="a")
+    assert "expected float, got str (value: 'a')" in refuses(load_target, folder)
+
+
+def test_a_null_text_config_is_none(folder):
+    expected = read_target(str(folder), None).fingerprint
+    change_config(folder, text_config=None)
+    assert read_target(str(folder), None).fingerprint == expected
+    load_target(str(folder))
 
 
 @pytest.mark.parametrize("fields", BAD_SETTINGS, ids=str)

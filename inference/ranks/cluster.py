@@ -16,9 +16,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ...models.target import StagedTarget, read_config, stage_boundaries
+from ...models.target import StagedTarget, stage_boundaries
 from ...models.target_part import load_target_part
-from ...pretrained import dtype_named, quieten
+from ...pretrained import dtype_named, load_config, quieten
 from ..pipelines.process import ProcessPipeline
 from ..timeline import WAIT, Timeline
 from . import is_launched
@@ -192,8 +192,7 @@ class Cluster:
         traces: bool = False,
     ) -> "PreTrainedModel":
         """Make every rank load its part, and return the controller's part as a model."""
-        layers = read_config(name, revision)
-        count = layers.get("text_config", layers)["num_hidden_layers"]
+        count = load_config(name, revision).get_text_config().num_hidden_layers
         cut = tuple(boundaries) or stage_boundaries(count, num_stages)
         job = Job(
             # A rank may have another working directory.

@@ -44,13 +44,12 @@ def run_ranks(
     started: list[subprocess.Popen] = []
     to_pass = 2 if passes_signals else 0
     killed = ""
-    """The first process that a signal ended, and nobody has told it yet."""
 
     def tell() -> None:
         nonlocal killed
-        said, killed = killed, ""
-        if said:
-            os.write(2, f"error: {said}\n".encode())
+        if killed:
+            os.write(2, f"error: {killed}\n".encode())
+        killed = ""
 
     def kill() -> None:
         tell()
@@ -92,12 +91,7 @@ def run_ranks(
         if code and not status:
             status = max(code, 1)
             if code < 0:
-                place = [process.pid for process in started].index(pid)
-                name = f"rank {place - 1}" if place else "the store of the launch"
-                killed = (
-                    f"{name} was ended by {signal.Signals(-code).name} from outside; a system that "
-                    "runs out of memory does this: give fewer --processes, or a smaller --dtype"
-                )
+                killed = _killed([process.pid for process in started].index(pid), -code)
             # The failed rank's peers report the cause themselves; kill only hanging ones.
             late = threading.Timer(LEAVE_S, kill)
             late.daemon = True
@@ -106,6 +100,15 @@ def run_ranks(
     started[0].kill()
     tell()
     os._exit(status)
+
+
+def _killed(index: int, number: int) -> str:
+    """Return the message about a process of a launch, the store or a rank, ended by a signal."""
+    name = f"rank {index - 1}" if index else "the store of the launch"
+    return (
+        f"{name} was ended by {signal.Signals(number).name} from outside; a system that runs out "
+        "of memory does this: give fewer --processes, or a smaller --dtype"
+    )
 
 
 if __name__ == "__main__":
