@@ -4,7 +4,7 @@
 # compiler. Every name in its state dict then begins with `_orig_mod.`, so a script that selects
 # weights by their names (`name.startswith("layer.")`) finds none. `get_state_dict` keeps the prefix.
 # `nn.Module.compile` with the same compiler changes no name.
-# pipedraft: reads the launcher's setting, compiles in place, and hands accelerate no compiler.
+# pipedraft: hands accelerate no compiler, and says in one line that a run is not compiled.
 set -euo pipefail
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT

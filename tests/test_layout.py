@@ -342,14 +342,12 @@ def test_the_console_script_names_modules_that_exist_and_lists_each_on_a_line() 
         assert len(lines) == 1 and lines[0].endswith(summary) and len(lines[0]) <= 100
 
 
-@pytest.mark.parametrize("name", ["single", "dynamo", "ddp", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"])
 def test_accelerate_reads_the_launch_configuration(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
-    kind = {"single": "NO", "dynamo": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(
-        name, "DEEPSPEED"
-    )
+    kind = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(name, "DEEPSPEED")
     assert config.distributed_type == kind
     assert config.num_machines == 1
     assert not config.use_cpu

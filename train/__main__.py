@@ -39,7 +39,6 @@ from .features.reader import load_embedding_and_head, open_features
 from .flexspec import FlexSpecObjective, FlexSpecTrainConfig
 from .launch import (
     check_one_disk,
-    compile_objective,
     gather_together,
     is_sharded,
     judge_launcher,
@@ -138,7 +137,6 @@ def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
         check_packable(target.get_decoder().config)
     if run.checkpointing:
         objective.use_checkpointing()
-    compile_objective(objective, judgment)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     trainer = Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator, started=started)
     if accelerator.is_main_process:

@@ -82,7 +82,7 @@ def make_accelerator(config: RunConfig, judgment: Judgment | None = None) -> Acc
     accelerator = Accelerator(
         mixed_precision=resolve_precision(config.precision),
         kwargs_handlers=handlers,
-        # accelerate's compiler would rename the weights; see compile_objective.
+        # accelerate's compiler would rename the weights, and cannot compile every draft.
         dynamo_backend="no",
         # Without a plugin, accelerate's variable replaces the number, and every loss is divided.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
@@ -124,18 +124,11 @@ def needs_others() -> Iterator[None]:
     """Turn a collective call's error about a lost peer into a one-line failure.
 
     Raises:
-        Failure: another process has ended, or missed a collective call's timeout, or the compiler
-            failed.
+        Failure: another process has ended, or missed a collective call's timeout.
     """
     try:
         yield
     except RuntimeError as error:
-        if type(error).__module__ in ("torch._dynamo.exc", "torch._inductor.exc"):
-            reason = str(error).strip().partition("\n")[0]
-            raise Failure(
-                f"dynamo_backend: the compiler cannot compile this run ({reason}); give "
-                "--dynamo_backend no to accelerate launch"
-            ) from error
         # gloo raises plain RuntimeErrors; only their text tells a lost process from a bug.
         if not isinstance(error, dist.DistError) and not LOST.search(str(error)):
             raise
@@ -159,12 +152,6 @@ def _shard_on_cpus() -> None:
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def compile_objective(objective: "DraftObjective", judgment: Judgment) -> None:
-    """Let the launcher's compiler compile the training pass in place: no weight gets a new name."""
-    if judgment.compiler is not None:
-        objective.compile(**judgment.compiler)
 
 
 def gather_together(objective: "DraftObjective", accelerator: Accelerator) -> None:

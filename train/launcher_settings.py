@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DeepSpeedPlugin
@@ -22,7 +22,6 @@ OFF = ("", "no", "none", "false", "0")
 """Values for a setting that is off, in lower case."""
 FSDP2 = "give fsdp_version: 2, see configs/accelerate/fsdp2.yaml"
 STAGE_0 = "stage 0 reports no gradient norm; give 1, 2 or 3, or configs/accelerate/ddp.yaml"
-COMPILERS = ("eager", "aot_eager", "inductor")
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -32,8 +31,6 @@ class Judgment:
 
     strategy: str = "single"
     """How the processes share the draft: single, ddp, fsdp2, zero1 to zero3."""
-    compiler: dict[str, Any] | None = None
-    """Options for ``torch.compile``, or None for a run without a compiler."""
     refusals: list[str] = field(default_factory=list)
     """Messages that name a setting, its value and the fix."""
     notes: list[str] = field(default_factory=list)
@@ -79,20 +76,6 @@ ALWAYS = [
         "fp8_config",
         OFF,
         "runs compute in fp32 or bf16; leave fp8_config out",
-    ),
-]
-WITH_COMPILER = [
-    Limit(
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH",
-        "dynamo_use_fullgraph",
-        OFF,
-        "a training pass has several graphs; give false",
-    ),
-    Limit(
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-        "dynamo_use_regional_compilation",
-        OFF,
-        "the draft's layers are not called as modules; give false",
     ),
 ]
 WITH_FSDP = [
@@ -217,7 +200,11 @@ def judge(
     elif _is_on(environment, "ACCELERATE_USE_DEEPSPEED"):
         _judge_deepspeed(environment, run, precision, read, found)
     _judge_accumulation(environment, run, found)
-    _judge_compiler(environment, found)
+    if _is_on(environment, "ACCELERATE_DYNAMO_BACKEND"):
+        found.notes.append(
+            f"dynamo_backend: {environment['ACCELERATE_DYNAMO_BACKEND']} is not used; runs are not "
+            "compiled, because torch's compiler cannot trace the backward pass of some drafts"
+        )
     return found
 
 
@@ -307,30 +294,6 @@ def _judge_accumulation(environment: Mapping[str, str], run: RunConfig, found: J
             f"accumulation: {own}, but the launcher's settings have gradient_accumulation_steps "
             f"{value} ({variable}); give both the same number"
         )
-
-
-def _judge_compiler(environment: Mapping[str, str], found: Judgment) -> None:
-    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    if backend in OFF:
-        return
-    place = f"dynamo_backend: {backend!r} in the launcher's settings (ACCELERATE_DYNAMO_BACKEND)"
-    if backend not in COMPILERS:
-        found.refusals.append(f"{place}; give no, or one of {', '.join(COMPILERS)}")
-    if found.strategy not in ("single", "ddp"):
-        found.refusals.append(
-            f"{place} with {found.strategy}, which was never tested; give no, or "
-            "configs/accelerate/ddp.yaml"
-        )
-    found.refusals += _outside(environment, WITH_COMPILER)
-    dynamic = environment.get("ACCELERATE_DYNAMO_USE_DYNAMIC", "").lower()
-    found.compiler = {
-        "backend": backend,
-        "mode": environment.get("ACCELERATE_DYNAMO_MODE", "default"),
-        # The launcher writes False for an unanswered question; None lets torch decide.
-        "dynamic": True if dynamic == "true" else None,
-    }
-    if backend != "inductor":  # the other compilers have no modes
-        del found.compiler["mode"]
 
 
 # -- DeepSpeed --------------------------------------------------------------------------------
