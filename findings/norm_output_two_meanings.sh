@@ -10,7 +10,7 @@ set -euo pipefail
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 python3 -m venv "$place/venv"
-"$place/venv/bin/pip" install -q torch==2.13.0 transformers==5.14.1 accelerate datasets requests openai pydantic-settings python-dotenv loguru 2>&1 | grep -v -i warn || true
+"$place/venv/bin/pip" install -q torch==2.13.0 transformers==5.14.1 accelerate datasets openai pydantic-settings python-dotenv loguru rich typer aiohttp httpx psutil protobuf numpy 2>&1 | grep -v -i warn || true
 "$place/venv/bin/pip" install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0 2>&1 | grep -v -i warn || true
 # SpecForge's package needs a GPU's kernels, so its two lines are read instead of run.
 "$place/venv/bin/pip" download -q --no-deps -d "$place" specforge==0.2.0 2>&1 | grep -v -i warn || true
