@@ -69,7 +69,7 @@ def _lack(config: PreTrainedConfig) -> str | None:
         model = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
-    if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not any(type(model.config) in kind for kind in kinds_of_model):
         return "transformers has no causal language model of its text part alone"
     decoder, head = model.eval().get_decoder(), model.get_output_embeddings()
     for part, wanted in PARTS.items():
