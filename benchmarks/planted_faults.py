@@ -13,11 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
+from pipedraft.cli import Failure, leave_at_interrupts, make_folder, option, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.cli import Failure, make_folder, option, run_command
 from pipedraft.eval.arguments import FewPromptsOptions
 from pipedraft.eval.checkpoints import load_head, read_drafts
 from pipedraft.eval.engine_parity import EngineComparison, decode_in_engine, engine_depth

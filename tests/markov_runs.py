@@ -80,6 +80,7 @@ class MarkovTarget:
 
     max_positions, device = 10**9, torch.device("cpu")
     eos_token_ids: tuple[int, ...] = ()
+    recompute_length = None
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages, self.boundaries = num_stages, tuple(range(num_stages + 1))

@@ -259,7 +259,10 @@ TRAIN_CASES: list[tuple[dict[str, object], list[str]]] = [
     ({"data__sources": '[{"path": "/no.jsonl"}]'}, ["sources.path", "'/no.jsonl'", "give an"]),
     ({"config": "{a_file}", "method": None}, ["--config", "a_file", "see configs/"]),
     ({"output_dir": "{a_file}"}, ["output_dir", "a_file", "give another folder"]),
-    ({"output_dir": "{run}", "model__num_layers": 2}, ["resume", "step-0000002", "--output_dir"]),
+    (
+        {"output_dir": "{run}", "model__num_layers": 2},
+        ["--model.num_layers", "1 then, 2 now", "step-0000002", "--output_dir"],
+    ),
     ({"output_dir": "{run}", "resume": "false"}, ["resume", "false", "--resume true"]),
 ]
 

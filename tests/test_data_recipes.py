@@ -190,7 +190,7 @@ def test_two_processes_give_the_rows_of_one(tokenizer, load, tmp_path):
         (dict(path="absent", kind="text"), "does not exist"),
         (dict(path="{tmp}/rows.csv"), "unknown extension"),
         (dict(path="{tmp}/rows.csv", kind="text"), "unknown extension"),
-        (dict(path="{tmp}/empty"), "no .jsonl, .json, .parquet file"),
+        (dict(path="{tmp}/empty"), "no .jsonl, .json, .parquet, .arrow file"),
         (dict(path="{tmp}/empty.jsonl"), "holds no rows"),
         (dict(path="{tmp}/broken.json"), "not valid JSON"),
         (dict(path="{tmp}/broken.parquet"), "not a readable parquet"),

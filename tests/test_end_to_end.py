@@ -157,8 +157,9 @@ def test_every_greedy_text_was_compared_with_transformers_and_none_differs(evalu
         assert run["lossless"]["checked"] == turns
     for run in runs:
         if run["temperature"] == 1:  # trees share the baseline's noise, a chain does not
-            is_tree = run["verifier"] == "gumbel" and run["method"] != "autoregressive"
-            assert (run["lossless"]["checked"] > 0) == is_tree
+            # Plain decoding is compared with transformers' greedy text, on a few prompts.
+            is_compared = run["verifier"] == "gumbel"
+            assert (run["lossless"]["checked"] > 0) == is_compared
             assert run["lossless"]["mismatches"] == 0
 
 

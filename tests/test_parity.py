@@ -165,10 +165,10 @@ def test_positions_off_by_one_are_named(parity, monkeypatch):
 def test_hidden_states_of_other_layers_are_named(parity, monkeypatch, head):
     run = Stage._run
 
-    def shifted(self, hidden, positions, visible, taps, *rest):
+    def shifted(self, hidden, positions, visible, taps, *rest, **more):
         first = self.start or -1  # a later stage does not own the states before it
         own = {x: x - 1 if x - 1 > first else x for x in taps if self.start < x <= self.end}
-        hidden, found = run(self, hidden, positions, visible, {*taps, *own.values()}, *rest)
+        hidden, found = run(self, hidden, positions, visible, {*taps, *own.values()}, *rest, **more)
         return hidden, {x: found[own.get(x, x)] for x in taps if own.get(x, x) in found}
 
     monkeypatch.setattr(Stage, "_run", shifted)

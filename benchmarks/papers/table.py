@@ -5,6 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipedraft.cli import UsageError, leave_at_interrupts, run_command
+
+if __name__ == "__main__":
+    leave_at_interrupts()
+
 import msgspec
 from drafts import TableContext
 from options import TableOptions
@@ -25,7 +30,6 @@ from spec import (
     table_names,
 )
 
-from pipedraft.cli import UsageError, run_command
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.record import is_known
 from pipedraft.eval.report import write_report

@@ -313,10 +313,12 @@ class GumbelVerifier(MatchVerifier):
         noise = [self.noise.exponential(position, logits_RV.shape[1]) for position in place]
         noise_DV = torch.from_numpy(np.stack(noise)).to(logits_RV.device)
         place_R = torch.tensor([place[position] for position in positions]).to(logits_RV.device)
-        p_RV = self.probabilities(logits_RV)
-        tokens_R = (noise_DV.index_select(0, place_R) / p_RV).argmin(-1)
-        is_number_R = p_RV.gather(-1, tokens_R[:, None])[:, 0].isfinite()
-        return torch.where(is_number_R, tokens_R, NO_TOKEN).cpu()
+        ratio_RV = noise_DV.index_select(0, place_R) / self.probabilities(logits_RV)
+        # Value and place in one buffer, so one copy tells NaN, too: it counts as the smallest.
+        least_2R = torch.empty(2, len(ratio_RV), dtype=torch.int64, device=ratio_RV.device)
+        torch.min(ratio_RV, -1, out=(least_2R[0].view(ratio_RV.dtype), least_2R[1]))
+        values_R, tokens_R = least_2R.cpu()
+        return torch.where(values_R.view(ratio_RV.dtype).isfinite(), tokens_R, NO_TOKEN)
 
     def noise_rows(self, ids_U: Tensor, positions_Q: Sequence[int]) -> Tensor | None:
         if self.temperature == 0:
