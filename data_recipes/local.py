@@ -103,6 +103,7 @@ def stored_answer(
     ids: list[int],
     *,
     thinking: Literal["keep", "strip"],
+    end: int | None = None,
 ) -> Response:
     """Return an answer's fields for the row.
 
@@ -111,9 +112,10 @@ def stored_answer(
 
     Args:
         ids: the answer's tokens without the end token.
+        end: the end token, or None if the answer was cut.
 
     Raises:
-        RowFailed: the answer is empty, or it is thinking alone.
+        RowFailed: the answer is empty, it is thinking alone, or its format is unknown.
     """
     reader = reader_for(tokenizer, prompt, tools=dialogue.tools)
     marks = {} if reader is None else reader.marks
@@ -122,12 +124,14 @@ def stored_answer(
     if thinking == "strip":
         return kept
     text = prompt + str(tokenizer.decode(ids))
-    # Special tokens that the chat template names, too, are part of a format that is not known.
+    ending = "" if end is None else str(tokenizer.decode([end]))
+    almost: Response | None = None
+    # Special tokens that the chat template names, too, are part of a format.
     chat, special = tokenizer.get_chat_template(), {*ids} & {*tokenizer.all_special_ids}
-    is_unknown = any(str(tokenizer.decode([x])) in chat for x in special - {*marks})
+    named = {x for x in special if str(tokenizer.decode([x])) in chat}
     whole = [
         behind_thinking(str(tokenizer.decode(ids, skip_special_tokens=skips)), kept.thinking)
-        for skips in ((True, False) if is_unknown else (True,))
+        for skips in ((True, False) if named else (True,))
     ]
     for response in (kept, replace(kept, content=read.content), *whole):
         try:
@@ -140,11 +144,13 @@ def stored_answer(
             )
         except ValueError:  # the template refuses such a turn
             continue
-        if rendered.startswith(text):
+        if rendered.startswith(text + ending):
             return response
-    if is_unknown:
+        if rendered.startswith(text):
+            almost = almost or response
+    if named - {*marks}:
         raise RowFailed("the answer has special tokens that no response_template explains")
-    return kept
+    return almost or kept
 
 
 def behind_thinking(text: str, thinking: str) -> Response:
@@ -273,7 +279,14 @@ def answer_together(
                 is_cut = ids[-1] not in target.ends
                 own = ids if is_cut else ids[:-1]
                 thinking = target.sampling.thinking
-                answer = stored_answer(target.tokenizer, dialogue, prompt, own, thinking=thinking)
+                answer = stored_answer(
+                    target.tokenizer,
+                    dialogue,
+                    prompt,
+                    own,
+                    thinking=thinking,
+                    end=None if is_cut else ids[-1],
+                )
                 dialogue.add(answer, is_cut=is_cut)
             except RowFailed as error:
                 settle(dialogue, str(error))

@@ -325,11 +325,11 @@ class Property:
         written = text[len(prompt) : end]
         own = self.tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]
         ends = {*self.tokenizer.convert_tokens_to_ids(self.special)}
-        if own and own[-1] in ends:
-            own = own[:-1]
+        last = own[-1] if own and own[-1] in ends else None
+        own = own if last is None else own[:-1]
         dialogue = Dialogue(0, "", {}, [question], self.tools)
         try:
-            answer = self.store(self.tokenizer, dialogue, prompt, own, thinking="keep")
+            answer = self.store(self.tokenizer, dialogue, prompt, own, thinking="keep", end=last)
             again, places = self.mask([*question, answer.message()])
         except RowFailed as error:
             if "special tokens" not in str(error):
