@@ -10,16 +10,12 @@ baseline's most likely token everywhere, apart from ties.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ..data_recipes.answers import RowFailed, TargetLost
 from ..data_recipes.server import TryAgain
 from ..files import Values
 from .audit_answers import SPECIAL, TOP_LOGPROBS, Answer, Endpoint, is_incomplete, spell
 from .tasks import Prompt
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
