@@ -318,7 +318,7 @@ class Property:
         prompt = self.prompt(question)
         text, tokens = self.mask(messages)
         if not text.startswith(prompt):
-            self.counts["answers that the template cannot render"] += 1
+            self.counts["answers that do not begin with their prompt"] += 1
             return
         end = max((b for _, b, loss in tokens if loss), default=len(prompt))
         # A token may join a space of the prompt with the answer: the target writes the latter.

@@ -31,13 +31,13 @@ SPECIAL = re.compile(
 )
 NO_TOOLS = "deepseek_r1_distill"
 """A template that drops calls; TRL says so, too."""
-NO_TEXT = "idefics3"
-"""Of a vision model: a template that reads contents as parts, and nothing of a text."""
+NO_TEXT = ("idefics3", "llava_next", "smolvlm")
+"""Templates of vision models that read contents as parts, and no text."""
 SIZES = ("conversations", "turns", "texts of others", "closing tokens", "answers")
 LEFT_OUT = (
     "turns that are not rendered",
     "turns that differ from the prompt",
-    "answers that the template cannot render",
+    "answers that do not begin with their prompt",
     "answers that no template explains",
     "refused by the template",
 )
@@ -50,7 +50,7 @@ def properties(name: str, template: str, schema: object) -> Property:
     ends = [x for x in ("<|return|>", "<|im_end|>", "<|eot_id|>", "</s>") if x in template]
     if ends:
         tokenizer.eos_token = ends[0]
-    tokenizer.bos_token = None
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
     if schema is not None:
         tokenizer.response_template = schema
     reads_tools = "tool_calls" in template and not name.startswith(NO_TOOLS)
