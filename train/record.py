@@ -1,8 +1,8 @@
-"""Record what a checkpoint is of, and compare it with the run that finds it.
+"""Record which run a checkpoint belongs to, and compare it with the run that resumes it.
 
-Every checkpoint of a run, best/ included, holds the record as run.json. A run goes on from a
-checkpoint only if target, tokenizer, data, method, network, loss, optimizer and seed are the same.
-It tells other changes, such as a learning rate.
+Every checkpoint, best/ included, has the record as run.json. A run resumes only from a checkpoint
+with the same target, tokenizer, data, method, network, loss, optimizer and seed. Other changes,
+such as a new learning rate, are printed.
 """
 
 import json
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 RECORD = "run.json"
 FIXED = ("optim.name", "seed")
-"""Settings of a run that a checkpoint fixes, in addition to all under model."""
+"""Settings that must stay the same on resume, besides all under model."""
 UNTOLD = {
     *("target", "target_revision", "method", "output_dir", "resume", "max_minutes"),
     *("save_every_steps", "keep_checkpoints", "log_every_steps", "peak_tflops"),
     *("trackers", "wandb_artifact", "checkpointing", "shard_target"),
     *("evaluation.every_steps", "evaluation.patience"),
 }
-"""Settings without effect on the weights, or compared in another way."""
+"""Settings not printed: they do not affect the weights, or are compared separately."""
 START = "model.init_from"
-"""The only setting under model that a checkpoint does not fix: without effect on a resumed run."""
+"""Setting under model that may change, because a resumed run ignores it."""
 
 
 class RunTarget(Struct, frozen=True):
@@ -146,10 +146,10 @@ def _shown(value: object) -> str:
 
 
 def check_record(folder: Path, now: Identity) -> list[Change]:
-    """Compare a checkpoint with this run, and return the changes to tell.
+    """Compare a checkpoint with this run, and return the changes to print.
 
     Raises:
-        ValueError: the checkpoint is of another run. The message begins with the difference.
+        ValueError: the checkpoint belongs to another run. The message begins with the difference.
     """
     changes = [*changes_between(read_record(folder), now)]
     refused = [change for change in changes if change.is_refused]
@@ -168,7 +168,7 @@ def check_record(folder: Path, now: Identity) -> list[Change]:
 
 
 def changes_between(then: Identity, now: Identity) -> Iterator[Change]:
-    """Yield what differs, in the order in which it matters."""
+    """Yield the differences, most important first."""
     yield from _target_changes(then.target, now.target)
     yield from _settings_changes(then, now, ("target_quantization",), is_refused=True)
     if then.vocabulary != now.vocabulary:

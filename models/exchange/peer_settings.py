@@ -1,7 +1,7 @@
 """Judge every setting in another project's config.json: read, without effect, or refused.
 
-An unknown setting could change each draft token. So a setting passes only if a reader takes it, if
-it is known to change nothing, or if its value is the one that changes nothing.
+An unknown setting could change each draft token. A setting therefore passes in three cases only: a
+reader uses it, it never has an effect, or its value has none.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,11 +19,11 @@ LAYER_SETTINGS = frozenset(
         *("sliding_window", "target_hidden_size", "tie_word_embeddings", "vocab_size"),
     )
 )
-"""Settings that the readers take from the configuration of a decoder layer."""
+"""Decoder layer settings used by the readers."""
 OUTER_SETTINGS = frozenset(
     ("architectures", "draft_vocab_size", "target_hidden_size", "tie_word_embeddings")
 )
-"""Those that stand outside of ``transformer_layer_config`` in the layout of speculators."""
+"""Settings outside ``transformer_layer_config`` in speculators' layout."""
 WITHOUT_EFFECT = frozenset(
     (
         # written by transformers for every model
@@ -77,7 +77,7 @@ NEUTRAL: dict[str, Any] = {
     "use_aux_norm": False,
     "use_gemma_norm": False,
 }
-"""Setting -> the value with which it changes nothing; null changes nothing, either."""
+"""Setting -> value without effect. Null has no effect, either."""
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -86,7 +86,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
         *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     ),
 }
-"""Known rotary types, and the settings that each of them needs."""
+"""Rotary type -> required settings."""
 MOST = 1e18
 """Larger numbers than any rotary setting."""
 ROPE_NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
