@@ -5,7 +5,7 @@
         handle = batch.submit(prompt_ids, on_token=print)
         result = handle.future.result()
 
-Without ``running``, call ``batch.step()`` until it returns False.
+Without ``running``, call ``batch.step()`` until it returns False, always on the same thread.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from greenlet import greenlet
 
 from ..cli import check_ranges
 from ..models.draft_calls import DraftCall, asking, make_first
@@ -96,44 +98,37 @@ class Handle:
 
 
 class _Sequence:
-    """Request being decoded on a thread of its own. The thread runs only during ``resume``."""
+    """Request being decoded in a greenlet of its own, which runs only during ``resume``."""
 
     def __init__(self, batch: BatchEngine, handle: Handle) -> None:
         self.handle = handle
         self.last_step = self.rests_until = -1
         self.phase: int | None = None
         """Step modulo n at which the sequence's tokens enter while it decodes autoregressively."""
-        self.has_ended = False
         self.asked: DraftCall | None = None
         """Draft call that the sequence waits for; None: it waits for the next step."""
-        self._ends_with: BaseException | None = None
-        """Exception to raise in the sequence's thread when it resumes."""
         self._clock = batch.clock
-        # Two locks pass control back and forth, so exactly one thread runs at any time.
-        self._go, self._waits = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._waits.acquire()
         self._outcome: DecodeResult | BaseException | None = None
         engine = batch.engine_for(handle, self._wait)
         assert isinstance(engine.pipeline, SharedPipeline)
         self.pipeline = engine.pipeline
         # Rules comparing q with p depend on q's last bits, which depend on other rows in the batch.
         joins_rows = batch.clock.drafts_together and not handle.config.bitwise
-        self._thread = threading.Thread(target=self._decode, args=[engine, joins_rows], daemon=True)
-        self._thread.start()
+        self._greenlet = greenlet(partial(self._decode, engine, joins_rows))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._greenlet.dead
 
     def resume(self) -> None:
         """Run the sequence until it asks for a draft forward, waits for the next step, or ends."""
-        self._go.release()
-        self._waits.acquire()
-        if self.has_ended:
-            self._thread.join()
+        self._greenlet.switch()
 
     def end(self, error: BaseException) -> None:
         """End the sequence with an error, unless it has ended already."""
         if not self.has_ended:
-            self._ends_with = error
-            self.resume()
+            # Raised where the sequence waits, so its cleanup runs.
+            self._greenlet.throw(error)
 
     def tell(self) -> None:
         """Set the future's result or exception."""
@@ -143,11 +138,7 @@ class _Sequence:
             self.handle.future.set_exception(self._outcome)
 
     def _wait(self) -> None:
-        self._waits.release()
-        self._go.acquire()
-        # Raised here, in the sequence's own thread, so its cleanup runs there.
-        if self._ends_with is not None:
-            raise self._ends_with
+        self._greenlet.parent.switch()
 
     def _ask(self, call: DraftCall) -> object:
         """Wait until a draft call has run, alone or with others, and return its outcome."""
@@ -161,7 +152,6 @@ class _Sequence:
 
     def _decode(self, engine: Engine, joins_rows: bool) -> None:
         handle = self.handle
-        self._go.acquire()
         try:
             with asking(self._ask if joins_rows else None):
                 self._outcome = engine.decode(
@@ -172,8 +162,6 @@ class _Sequence:
                 )
         except BaseException as error:
             self._outcome = error.with_traceback(None)  # its frames hold the caches
-        self.has_ended = True
-        self._waits.release()
 
     def _emit(self, token: int) -> None:
         handle = self.handle
@@ -193,13 +181,13 @@ class BatchEngine:
     Every sequence has its own schedule, settings, seed, token tree and caches. A sequence pauses at
     each step until all sequences wait. Every stage then runs one step for all of them. A sequence
     also pauses at each draft call, so draft forwards from several sequences run as one if their
-    rows can be joined. Exactly one thread runs at any time. Two runs that submit the same requests
-    at the same steps thus have equal outputs, steps and virtual times.
+    rows can be joined. Two runs that submit the same requests at the same steps thus have equal
+    outputs, steps and virtual times.
 
     You may call ``submit`` and ``cancel`` from any thread. ``on_token``, the observer and a
-    future's callbacks run on the batch's threads. They must not block, because every sequence waits
-    for them. An error in one of them, or in a sequence's rows, draft or schedule, ends only that
-    sequence.
+    future's callbacks run on the thread that calls ``step``. They must not block, because every
+    sequence waits for them. An error in one of them, or in a sequence's rows, draft or schedule,
+    ends only that sequence.
     """
 
     def __init__(
@@ -353,19 +341,24 @@ class BatchEngine:
         finally:
             self._close_queue()
             thread.join()
-            self.close()
 
     def _run(self) -> None:
+        ended_by: BaseException | None = None
         try:
             while not self._is_closing:
                 if not self.step():
                     with self._changed:
                         self._changed.wait_for(lambda: self._queue or self._is_closing)
         except BaseException as error:  # delivered through the futures
-            self.close(error)
+            ended_by = error
+        self.close(ended_by)
 
+    @torch.inference_mode()
     def close(self, error: BaseException | None = None) -> None:
-        """End every sequence with this error and reject new ones. ``running`` calls this method."""
+        """End every sequence with this error and reject new ones. ``running`` does it at its end.
+
+        Call it on the thread that calls ``step``.
+        """
         self._close_queue()
         for sequence in self._live:
             sequence.end(error or CancelledError())

@@ -1,15 +1,16 @@
 """Time spans and peak memory of a process, for time breakdowns and Chrome traces."""
 
 import resource
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
+from greenlet import getcurrent, greenlet
 
 from ..files import Values
 
@@ -41,8 +42,8 @@ class _Launched:
         return self.started.elapsed_time(self.ended) / 1e3
 
 
-class _Open(threading.local):
-    """Finished spans inside each open span of this thread, outermost first."""
+class _Open:
+    """Finished spans inside each open span of one greenlet, outermost first."""
 
     def __init__(self) -> None:
         self.launched: list[list[_Launched]] = [[]]
@@ -63,10 +64,15 @@ class Timeline:
         """``device`` runs the work. None means the CPU."""
         self.name, self.traces = name, traces
         self._is_on_gpu = device is not None and device.type == "cuda"
-        self._open = _Open()
+        self._opens: WeakKeyDictionary[greenlet, _Open] = WeakKeyDictionary()
         self.working_since = 0.0
         """Start time for the current work; 0 while the process waits. ``Watch`` reads it."""
         self.clear()
+
+    @property
+    def _open(self) -> _Open:
+        # A thread is a greenlet, too.
+        return self._opens.setdefault(getcurrent(), _Open())
 
     def clear(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -80,7 +86,8 @@ class Timeline:
         start = time.monotonic()
         # Waiting for a peer must not look like a hang of this process.
         self.working_since = 0.0 if kind == WAIT else start
-        self._open.inside_s.append(0.0)
+        inside_s = self._open.inside_s
+        inside_s.append(0.0)
         launched = self._launch(kind, start, num_rows)
         try:
             yield
@@ -90,9 +97,9 @@ class Timeline:
             raise
         finally:
             end = time.monotonic()
-            inside = self._open.inside_s.pop()
-            self._open.inside_s[-1] += end - start
-            self.working_since = end if len(self._open.inside_s) > 1 else 0.0
+            inside = inside_s.pop()
+            inside_s[-1] += end - start
+            self.working_since = end if len(inside_s) > 1 else 0.0
             if launched is None:
                 self._add(kind, start, end, inside, num_rows)
             else:

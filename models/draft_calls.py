@@ -1,6 +1,6 @@
 """Run several sequences' draft forwards as one, with joined rows and separate attention.
 
-Every sequence decodes on its own thread. Inside ``asking``, a draft source's network calls are
+Every sequence decodes in its own greenlet. Inside ``asking``, a draft source's network calls are
 passed to a callback to be joined with other sequences' calls. Outside, each call runs immediately.
 """
 
@@ -9,9 +9,9 @@ passed to a callback to be joined with other sequences' calls. Outside, each cal
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MethodType
@@ -64,21 +64,21 @@ class DraftCall:
         return self.options.get("caches", ())
 
 
-_thread = threading.local()
-"""``ask``: receives this thread's calls, if set."""
+_ask: ContextVar[Callable[[DraftCall], object] | None] = ContextVar("_ask", default=None)
+"""Receives this sequence's calls, if set. A greenlet has a context of its own."""
 
 
 @contextmanager
 def asking(ask: Callable[[DraftCall], object] | None) -> Iterator[None]:
-    """Pass this thread's draft calls to ``ask``, which returns their outcomes.
+    """Pass this sequence's draft calls to ``ask``, which returns their outcomes.
 
     If ``ask`` is None, run each call immediately.
     """
-    _thread.ask = ask
+    before = _ask.set(ask)
     try:
         yield
     finally:
-        _thread.ask = None
+        _ask.reset(before)
 
 
 def call(function: Callable[..., R], *rows: Tensor, **options: object) -> R:
@@ -91,7 +91,7 @@ def call(function: Callable[..., R], *rows: Tensor, **options: object) -> R:
         options: other inputs by name: further tensors per row (or dicts with one per layer),
             ``caches``, and ``visible_RC``, the mask for attention through them.
     """
-    ask = getattr(_thread, "ask", None)
+    ask = _ask.get()
     if ask is None:
         return function(*rows, **options)
     return cast(R, ask(DraftCall(cast(MethodType, function), rows, options)))
