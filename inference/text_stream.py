@@ -1,9 +1,12 @@
-"""Incremental detokenization at constant cost per token."""
+"""Incremental detokenization."""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+from tokenizers.decoders import DecodeStream
 
 from ..responses import Part, Response, format_marks, reader_for
 
@@ -11,20 +14,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-WINDOW = 32
-"""Tokens decoded together before older ones are dropped."""
-KEPT = 8
-"""Tokens retained as context, because a tokenizer strips the first space in a text."""
 MAX_HELD = 64
 """Maximum tokens without a complete character. After these, the text is used as it is."""
 
 
 class TextStream:
-    """Turns tokens into text as they arrive, up to the last complete character.
-
-    Only a window with the last tokens is decoded, at constant cost. The new text is the part after
-    the window's previous text.
-    """
+    """Turns tokens into text as they arrive, up to the last complete character."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool = True
@@ -34,41 +29,35 @@ class TextStream:
         """Special tokens whose text stays."""
         self.length = 0
         """Number of characters returned so far."""
-        self._ids: list[int] = []
-        self._shown = self._num_held = 0
-        """Returned characters in the window; tokens since its last complete character."""
-        self._text = ""
-        """Text in the window."""
+        self._start()
+
+    def _start(self) -> None:
+        self._held: list[int] = []
+        """Tokens since the last complete character."""
+        self._next = _whole_text(self.tokenizer, self.skips_special)
+        if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
+            self._next = partial(DecodeStream(skip_special_tokens=self.skips_special).step, backend)
 
     def add(self, token: int) -> str:
         """Return the text completed by this token."""
         if mark := self.marks.get(token):
             piece = self.rest() + mark
             self.length += len(mark)
-            self._ids, self._text, self._shown, self._num_held = [], "", 0, 0
+            self._start()
             return piece
-        self._ids.append(token)
-        before, self._text = self._text, self._decode(self._ids)
-        is_open = self._text.endswith(UNKNOWN)
-        if self._text == before and not is_open and (before or len(self._ids) > MAX_HELD):
-            self._ids.pop()  # A token without text is context for no other token.
-            return ""
-        self._num_held += 1
-        if is_open and self._num_held < MAX_HELD:
-            return ""
-        # Bytes that never become a character must not stop the stream.
-        is_garbled, self._num_held = self._num_held == MAX_HELD, 0
-        piece = self.rest()
-        if is_garbled:
-            self._ids, self._text, self._shown = [], "", 0
-        elif len(self._ids) >= WINDOW:
-            self._drop()
+        self._held.append(token)
+        if piece := self._next(token) or "":
+            self._held = []
+        elif len(self._held) == MAX_HELD:
+            # Bytes that never become a character must not stop the stream.
+            piece = self._decode_held()
+            self._start()
+        self.length += len(piece)
         return piece
 
     def rest(self) -> str:
         """Return the text not returned yet, including an incomplete last character."""
-        piece = self._text[self._shown :]
-        self._shown = len(self._text)
+        piece, self._held = self._decode_held(), []
         self.length += len(piece)
         return piece
 
@@ -77,18 +66,27 @@ class TextStream:
         first, self.length = self.length, len(text)
         return text[first:]
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=self.skips_special))
+    def _decode_held(self) -> str:
+        return str(self.tokenizer.decode(self._held, skip_special_tokens=self.skips_special))
 
-    def _drop(self) -> None:
-        """Shorten the window to its last tokens, starting at a character boundary."""
-        for count in range(KEPT, 2 * KEPT):
-            ids = self._ids[-count:]
-            text = self._decode(ids)
-            # A shorter context may decode differently; use a cut that changes no text.
-            if text and self._text.endswith(text) and text[0] != UNKNOWN:
-                self._ids, self._text, self._shown = ids, text, len(text)
-                return
+
+def _whole_text(
+    tokenizer: "PreTrainedTokenizerBase", skips_special: bool
+) -> Callable[[int], str | None]:
+    """Return a slow ``DecodeStream.step``, for tokenizers of other libraries."""
+    ids: list[int] = []
+    shown = ""
+
+    def step(token: int) -> str | None:
+        nonlocal shown
+        ids.append(token)
+        text, before = str(tokenizer.decode(ids, skip_special_tokens=skips_special)), shown
+        if text.endswith(UNKNOWN):
+            return None
+        shown = text
+        return text[len(before) :]
+
+    return step
 
 
 class AnswerStream:
