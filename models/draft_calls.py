@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..files import Values
 from .layers import KeyValues
+from .together import log_failed_pass
 
 R = TypeVar("R")
 ORDER = ("extend_rows", "rows", "step", "propose_rows", "logits")
@@ -114,7 +115,8 @@ def _are_made_together(calls: Sequence[DraftCall]) -> bool:
     try:
         for one, result in zip(calls, join(calls), strict=True):
             one.settle(result)
-    except Exception:  # The caller runs each alone to find the failing sequence.
+    except Exception as error:  # The caller runs each alone to find the failing sequence.
+        log_failed_pass("draft calls", error)
         for cache, num_rows in caches:
             cache.num_rows = num_rows
         return False

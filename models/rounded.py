@@ -43,11 +43,15 @@ class RoundedLinear(nn.Module):
     def kernel_weight(self) -> kernels.Weight:
         return kernels.weight(*self._packed, self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, channels: slice = slice(None)) -> Tensor:
+        """Return the output [..., G], or only these channels of it."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{x.shape[-1]} features, for {self.in_features} inputs")
-        out_MG = kernels.product(self.kernel_weight(), x.reshape(-1, self.in_features))
-        return out_MG.view(*x.shape[:-1], self.out_features)
+        rows, *others = self._packed + (self.bias,)
+        others = [None if one is None else one[channels] for one in others]
+        weight = kernels.weight(rows[channels], *others)
+        out_MG = kernels.product(weight, x.reshape(-1, self.in_features))
+        return out_MG.view(*x.shape[:-1], -1)
 
 
 class RoundedPart(nn.Module):
@@ -64,7 +68,7 @@ class RoundedPart(nn.Module):
         return self._joined[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.joined(x)[..., self.channels]
+        return self.joined(x, self.channels)
 
 
 def rounded_dtype(module: nn.Module) -> torch.dtype | None:

@@ -7,7 +7,9 @@ Attention runs for each sequence over its own cache, or with ``bitwise`` for eac
 # l rows in a segment, R rows of all segments, H hidden, C cache rows, S mask columns
 # N query heads, J key heads, D head size
 
+import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,18 @@ from .stage_calls import Attend, attending_by, masked
 
 if TYPE_CHECKING:
     from .stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+def log_failed_pass(what: str, error: Exception) -> None:
+    """Log once per reason that several sequences could not share a pass, so each runs alone."""
+    _log_once(what, f"{type(error).__name__}: {error}"[:300])
+
+
+@lru_cache(maxsize=64)
+def _log_once(what: str, reason: str) -> None:
+    logger.warning("%s of several sequences run alone, which is slower: %s", what, reason)
 
 
 def can_run_together(stage: "Stage") -> bool:

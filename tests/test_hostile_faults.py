@@ -65,7 +65,7 @@ def read_file(place: Path) -> int:
 
 
 def write_step(place: Path, version: int) -> None:
-    checkpoint.write_folder(
+    checkpoint.replace_folder(
         checkpoint.step_folder(place, version), lambda folder: fill(folder, version)
     )
     checkpoint.rotate(place, 2)
@@ -80,7 +80,7 @@ def read_step(place: Path) -> int:
 
 
 def write_best(place: Path, version: int) -> None:
-    checkpoint.write_folder(place / "best", lambda folder: fill(folder, version))
+    checkpoint.replace_folder(place / "best", lambda folder: fill(folder, version))
 
 
 def read_best(place: Path) -> int:

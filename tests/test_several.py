@@ -93,14 +93,16 @@ def test_windows_and_recurrent_layers_decode_as_alone(name):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_step_reads_the_lm_head_once_for_all(llama, fails, monkeypatch):
-    """If there is no room for all logits at once, each sequence computes its own."""
+def test_a_step_reads_the_lm_head_once_for_all(llama, fails, monkeypatch, caplog):
+    """If there is no room for all logits at once, each sequence computes its own, and one line says
+    so.
+    """
     rows, right = [], StagedTarget.logits
 
     def counted(self, hidden_lH):
         rows.append(len(hidden_lH))
         if fails and len(hidden_lH) > 1:
-            raise MemoryError
+            raise MemoryError("no room for four rows")
         return right(self, hidden_lH)
 
     config = DecodeConfig.of(**PLAIN, num_stages=1, max_new_tokens=6)
@@ -108,6 +110,10 @@ def test_a_step_reads_the_lm_head_once_for_all(llama, fails, monkeypatch):
         patched.setattr(StagedTarget, "logits", counted)
         _, handles = decode_several(llama, None, 1, [([i], config, 0) for i in range(4)])
     assert rows == ([4, 1, 1, 1, 1] * 6 if fails else [4] * 6)
+    said = (
+        "logits of several sequences run alone, which is slower: MemoryError: no room for four rows"
+    )
+    assert caplog.messages == [said] * fails
     assert check_as_alone(llama, None, handles) == 0
 
 

@@ -3,8 +3,9 @@
 from conftest import byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from pipedraft.inference.text_stream import MAX_HELD, UNKNOWN, TextStream
 from transformers import ByT5Tokenizer
+
+from pipedraft.inference.text_stream import MAX_HELD, UNKNOWN, TextStream
 
 FAST, SLOW = byte_tokenizer(), ByT5Tokenizer()
 """One of `tokenizers`, one written in Python."""

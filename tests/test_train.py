@@ -348,7 +348,7 @@ def contents(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("kill_at", [1, 2])
 def test_a_kill_at_either_rename_loses_nothing(tmp_path, monkeypatch, kill_at):
     folder = tmp_path / "best"
-    checkpoint.write_folder(folder, write("old"))
+    checkpoint.replace_folder(folder, write("old"))
     calls, rename = [], Path.rename
 
     def killed(self, to):
@@ -359,18 +359,18 @@ def test_a_kill_at_either_rename_loses_nothing(tmp_path, monkeypatch, kill_at):
 
     monkeypatch.setattr(Path, "rename", killed)
     with pytest.raises(Stop):
-        checkpoint.write_folder(folder, write("new"))
+        checkpoint.replace_folder(folder, write("new"))
     monkeypatch.undo()
     checkpoint.recover(folder)
     assert contents(folder) == {"a": "old", "b": "old"}
-    checkpoint.write_folder(folder, write("newer"))
+    checkpoint.replace_folder(folder, write("newer"))
     assert contents(folder) == {"a": "newer", "b": "newer"}
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 def test_folders_that_are_not_complete_are_no_checkpoints(tmp_path):
     for step in (10, 9, 200):
-        checkpoint.write_folder(checkpoint.step_folder(tmp_path, step), write("x"))
+        checkpoint.replace_folder(checkpoint.step_folder(tmp_path, step), write("x"))
     unfinished = checkpoint.step_folder(tmp_path, 300)
     unfinished.mkdir()
     (unfinished.parent / f".{unfinished.name}.partial").mkdir()

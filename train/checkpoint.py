@@ -32,7 +32,7 @@ STEP_PREFIX = "step-"
 COMPLETE = "COMPLETE"
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let ``fill`` write every file into a temporary sibling folder, then rename it to ``folder``.
 
     A kill at any moment leaves the previous folder or the new one, never a mixture. Files are

@@ -388,7 +388,7 @@ class Trainer:
             progress.best_score, progress.since_best = metrics["score"], 0
         progress.best_step, progress.best_metrics = progress.step, metrics
         if self.accelerator.is_main_process:
-            checkpoint.write_folder(
+            checkpoint.replace_folder(
                 self.config.output_dir / "best",
                 lambda folder: self._write_head(folder, metrics, weights),
             )

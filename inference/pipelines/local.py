@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...models.target import KeepRows, Segment, StagedTarget, prune_segment
-from ...models.together import can_run_together, forward_together
+from ...models.together import can_run_together, forward_together, log_failed_pass
 from ..demands import EndMask
 from ..not_finite import find_module
 from ..rules.sampled import Verifier
@@ -213,7 +213,8 @@ def _run_together(index: int, pairs: Sequence[tuple[LocalPipeline, Segment]]) ->
     try:
         with timeline.span("stage", sum(segment.num_rows for segment in segments)):
             outputs = forward_together(stages, segments, taps)
-    except Exception:  # The caller runs each alone to find the failing sequence.
+    except Exception as error:  # The caller runs each alone to find the failing sequence.
+        log_failed_pass("rows", error)
         return False
     logits = _logits_together(index, pairs, outputs)
     rows = zip(pairs, stages, outputs, logits, strict=True)
@@ -239,5 +240,6 @@ def _logits_together(
     try:
         with first.timeline.span("verify", sum(sizes)):
             return first.target.logits(torch.cat(rows)).split(sizes)
-    except Exception:  # Each sequence computes its own, and gets its own error.
+    except Exception as error:  # Each sequence computes its own, and gets its own error.
+        log_failed_pass("logits", error)
         return unknown

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ...models.stage_cache import Abandoned
 from ...models.target import Segment, StagedTarget
-from ...models.together import can_run_together, forward_together
+from ...models.together import can_run_together, forward_together, log_failed_pass
 from ..not_finite import find_layer
 from ..rules.sampled import RULES, KeyedRandom, Verifier
 from ..timeline import Timeline
@@ -235,7 +235,8 @@ class SharedWorker(StageWorker):
         try:
             with self.timeline.span("stage", sum(segment.num_rows for segment in segments)):
                 outputs = forward_together([worker.stage for worker, _ in pairs], segments, taps)
-        except Exception:  # the caller runs each alone to find the failing sequence
+        except Exception as error:  # the caller runs each alone to find the failing sequence
+            log_failed_pass("rows", error)
             return False
         for (worker, step), output in zip(pairs, outputs, strict=True):
             with self._contained(step):
