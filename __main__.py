@@ -90,7 +90,7 @@ def main() -> None:
     elif name in COMMANDS:
         folder, _, _ = COMMANDS[name]
     else:
-        from .cli import nearest
+        from .errors import nearest
 
         print(f"error: command: {name!r} is unknown; {nearest(name, COMMANDS)}", file=sys.stderr)
         sys.exit(2)

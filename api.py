@@ -21,8 +21,8 @@ from accelerate.state import AcceleratorState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chats import encode_chat
-from .cli import UsageError, flag_name
 from .data_recipes.config import DataConfig
+from .errors import UsageError, flag_name
 from .eval.arguments import EvalOptions
 from .eval.command import evaluate_drafts
 from .eval.compare import Evaluated, compare_runs, format_comparison

@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from .cli import Options, leave_at_interrupts, run_command
+from .endings import leave_at_interrupts, run_command
+from .options import Options
 
 if __name__ == "__main__":
     leave_at_interrupts()

@@ -11,15 +11,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeAlias, TypeVar
 
 import msgspec
 import yaml
 from safetensors import SafetensorError
 
-from .cli import MAX_YAML_BYTES, Failure, UsageError, check_yaml, make_folder
-from .cli import Values as Values
+from .errors import Failure, UsageError, make_folder
 
+Values: TypeAlias = dict[str, Any]
+"""Values by name, as in a file or a call."""
 T = TypeVar("T")
 
 
@@ -33,6 +34,7 @@ def packaged(name: str) -> str:
 # -- reading: sizes that a file may decide are bounded ------------------------------------------
 
 MAX_BYTES = 2**26
+MAX_YAML_BYTES = 2**20
 
 
 def read_bounded(path: Path, field: str, most: int = MAX_BYTES) -> bytes:
@@ -94,6 +96,25 @@ def read_yaml(path: Path, field: str) -> Any:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # tags, dates, keys
         said = " ".join(str(error).split())
         raise UsageError(f"{field}: {path} is not valid YAML: {said}; fix it") from error
+
+
+def check_yaml(text: str) -> None:
+    """Raise yaml.YAMLError if the text is no YAML, is too long, or has duplicate keys."""
+    if len(text) > MAX_YAML_BYTES:
+        raise yaml.YAMLError(f"more than {MAX_YAML_BYTES} characters")
+    waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # ten lines of nested aliases can expand to gigabytes
+            raise yaml.YAMLError("an alias: write out what it stands for")
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            keys = [str(key.value) for key, _ in node.value]
+            if twice := sorted({key for key in keys if keys.count(key) > 1}):
+                raise yaml.YAMLError(f"the key {twice[0]!r} twice")
+            waiting += [value for _, value in node.value]
 
 
 def bounded_lines(file: IO[bytes], most: int) -> Iterator[bytes | None]:

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
 
-from .cli import Failure, causes
+from .errors import Failure, causes
 
 SILENCE_S = 60.0
 """Longest wait for a byte where huggingface_hub would wait forever."""

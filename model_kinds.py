@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .cli import Values
+from .files import Values
 
 
 class Refused(ValueError):

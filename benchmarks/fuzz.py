@@ -33,10 +33,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import pipedraft
-from pipedraft.cli import Failure, make_folder
 from pipedraft.data_recipes.config import Source
 from pipedraft.data_recipes.conversations import read_conversation, read_json
 from pipedraft.data_recipes.sources import read_source
+from pipedraft.errors import Failure, make_folder
 from pipedraft.eval.record import Results, parse
 from pipedraft.files import write_atomically
 from pipedraft.inference.config import read_cost

@@ -13,7 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from pipedraft.cli import Failure, leave_at_interrupts, make_folder, option, run_command
+from pipedraft.endings import leave_at_interrupts, run_command
+from pipedraft.errors import Failure, make_folder
+from pipedraft.options import option
 
 if __name__ == "__main__":
     leave_at_interrupts()

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipedraft.cli import UsageError, leave_at_interrupts, make_folder, run_command
+from pipedraft.endings import leave_at_interrupts, run_command
+from pipedraft.errors import UsageError, make_folder
 
 if __name__ == "__main__":
     leave_at_interrupts()

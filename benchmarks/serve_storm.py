@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import torch
 
-from pipedraft.cli import Failure
+from pipedraft.errors import Failure
 from pipedraft.eval.tasks import encode_turn, load_task
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine

@@ -7,14 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ..cli import (
-    HELP_FLAGS,
-    Options,
-    leave_at_interrupts,
-    make_folder,
-    parse,
-    run_command,
-)
+from ..endings import leave_at_interrupts, run_command
+from ..errors import make_folder
+from ..options import HELP_FLAGS, Options, parse
 
 if __name__ == "__main__":
     leave_at_interrupts()

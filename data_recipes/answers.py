@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..chats import END_THINK, THINK, read_template_variables
-from ..cli import Failure, Options, option
+from ..errors import Failure
 from ..files import Values, publish
+from ..options import Options, option
 from ..responses import Response
 from .conversations import SYSTEM_FIELDS, Message, read_row
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..chats import check_template_variables
-from ..cli import check_ranges
+from ..errors import check_ranges
 from .groups import check_shares
 
 Duplicates = Literal["keep", "exact"]

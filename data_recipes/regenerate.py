@@ -11,16 +11,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ..cli import (
-    Options,
-    UsageError,
-    check_ranges,
-    flag_name,
-    leave_at_interrupts,
-    one_line,
-    option,
-    run_command,
-)
+from ..endings import leave_at_interrupts, run_command
+from ..errors import UsageError, check_ranges, flag_name, one_line
+from ..options import Options, option
 
 if __name__ == "__main__":
     leave_at_interrupts()

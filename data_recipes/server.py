@@ -13,8 +13,8 @@ from typing import Any, Self, TypeVar
 import httpx2
 
 from ..chats import inline_thinking, with_arguments
-from ..cli import Options, option
 from ..files import Values
+from ..options import Options, option
 from ..responses import Response
 from .answers import (
     AnswerSampling,

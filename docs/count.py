@@ -25,7 +25,7 @@ NO_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-MAX_CODE_LINES = 37_049
+MAX_CODE_LINES = 37_054
 """What stands now. A change that adds code raises it in the same commit."""
 
 

@@ -14,7 +14,6 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pipedraft import doctor
-from pipedraft.cli import Options, help_of, typed_fields
 from pipedraft.data_recipes import __main__ as data
 from pipedraft.data_recipes import config, regenerate
 from pipedraft.eval import arguments, audit, compare, replay, report
@@ -23,6 +22,7 @@ from pipedraft.inference import demo
 from pipedraft.inference.edge import serve as edge
 from pipedraft.inference.serving import __main__ as serving
 from pipedraft.models import __main__ as checkpoints
+from pipedraft.options import Options, help_of, typed_fields
 from pipedraft.train.__main__ import EXAMPLE, methods
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 from pipedraft.train.features.__main__ import FeatureOptions

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ..cli import Options, leave_at_interrupts, run_command, subcommand
+from ..endings import leave_at_interrupts, run_command
+from ..options import Options, subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ..cli import Options, option
 from ..inference.arguments import (
     BackendOptions,
     Dtype,
@@ -19,6 +18,7 @@ from ..inference.arguments import (
 )
 from ..inference.rules import RuleName
 from ..inference.schedules import SCHEDULES
+from ..options import Options, option
 
 EXAMPLE = """\
 example:

@@ -15,14 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from ..cli import (
-    Failure,
-    UsageError,
-    leave_at_interrupts,
-    make_folder,
-    option,
-    run_command,
-)
+from ..endings import leave_at_interrupts, run_command
+from ..errors import Failure, UsageError, make_folder
+from ..options import option
 
 if __name__ == "__main__":
     leave_at_interrupts()

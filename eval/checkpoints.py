@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from ..cli import UsageError
+from ..errors import UsageError
 from ..files import Values
 from ..models import load_draft
 from ..models.draft import Draft, read_description, resolve_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..chats import set_template_variables, warn_of_variables
-from ..cli import UsageError, flag_name, make_folder
+from ..errors import UsageError, flag_name, make_folder
 from ..files import Values, locked, make_place, to_json, write_atomically
 from ..inference.clock import CostModel
 from ..inference.command import place_of, resolve_cut

@@ -13,8 +13,9 @@ from typing import ClassVar
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from ..cli import Options, UsageError, one_line, option
+from ..errors import UsageError, one_line
 from ..files import make_place, read_bounded, to_json, write_atomically
+from ..options import Options, option
 from .intervals import PairedComparison, compare_paired
 from .metrics import AUTOREGRESSIVE, OVERALL
 from .record import (

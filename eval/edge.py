@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cli import UsageError, make_folder
+from ..errors import UsageError, make_folder
 from ..inference.edge.linked import check_draft
 from ..inference.edge.target_session import SharedTarget
 from ..inference.engine import DraftNetwork

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..cli import UsageError
+from ..errors import UsageError
 from ..files import Values, read_json
 from ..inference.config import DecodeConfig
 from ..inference.edge.channel import Channel, EnergyModel, Link, load_link

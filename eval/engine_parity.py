@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cli import Failure, UsageError
+from ..errors import Failure, UsageError
 from ..files import Values, to_json
 from ..inference.result import DecodeResult
 from ..models.dflash import DFlash

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..chats import set_template_variables
-from ..cli import UsageError
 from ..data_recipes.chat import ChatRenderer
+from ..errors import UsageError
 from ..files import make_place, to_json, write_atomically
 from ..models.draft import CONFIG_FILE, Draft, resolve_folder
 from ..models.exchange.card import LAYOUTS

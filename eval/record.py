@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeGuard, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ..cli import UsageError
+from ..errors import UsageError
 from ..files import Values
 from ..inference.rules.filters import sampling_label
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from tqdm import tqdm
 
-from ..cli import Options, UsageError, option
+from ..errors import UsageError
 from ..inference.clock import CostModel, StageCost, VirtualClock
 from ..inference.config import ROW_COSTS, DecodeConfig, read_cost
 from ..inference.cut import cut_layers
 from ..inference.result import DecodeResult
 from ..inference.schedules.base import Schedule
+from ..options import Options, option
 from .metrics import AUTOREGRESSIVE, OVERALL, acceptance_length, pooled_ratio
 from .record import AcceptanceLength, Interval, RunRecord, number_or_nan
 from .tables import Table, align_columns, bounds, number, pooled_runs

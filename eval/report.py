@@ -14,8 +14,9 @@ from jinja2 import Environment, StrictUndefined
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from ..cli import Options, UsageError, option
+from ..errors import UsageError
 from ..files import Values, make_place, to_json, write_atomically
+from ..options import Options, option
 from . import compare, plots, tables
 from .charts import THEMES, Chart, printable
 from .compare import Evaluated

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
 
-from ..cli import UsageError, make_folder
+from ..errors import UsageError, make_folder
 from ..files import write_atomically
 from .answer import score_answer
 from .intervals import wilson_interval

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..cli import UsageError, flag_name
+from ..errors import UsageError, flag_name
 from ..files import Values, to_json
 from . import tables
 from .record import RunRecord

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from ..cli import flag_name, one_line
+from ..errors import flag_name, one_line
 from .metrics import AUTOREGRESSIVE, OVERALL
 from .record import (
     AcceptanceLength,

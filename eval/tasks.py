@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..chats import ChatRefused, render_chat
-from ..cli import nearest
 from ..data_recipes.config import Source
 from ..data_recipes.sources import read_source
+from ..errors import nearest
 from ..files import Values
 from .answer import find_number
 

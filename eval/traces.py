@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ..cli import UsageError
+from ..errors import UsageError
 from ..files import Values
 from ..inference.clock import CostModel
 from ..inference.config import DecodeConfig

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ..cli import leave_at_interrupts, option, run_command, subcommand
+from ..endings import leave_at_interrupts, run_command
+from ..options import option, subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()

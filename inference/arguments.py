@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_t
 from jsonargparse import ArgumentParser
 
 from ..chats import read_template_variables
-from ..cli import Group, Options, UsageError, checked, flag_name, help_of, listed, option
+from ..errors import UsageError, flag_name
 from ..files import Values
+from ..options import Group, Options, checked, help_of, listed, option
 from .config import read_cost, setting_owners
 from .cut import read_boundary
 from .ranks import is_launched

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import greenlet
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from ..models.draft_calls import DraftCall, asking, make_first
 from ..models.target import StagedTarget
 from .auto_tree import ShapeMeter

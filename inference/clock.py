@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from .shapes import LONGEST, RowCosts
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..chats import encode_chat, set_template_variables, warn_of_variables
-from ..cli import UsageError, blaming, one_line
+from ..errors import UsageError, blaming, one_line
 from ..files import Values, read_optional
 from ..models import load_draft
 from ..models.draft import read_description, resolve_folder

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
-from ..cli import UsageError, check_ranges
+from ..errors import UsageError, check_ranges
 from ..files import Values, read_text
 from .clock import CostModel, StageCost
 from .rules import SAMPLING_RULES, RuleName

@@ -9,7 +9,8 @@ from statistics import median
 from textwrap import TextWrapper
 from typing import ClassVar
 
-from ..cli import leave_at_interrupts, option, run_command
+from ..endings import leave_at_interrupts, run_command
+from ..options import option
 
 if __name__ == "__main__":
     leave_at_interrupts()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from ..cli import Options, flag_name, option
+from ..errors import flag_name
 from ..files import read_text
+from ..options import Options, option
 
 TOKEN_VARIABLE = "PIPEDRAFT_TOKEN"
 TOKEN = re.compile(r"[!-~]{1,4096}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from ..files import Values
 
 Budget: TypeAlias = int | Literal["auto"]

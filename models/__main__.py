@@ -10,14 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import ClassVar, Literal
 
-from ..cli import (
-    Options,
-    UsageError,
-    leave_at_interrupts,
-    option,
-    run_command,
-    subcommand,
-)
+from ..endings import leave_at_interrupts, run_command
+from ..errors import UsageError
+from ..options import Options, option, subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()

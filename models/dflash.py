@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from .decoder import norm_factor, plain_embedding
 from .draft import Draft, TargetReference
 from .layers import (

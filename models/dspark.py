@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from .dflash import DFlash, DFlashConfig
 from .draft import TargetReference
 from .layers import LayerConfig

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from ..files import Values
 from .banded_attention import ttt_attention
 from .draft import TargetReference, initialize_head

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from .draft import Draft, TargetReference
 from .fingerprint import as_stored, target_fingerprint, weights_hash
 from .layers import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cli import blaming
+from ..errors import blaming
 from ..pretrained import dtype_named
 from .decoder import finish_logits, layer_kinds
 from .draft import CONFIG_FILE

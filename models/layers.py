@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..cli import UsageError
+from ..errors import UsageError
 from ..files import Values
 from .decoder import packed_masks
 

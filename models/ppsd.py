@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from .draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
 from .layers import (
     KeyValues,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from .draft import StagedDraft, StagedDraftConfig, TargetReference, initialize_head
 from .draft_calls import call
 from .layers import (

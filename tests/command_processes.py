@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from doc_commands import main_of, run_module
 from fork_server import ForkServer, answer, rank_environments, write_to
 
-from pipedraft.cli import run_command
+from pipedraft.endings import run_command
 
 LIMIT_S = 300
 """Time limit for expected output; the machine may be busy."""

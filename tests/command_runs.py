@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Callable
 
-from pipedraft.cli import run_command
 from pipedraft.data_recipes.__main__ import main as data_main
+from pipedraft.endings import run_command
 from pipedraft.eval.__main__ import main as eval_main
 from pipedraft.eval.audit import run as audit_run
 from pipedraft.inference.__main__ import main as inference_main

@@ -18,7 +18,7 @@ import pytest
 from conftest import REPOSITORY
 
 from pipedraft.__main__ import COMMANDS, SUBCOMMANDS
-from pipedraft.cli import Options
+from pipedraft.options import Options
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 STARTS = ("python", "pipedraft", "accelerate", "torchrun", "make", "pip", "vllm")

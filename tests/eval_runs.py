@@ -13,7 +13,7 @@ from tiny_drafts import noisy_copy
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipedraft.cli import run_command
+from pipedraft.endings import run_command
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.lossless import generate_greedy

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipedraft.cli import run_command
 from pipedraft.data_recipes import regenerate
 from pipedraft.data_recipes import server as chat_server
+from pipedraft.endings import run_command
 
 FAULTS = ("error", "busy", "closed", "not_json", "slow", "empty")
 DEADLINE_S = 5.0

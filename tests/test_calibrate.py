@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipedraft.cli import UsageError
+from pipedraft.errors import UsageError
 from pipedraft.eval.record import ProcessRecord, WallClockRecord
 from pipedraft.eval.replay import fit_cost
 from pipedraft.inference.clock import CostModel, VirtualClock

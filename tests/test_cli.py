@@ -18,7 +18,7 @@ from command_runs import assert_one_line, call
 from conftest import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
-from pipedraft.cli import run_command
+from pipedraft.endings import run_command
 from pipedraft.inference.text_stream import PrintedAnswer
 
 NUM_STAGES = 2

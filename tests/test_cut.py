@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import REPOSITORY
 
-from pipedraft.cli import UsageError
+from pipedraft.errors import UsageError
 from pipedraft.eval.record import ProcessRecord
 from pipedraft.eval.replay import fit_cost
 from pipedraft.inference.clock import CostModel, StageCost, VirtualClock

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import write_rows
 
-from pipedraft.cli import UsageError
+from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.edge_methods import METHODS, TIMES, radio_of
 from pipedraft.eval.edge_report import SAME_TEXT_RULES, LinkRun

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from scripts import load_script
 from tiny_drafts import make_head
 
-from pipedraft.cli import run_command
+from pipedraft.endings import run_command
 from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.models import load_draft

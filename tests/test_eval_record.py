@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from eval_runs import make_runs, read_back
 
-from pipedraft.cli import UsageError
+from pipedraft.errors import UsageError
 from pipedraft.eval import compare
 from pipedraft.eval.compare import Evaluated
 from pipedraft.eval.record import Results, RunRecord, parse

@@ -11,7 +11,8 @@ import pytest
 from conftest import REPOSITORY
 from fork_server import forked, status_of
 
-from pipedraft.cli import UsageError, run_command
+from pipedraft.endings import run_command
+from pipedraft.errors import UsageError
 from pipedraft.eval import traces
 from pipedraft.eval.__main__ import run
 from pipedraft.eval.traces import TraceFile

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 
-from pipedraft.cli import needed
+from pipedraft.endings import needed
 
 CONFIGS = [
     path

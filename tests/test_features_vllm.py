@@ -13,7 +13,7 @@ import pytest
 from feature_runs import HIDDEN, METHODS
 from safetensors.torch import load_file
 
-from pipedraft.cli import Failure
+from pipedraft.errors import Failure
 from pipedraft.train.features import __main__ as command
 from pipedraft.train.features import online
 from pipedraft.train.features.online import FeaturesLost

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedModel
 
 from pipedraft import pretrained
-from pipedraft.cli import UsageError
+from pipedraft.errors import UsageError
 from pipedraft.inference import __main__ as inference_command
 from pipedraft.models import __main__ as models_command
 from pipedraft.models.target import load_target, load_tokenizer

@@ -12,9 +12,9 @@ from template_runs import TEMPLATES, with_marks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedraft.chats import encode_chat, render_chat
-from pipedraft.cli import run_command
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.conversations import read_conversation
+from pipedraft.endings import run_command
 from pipedraft.inference import __main__ as inference
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine

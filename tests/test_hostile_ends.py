@@ -14,7 +14,8 @@ from conftest import REPOSITORY
 from safetensors import SafetensorError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from pipedraft.cli import LINE_CHARACTERS, Failure, UsageError, blaming, one_line, run_command
+from pipedraft.endings import run_command
+from pipedraft.errors import LINE_CHARACTERS, Failure, UsageError, blaming, one_line
 from pipedraft.files import write_folder
 from pipedraft.models.exchange.card import CardSource, render_card
 
@@ -67,7 +68,7 @@ def test_every_end_is_one_line_and_its_status(error, status, text, capsys):
 
 CLOSED = """
 import os, sys
-from pipedraft.cli import run_command
+from pipedraft.endings import run_command
 run_command(lambda: print(len(os.listdir("/proc/self/fd")) and open("/dev/zero").fileno()))
 """
 
@@ -152,7 +153,7 @@ def test_a_cause_that_is_raised_again_is_its_own_and_ends(capsys):
     assert capsys.readouterr().err == "error: a.b: 1; give 2\n"
 
 
-START = "import sys; from pipedraft.cli import run_command; run_command(lambda: {})"
+START = "import sys; from pipedraft.endings import run_command; run_command(lambda: {})"
 
 
 def shell(line: str, body: str) -> tuple[int, str]:
@@ -236,7 +237,7 @@ def test_every_command_can_be_interrupted_while_it_loads():
     """Slow imports come after ``leave_at_interrupts``."""
     commands = set()
     for path in REPOSITORY.rglob("*.py"):
-        if {".venv", "tests", "cli.py"} & set(path.parts):
+        if {".venv", "tests", "endings.py"} & set(path.parts):
             continue
         text = path.read_text()
         if re.search(r"^ +run_command\(", text, re.M):
@@ -244,7 +245,8 @@ def test_every_command_can_be_interrupted_while_it_loads():
             imported = re.findall(r"^(?:from|import) ([\w.]+)", before, re.M)
             slow = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
             # Training's help is a text without any library.
-            assert {name.rpartition(".")[2] for name in slow} - {"help"} == {"cli"}, path
+            names = {name.rpartition(".")[2] for name in slow}
+            assert names - {"help", "errors", "options"} == {"endings"}, path
             commands.add(path.parent.name)
     assert {"train", "eval", "inference", "models", "data_recipes"} <= commands
 

@@ -21,7 +21,7 @@ from tiny_drafts import make_head
 from train_runs import assert_ends_as, start_runs
 
 from pipedraft import files
-from pipedraft.cli import Failure, storage_error
+from pipedraft.errors import Failure, storage_error
 from pipedraft.models.draft import load_untied
 from pipedraft.train import checkpoint
 

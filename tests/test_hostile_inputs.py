@@ -16,10 +16,10 @@ import yaml
 from conftest import byte_tokenizer
 
 from pipedraft.chats import ChatRefused, render_chat
-from pipedraft.cli import Options, UsageError, check_ranges
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.server import TryAgain, read_choice
 from pipedraft.data_recipes.sources import TOO_MANY_BYTES, read_source
+from pipedraft.errors import UsageError, check_ranges
 from pipedraft.eval.traces import read_recordings
 from pipedraft.files import (
     MAX_YAML_BYTES,
@@ -34,6 +34,7 @@ from pipedraft.files import (
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import serve
+from pipedraft.options import Options
 from pipedraft.pretrained import resolve_device
 from pipedraft.train.__main__ import RESOLVED
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig

@@ -23,7 +23,7 @@ from serve_runs import (
     serving,
 )
 
-from pipedraft.cli import Failure
+from pipedraft.errors import Failure
 from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.command import read_access
 from pipedraft.inference.edge import stream, wire

@@ -16,7 +16,7 @@ from hub_runs import NAMES, STRANGER, Place, make_place, one_line, point_at, pus
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from pipedraft.cli import Failure
+from pipedraft.errors import Failure
 from pipedraft.models import load_draft, load_untied
 from pipedraft.models.target import capture_hidden, load_target
 

@@ -18,8 +18,8 @@ from accelerate.utils import launch as preparations
 from conftest import REPOSITORY
 from train_runs import launcher_environment, logged
 
-from pipedraft.cli import UsageError
 from pipedraft.data_recipes.config import DataConfig, Source
+from pipedraft.errors import UsageError
 from pipedraft.train.config import OptimConfig, RunConfig
 from pipedraft.train.launcher_settings import Judgment, check_strategy, judge
 

@@ -161,6 +161,18 @@ def test_only_one_module_loads_with_transformers(path: Path) -> None:
         assert not is_loader or path == ROOT / "pretrained.py", "use pipedraft.pretrained"
 
 
+def test_networks_load_without_an_option_parser() -> None:
+    files = [f for f in SOURCES if f.is_relative_to(ROOT / "models") and f.stem != "__main__"]
+    names = [".".join(["pipedraft", *f.relative_to(ROOT).with_suffix("").parts]) for f in files]
+    code = f"""if True:
+        import importlib, sys
+        for name in {names!r}:
+            importlib.import_module(name)
+        sys.exit("jsonargparse" in sys.modules)"""
+    assert len(names) > 30
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def requirement_name(requirement: str) -> str:
     name = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert name

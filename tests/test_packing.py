@@ -16,8 +16,8 @@ from staged_targets import NUM_LAYERS, random_ids, tiny
 from torch.overrides import TorchFunctionMode
 from train_runs import logged, train
 
-from pipedraft.cli import UsageError
 from pipedraft.data_recipes.batch import collate, document_lengths, pack, packed_batches
+from pipedraft.errors import UsageError
 from pipedraft.models import layers, structural
 from pipedraft.models.layers import GatedMLP, RotaryEmbedding
 from pipedraft.models.structural import structural_attention

@@ -18,7 +18,7 @@ from scripts import load_script
 from tiny_drafts import make_draft, make_exit, make_head, make_module
 from train_runs import make_world
 
-from pipedraft.cli import run_command
+from pipedraft.endings import run_command
 from pipedraft.inference.shapes import segment_sizes
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.pretrained import quieten
@@ -26,7 +26,7 @@ from pipedraft.pretrained import quieten
 TABLE = load_script("benchmarks/papers/table.py")
 ROWS, SPEC = (load_script(f"benchmarks/papers/{name}.py") for name in ("rows", "spec"))
 DRAFTS = load_script("benchmarks/papers/drafts.py")
-OPTIONS = load_script("benchmarks/papers/options.py").TableOptions
+OPTIONS = load_script("benchmarks/papers/table_options.py").TableOptions
 check, read_spec, table_names = ROWS.check, SPEC.read_spec, SPEC.table_names
 EXPECTED = ["spd1", "spd2", "spd_release_greedy", "spd_release_sampled", "spd_modules"]
 EXPECTED += [f"picospec{i}" for i in range(1, 5)]

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3_5MoeTextConfig,
 )
 
-from pipedraft.cli import run_command
+from pipedraft.endings import run_command
 from pipedraft.train.__main__ import main, methods, registry
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import flop_counter

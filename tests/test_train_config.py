@@ -6,8 +6,8 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 
-from pipedraft.cli import UsageError
 from pipedraft.data_recipes.config import Source
+from pipedraft.errors import UsageError
 from pipedraft.train.__main__ import methods
 from pipedraft.train.config import parse_run
 

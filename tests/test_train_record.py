@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from train_runs import Stop, assert_equal_weights, train, weights
 
-from pipedraft.cli import Failure
+from pipedraft.errors import Failure
 from pipedraft.inference import __main__ as inference
 from pipedraft.models import draft
 from pipedraft.train import checkpoint

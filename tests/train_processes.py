@@ -27,7 +27,7 @@ from accelerate.utils import dataclasses
 from fork_server import answer, write_to
 from torch.distributed import distributed_c10d
 
-from pipedraft.cli import run_command
+from pipedraft.endings import run_command
 from pipedraft.models.exchange.card import card_template
 from pipedraft.train import __main__ as command
 from pipedraft.train import launch, loop

@@ -15,7 +15,8 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..cli import leave_at_interrupts, make_folder, run_command
+from ..endings import leave_at_interrupts, run_command
+from ..errors import make_folder
 from .help import answer_early
 
 if __name__ == "__main__":

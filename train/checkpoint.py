@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..cli import Failure
+from ..errors import Failure
 from ..files import flush, partial
 from .position import Cut, DonePart
 

@@ -10,9 +10,10 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from ..cli import HELP_FLAGS, UsageError, check_ranges, explain, nearest, parse
 from ..data_recipes.recipe import DataConfig
+from ..errors import UsageError, check_ranges, nearest
 from ..files import read_yaml
+from ..options import HELP_FLAGS, explain, parse
 
 COUNT = "[1, 1e12]"
 OPTIM_RANGES = {

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cli import check_ranges
 from ..data_recipes.batch import document_lengths
+from ..errors import check_ranges
 from ..models.dflash import DFlash, DFlashConfig
 from ..models.draft import Draft, TargetReference
 from ..models.layers import LayerConfig, document_slices

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cli import check_ranges
+from ..errors import check_ranges
 from ..models.draft import Draft
 from ..models.dspark import DSpark, DSparkConfig
 from .dflash import DFlashObjective, DFlashTrainConfig

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cli import check_ranges
 from ..data_recipes.batch import document_lengths, inner_mask
+from ..errors import check_ranges
 from ..files import Values
 from ..models.draft import Draft
 from ..models.eagle import Eagle, EagleConfig

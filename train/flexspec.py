@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cli import check_ranges
 from ..data_recipes.batch import document_lengths
+from ..errors import check_ranges
 from ..files import Values
 from ..models.draft import Draft
 from ..models.flexspec import FlexSpec, FlexSpecConfig, check_anchor

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from ..cli import Failure
+from ..errors import Failure
 from ..models.target import load_target
 from ..models.target_part import load_more_layers
 from ..pretrained import has_native_bf16, resolve_device, stored_dtype

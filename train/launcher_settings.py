@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DeepSpeedPlugin
 
-from ..cli import UsageError
+from ..errors import UsageError
 from .config import RunConfig
 
 OFF = ("", "no", "none", "false", "0")

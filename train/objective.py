@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cli import blaming, check_ranges
 from ..data_recipes.batch import document_lengths
 from ..data_recipes.recipe import TokenizedData
+from ..errors import blaming, check_ranges
 from ..files import Values
 from ..inference.clock import continuous_acceptance_length
 from ..models.decoder import embed, logits_divisor

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..cli import check_ranges
 from ..data_recipes.batch import document_lengths, reorder
+from ..errors import check_ranges
 from ..files import Values
 from ..models.decoder import embed
 from ..models.draft import Draft

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipedraft.cli import leave_at_interrupts, run_command
+from pipedraft.endings import leave_at_interrupts, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()

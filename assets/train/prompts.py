@@ -18,13 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipedraft.cli import (
-    Options,
-    UsageError,
-    leave_at_interrupts,
-    option,
-    run_command,
-)
+from pipedraft.endings import leave_at_interrupts, run_command
+from pipedraft.errors import UsageError
+from pipedraft.options import Options, option
 
 if __name__ == "__main__":
     leave_at_interrupts()

@@ -10,7 +10,7 @@ import msgspec
 from spec import read_roles
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipedraft.cli import UsageError, blaming
+from pipedraft.errors import UsageError, blaming
 from pipedraft.eval.checkpoints import load_head
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import read_yaml

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafts import CheckpointSearch, Drafts, TableContext
-from options import TableOptions
 from spec import Column, Row, Spec, decode_config
+from table_options import TableOptions
 
 from pipedraft.chats import set_template_variables
-from pipedraft.cli import make_folder
+from pipedraft.errors import make_folder
 from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation
 from pipedraft.eval.edge_report import LinkRun, measure
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL

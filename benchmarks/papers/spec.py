@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pipedraft.cli import UsageError, nearest
+from pipedraft.errors import UsageError, nearest
 from pipedraft.eval.tasks import task_name
 from pipedraft.files import Values, read_yaml
 from pipedraft.inference.arguments import Dtype

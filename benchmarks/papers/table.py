@@ -5,14 +5,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipedraft.cli import UsageError, leave_at_interrupts, run_command
+from pipedraft.endings import leave_at_interrupts, run_command
+from pipedraft.errors import UsageError
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
 import msgspec
 from drafts import TableContext
-from options import TableOptions
 from rows import (
     KINDS,
     RowOutcome,
@@ -29,6 +29,7 @@ from spec import (
     read_spec,
     table_names,
 )
+from table_options import TableOptions
 
 from pipedraft.eval.manifest import build_manifest
 from pipedraft.eval.record import is_known

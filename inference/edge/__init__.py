@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...cli import option
+from ...options import option
 from ..servers import ServerLimits
 
 

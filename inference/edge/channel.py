@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...cli import check_ranges
+from ...errors import check_ranges
 from ...files import read_text
 
 Direction = Literal["up", "down"]

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from ...cli import check_ranges
+from ...errors import check_ranges
 from . import session_messages as messages
 from .channel import Channel, Direction, Link, LinkEstimate, LinkState
 from .draft_length import Estimates

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ...cli import option
 from ...files import read_optional
+from ...options import option
 from ..arguments import PlaceOptions
 from ..servers import ListenOptions, address_of, read_tokens
 from . import SessionLimits

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from ...cli import Failure
+from ...errors import Failure
 from . import session_messages as messages
 from . import wire
 from .channel import Traffic

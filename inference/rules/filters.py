@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from ...cli import check_ranges
+from ...errors import check_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ...cli import check_ranges
+from ...errors import check_ranges
 from ..rules import RuleName
 from ..shapes import MOST_ROWS, Budget, Growth, TreeShape
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ...cli import leave_at_interrupts, option, run_command
+from ...endings import leave_at_interrupts, run_command
+from ...options import option
 
 if __name__ == "__main__":
     # Before the slow imports: Ctrl-C inside them would print a traceback.

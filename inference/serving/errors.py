@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from ...cli import one_line
+from ...errors import one_line
 
 Json: TypeAlias = dict[str, object]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from ...cli import Failure
+from ...errors import Failure
 from ..pipelines.local import LocalPipeline
 from ..ranks.links import LostLink
 from ..servers import address_of

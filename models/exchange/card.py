@@ -20,7 +20,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jinja2 import Environment, StrictUndefined, Template
 
-from ...cli import one_line
+from ...errors import one_line
 from ...files import Values
 from ...hub_link import hub_link
 from ..draft import Description

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ...cli import leave_at_interrupts, run_command
+from ...endings import leave_at_interrupts, run_command
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from ...cli import Options, option
+from ...options import Options, option
 
 if TYPE_CHECKING:
     from .dump import Head

@@ -20,11 +20,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...cli import make_folder
 from ...data_recipes.batch import collate, length_bucketed_batches
 from ...data_recipes.fitting import load_fitting
 from ...data_recipes.recipe import TokenizedData
 from ...data_recipes.table import row_lengths
+from ...errors import make_folder
 from ...files import Values, publish, write_atomically
 from ...models.target import capture_hidden
 from ..__main__ import load_tokenizer_of, registry

@@ -13,7 +13,7 @@ from typing import Literal
 import httpx2
 from torch import Tensor
 
-from ...cli import make_folder
+from ...errors import make_folder
 from ...eval.engine_parity import (
     SCRIPT,
     check_python,

@@ -1,6 +1,4 @@
-"""Read command options and set the exit status: 0 success, 1 failure, 2 bad input, 130 Ctrl-C.
-
-A command's options are a dataclass with fields as flags, read by jsonargparse:
+"""Read a command's options: a dataclass with fields as flags, parsed by jsonargparse.
 
     @dataclass(frozen=True, kw_only=True)
     class Push(Options):
@@ -19,308 +17,31 @@ group.
 
 import argparse
 import difflib
-import errno
 import inspect
-import json
 import math
-import os
 import re
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
-from io import TextIOWrapper
 from itertools import zip_longest
 from pathlib import Path
 from pkgutil import resolve_name
-from types import FrameType, NoneType
+from types import NoneType
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader
-from safetensors import SafetensorError
 
-# -- how a command ends --------------------------------------------------------------------------
+from .errors import UsageError, flag_name, nearest
+from .files import Values, check_yaml
 
-LINE_CHARACTERS = 1000
-"""Maximum message length; longer messages keep their beginning and end."""
-INPUT_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
-INPUT_CODES = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
-EXTRAS = {
-    **{name: name for name in ("deepspeed", "gguf", "peft", "tensorboard", "wandb")},
-    **dict.fromkeys(("fastapi", "prometheus_client", "uvicorn"), "serve"),
-    "bitsandbytes": "quantization",
-    "grpc": "edge",
-}
-"""Optional library's module -> its extra in pyproject.toml."""
-LINK_LOOP = "Symlink loop from "
-"""How pathlib's RuntimeError of ``Path.resolve`` begins, up to Python 3.12."""
-STORAGE_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-
-
-class UsageError(ValueError):
-    """Bad input. The one-line message names the field, the value and the fix."""
-
-
-class Failure(RuntimeError):
-    """Failure not caused by the input, like a network outage. Prints one line, exits with 1."""
-
-
-def check_ranges(values: object, ranges: Mapping[str, str], prefix: str = "") -> None:
-    """Raise UsageError for a number that is NaN or outside its range. None is always allowed.
-
-    Args:
-        values: object with a number or a sequence of numbers for each name in ``ranges``.
-        ranges: name -> interval in mathematical notation, such as ``[0, inf)``, and an optional
-            hint.
-        prefix: text before each name in messages.
-    """
-    for name, interval in ranges.items():
-        interval, bracket, hint = interval.partition(re.search(r"[])]", interval)[0])  # type: ignore[index]
-        least, most = map(float, interval[1:].split(","))
-        value = getattr(values, name)
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if one is None or (interval[0] == "[" and one == least):
-                continue
-            if not (least < one < most or (bracket == "]" and one == most)):
-                low = f"{'at least' if interval[0] == '[' else 'above'} {least:g}"
-                high = f"{'at most' if bracket == ']' else 'below'} {most:g}"
-                raise UsageError(f"{prefix}{name}: {one}; give {low} and {high}{hint}")
-
-
-def make_folder(field: str, folder: Path) -> None:
-    """Create a writable folder for results. Messages call it ``field``.
-
-    Raises:
-        UsageError: the path is a file, cannot be created, or is not writable.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise UsageError(
-            f"{field}: {str(folder)!r} cannot be made ({error.strerror}); give another folder"
-        ) from error
-
-
-def _open_standard_files() -> None:
-    """Refuse a closed output, and keep other files off the places of closed standard files.
-
-    A file or socket opened later would take the place, and child processes would read or write it.
-    """
-    for number, how in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, how)  # the lowest free number
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for the whole process
-    if sys.stdout is None:
-        raise Failure("output: standard output is closed; send it to a file, or to /dev/null")
-
-
-MODEL_WORDS = ("target", "tokenizer", "checkpoint")
-
-
-@contextmanager
-def blaming(field: str) -> Iterator[None]:
-    """Let errors about a model begin with the option that names it, not with the loader's word."""
-    try:
-        yield
-    except ValueError as error:
-        word, _, rest = str(error).partition(": ")
-        if word not in MODEL_WORDS:
-            raise
-        raise UsageError(f"{field}: {rest}") from error
-
-
-def one_line(text: str) -> str:
-    """Return a message as one terminal line, without control characters or passwords."""
-    line = re.sub(r"(\w://)[^/\s@]*@", r"\1***@", " ".join(text.split()))
-    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-    if len(line) <= LINE_CHARACTERS:
-        return line
-    half = LINE_CHARACTERS // 2
-    return f"{line[:half]} ... {line[-half:]}"
-
-
-def run_command(main: Callable[[], None]) -> None:
-    """Run an entry point and exit with its status.
-
-    ``ValueError`` and unusable paths are bad input (status 2, one line on stderr). ``Failure`` and
-    every other ``OSError``, such as a full disk, are environment failures (status 1, one line). All
-    other exceptions are program faults (traceback, status 1). ``PIPEDRAFT_TRACEBACK=1`` shows the
-    traceback for the first two as well.
-    """
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        _open_standard_files()
-        if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack some characters
-            sys.stdout.reconfigure(errors="replace")
-        try:
-            main()
-        except SystemExit:
-            print(end="", flush=True)
-            raise
-        print(end="", flush=True)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        _forget_output()
-        sys.exit(130)
-    except Exception as error:
-        found = _status(error)
-        if found is None or os.environ.get("PIPEDRAFT_TRACEBACK"):
-            raise
-        status, text = found
-        words = sys.argv[1:]
-        line = f"error: {one_line(as_typed(text, words) + needed(text, words) + dead_links(text))}"
-        print(line, file=sys.stderr)
-        _tell_launcher(line)
-        _forget_output()
-        sys.exit(status)
-
-
-ALIASES = {"num_stages": "--stages"}
-"""Field -> its option, where the names differ."""
-
-
-def as_typed(message: str, words: Sequence[str]) -> str:
-    """Begin a message with the option as the user typed it, instead of the field's name."""
-    field, colon, rest = message.partition(": ")
-    typed = {word.partition("=")[0] for word in words if word.startswith("--")}
-    for flag in (ALIASES.get(field, ""), f"--{field}", flag_name(field)):
-        if colon and flag in typed:
-            return f"{flag}: {rest}"
-    return message
-
-
-def needed(message: str, words: Sequence[str]) -> str:
-    """Return the command to create the missing file named in a message, or "" if unknown.
-
-    Comments in YAML files on the command line name these commands. For example, after ``# Needs
-    out/smollm2: make out/smollm2/config.json`` a message about 'out/smollm2' gets ``make ...``.
-    """
-    for word in words:
-        file = Path(word.rpartition("=")[2])
-        with suppress(OSError, UnicodeDecodeError):
-            lines = file.read_text().splitlines() if file.suffix == ".yaml" else []
-            for thing, command in re.findall(r"(?m)^# Needs (\S+): (.+)$", "\n".join(lines)):
-                if re.search(rf"(?<![\w/.-]){re.escape(thing)}(?![\w/-])", message):
-                    return f"; this makes it: {command}"
-    return ""
-
-
-def dead_links(message: str) -> str:
-    """Return a hint for each path of a message whose links lead nowhere, or ""."""
-    found: dict[str, str] = {}
-    for quoted in re.findall(r"'([^']+)'", message) if "is a link" not in message else ():
-        for place in (Path(quoted), *Path(quoted).parents):
-            with suppress(OSError, ValueError):
-                if place.is_symlink() and not place.exists():
-                    found[str(place)] = os.readlink(place)
-    return "".join(f"; {x!r} is a link to {to!r}, which leads nowhere" for x, to in found.items())
-
-
-def _tell_launcher(line: str) -> None:
-    """Store an error line. Torchrun prints it last in its long report on a failed rank."""
-    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if place:
-        said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with suppress(OSError):
-            Path(place).write_text(json.dumps({"message": said}))
-
-
-def leave_at_interrupts() -> None:
-    """Let Ctrl-C end the process with one line during the slow imports.
-
-    Libraries may turn KeyboardInterrupt into another error while they load.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    os.write(2, b"error: interrupted\n")
-    os._exit(130)
-
-
-def _status(error: Exception) -> tuple[int, str] | None:
-    """Return an error's exit status and message, or None for a program fault."""
-    disk = storage_error(error)
-    if disk is not None:
-        is_said = isinstance(error, ValueError | Failure)
-        return 1, str(error) if is_said else describe_os_error(disk)
-    if isinstance(error, BrokenPipeError):
-        return 1, "output: its reader has closed it"
-    if isinstance(error, UnicodeDecodeError):
-        return 2, f"input: not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-    if isinstance(error, ModuleNotFoundError):
-        module = str(error.name).partition(".")[0]
-        fix = f"{module}: not installed; pip install 'pipedraft[{EXTRAS.get(module)}]'"
-        return (2, fix) if module in EXTRAS else None
-    # File readers explain their own errors; tokenizers raises bare exceptions, at a full disk, too.
-    if isinstance(error, Failure | SafetensorError) or type(error) is Exception:
-        return 1, str(error)
-    if isinstance(error, RuntimeError) and str(error).startswith(LINK_LOOP):
-        return 2, f"{str(error).removeprefix(LINK_LOOP)}: a link that leads back to itself"
-    if isinstance(error, MemoryError):
-        return 1, f"memory: not enough ({str(error) or 'of this machine'}); ask for less"
-    if isinstance(error, OSError) and not isinstance(error, ValueError):
-        is_input = isinstance(error, INPUT_ERRORS) or error.errno in INPUT_CODES
-        return 2 if is_input else 1, describe_os_error(error)
-    return (2, str(error)) if isinstance(error, ValueError) else None
-
-
-def describe_os_error(error: OSError) -> str:
-    """Return the error as ``'out/x': Permission denied``, or its own message if it has no errno."""
-    if error.errno is None or error.strerror is None:
-        return str(error)
-    place = "output" if error.filename is None else repr(os.fspath(error.filename))
-    fix = "; make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
-    return f"{place}: {error.strerror}{fix}"
-
-
-def storage_error(error: BaseException) -> OSError | None:
-    """Return the OSError behind an error if a disk is full, read-only or failing, else None."""
-    disks = (x for x in causes(error) if isinstance(x, OSError) and x.errno in STORAGE_CODES)
-    return next(disks, None)
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, each once, because a re-raised cause refers to itself."""
-    seen = list[BaseException]()
-    following: BaseException | None = error
-    while following is not None and following not in seen:
-        yield following
-        seen.append(following)
-        following = following.__cause__ or following.__context__
-
-
-def _forget_output() -> None:
-    """Drop output refused by a closed pipe, because the final flush would fail again."""
-    try:
-        print(end="", flush=True)
-    except OSError:
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-# -- options ---------------------------------------------------------------------------------
-
-Values: TypeAlias = dict[str, Any]
-"""Values by name, as in a file or a call."""
 Reader: TypeAlias = Callable[[Any], Any]
 """Parses a word, or a value from a file."""
 OptionField: TypeAlias = Field[Any]
 Group: TypeAlias = Any
 """A parser or one of its groups: jsonargparse gives them no common type."""
 HELP_FLAGS = ("-h", "--help", "--help-all")
-MAX_YAML_BYTES = 2**20
 LOAD_YAML = get_loader("yaml")
 METAVARS: dict[object, str] = {int: "N", float: "X", Path: "FILE"}
 
@@ -462,10 +183,6 @@ def typed_fields(kind: type) -> list[tuple[OptionField, Any]]:
     return [(part, hints[part.name]) for part in fields(kind)]
 
 
-def flag_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def flag_of(part: OptionField) -> str:
     if part.metadata.get("positional"):
         return part.name
@@ -560,25 +277,6 @@ def checked(parse: Reader) -> Reader:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parse_one
-
-
-def check_yaml(text: str) -> None:
-    """Raise yaml.YAMLError if the text is no YAML, is too long, or has duplicate keys."""
-    if len(text) > MAX_YAML_BYTES:
-        raise yaml.YAMLError(f"more than {MAX_YAML_BYTES} characters")
-    waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:  # ten lines of nested aliases can expand to gigabytes
-            raise yaml.YAMLError("an alias: write out what it stands for")
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        elif isinstance(node, yaml.MappingNode):
-            keys = [str(key.value) for key, _ in node.value]
-            if twice := sorted({key for key in keys if keys.count(key) > 1}):
-                raise yaml.YAMLError(f"the key {twice[0]!r} twice")
-            waiting += [value for _, value in node.value]
 
 
 def load_bounded_yaml(text: str) -> object:
@@ -686,9 +384,3 @@ def subcommand(word: str, known: Sequence[str]) -> str:
     if word not in known:
         raise UsageError(f"command: {word!r} is unknown; {nearest(word, known)} (see --help)")
     return word
-
-
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a hint for an unknown word, with the most similar known word or all of them."""
-    near = difflib.get_close_matches(word, known, 1, cutoff)
-    return f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(known)}"

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from pipedraft.cli import option
 from pipedraft.eval.arguments import read_share
 from pipedraft.inference.arguments import Dtype, PlaceOptions
+from pipedraft.options import option
 
 EXAMPLE = """\
 example:
