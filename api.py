@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chats import encode_chat
 from .data_recipes.config import DataConfig
+from .devices import place_draft, resolve_device, resolve_dtype
 from .errors import UsageError, flag_name
 from .eval.arguments import EvalOptions
 from .eval.command import evaluate_drafts
@@ -47,13 +48,7 @@ from .models.fingerprint import fingerprint_mismatch, read_target, target_finger
 from .models.language_model import LanguageModelDraft, load_draft_model, model_folder
 from .models.rounded import dtype_of
 from .models.target import choose_decoding_threads, load_target, load_tokenizer
-from .pretrained import (
-    place_draft,
-    read_config,
-    resolve_device,
-    resolve_dtype,
-    silent,
-)
+from .pretrained import read_config, silent
 from .train.__main__ import EXAMPLE, methods, run_training
 from .train.config import parse_run
 

@@ -95,8 +95,8 @@ def check_gpu() -> Iterator[Finding]:
     """Run the attention used to train SPD and EAGLE-3, and look for recurrent-layer kernels."""
     import torch
 
+    from .devices import has_native_bf16, resolve_device
     from .models.banded_attention import ttt_attention
-    from .pretrained import has_native_bf16, resolve_device
 
     if not torch.cuda.is_available():
         yield Finding("ok", "device", str(resolve_device("auto")))

@@ -117,3 +117,10 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a hint for an unknown word, with the most similar known word or all of them."""
     near = difflib.get_close_matches(word, known, 1, cutoff)
     return f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(known)}"
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if lines[0].endswith(":"):  # the reason follows
+        return " ".join(" ".join(lines).split()).rstrip(".")
+    return lines[0].rstrip(".")

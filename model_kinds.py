@@ -163,3 +163,14 @@ def check_numbers(dtypes: dict[str, str], name: str, field: str) -> None:
             raise Refused(
                 f"{field}: {name!r} is stored quantized (tensor {tensor} of {dtype}); {UNFIT}"
             )
+
+
+def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
+    """Raise ValueError if ``wrong`` maps a kind of fault to one or more tensor names."""
+    for what, names in wrong.items():
+        if names:
+            first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
+            raise ValueError(
+                f"{field}: going by config.json, {str(name)!r} has {len(names)} tensors {what} "
+                f"({first}); copy or convert the model again"
+            )

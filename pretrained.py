@@ -5,18 +5,16 @@ random initial value.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from logging import LogRecord, getLogger
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import msgspec
 import torch
 from huggingface_hub import constants
-from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,33 +30,22 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .files import Values, file_sha256, packaged, read_json, write_folder
+from .errors import first_line
+from .files import Values
+from .gguf_files import local_name
 from .model_kinds import (
     CACHE_SCALES,
     Refused,
     check_adapter,
     check_numbers,
-    check_plain,
     check_scheme,
+    check_tensors,
     is_for_cache_alone,
 )
-
-WEIGHTS = "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
-CHECKED_BYTES = 2**32
-"""Weights up to this size are checked for NaN and infinity: less than a second."""
-BLOCK_ROWS = 4096
-"""Rows of two tensors that are compared at a time."""
-
-
-Network = TypeVar("Network", bound=torch.nn.Module)
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
+from .weights import check_finite, model_file, no_weights, plain_files, stored_dtypes
 
 
 def load_model(
@@ -149,7 +136,7 @@ def load_tokenizer(
     try:
         settings = get_tokenizer_config(str(name_or_path), revision=revision)
         _refuse_code(settings, "tokenizer_config.json", field, name_or_path)
-        if _file(name_or_path, "config.json", revision) is not None:
+        if model_file(name_or_path, revision, "config.json") is not None:
             read_config(name_or_path, revision, field=field)
         return AutoTokenizer.from_pretrained(
             name_or_path, revision=revision, trust_remote_code=False
@@ -157,7 +144,7 @@ def load_tokenizer(
     except Refused:
         raise
     except Exception as error:  # any error that transformers raises for these files
-        check_adapter(str(name_or_path), partial(_find, name_or_path, revision), field)
+        check_adapter(str(name_or_path), partial(model_file, name_or_path, revision), field)
         raise ValueError(
             f"{field}: {str(name_or_path)!r} has no tokenizer that loads "
             f"({first_line(error)}); give a folder with tokenizer.json or a Hub repository"
@@ -246,8 +233,8 @@ def read_config(
     name_or_path = local_name(name_or_path, field=field)
     check_exists(name_or_path, field=field)
     try:
-        if _file(name_or_path, "config.json", revision) is None:
-            check_adapter(str(name_or_path), partial(_find, name_or_path, revision), field)
+        if model_file(name_or_path, revision, "config.json") is None:
+            check_adapter(str(name_or_path), partial(model_file, name_or_path, revision), field)
         config, _ = PreTrainedConfig.get_config_dict(name_or_path, revision=revision)
         if not config:
             raise OSError("no such file")
@@ -299,7 +286,7 @@ def load_generation_config(
     name_or_path: str, revision: str | None, config: PreTrainedConfig
 ) -> GenerationConfig:
     """Load a model's generation_config.json, or use the values in ``config`` if it is missing."""
-    if _file(name_or_path, "generation_config.json", revision) is None:
+    if model_file(name_or_path, revision, "generation_config.json") is None:
         return GenerationConfig.from_model_config(config)
     with explained("target", name_or_path):
         return GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
@@ -308,7 +295,7 @@ def load_generation_config(
 def check_whole(stored: Values, name: str, revision: str | None, *, field: str = "target") -> None:
     """Refuse an adapter of another model, and weights that config.json calls quantized."""
     check_scheme(stored, str(name), field)
-    check_adapter(str(name), partial(_find, name, revision), field)
+    check_adapter(str(name), partial(model_file, name, revision), field)
 
 
 def _refuse_code(settings: Values, file: str, field: str, name: str) -> None:
@@ -361,143 +348,13 @@ def is_offline_and_unknown(name: str) -> bool:
     return constants.HF_HUB_OFFLINE and not folder.is_dir()
 
 
-def check_tensors(wrong: dict[str, set[str]], field: str, name: str) -> None:
-    """Raise ValueError if ``wrong`` maps a kind of fault to one or more tensor names."""
-    for what, names in wrong.items():
-        if names:
-            first = ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3)
-            raise ValueError(
-                f"{field}: going by config.json, {str(name)!r} has {len(names)} tensors {what} "
-                f"({first}); copy or convert the model again"
-            )
-
-
-def check_finite(model: torch.nn.Module, field: str, name: str) -> None:
-    """Raise ValueError if a weight is NaN or infinite. Skip models above ``CHECKED_BYTES``."""
-    state = model.state_dict().items()
-    own = [(key, x.to_local() if isinstance(x, DTensor) else x) for key, x in state]
-    floats = [(key, x) for key, x in own if x.is_floating_point() and x.itemsize > 1]
-    floats = [(key, x) for key, x in floats if x.numel() and not x.is_meta]
-    if sum(x.nbytes for _, x in floats) > CHECKED_BYTES:
-        return
-    for key, weight in floats:
-        if not torch.stack(torch.aminmax(weight)).isfinite().all():
-            raise ValueError(
-                f"{field}: {str(name)!r} holds NaN or infinite weights ({key}); use another copy "
-                "or an earlier checkpoint"
-            )
-
-
-# -- files ----------------------------------------------------------------------------------
-
-
-def _file(name: str, file: str, revision: str | None) -> str | None:
-    """Download a model's file if needed. Return its local path, or None if it does not exist."""
-    name = local_name(name)
-    return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-
-
-def _find(name: str, revision: str | None, file: str) -> str | None:
-    return _file(name, file, revision)
-
-
-def stored_dtypes(name: str, revision: str | None, files: Mapping[str, str]) -> dict[str, str]:
-    """Return safetensors' name of each tensor's type."""
-    found = {}
-    for file in sorted(set(files.values())):
-        opened = open_weights(name, revision, file)
-        for tensor in opened.keys():  # noqa: SIM118  # no mapping
-            found[tensor] = opened.get_slice(tensor).get_dtype()
-    return found
-
-
-def plain_files(
-    name_or_path: str, revision: str | None, *, field: str = "target"
-) -> dict[str, str]:
-    """Return ``weight_files``, or raise ValueError for names of quantized weights."""
-    files = weight_files(name_or_path, revision, field=field)
-    check_plain(files, str(name_or_path), partial(_find, name_or_path, revision), field)
-    return files
-
-
-def weight_files(
-    name_or_path: str, revision: str | None, *, field: str = "target"
-) -> dict[str, str]:
-    """Return the name of the safetensors file for each tensor name.
-
-    Raises:
-        ValueError: no such file, or a shard in another format.
-    """
-    index = _file(name_or_path, INDEX, revision)
-    if index is None:
-        with open_weights(name_or_path, revision, WEIGHTS, field=field) as file:
-            return dict.fromkeys(file.keys(), WEIGHTS)
-    try:
-        files = read_json(Path(index), INDEX, _Index).weight_map
-        wrong = [x for x in files.values() if Path(x).name != x or not x.endswith(".safetensors")]
-        if wrong:
-            raise ValueError(f"{INDEX}: it names {wrong[0]!r}")
-    except ValueError as error:
-        raise ValueError(_no_weights(field, name_or_path, str(error))) from error
-    return files
-
-
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return tensor shapes from a safetensors file, by its header alone.
-
-    Raises:
-        OSError, SafetensorError: a missing or damaged file.
-    """
-    if not path.is_file():
-        raise FileNotFoundError("no such file")
-    with safe_open(path, framework="pt") as file:
-        names: list[str] = file.keys()
-        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
-
-
-def open_weights(
-    name_or_path: str, revision: str | None, file: str, *, field: str = "target"
-) -> safe_open:
-    """Open a file from ``weight_files``.
-
-    Raises:
-        ValueError: the file is missing or damaged.
-    """
-    try:
-        folder = local_name(name_or_path, field=field)
-        return safe_open(cached_file(folder, file, revision=revision), framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(_no_weights(field, name_or_path, first_line(error))) from error
-
-
-def same_tensors(
-    name_or_path: str, revision: str | None, files: Mapping[str, str], *pair: str
-) -> bool:
-    """Return True if two tensors have equal values, read in blocks of rows."""
-    first, second = (
-        open_weights(name_or_path, revision, files[tensor]).get_slice(tensor) for tensor in pair
-    )
-    shape = first.get_shape()
-    if shape != second.get_shape():
-        return False
-    blocks = (slice(row, row + BLOCK_ROWS) for row in range(0, shape[0], BLOCK_ROWS))
-    return all(torch.equal(first[rows], second[rows]) for rows in blocks)
-
-
-def _no_weights(field: str, name: str, reason: str) -> str:
-    return (
-        f"{field}: {str(name)!r} has no loadable safetensors weights ({reason}); pickled weights "
-        "are never opened, convert them with model.save_pretrained(folder)"
-    )
-
-
 @contextmanager
 def explained(field: str, name: str) -> Iterator[None]:
     """Turn every transformers error about a model's files into a one-line ValueError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise ValueError(_no_weights(field, name, first_line(error))) from error
+        raise ValueError(no_weights(field, name, first_line(error))) from error
     except Exception as error:
         raise ValueError(
             f"{field}: {str(name)!r} cannot be loaded ({type(error).__name__}: "
@@ -528,138 +385,3 @@ def silent() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if shows_bars:
             logging.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    if lines[0].endswith(":"):  # the reason follows
-        return " ".join(" ".join(lines).split()).rstrip(".")
-    return lines[0].rstrip(".")
-
-
-# -- targets in GGUF files: converted once, then read as a safetensors folder ------------------
-
-
-def local_name(name_or_path: str, *, field: str = "target") -> str:
-    """Return a model's local path or name. Convert FILE.gguf into a folder on first use.
-
-    Raises:
-        ValueError: the file is missing or broken.
-    """
-    file = Path(name_or_path)
-    if file.suffix != ".gguf" or file.is_dir():
-        return packaged(str(name_or_path))
-    if not file.is_file():
-        raise ValueError(f"{field}: no file {str(file)!r}; give an existing GGUF file")
-    place = Path(constants.HF_HOME, "pipedraft", "gguf", file_sha256(file))
-    if not place.exists():
-        convert_gguf(file, place, field=field)
-    return str(place)
-
-
-def convert_gguf(file: Path, out: Path, *, field: str = "target") -> list[Path]:
-    """Convert a GGUF model into a float32 folder with transformers, and return its files.
-
-    config.json stores the file's hash as ``gguf_sha256`` to identify the target in results.
-
-    Raises:
-        ValueError: the file is broken, or transformers cannot read its model family.
-        UsageError: ``out`` is in use.
-    """
-    return write_folder(out, partial(_fill_from_gguf, file=file, field=field))
-
-
-def _fill_from_gguf(folder: Path, *, file: Path, field: str) -> None:
-    names = {"gguf_file": file.name, "trust_remote_code": False}
-    try:
-        # Without `dtype` a quantized file would load as half precision.
-        loaded = AutoModelForCausalLM.from_pretrained(
-            file.parent, **names, dtype=torch.float32, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **names)
-    except Exception as error:  # any reader or converter error
-        raise ValueError(
-            f"{field}: {str(file)!r} cannot be read as GGUF ({first_line(error)[:200]}); download "
-            "it again, convert the model with its authors' script, or pip install gguf"
-        ) from error
-    model, found = cast(tuple[PreTrainedModel, Values], loaded)
-    check_tensors({"missing": set(found["missing_keys"])}, field, str(file))
-    # The weights are plain numbers now; with this entry transformers would refuse to save them.
-    del model.config.quantization_config
-    model.hf_quantizer = None  # type: ignore[assignment]
-    model.config.gguf_sha256 = file_sha256(file)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-# -- devices and dtypes: --device and --dtype -------------------------------------------------
-
-
-def resolve_device(name: str, field: str = "--device") -> torch.device:
-    """Return the named device, after a check that it works.
-
-    Args:
-        name: auto (the first accelerator, if there is one), cpu, cuda or cuda:N.
-
-    Raises:
-        ValueError: a device missing on this machine.
-    """
-    if name == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        found = torch.zeros(1, device=name)
-        found.tolist()  # a device without storage, as meta, fails here
-        return found.device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{field}: {name!r} cannot be used ({reason}); give cpu or leave it out"
-        ) from error
-
-
-def has_native_bf16(device: torch.device) -> bool:
-    """Return True if the device multiplies bfloat16 natively. Emulation is slow or refused."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-
-
-def stored_dtype(name: str, revision: str | None) -> torch.dtype | None:
-    """Return the weights' dtype as stated in a model's config.json."""
-    config = read_config(name, revision)
-    config = config.get("text_config", config)
-    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    return found if isinstance(found, torch.dtype) else None
-
-
-WEIGHT_DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
-
-
-def dtype_named(name: str, option: str) -> torch.dtype:
-    """Return the weights' dtype with this name."""
-    if name not in WEIGHT_DTYPES:
-        known = ", ".join(WEIGHT_DTYPES)
-        raise ValueError(f"{option}: {name!r} is no dtype here; give auto, {known}")
-    return getattr(torch, name)
-
-
-def resolve_dtype(
-    dtype: str, device: torch.device, name: str, revision: str | None = None
-) -> torch.dtype:
-    """Return the dtype for target and draft.
-
-    auto means float32 on a CPU and the target's stored dtype on a GPU. A GPU without native
-    bfloat16 (before Ampere) uses float16 instead.
-    """
-    if dtype != "auto":
-        return dtype_named(dtype, "dtype")
-    stored = stored_dtype(name, revision)
-    if device.type == "cpu" or stored not in (torch.bfloat16, torch.float16):
-        return torch.float32
-    return stored if stored == torch.float16 or has_native_bf16(device) else torch.float16
-
-
-def place_draft(draft: Network, target: PreTrainedModel) -> Network:
-    """Move a draft to the device of the target's embedding, in the target's dtype."""
-    device = target.get_input_embeddings().weight.device
-    return draft.to(device, target.dtype)  # type: ignore[arg-type]  # Module's weight is untyped

@@ -46,6 +46,7 @@ from plan_runs import make_plan
 from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
 from training_step import make_batch, make_step
 
+from pipedraft.devices import has_native_bf16, place_draft
 from pipedraft.files import to_json, write_atomically
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
@@ -54,7 +55,6 @@ from pipedraft.inference.result import DecodeResult
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.stage_cache import Segment
 from pipedraft.models.target import StagedTarget
-from pipedraft.pretrained import has_native_bf16, place_draft
 
 Findings = dict[str, Any]
 DRAFTS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {

@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from ..chats import END_THINK, check_template_variables, render_chat
-from ..pretrained import context_length, load_model, load_tokenizer, resolve_device
+from ..devices import resolve_device
+from ..pretrained import context_length, load_model, load_tokenizer
 from ..responses import Response, read_response, reader_for
 from .answers import (
     AnswerSampling,

@@ -233,8 +233,9 @@ class TargetJudge:
     way = "one forward pass of --target"
 
     def __init__(self, target: str) -> None:
+        from ..devices import resolve_device
         from ..models.target import load_target
-        from ..pretrained import load_tokenizer, resolve_device
+        from ..pretrained import load_tokenizer
 
         self.tokenizer = load_tokenizer(target, field="--target")
         self.model = load_target(target, device=resolve_device("auto"))

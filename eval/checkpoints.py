@@ -5,11 +5,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from ..devices import place_draft
 from ..errors import UsageError
 from ..files import Values
 from ..models import load_draft
 from ..models.draft import Draft, read_description, resolve_folder
-from ..pretrained import place_draft
 
 
 def load_head(folder: Path, target: PreTrainedModel, dtype: str = "auto") -> Draft:

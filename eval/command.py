@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..chats import set_template_variables, warn_of_variables
+from ..devices import resolve_dtype
 from ..errors import UsageError, flag_name, make_folder
 from ..files import Values, locked, make_place, to_json, write_atomically
 from ..inference.clock import CostModel
@@ -30,7 +31,7 @@ from ..models.target import (
     load_tokenizer,
 )
 from ..models.target_part import weights_identity
-from ..pretrained import quieten, resolve_dtype
+from ..pretrained import quieten
 from .arguments import EvalOptions
 from .checkpoints import load_head, read_drafts
 from .manifest import build_manifest

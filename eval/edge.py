@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..devices import resolve_device, resolve_dtype
 from ..errors import UsageError, make_folder
 from ..inference.edge.linked import check_draft
 from ..inference.edge.target_session import SharedTarget
@@ -12,7 +13,7 @@ from ..inference.sources import make_source
 from ..inference.sources.lookup import make_lookup
 from ..models.language_model import load_draft_model
 from ..models.target import load_target, load_tokenizer
-from ..pretrained import quieten, resolve_device, resolve_dtype
+from ..pretrained import quieten
 from .arguments import EdgeOptions
 from .checkpoints import load_head, read_drafts
 from .edge_methods import METHODS, Simulation, read_times

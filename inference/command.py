@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..chats import encode_chat, set_template_variables, warn_of_variables
+from ..devices import place_draft, resolve_device, resolve_dtype
 from ..errors import UsageError, blaming, one_line
 from ..files import Values, read_optional
 from ..models import load_draft
@@ -20,14 +21,7 @@ from ..models.fingerprint import vocabulary_hash
 from ..models.flexspec import FlexSpec
 from ..models.language_model import LanguageModelDraft, load_draft_model, model_folder
 from ..models.target import choose_decoding_threads, load_target, load_tokenizer
-from ..pretrained import (
-    load_config,
-    place_draft,
-    quieten,
-    resolve_device,
-    resolve_dtype,
-    unapplied_settings,
-)
+from ..pretrained import load_config, quieten, unapplied_settings
 from .arguments import EngineOptions, PlaceOptions, RemoteOptions
 from .clock import CostModel
 from .config import DecodeConfig

@@ -183,7 +183,7 @@ class FromGgufOptions(Command):
     """folder to make"""
 
     def run(self) -> None:
-        from ..pretrained import convert_gguf
+        from ..gguf_files import convert_gguf
 
         print(*convert_gguf(self.file, self.out, field="FILE"), sep="\n")
 

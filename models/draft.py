@@ -18,16 +18,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ..errors import first_line
 from ..files import Values, make_readable, packaged, read_bounded
 from ..hub_link import hub_link
 from ..model_kinds import check_adapter, find_in
-from ..pretrained import (
-    check_finite,
-    did_you_mean,
-    first_line,
-    is_offline_and_unknown,
-    tensor_shapes,
-)
+from ..pretrained import did_you_mean, is_offline_and_unknown
+from ..weights import check_finite, tensor_shapes
 from .cpu import lay_out
 from .decoder import norm_factor
 from .fingerprint import HEAD

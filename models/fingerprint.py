@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import Values
-from ..pretrained import load_config, open_weights, read_config, same_tensors, weight_files
+from ..pretrained import load_config, read_config
+from ..weights import open_weights, same_tensors, weight_files
 
 HASH_ROWS = 4096  # rows cast to float32 at a time, so hashing needs no second copy
 DECODERS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")

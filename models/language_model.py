@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..devices import dtype_named
 from ..errors import blaming
-from ..pretrained import dtype_named
 from .decoder import finish_logits, layer_kinds
 from .draft import CONFIG_FILE
 from .layers import KeyValues

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..pretrained import dtype_named
+from ..devices import dtype_named
 from . import kernels
 from .decoder import PLAIN
 

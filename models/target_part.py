@@ -22,23 +22,18 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import cached_file, extract_commit_hash
 
-from ..model_kinds import check_numbers
+from ..gguf_files import local_name
+from ..model_kinds import check_numbers, check_tensors
 from ..pretrained import (
     auto_class,
-    check_finite,
-    check_tensors,
     check_whole,
     explained,
     load_config,
     load_generation_config,
-    local_name,
-    open_weights,
-    plain_files,
     read_config,
-    same_tensors,
-    weight_files,
     without_cache_scales,
 )
+from ..weights import check_finite, open_weights, plain_files, same_tensors, weight_files
 from .decoder import choose_attention, is_tied, materialize, untie
 from .families import check_target
 from .fingerprint import HEAD

@@ -16,6 +16,7 @@ from inline_ranks import connect_inline
 from pretended_device import Log, pretended_cuda
 from train_runs import World
 
+from pipedraft.devices import place_draft
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
@@ -24,7 +25,6 @@ from pipedraft.inference.ranks.worker import SharedWorker
 from pipedraft.inference.sources.row_cache import TEXT, RowCache
 from pipedraft.inference.tree import TokenTree
 from pipedraft.models.target import StagedTarget
-from pipedraft.pretrained import place_draft
 from pipedraft.train.launch import make_optimizers
 
 CUDA = torch.device("cuda", 0)

@@ -9,9 +9,9 @@ from conftest import tiny_llama
 from pretended_device import MixedDevices, pretended_cuda
 from torch import nn
 
+from pipedraft.devices import place_draft, resolve_device, resolve_dtype
 from pipedraft.inference.timeline import WAIT, Timeline
 from pipedraft.models.layers import LayerConfig, RotaryEmbedding
-from pipedraft.pretrained import place_draft, resolve_device, resolve_dtype
 
 CUDA = "cuda:0"
 MIXED = {

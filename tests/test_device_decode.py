@@ -21,6 +21,7 @@ from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_cop
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pipedraft.devices import place_draft
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.target_session import SharedTarget
@@ -44,7 +45,6 @@ from pipedraft.models import stage_cache
 from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
 from pipedraft.models.target import KeepRows, Segment, StagedTarget
 from pipedraft.models.together import can_run_together, forward_together
-from pipedraft.pretrained import place_draft
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes
 NEW_TOKENS = 6

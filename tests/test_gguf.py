@@ -10,7 +10,7 @@ from gguf_runs import write_gguf
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 
-from pipedraft import pretrained
+from pipedraft import gguf_files
 from pipedraft.errors import UsageError
 from pipedraft.inference import __main__ as inference_command
 from pipedraft.models import __main__ as models_command
@@ -50,7 +50,7 @@ def test_a_file_is_read_once_and_known_by_its_hash(model, file, cache, monkeypat
     hashed = load_target(str(file)).config.gguf_sha256
     assert [place.name for place in cache.iterdir()] == [hashed]
     with monkeypatch.context() as patch:
-        patch.setattr(pretrained, "convert_gguf", None)
+        patch.setattr(gguf_files, "convert_gguf", None)
         assert load_target(str(file)).config.gguf_sha256 == hashed
     write_gguf(file, tiny_llama(layers=2, vocab=300, seed=1))
     assert load_target(str(file)).config.gguf_sha256 != hashed
@@ -94,4 +94,4 @@ def test_other_families_and_missing_files_are_refused(tmp_path, model):
     with pytest.raises(ValueError, match="no file"):
         load_target(str(tmp_path / "none.gguf"))
     with pytest.raises(UsageError, match="in use"):
-        pretrained.convert_gguf(write_gguf(tmp_path / "tiny.gguf", model), tmp_path)
+        gguf_files.convert_gguf(write_gguf(tmp_path / "tiny.gguf", model), tmp_path)

@@ -19,6 +19,7 @@ from pipedraft.chats import ChatRefused, render_chat
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.server import TryAgain, read_choice
 from pipedraft.data_recipes.sources import TOO_MANY_BYTES, read_source
+from pipedraft.devices import resolve_device
 from pipedraft.errors import UsageError, check_ranges
 from pipedraft.eval.traces import read_recordings
 from pipedraft.files import (
@@ -35,7 +36,6 @@ from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import serve
 from pipedraft.options import Options
-from pipedraft.pretrained import resolve_device
 from pipedraft.train.__main__ import RESOLVED
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 

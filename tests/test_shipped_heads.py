@@ -15,9 +15,9 @@ from conftest import REPOSITORY
 from decode_runs import engine_for
 
 from pipedraft.eval.tasks import encode_turn, load_task
+from pipedraft.gguf_files import convert_gguf
 from pipedraft.models import load_draft
 from pipedraft.models.target import load_target, load_tokenizer
-from pipedraft.pretrained import convert_gguf
 
 ASSETS = REPOSITORY / "assets"
 FLOORS = [

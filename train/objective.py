@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..data_recipes.batch import document_lengths
 from ..data_recipes.recipe import TokenizedData
+from ..devices import place_draft
 from ..errors import blaming, check_ranges
 from ..files import Values
 from ..inference.clock import continuous_acceptance_length
@@ -31,7 +32,6 @@ from ..models.draft import (
 )
 from ..models.layers import LayerConfig
 from ..models.target import StagedTarget, capture_hidden
-from ..pretrained import place_draft
 from .checkpoint import Layout, layout_of
 from .losses import DistillationLoss, Divergence, LossKind, chunked_distillation
 

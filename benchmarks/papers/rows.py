@@ -12,6 +12,7 @@ from spec import Column, Row, Spec, decode_config
 from table_options import TableOptions
 
 from pipedraft.chats import set_template_variables
+from pipedraft.devices import resolve_device, resolve_dtype
 from pipedraft.errors import make_folder
 from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation
 from pipedraft.eval.edge_report import LinkRun, measure
@@ -29,7 +30,6 @@ from pipedraft.inference.rules import RULE_NAMES
 from pipedraft.models.rounded import dtype_of
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
-from pipedraft.pretrained import resolve_device, resolve_dtype
 
 Value = tuple[float | None, Sequence[float | None] | None]
 """A number and its 95 % interval, if there is one."""

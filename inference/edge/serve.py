@@ -63,8 +63,9 @@ def run(argv: Sequence[str]) -> None:
     certificate = read_optional(options.tls_cert, "--tls-cert")
     tls = None if key is None or certificate is None else (key, certificate)
     tokens = read_tokens(options.token_file)
+    from ...devices import resolve_device, resolve_dtype
     from ...models.target import load_target, load_tokenizer
-    from ...pretrained import quieten, resolve_device, resolve_dtype
+    from ...pretrained import quieten
 
     quieten()
     tokenizer = load_tokenizer(options.target)

@@ -16,9 +16,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ...devices import dtype_named
 from ...models.target import StagedTarget, stage_boundaries
 from ...models.target_part import load_target_part
-from ...pretrained import dtype_named, load_config, quieten
+from ...pretrained import load_config, quieten
 from ..pipelines.process import ProcessPipeline
 from ..timeline import WAIT, Timeline
 from . import is_launched

@@ -20,10 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
+from ...errors import first_line
 from ...files import Values
 from ...hub_link import hub_link
 from ...model_kinds import check_adapter, check_plain, check_scheme, find_in
-from ...pretrained import explained, first_line, read_config, tensor_shapes
+from ...pretrained import explained, read_config
+from ...weights import tensor_shapes
 from ..draft import Draft, TargetReference
 from ..fingerprint import TargetFiles
 from ..layers import LayerConfig
