@@ -49,8 +49,9 @@ from .models.language_model import LanguageModelDraft, load_draft_model, model_f
 from .models.rounded import dtype_of
 from .models.target import choose_decoding_threads, load_target, load_tokenizer
 from .pretrained import read_config, silent
-from .train.__main__ import EXAMPLE, methods, run_training
 from .train.config import parse_run
+from .train.help import EXAMPLE
+from .train.run import methods, run_training
 
 Place: TypeAlias = str | Path
 """Folder or Hub id."""

@@ -58,8 +58,8 @@ from pipedraft.models.draft import TargetReference, load_untied
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import load_target, target_fingerprint
-from pipedraft.train.__main__ import methods
 from pipedraft.train.config import parse_run
+from pipedraft.train.run import methods
 
 ROOT = Path(pipedraft.__file__).parent
 CONFIGS = sorted((ROOT / "configs").glob("*/tiny.yaml"))

@@ -420,7 +420,7 @@ def last_metrics(path: Path) -> dict[str, Any]:
 def train_head(options: argparse.Namespace) -> None:
     from accelerate.utils import set_seed
 
-    from pipedraft.train import __main__ as entry
+    from pipedraft.train import run as entry
     from pipedraft.train.config import parse_run
     from pipedraft.train.launch import load_frozen_target, make_accelerator
     from pipedraft.train.loop import Trainer

@@ -2,53 +2,24 @@
 
 import json
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ..endings import leave_at_interrupts, run_command
 from ..errors import make_folder
-from ..options import HELP_FLAGS, Options, parse
+from ..options import HELP_FLAGS, parse
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import set_parsing_settings
 
 from ..files import locked, write_atomically
+from .options import build_parser
 
 if TYPE_CHECKING:
     from .config import DataConfig
-
-EXAMPLE = """example:
-  pipedraft data --config configs/data/chat_mix.yaml --out out/chat_mix
-  pipedraft data --config configs/data/chat_mix.yaml --out out/short --data.max_length 512 \\
-      --data.num_proc 2
-
-Writes OUT/train and OUT/valid (read them with datasets.load_from_disk), OUT/report.json,
-OUT/bad_rows.jsonl (every dropped row and the reason) and OUT/config.yaml (all settings)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions(Options):
-    """Turn conversations or texts into token ids and assistant loss masks."""
-
-    PROG: ClassVar[str] = "pipedraft data"
-    EXAMPLE: ClassVar[str] = EXAMPLE
-
-    tokenizer: str
-    """tokenizer's folder or Hub id"""
-    out: Path
-    """folder to write"""
-
-
-def build_parser(*, shows_help: bool = True) -> ArgumentParser:
-    from .config import DataConfig
-
-    parser = DataOptions.parser(shows_help=shows_help)
-    parser.add_class_arguments(DataConfig, "data")
-    return parser
 
 
 def main(argv: list[str] | None = None) -> None:

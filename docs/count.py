@@ -25,7 +25,7 @@ NO_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-MAX_CODE_LINES = 37_068
+MAX_CODE_LINES = 37_083
 """What stands now. A change that adds code raises it in the same commit."""
 
 

@@ -14,31 +14,32 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pipedraft import doctor
-from pipedraft.data_recipes import __main__ as data
 from pipedraft.data_recipes import config, regenerate
+from pipedraft.data_recipes.options import DataOptions
 from pipedraft.eval import arguments, audit, compare, replay, report
-from pipedraft.inference import __main__ as inference
 from pipedraft.inference import demo
+from pipedraft.inference.decode_options import DecodeOptions
 from pipedraft.inference.edge import serve as edge
-from pipedraft.inference.serving import __main__ as serving
-from pipedraft.models import __main__ as checkpoints
+from pipedraft.inference.serving.options import ServeOptions
+from pipedraft.models.exchange.commands import SUBCOMMANDS
 from pipedraft.options import Options, help_of, typed_fields
-from pipedraft.train.__main__ import EXAMPLE, methods
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
-from pipedraft.train.features.__main__ import FeatureOptions
+from pipedraft.train.features.options import FeatureOptions
+from pipedraft.train.help import EXAMPLE
+from pipedraft.train.run import methods
 
 REST = "<!-- from here on: python docs/reference.py -->"
 NO_REMARK = (
-    *(regenerate.RegenerateOptions, inference.DecodeOptions, demo.DemoOptions),
-    *(serving.ServeOptions, edge.SessionServerOptions, arguments.EvalOptions),
+    *(regenerate.RegenerateOptions, DecodeOptions, demo.DemoOptions),
+    *(ServeOptions, edge.SessionServerOptions, arguments.EvalOptions),
     *(compare.CompareOptions, replay.ReplayOptions, report.ReportOptions),
     *(arguments.EdgeOptions, arguments.ParityOptions),
-    *(audit.AuditOptions, *checkpoints.SUBCOMMANDS.values()),
+    *(audit.AuditOptions, *SUBCOMMANDS.values()),
     doctor.DoctorOptions,
 )
 COMMANDS: dict[type[Options], str] = {
     FeatureOptions: "Every option of [pipedraft train](#pipedraft-train) is accepted, too.",
-    data.DataOptions: "Every [data key](config.md#data) is an option: `--data.max_length 512`.",
+    DataOptions: "Every [data key](config.md#data) is an option: `--data.max_length 512`.",
 } | dict.fromkeys(NO_REMARK, "")
 """Options class per command, with a remark for its section."""
 SECTIONS = {"optim": OptimConfig, "evaluation": EvaluationConfig, "data": config.DataConfig}

@@ -3,97 +3,22 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ..endings import leave_at_interrupts, run_command
-from ..options import option, subcommand
+from ..options import subcommand
 
 if __name__ == "__main__":
     leave_at_interrupts()
 
-from ..files import Values, make_place, write_atomically
-from .arguments import (
-    EngineOptions,
-    FilterOptions,
-    RemoteOptions,
-    backend_of,
-    read_temperature,
-)
+from ..files import make_place, write_atomically
+from .arguments import backend_of
+from .decode_options import DecodeOptions
 from .result import DecodeResult, shown
 
 if TYPE_CHECKING:
     from .ranks.cluster import Cluster
     from .timeline import TimelineReport
-
-EXAMPLE = """example:
-  pipedraft inference --checkpoint assets/heads/spd_n4 --prompt "What is 12 + 30?"
-  pipedraft inference --checkpoint assets/heads/eagle3 --schedule flowspec --stages 4 --prompt "Hi"
-  pipedraft inference --target assets/target --draft suffix --stages 4 --prompt "Hi"
-  pipedraft inference --target assets/target --schedule autoregressive --prompt "Hi"
-  pipedraft inference --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --stages 4 \\
-      --prompt "Hi"
-  pipedraft inference --checkpoint assets/heads/spd_n4 --backend process --processes 4 \\
-      --prompt "Hi"
-
-The target on a server, the draft here:
-  pipedraft inference serve --target assets/target
-  pipedraft inference --server 127.0.0.1:50051 --tokenizer assets/target --prompt "Hi"
-  pipedraft inference --server 127.0.0.1:50051 --checkpoint out/flexspec --prompt "Hi"
-  pipedraft inference --server cloud.example:50051 --draft-model out/draft_model \\
-      --schedule picospec --tls-ca server.pem --token-file token --prompt "Hi"
-  pipedraft inference --server 127.0.0.1:50051 --status
-
-Without a draft, --server needs --tokenizer: a folder or Hub id with the target's tokenizer.
-"""
-MAX_PROMPT_BYTES = 2**24
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
-    """Decode one prompt: stream the text as tokens are accepted, then print the figures."""
-
-    PROG: ClassVar[str] = "pipedraft inference"
-    EXAMPLE: ClassVar[str] = EXAMPLE
-    ONE_OF = (("prompt", "status"),)
-
-    prompt: str | None = option(None, metavar="TEXT")
-    """the user's message; - reads stdin"""
-    raw: bool = False
-    """do not apply the chat template"""
-    temperature: float = option(0.0, metavar="T", parse=read_temperature)
-    """0 is greedy"""
-    max_new_tokens: int = 128
-    """maximum tokens in the answer"""
-    seed: int = 0
-    """random seed"""
-    trace: Path | None = option(None, metavar="FILE")
-    """with --backend process: write every process's timeline as a Chrome trace"""
-    quiet: bool = False
-    """print only the answer: no thinking, no figures"""
-
-    def read_prompt(self) -> str:
-        text = self.prompt or ""
-        if text == "-":
-            if sys.stdin is None:
-                raise ValueError("--prompt: - reads standard input, which is closed; give the text")
-            content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-            if len(content) > MAX_PROMPT_BYTES:
-                raise ValueError(f"--prompt: more than {MAX_PROMPT_BYTES} bytes; shorten it")
-            text = content.decode(errors="surrogateescape")
-        if not text.strip():
-            raise ValueError(f"--prompt: {text[:40]!r} is empty; give at least one word")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"--prompt: {text[:40]!r} is not UTF-8 text; convert it") from error
-        return text
-
-    def decode_settings(self) -> Values:
-        """Return the schedule's settings and the settings common to all schedules."""
-        sampling = {name: getattr(self, name) for name in ("temperature", "seed", "max_new_tokens")}
-        return self.engine_settings() | sampling | self.filters
 
 
 build_parser = DecodeOptions.parser

@@ -40,7 +40,7 @@ from .sources.lookup import make_lookup
 from .text_stream import PrintedAnswer
 
 if TYPE_CHECKING:
-    from .__main__ import DecodeOptions
+    from .decode_options import DecodeOptions
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int]:

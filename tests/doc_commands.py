@@ -180,12 +180,14 @@ def check_extras(command: Command) -> None:
 
 def read(module: str, words: list[str]) -> None:
     if module == "pipedraft.train":
-        from pipedraft.train.__main__ import methods, take_plan
+        from pipedraft.train.__main__ import take_plan
         from pipedraft.train.config import parse_run
+        from pipedraft.train.run import methods
 
         parse_run(take_plan(words)[0], methods(), "")
     elif module == "pipedraft.train.features":
-        from pipedraft.train.features.__main__ import FeatureOptions, read_heads
+        from pipedraft.train.features.dump import read_heads
+        from pipedraft.train.features.options import FeatureOptions
 
         own, rest = FeatureOptions.read_own([w for w in words if w != "serve"])
         read_heads(rest, list(own.also))
@@ -193,7 +195,7 @@ def read(module: str, words: list[str]) -> None:
         with training_script() as script:
             script.read(words)
     elif module == "pipedraft.data_recipes":
-        from pipedraft.data_recipes.__main__ import build_parser
+        from pipedraft.data_recipes.options import build_parser
 
         parser = build_parser()
         parser.instantiate(parser.parse_args(words))

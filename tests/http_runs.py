@@ -21,10 +21,10 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import step_together
 from pipedraft.inference.result import DecodeResult
-from pipedraft.inference.serving import HttpLimits
 from pipedraft.inference.serving.app import Service
 from pipedraft.inference.serving.decoder import SequenceDecoder
 from pipedraft.inference.serving.listen import http_server, serve
+from pipedraft.inference.serving.options import HttpLimits
 from pipedraft.models.language_model import LanguageModelDraft
 
 WAIT_S = 120

@@ -4,9 +4,9 @@ import tempfile
 
 from transformers import PreTrainedConfig
 
-from pipedraft.train.__main__ import methods, registry
 from pipedraft.train.config import parse_run
 from pipedraft.train.plan import Plan
+from pipedraft.train.run import methods, registry
 
 
 def make_plan(

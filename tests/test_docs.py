@@ -28,7 +28,7 @@ from pipedraft import __main__ as program
 from pipedraft.eval import __main__ as evaluation
 from pipedraft.models import __main__ as checkpoints
 from pipedraft.train import config
-from pipedraft.train.__main__ import methods
+from pipedraft.train.run import methods
 
 CLI_PAGE = REPOSITORY / "docs" / "cli.md"
 MODELS = sorted((REPOSITORY / "benchmarks" / "papers" / "models").glob("*.yaml"))

@@ -16,8 +16,8 @@ from pipedraft.models.language_model import LanguageModelDraft
 from pipedraft.models.layers import LayerConfig
 from pipedraft.models.target import StagedTarget
 from pipedraft.pretrained import context_length, unapplied_settings
-from pipedraft.train.__main__ import methods
 from pipedraft.train.config import _peek_method
+from pipedraft.train.run import methods
 
 ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 

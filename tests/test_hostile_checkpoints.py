@@ -11,8 +11,8 @@ from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 from tiny_drafts import make_draft, make_exit, make_head, make_module
 
-from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.command import describe
+from pipedraft.inference.decode_options import DecodeOptions
 from pipedraft.models.draft import load_untied, read_description
 from pipedraft.models.exchange.card import CardSource, render_card
 

@@ -32,12 +32,12 @@ from pipedraft.files import (
     read_json,
     read_yaml,
 )
-from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.config import DecodeConfig
+from pipedraft.inference.decode_options import DecodeOptions
 from pipedraft.inference.edge import serve
 from pipedraft.options import Options
-from pipedraft.train.__main__ import RESOLVED
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
+from pipedraft.train.run import RESOLVED
 
 LAUGHS = "a0: &a0 [1]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 11)

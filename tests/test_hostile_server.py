@@ -24,8 +24,8 @@ from serve_runs import (
 )
 
 from pipedraft.errors import Failure
-from pipedraft.inference.__main__ import DecodeOptions
 from pipedraft.inference.command import read_access
+from pipedraft.inference.decode_options import DecodeOptions
 from pipedraft.inference.edge import stream, wire
 from pipedraft.inference.edge.session_messages import (
     REPLIES,

@@ -162,8 +162,11 @@ def test_only_two_modules_load_with_transformers(path: Path) -> None:
         assert not is_loader or path in loaders, "use pipedraft.pretrained"
 
 
+PARSERS = ("__main__", "commands")
+
+
 def test_networks_load_without_an_option_parser() -> None:
-    files = [f for f in SOURCES if f.is_relative_to(ROOT / "models") and f.stem != "__main__"]
+    files = [f for f in SOURCES if f.is_relative_to(ROOT / "models") and f.stem not in PARSERS]
     names = [".".join(["pipedraft", *f.relative_to(ROOT).with_suffix("").parts]) for f in files]
     code = f"""if True:
         import importlib, sys
@@ -172,6 +175,13 @@ def test_networks_load_without_an_option_parser() -> None:
         sys.exit("jsonargparse" in sys.modules)"""
     assert len(names) > 30
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_nothing_is_imported_from_an_entry_point(path: Path) -> None:
+    """Under ``-m`` such a module would exist twice."""
+    modules = [module for module in imported_modules(path) if "__main__" in module.split(".")]
+    assert not modules, "what others use goes to a file named for it"
 
 
 def requirement_name(requirement: str) -> str:

@@ -16,10 +16,11 @@ from transformers import (
 )
 
 from pipedraft.endings import run_command
-from pipedraft.train.__main__ import main, methods, registry
+from pipedraft.train.__main__ import main
 from pipedraft.train.config import parse_run
 from pipedraft.train.log import flop_counter
 from pipedraft.train.plan import LiveBytes, Plan, all_counted
+from pipedraft.train.run import methods, registry
 
 TOKENS, ROWS = 192, 4
 

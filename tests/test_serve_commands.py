@@ -18,7 +18,8 @@ from decode_runs import greedy_reference
 from fork_server import ForkServer
 from serve_runs import Raw, RawConnection, in_loop, opening
 
-from pipedraft.inference.__main__ import MAX_PROMPT_BYTES, DecodeOptions, main
+from pipedraft.inference.__main__ import main
+from pipedraft.inference.decode_options import MAX_PROMPT_BYTES, DecodeOptions
 from pipedraft.inference.edge import serve as serve_command
 from pipedraft.inference.edge.session_messages import REPLIES, Close
 from pipedraft.inference.edge.stream import Access, read_description

@@ -30,8 +30,8 @@ from pipedraft.inference.edge.session_messages import (
     Close,
     Preverify,
 )
-from pipedraft.inference.serving.__main__ import HttpOptions
 from pipedraft.inference.serving.listen import open_socket
+from pipedraft.inference.serving.options import HttpOptions
 
 
 def tiny_temperature(value):

@@ -27,10 +27,10 @@ from train_runs import (
 
 from pipedraft.models import load_draft
 from pipedraft.train import checkpoint
-from pipedraft.train.__main__ import methods
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.launch import rate_factor
 from pipedraft.train.log import MetricsLog
+from pipedraft.train.run import methods
 from pipedraft.train.spd import sample_occupancy
 
 # -- resume ---------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from conftest import REPOSITORY
 
 from pipedraft.data_recipes.config import Source
 from pipedraft.errors import UsageError
-from pipedraft.train.__main__ import methods
 from pipedraft.train.config import parse_run
+from pipedraft.train.run import methods
 
 
 def parse(*arguments: str):

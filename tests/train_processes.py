@@ -31,6 +31,7 @@ from pipedraft.endings import run_command
 from pipedraft.models.exchange.card import card_template
 from pipedraft.train import __main__ as command
 from pipedraft.train import launch, loop
+from pipedraft.train import run as parts
 from pipedraft.train.config import parser_of
 
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
@@ -192,7 +193,7 @@ def run(job: dict[str, Any]) -> NoReturn:
     if "wait_s" in job:
         launch.WAIT_FOR_OTHERS = timedelta(seconds=job["wait_s"])
     for name, seconds in job.get("sleeps", {}).items():
-        before_calls(command, name, partial(time.sleep, seconds))
+        before_calls(parts, name, partial(time.sleep, seconds))
     if "dtypes" in job:
         note_dtypes(job["dtypes"])
     status = 1
@@ -212,8 +213,8 @@ def run(job: dict[str, Any]) -> NoReturn:
 def main() -> None:
     torch.set_num_threads(1)
     card_template()
-    for method in command.methods():
-        parser_of(method, tuple(command.methods().items()), command.EXAMPLE)
+    for method in parts.methods():
+        parser_of(method, tuple(parts.methods().items()), command.EXAMPLE)
     answer(run, *sys.argv[1:])
 
 

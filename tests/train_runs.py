@@ -23,8 +23,9 @@ from torch.distributed import TCPStore
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.pretrained import quieten
 from pipedraft.train import checkpoint
-from pipedraft.train.__main__ import build_trainer, main, methods
+from pipedraft.train.__main__ import main
 from pipedraft.train.config import parse_run
+from pipedraft.train.run import build_trainer, methods
 
 LAYERS = 4
 CLOCK_METRICS = ("tokens_per_s", "data_share", "mfu")

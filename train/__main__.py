@@ -11,140 +11,18 @@ The launchers accelerate and torchrun report their own status 1 instead.
 
 import os
 import sys
-import time
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
 
 from ..endings import leave_at_interrupts, run_command
-from ..errors import make_folder
-from .help import answer_early
+from .help import EXAMPLE, answer_early
 
 if __name__ == "__main__":
     leave_at_interrupts()
     answer_early(sys.argv[1:])
 
-from accelerate.utils import set_seed
-from transformers import PreTrainedTokenizerBase
-
-from ..data_recipes.fitting import load_fitting
-from ..files import locked, make_place, write_atomically
-from ..models.exchange.card import model_card
-from ..models.target import check_packable, load_tokenizer
-from ..pretrained import load_config, quieten
-from .config import RunConfig, parse_run
-from .dflash import DFlashObjective, DFlashTrainConfig
-from .dspark import DSparkObjective, DSparkTrainConfig
-from .eagle import EagleObjective, EagleTrainConfig
-from .eagle3 import Eagle3Objective, Eagle3TrainConfig
-from .features.reader import load_embedding_and_head, open_features
-from .flexspec import FlexSpecObjective, FlexSpecTrainConfig
-from .launch import (
-    check_one_disk,
-    gather_together,
-    is_sharded,
-    judge_launcher,
-    load_frozen_target,
-    make_accelerator,
-    needs_others,
-    shard_target,
-)
-from .loop import Trainer
-from .mtp import MTPObjective, MTPTrainConfig
+from ..pretrained import quieten
+from .config import parse_run
 from .plan import Plan
-from .ppsd import PPSDObjective, PPSDTrainConfig
-from .record import record_of
-from .spd import SPDObjective, SPDTrainConfig
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-EXAMPLE = (
-    "example:\n"
-    "  pipedraft train --config configs/spd/tiny.yaml --optim.lr 3e-4\n"
-    "  pipedraft train --plan configs/spd/tiny.yaml\n"
-    "  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml   # many processes\n\n"
-    "--plan estimates what a run needs: parameters, memory, speed. SIGTERM and Ctrl-C finish the\n"
-    "step, save and end with status 143 and 130; run the same command again to resume."
-)
-
-
-RESOLVED = "# as resolved by pipedraft train\n"
-"""First line in a run's config.yaml."""
-
-
-def registry() -> "dict[str, tuple[type, Any]]":
-    """Map each method's name to its configuration dataclass (network and loss) and objective."""
-    return {
-        "spd": (SPDTrainConfig, SPDObjective),
-        "ppsd": (PPSDTrainConfig, PPSDObjective),
-        "eagle": (EagleTrainConfig, EagleObjective),
-        "eagle3": (Eagle3TrainConfig, Eagle3Objective),
-        "mtp": (MTPTrainConfig, MTPObjective),
-        "dflash": (DFlashTrainConfig, DFlashObjective),
-        "dspark": (DSparkTrainConfig, DSparkObjective),
-        "flexspec": (FlexSpecTrainConfig, FlexSpecObjective),
-    }
-
-
-def methods() -> dict[str, type]:
-    return {name: config for name, (config, _) in registry().items()}
-
-
-def load_tokenizer_of(run: "RunConfig") -> "PreTrainedTokenizerBase":
-    """Load the target's tokenizer."""
-
-    if run.target is None:
-        raise ValueError("target: missing; name the folder or Hub id of the frozen target")
-    return load_tokenizer(run.target, revision=run.target_revision)
-
-
-def build_trainer(run: "RunConfig", model: "DataclassInstance") -> "Trainer":
-    """Build the trainer, and check the whole configuration before training starts."""
-
-    started = time.monotonic()
-    judgment = judge_launcher(run)
-    accelerator = make_accelerator(run, judgment)
-    if accelerator.is_main_process:
-        for note in judgment.notes:
-            print(note, file=sys.stderr)
-    # Before any network exists: all processes must draw equal initial weights.
-    set_seed(run.seed)
-    make_folder("output_dir", run.output_dir)
-    # Before the target: loading it may take minutes.
-    check_one_disk(run.output_dir, accelerator)
-    objective_class = registry()[run.method][1]
-    # Once per node: nodes may have separate caches.
-    with accelerator.local_main_process_first():
-        tokenizer = load_tokenizer_of(run)
-        if run.features is None and not is_sharded(run, accelerator):
-            target = load_frozen_target(run, accelerator)
-        else:
-            target = load_embedding_and_head(run, objective_class, model, accelerator)
-        objective_class.check(model, target)
-        objective_class.check_start(model)
-        side_file = run.output_dir / "bad_rows.jsonl" if accelerator.is_main_process else None
-        config = load_config(str(run.target), run.target_revision).get_text_config()
-        data = load_fitting(run.data, tokenizer, config, side_file=side_file)
-    objective = objective_class(
-        model, target, target_name=run.target, revision=run.target_revision, data=data
-    )
-    objective.card = model_card
-    if run.features is not None:
-        objective.features = open_features(run, objective, tokenizer, data, accelerator)
-    if is_sharded(run, accelerator):
-        # Only now: making the objective copies the target's whole weights into the draft.
-        shard_target(target, accelerator)
-    if run.packing and run.features is None:
-        check_packable(target.get_decoder().config)
-    if run.checkpointing:
-        objective.use_checkpointing()
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    trainer = Trainer(run, objective, data, pad_id=pad_id, accelerator=accelerator, started=started)
-    if accelerator.is_main_process:
-        trainer.record = record_of(run, model, objective.reference, tokenizer, data)
-    # After Trainer has handed the draft to DeepSpeed.
-    gather_together(objective, accelerator)
-    return trainer
+from .run import methods, registry, run_training
 
 
 def take_plan(arguments: list[str]) -> tuple[list[str], bool]:
@@ -169,30 +47,6 @@ def main() -> None:
         print(Plan(run, model, registry()[run.method][1]).report())
         return
     run_training(run, model, resolved)
-
-
-@needs_others()
-def run_training(run: "RunConfig", model: "DataclassInstance", resolved: str) -> "Trainer":
-    """Lock the output folder and train. ``resolved`` is the configuration as YAML."""
-    make_place("output_dir", run.output_dir / "config.yaml", RESOLVED.encode())
-    is_first = os.environ.get("RANK", "0") == "0"
-    # One lock per run, because all its processes share the folder.
-    with locked(run.output_dir, "output_dir") if is_first else nullcontext():
-        trainer = build_trainer(run, model)
-        train(trainer, resolved)
-    return trainer
-
-
-def train(trainer: "Trainer", resolved: str) -> None:
-    """Restore the newest checkpoint, if there is one, and train to the end of the run."""
-    # First: if the checkpoint is refused, the run's config.yaml stays as it was.
-    trainer.restore()
-    if trainer.accelerator.is_main_process:
-        write_atomically(trainer.config.output_dir / "config.yaml", (RESOLVED + resolved).encode())
-        print(trainer.data.report.summary(), file=sys.stderr)
-    trainer.run()
-    if trainer.stop is not None and trainer.stop.status:
-        sys.exit(trainer.stop.status)
 
 
 if __name__ == "__main__":

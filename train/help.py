@@ -33,6 +33,14 @@ example:
 
 SIGTERM and Ctrl-C finish the step, save and end with status 143 and 130; run the same command again
 to resume."""
+EXAMPLE = (
+    "example:\n"
+    "  pipedraft train --config configs/spd/tiny.yaml --optim.lr 3e-4\n"
+    "  pipedraft train --plan configs/spd/tiny.yaml\n"
+    "  accelerate launch -m pipedraft.train --config configs/spd/tiny.yaml   # many processes\n\n"
+    "--plan estimates what a run needs: parameters, memory, speed. SIGTERM and Ctrl-C finish the\n"
+    "step, save and end with status 143 and 130; run the same command again to resume."
+)
 
 
 def answer_early(words: Sequence[str]) -> None:

@@ -10,11 +10,11 @@ from ...chats import ChatRefused, check_template_variables, encode_chat
 from ...files import Values
 from ...responses import reader_for
 from ..pipelines.local import LocalPipeline
-from . import HttpLimits
 from .answers import Choice, Piece
 from .decoder import SequenceDecoder
 from .errors import RequestError
 from .metrics import Metrics
+from .options import HttpLimits
 from .requests import (
     ApiRequest,
     ChatMessage,

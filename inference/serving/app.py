@@ -22,12 +22,12 @@ from ...models.target import StagedTarget
 from ..engine import Engine
 from ..pipelines.local import LocalPipeline
 from ..servers import find_token
-from . import HttpLimits
 from .admission import NOT_AGAIN, Admissions
 from .answers import HttpAnswer, Piece
 from .decoder import SequenceDecoder
 from .errors import Json, RequestError
 from .metrics import Metrics
+from .options import HttpLimits
 from .requests import (
     ApiRequest,
     ChatRequest,

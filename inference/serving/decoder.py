@@ -10,8 +10,8 @@ from ..batch import BatchEngine, BatchLimits
 from ..engine import Engine
 from ..ranks.links import LostLink
 from ..result import DecodeResult
-from . import HttpLimits
 from .answers import Choice
+from .options import HttpLimits
 
 log = getLogger(__name__)
 USUAL_S = 1.0

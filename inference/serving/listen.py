@@ -22,7 +22,7 @@ from .decoder import SequenceDecoder
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..ranks.cluster import Cluster
-    from .__main__ import HttpOptions, ServeOptions
+    from .options import HttpOptions, ServeOptions
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 2

@@ -27,8 +27,7 @@ from ...data_recipes.table import row_lengths
 from ...errors import make_folder
 from ...files import Values, publish, write_atomically
 from ...models.target import capture_hidden
-from ..__main__ import load_tokenizer_of, registry
-from ..config import RunConfig
+from ..config import RunConfig, parse_run
 from ..launch import (
     load_frozen_target,
     make_accelerator,
@@ -38,6 +37,8 @@ from ..launch import (
     uses_autocast,
 )
 from ..loop import EVALUATED_ROWS
+from ..run import load_tokenizer_of, methods, registry
+from .options import EXAMPLE, FeatureOptions
 from .reader import decoder_config, needed_layers, weightless_draft
 from .shards import (
     INDEX,
@@ -55,8 +56,6 @@ from .vllm import VllmStates, serve, states_request
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from .__main__ import FeatureOptions
-
 
 # -- contents -------------------------------------------------------------------------------
 
@@ -68,6 +67,27 @@ class Head:
     name: str
     run: RunConfig
     model: "DataclassInstance"
+
+
+def read_heads(arguments: list[str], also: list[str]) -> list[Head]:
+    """Return the heads for one dump, from the command line and from each file in ``also``."""
+    heads = [parse_run(arguments, methods(), EXAMPLE)[:2]]
+    heads += [parse_run(["--config", path], methods(), EXAMPLE)[:2] for path in also]
+    first = heads[0][0]
+    for name, value in (("shard_target", first.shard_target), ("features", first.features)):
+        if value:
+            raise ValueError(
+                f"{name}: {value}, but every process here runs the whole target; leave it out"
+            )
+    for run, _ in heads:
+        if run.target is None:
+            raise ValueError("target: missing; name the folder or Hub id of the frozen target")
+        if (run.target, run.target_revision) != (first.target, first.target_revision):
+            raise ValueError(
+                f"also: a head of {run.target}, the first one's target is {first.target}; make a "
+                "dump for each target"
+            )
+    return [Head(f"{run.method} ({run.output_dir.name})", run, model) for run, model in heads]
 
 
 def layers_of(heads: list[Head], target_config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
@@ -273,7 +293,7 @@ class Dump:
 
 @needs_others()
 def dump_features(
-    own: "FeatureOptions", out: Path, heads: list[Head], layers: tuple[int, ...]
+    own: FeatureOptions, out: Path, heads: list[Head], layers: tuple[int, ...]
 ) -> None:
     """Write the dump for ``pipedraft train features``, or complete an unfinished one in ``out``."""
     run = heads[0].run
@@ -338,7 +358,7 @@ def vllm_request(run: RunConfig, layers: tuple[int, ...], accelerator: Accelerat
     )
 
 
-def serve_states(own: "FeatureOptions", port: int, run: RunConfig, layers: tuple[int, ...]) -> int:
+def serve_states(own: FeatureOptions, port: int, run: RunConfig, layers: tuple[int, ...]) -> int:
     """Serve the target's hidden states with vLLM, and return vLLM's exit status."""
     request = vllm_request(run, layers, make_accelerator(run))
     folder = own.out or Path(tempfile.mkdtemp(prefix="pipedraft-states-"))
