@@ -4,7 +4,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 if "OMP_WAIT_POLICY" not in os.environ:
     # Set how often torch's threads (libgomp's on Linux) spin before they sleep. Importing torch

@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from . import __version__
+from .version import __version__
 
 # Command -> folder or file to run, its description, an example.
 COMMANDS = {

@@ -84,7 +84,7 @@ def save_target(args: argparse.Namespace, folder: Path) -> None:
 
 
 def boundaries(args: argparse.Namespace) -> tuple[int, ...]:
-    from pipedraft.models.target import stage_boundaries
+    from pipedraft.models.boundaries import stage_boundaries
 
     if args.apart:
         return stage_boundaries(args.layers, args.stages)

@@ -1,8 +1,9 @@
 """Print figures with a budget, one per line. Run `python docs/count.py` in the checkout.
 
 Source is every Python file outside benchmarks, docs and tests. Code lines are lines of source
-other than blank lines, comments and docstrings. Files in a circle import each other at run time,
-directly or through other files. A class name has two meanings if two classes have it.
+other than blank lines, comments and docstrings. Files in a circle import each other, directly or
+through other files; an import for type checkers alone counts, too. A class name has two meanings if
+two classes have it.
 """
 
 import ast
@@ -25,7 +26,7 @@ NO_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-MAX_CODE_LINES = 37_083
+MAX_CODE_LINES = 37_105
 """What stands now. A change that adds code raises it in the same commit."""
 
 
@@ -52,15 +53,6 @@ def imports_in_functions(tree: ast.Module) -> int:
     return len(found)
 
 
-def imports_at_run_time(node: ast.AST) -> Iterator[IMPORTS]:
-    """Yield imports, except imports for type checkers only."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, IMPORTS):
-            yield child
-        elif not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
-            yield from imports_at_run_time(child)
-
-
 def imported_files(node: IMPORTS, path: Path) -> Iterator[Path]:
     """Yield the files that a relative import in the file ``path`` reads."""
     if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -76,7 +68,8 @@ def import_graph(trees: dict[Path, ast.Module]) -> dict[Path, set[Path]]:
     return {
         path: {
             file
-            for node in imports_at_run_time(tree)
+            for node in ast.walk(tree)
+            if isinstance(node, IMPORTS)
             for file in imported_files(node, path)
             if file != path
         }

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import __version__
 from ..files import Values
 from ..inference.engine import DraftNetwork
 from ..models.fingerprint import tokenizer_hash
@@ -22,6 +21,7 @@ from ..models.language_model import LanguageModelDraft
 from ..models.rounded import dtype_of
 from ..models.target import target_fingerprint
 from ..pretrained import unapplied_settings
+from ..version import __version__
 from .record import Manifest
 from .tasks import Prompt
 

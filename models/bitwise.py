@@ -9,18 +9,14 @@ has 16 rows on a CPU. On a GPU it has one, because outputs differed with 16. Rou
 
 # l rows in a pass, P padded rows, C cache rows, N query heads, J key heads, D head size
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from .attending import masked
 from .decoder import PLAIN
 from .stage_cache import StageCache
-from .stage_calls import masked
-
-if TYPE_CHECKING:
-    from .stage import Stage
+from .stage_layers import StageLayers
 
 ROWS = 16
 """Rows per product on a CPU."""
@@ -55,7 +51,7 @@ def _places(seen_C: Tensor) -> Tensor | slice:
     return slice(first, last + 1) if last - first + 1 == len(seen_C) else seen_C
 
 
-def row_by_row(stage: "Stage", visible_lS: Tensor) -> "RowByRow":
+def row_by_row(stage: StageLayers, visible_lS: Tensor) -> "RowByRow":
     """Return a cache stand-in to let every segment row attend alone."""
     # Every row sees all committed rows; the mask covers only the segment's.
     committed_lC = visible_lS.new_ones(len(visible_lS), stage.cache.num_committed)

@@ -24,17 +24,13 @@ from ..hub_link import hub_link
 from ..model_kinds import check_adapter, find_in
 from ..pretrained import did_you_mean, is_offline_and_unknown
 from ..weights import check_finite, tensor_shapes
+from .boundaries import stage_boundaries
 from .cpu import lay_out
 from .decoder import norm_factor
 from .fingerprint import HEAD
 from .layers import DecoderLayer, LayerConfig, RMSNorm, RotaryEmbedding
 from .rounded import round_head
-from .target import (
-    StagedTarget,
-    fingerprint_mismatch,
-    stage_boundaries,
-    target_fingerprint,
-)
+from .target import StagedTarget, fingerprint_mismatch, target_fingerprint
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 2**22  # a checkpoint may come from anybody: bound what is parsed

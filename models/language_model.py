@@ -12,11 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..devices import dtype_named
 from ..errors import blaming
+from .attending import folding_heads, shared_heads
 from .decoder import finish_logits, layer_kinds
 from .draft import CONFIG_FILE
 from .layers import KeyValues
 from .rounded import dtype_of
-from .stage_calls import can_capture, folding_heads, shared_heads
+from .stage_graphs import can_capture
 from .target import StagedTarget, load_target, load_tokenizer
 
 

@@ -8,57 +8,29 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from . import rounded, stage_calls
-from .decoder import LayerPositions, embed, layer_kinds
-from .plain_layers import PlainLayers
+from . import stage_graphs
+from .attending import folding_heads, masked
 from .stage_cache import (
     Abandoned,
     KeepRows,
     Segment,
-    StageCache,
-    additive_mask,
 )
-from .stage_calls import StageGraphs
+from .stage_graphs import StageGraphs
+from .stage_layers import NO_INPUT, StageLayers
 from .together import forward_bitwise, forward_together
 
-NO_INPUT = "stage 0 needs token ids, later stages hidden states"
 
-
-class Stage:
-    """Layers [start, end) of a target, with their cache for one sequence.
-
-    A stage references its own layers, the rotary tables and, if first, the embedding. A process
-    with one stage can drop the rest of the model.
-    """
+class Stage(StageLayers):
+    """A stage that runs segments: layer by layer, in CUDA graphs, or row by row."""
 
     def __init__(self, model: PreTrainedModel, start: int, end: int):
-        decoder = model.get_decoder()
-        self.config: PreTrainedConfig = decoder.config
-        self.start = start
-        self.end = end
-        self.layers = list(decoder.layers[start:end])
-        self.places = LayerPositions(decoder)
-        self.embedding: Callable[[Tensor], Tensor] | None = None
-        if start == 0:
-            self.embedding = partial(embed, decoder.embed_tokens, decoder.config)
-        kinds = layer_kinds(decoder.config)
-        self.kinds = kinds[start:end]
-        self.plain = PlainLayers(self.layers, self.kinds)
-        recurrent = [start + i for i, kind in enumerate(self.kinds) if kind == "linear_attention"]
-        self.window = decoder.config.sliding_window if "sliding_attention" in self.kinds else None
-        self.device = next(self.layers[0].parameters()).device
-        self.cache = StageCache(recurrent)
-        self.is_rounded = rounded.rounded_dtype(self.layers[0]) is not None
-        self.is_bitwise = False
-        can_capture = stage_calls.can_capture(decoder.config)
-        on_gpu = self.device.type == "cuda"
-        self.groups = stage_calls.shared_heads(decoder.config, self.device)
+        super().__init__(model, start, end)
         self.graphs: StageGraphs | None = None
         """Graphs that run speculative rows; None: rows run layer by layer."""
-        if on_gpu and can_capture:
-            self.graphs = stage_calls.lend_graphs(self)
+        if self.device.type == "cuda" and stage_graphs.can_capture(self.config):
+            self.graphs = stage_graphs.lend_graphs(self)
             self.cache = self.graphs.stage.cache  # graphs write to this cache
 
     @property
@@ -111,7 +83,7 @@ class Stage:
         if self.is_bitwise:
             return forward_bitwise(self, segment, taps)
         entering = segment.ids if self.embedding is not None else segment.hidden
-        if self.graphs is not None and segment.num_rows <= stage_calls.MAX_ROWS:
+        if self.graphs is not None and segment.num_rows <= stage_graphs.MAX_ROWS:
             assert entering is not None, NO_INPUT
             call = (entering, segment.positions, segment.visible, taps)
             hidden_lH, collected = self.graphs.forward(*call)
@@ -119,7 +91,7 @@ class Stage:
             visible_lS = segment.visible.to(self.device)
             parents = segment.parents if self.cache.recurrent_layers else None  # attention: masks
             positions_C = self.cache.begin(segment.positions.to(self.device), parents)
-            rows_lH = self._enter(entering)
+            rows_lH = self.enter(entering)
             hidden_lH, collected = self._run(rows_lH, positions_C, visible_lS, taps, is_wanted)
         self.cache.advance(committed=False)
         return segment.after(hidden_lH, collected)
@@ -147,25 +119,11 @@ class Stage:
         num_rows = positions.shape[0]
         positions_C = self.cache.begin(positions.to(self.device))
         causal_PP = torch.ones(num_rows, num_rows, dtype=torch.bool, device=self.device).tril_()
-        rows_PH = self._enter(hidden_or_ids)
+        rows_PH = self.enter(hidden_or_ids)
         length = length or int(positions[-1]) + 1
         hidden_PH, collected = self._run(rows_PH, positions_C, causal_PP, taps, length=length)
         self.cache.advance(committed=True)
         return hidden_PH, collected
-
-    def _enter(self, hidden_or_ids: Tensor | None) -> Tensor:
-        assert hidden_or_ids is not None, NO_INPUT
-        rows = hidden_or_ids.to(self.device)
-        return rows if self.embedding is None else self.embedding(rows)
-
-    def masks(
-        self, visible_lS: Tensor, positions_C: Tensor, dtype: torch.dtype
-    ) -> dict[str, Tensor | None]:
-        """Return attention masks, as ``additive_mask`` makes them, by layer kind."""
-        build = partial(additive_mask, visible_lS, positions_C, dtype=dtype, groups=self.groups)
-        windows = {"full_attention": None, "sliding_attention": self.window}
-        masks = {kind: build(window=windows[kind]) for kind in windows.keys() & {*self.kinds}}
-        return {"linear_attention": None} | masks
 
     def _run(
         self,
@@ -181,11 +139,11 @@ class Stage:
         hidden_1lH = hidden_lH[None]
         places = self.places(hidden_1lH, positions_C[-len(hidden_lH) :], self.kinds, length)
         collected = {0: hidden_lH} if self.start == 0 and 0 in taps else {}
-        attends = {k: partial(stage_calls.masked, mask=mask) for k, mask in masks.items()}
+        attends = {k: partial(masked, mask=mask) for k, mask in masks.items()}
         calls = self.plain.calls(
             len(hidden_lH), places=places, cache=self.cache, attends=attends, masks=masks
         )
-        with stage_calls.folding_heads(self.groups):
+        with folding_heads(self.groups):
             for index, call in enumerate(calls, start=self.start + 1):
                 if is_wanted is not None and not is_wanted():
                     raise Abandoned

@@ -25,7 +25,8 @@ from ..pretrained import (
     load_tokenizer,
     read_config,
 )
-from . import bitwise, cpu, rounded, stage_boundaries, stage_calls
+from . import bitwise, cpu, rounded, stage_graphs
+from .boundaries import stage_boundaries
 from .cuda_graphs import Graphs, TokenChoice, borrow_for, padded_rows
 from .decoder import check_packable, choose_attention, embed, finish_logits, is_tied, untie
 from .families import check_target
@@ -48,7 +49,6 @@ __all__ = [
     "load_tokenizer",
     "prune_segment",
     "read_config",
-    "stage_boundaries",
     "target_fingerprint",
 ]
 
@@ -195,7 +195,7 @@ class StagedTarget:
         self.reset()
         for stage in self.stages:
             if stage.graphs is not None:
-                stage.cache.reserve(num_rows + stage_calls.MAX_ROWS, stage.device)
+                stage.cache.reserve(num_rows + stage_graphs.MAX_ROWS, stage.device)
 
     def prefill(
         self,
@@ -259,7 +259,7 @@ class StagedTarget:
     def can_choose(self, num_rows: int) -> bool:
         """Return True if ``choose`` accepts this many rows. It needs CUDA graphs and few rows."""
         return (
-            self._graphs is not None and not self._is_bitwise and num_rows <= stage_calls.MAX_ROWS
+            self._graphs is not None and not self._is_bitwise and num_rows <= stage_graphs.MAX_ROWS
         )
 
     @torch.inference_mode()

@@ -10,20 +10,18 @@ Attention runs for each sequence over its own cache, or with ``bitwise`` for eac
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import kernels
+from .attending import Attend, attending_by, masked
 from .bitwise import RowByRow, pad, row_by_row, rows_of_a_pass
 from .decoder import has_latents
 from .layers import grouped_attention
 from .stage_cache import Abandoned, Segment
-from .stage_calls import Attend, attending_by, masked
-
-if TYPE_CHECKING:
-    from .stage import Stage
+from .stage_layers import StageLayers
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ def _log_once(what: str, reason: str) -> None:
     logger.warning("%s of several sequences run alone, which is slower: %s", what, reason)
 
 
-def can_run_together(stage: "Stage") -> bool:
+def can_run_together(stage: StageLayers) -> bool:
     """Return True if rows of several sequences can share a pass.
 
     They cannot with recurrent layers, ``bitwise``, latent caches, or attention other than "sdpa".
@@ -51,7 +49,7 @@ def can_run_together(stage: "Stage") -> bool:
 
 @torch.inference_mode()
 def forward_together(
-    stages: Sequence["Stage"],
+    stages: Sequence[StageLayers],
     segments: Sequence[Segment],
     taps: Collection[int] = (),
     is_wanted: Callable[[], bool] | None = None,
@@ -76,7 +74,7 @@ def forward_together(
     # Every sequence has its own cache; the rows pass the layers side by side.
     known = [cache.begin(p) for cache, p in zip(caches, own_positions, strict=True)]
     parts = [
-        stage._enter(segment.ids if stage.embedding is not None else segment.hidden)
+        stage.enter(segment.ids if stage.embedding is not None else segment.hidden)
         for stage, segment in zip(stages, segments, strict=True)
     ]
     rows_RH, positions_R = torch.cat(parts), torch.cat(own_positions)
@@ -121,7 +119,7 @@ def forward_together(
     ]
 
 
-def forward_bitwise(stage: "Stage", segment: Segment, taps: Collection[int]) -> Segment:
+def forward_bitwise(stage: StageLayers, segment: Segment, taps: Collection[int]) -> Segment:
     """Run a segment in passes of ``rows_of_a_pass`` rows, as ``bitwise.py`` explains."""
     outs: list[Tensor] = []
     tapped: dict[int, list[Tensor]] = {}
@@ -142,7 +140,7 @@ class _Masked:
     """Cache stand-in for one sequence. All rows attend in one call behind a mask."""
 
     def __init__(
-        self, stage: "Stage", segment: Segment, positions_C: Tensor, dtype: torch.dtype
+        self, stage: StageLayers, segment: Segment, positions_C: Tensor, dtype: torch.dtype
     ) -> None:
         self._cache = stage.cache
         self._attend: Attend = grouped_attention if stage.groups > 1 else masked

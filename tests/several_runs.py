@@ -21,8 +21,7 @@ from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.ranks import watch, worker
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.rules.sampled import KeyedRandom
-from pipedraft.models import stage as stage_module
-from pipedraft.models import together
+from pipedraft.models import stage_layers, together
 
 PLAIN = {"schedule": "autoregressive"}
 WAYS = {
@@ -132,8 +131,8 @@ def see_everything(monkeypatch):
     def mutant(visible, *others, **options):
         return right(torch.ones_like(visible), *others, **options)
 
-    right = stage_module.additive_mask
-    monkeypatch.setattr(stage_module, "additive_mask", mutant)
+    right = stage_layers.additive_mask
+    monkeypatch.setattr(stage_layers, "additive_mask", mutant)
 
 
 def share_seed(monkeypatch):

@@ -6,8 +6,7 @@ import transformers as hf
 from staged_targets import continue_the_row_before
 from transformers.models.llama import modeling_llama
 
-from pipedraft.models import acceptance, decoder, families, stage_cache
-from pipedraft.models import stage as stage_module
+from pipedraft.models import acceptance, decoder, families, stage_cache, stage_layers
 from pipedraft.models.acceptance import trial
 from pipedraft.models.decoder import LayerPositions
 from pipedraft.models.families import check_target
@@ -139,7 +138,7 @@ FAULTS = [
     ("phi3_long", FollowingTable, "__call__", turns_by_the_longest),
     ("qwen3_dynamic", FollowingTable, "__call__", turns_by_the_longest),
     *((name, Stage, "masks", sees_everything) for name in ("gemma2", "gemma3", "gpt_oss")),
-    ("llama", stage_module, "additive_mask", sees_its_siblings),
+    ("llama", stage_layers, "additive_mask", sees_its_siblings),
     ("qwen3", PlainLayer, "__call__", forgets_a_norm),
     ("llama", modeling_llama.LlamaMLP, "forward", remembers_in_the_module),
 ]

@@ -12,7 +12,7 @@ from decode_runs import PROMPTS, decode_exactly, engine_for, friendly_module
 from needs import NEEDS_KERNELS
 from torch.optim import _muon
 
-from pipedraft.models import cpu, kernels, stage_calls
+from pipedraft.models import attending, cpu, kernels
 from pipedraft.models.cpu import argmax, lay_out, muon_in_float32, torch_orthogonalize
 
 
@@ -118,7 +118,7 @@ FAULTS = {
 def test_a_wrong_kernel_is_found_by_the_text(name, monkeypatch):
     engine = laid_out_engine(monkeypatch, 4)
     monkeypatch.setattr(kernels, name, FAULTS[name](getattr(kernels, name)))
-    monkeypatch.setattr(stage_calls, "KERNEL_ROWS", 64)  # trees' attention, too
+    monkeypatch.setattr(attending, "KERNEL_ROWS", 64)  # trees' attention, too
     with pytest.raises(AssertionError):
         for prompt in PROMPTS:
             decode_exactly(engine, prompt)

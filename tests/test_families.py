@@ -33,8 +33,7 @@ from tiny_drafts import make_head, noisy_copy
 from train_runs import World, losses_on_one_batch, make_world
 
 from pipedraft.eval.edge_methods import METHODS, decode
-from pipedraft.models import families
-from pipedraft.models import stage as stage_module
+from pipedraft.models import families, stage_layers
 from pipedraft.models import target as target_module
 from pipedraft.models.decoder import LayerPositions, choose_attention
 from pipedraft.models.exchange.export import export
@@ -322,7 +321,7 @@ class OnePosition(LayerPositions):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_stage_that_computes_like_another_family_is_noticed(name, monkeypatch):
     attribute, fault = FAULTS[name]
-    module = target_module if attribute == "finish_logits" else stage_module
+    module = target_module if attribute == "finish_logits" else stage_layers
     monkeypatch.setattr(module, attribute, fault)
     monkeypatch.setattr(target_module, "check_target", lambda *given: None)  # it would refuse
     assert stages_compute_the_models_forward(name)[1] > 0

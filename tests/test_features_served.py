@@ -26,7 +26,8 @@ from pipedraft.train.checkpoint import step_folders
 from pipedraft.train.features import __main__ as command
 from pipedraft.train.features import online
 from pipedraft.train.features.online import FeaturesLost, ServedStates
-from pipedraft.train.features.reader import TIE, Features, check_served, open_features
+from pipedraft.train.features.partial_target import TIE, check_served, open_features
+from pipedraft.train.features.reader import Features
 from pipedraft.train.features.shards import INDEX
 from pipedraft.train.loop import OF_THE_HOST
 

@@ -87,6 +87,23 @@ def test_blank_lines_comments_and_docstrings_are_no_code(tmp_path: Path) -> None
     assert COUNT["code_lines"](path, ast.parse(path.read_text())) == 4
 
 
+LOOP = {ROOT / "train" / name for name in ("log.py", "loop.py", "screen.py")}
+"""The last circle: log and screen hold the trainer."""
+
+
+def test_no_files_import_each_other_not_even_for_types() -> None:
+    graph = COUNT["import_graph"]({path: ast.parse(path.read_text()) for path in SOURCES})
+    assert [circle for circle in COUNT["circles"](graph) if not LOOP.issuperset(circle)] == []
+
+
+def test_an_import_for_types_closes_a_circle(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    first.write_text("if TYPE_CHECKING:\n    from .second import B\n")
+    second.write_text("from .first import A\n")
+    graph = COUNT["import_graph"]({p: ast.parse(p.read_text()) for p in (first, second)})
+    assert COUNT["circles"](graph) == [[first, second]]
+
+
 def resolved(root: Path) -> tuple[int, list[str]]:
     """Number of imports between the package's files under ``root``, and those not found there."""
     number, missing = 0, []

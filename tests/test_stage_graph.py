@@ -4,9 +4,9 @@ import pytest
 import torch
 from staged_targets import Controller
 
-from pipedraft.models import stage_cache, stage_calls
+from pipedraft.models import stage_cache, stage_graphs
 from pipedraft.models.cuda_graphs import padded_rows
-from pipedraft.models.stage_calls import StageGraphs
+from pipedraft.models.stage_graphs import StageGraphs
 
 NAMES = ["llama", "qwen2", "qwen3_half_sliding", "mistral_sliding"]
 
@@ -83,7 +83,7 @@ def test_few_sizes_are_recorded():
 
 
 def test_long_segments_go_layer_by_layer(monkeypatch):
-    monkeypatch.setattr(stage_calls, "MAX_ROWS", 2)
+    monkeypatch.setattr(stage_graphs, "MAX_ROWS", 2)
     controller = fuzz("llama", 2, 2)
     sizes = {rows for (rows, *_), *_ in controller.target.stages[0].graphs._graphs}
     assert sizes <= {1, 2, "move"}

@@ -23,7 +23,9 @@ from staged_targets import (
     tolerance,
 )
 
-from pipedraft.models import stage as stage_module
+from pipedraft.models import stage_layers
+from pipedraft.models.boundaries import stage_boundaries
+from pipedraft.models.stage import Stage
 from pipedraft.models.stage_cache import additive_mask
 from pipedraft.models.target import (
     KeepRows,
@@ -31,7 +33,6 @@ from pipedraft.models.target import (
     StagedTarget,
     choose_decoding_threads,
     prune_segment,
-    stage_boundaries,
 )
 
 
@@ -85,14 +86,14 @@ def ignore_the_mask_of_single_rows(monkeypatch) -> None:
         visible_lS = visible_lS | (visible_lS.shape[0] == 1)
         return additive_mask(visible_lS, positions_C, window, dtype, groups)
 
-    monkeypatch.setattr(stage_module, "additive_mask", mutant)
+    monkeypatch.setattr(stage_layers, "additive_mask", mutant)
 
 
 def ignore_the_window(monkeypatch) -> None:
     def mutant(visible_lS, positions_C, window, dtype, groups):
         return additive_mask(visible_lS, positions_C, None, dtype, groups)
 
-    monkeypatch.setattr(stage_module, "additive_mask", mutant)
+    monkeypatch.setattr(stage_layers, "additive_mask", mutant)
 
 
 def keep_the_first_rows(monkeypatch) -> None:
@@ -110,7 +111,7 @@ def keep_the_latest_recurrent_state(monkeypatch) -> None:
         stage.cache.keep(keep)
         stage.cache._states[-1] = latest
 
-    monkeypatch.setattr(stage_module.Stage, "keep", mutant)
+    monkeypatch.setattr(Stage, "keep", mutant)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,6 @@ from ..models.target import load_target
 from ..models.target_part import load_more_layers
 from .config import OptimConfig, RunConfig
 from .launcher_settings import Judgment, check_strategy, complete_deepspeed, judge
-
-if TYPE_CHECKING:
-    from .objective import DraftObjective
 
 T = TypeVar("T")
 FSDP_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -154,7 +151,7 @@ def _shard_on_cpus() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def gather_together(objective: "DraftObjective", accelerator: Accelerator) -> None:
+def gather_together(objective: nn.Module, accelerator: Accelerator) -> None:
     """Let ZeRO-3 gather all weights of a prepared draft together, as FSDP does."""
     if _is_zero3(accelerator):
         # The draft's attention reads its layers' weights outside their forward. By default

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,10 +33,8 @@ from ..models.draft import (
 from ..models.layers import LayerConfig
 from ..models.target import StagedTarget, capture_hidden
 from .checkpoint import Layout, layout_of
+from .features.reader import Features
 from .losses import DistillationLoss, Divergence, LossKind, chunked_distillation
-
-if TYPE_CHECKING:
-    from .features.reader import Features
 
 EVALUATED_DEPTH = 7  # EAGLE-3's training depth, for all heads, so their scores are comparable
 
@@ -144,7 +142,7 @@ class DraftObjective(nn.Module, ABC):
     draft: Draft
     card: Callable[[Values], str] | None = None
     """Creates a checkpoint's README.md from its config.json."""
-    features: "Features | None" = None
+    features: Features | None = None
     """Hidden states computed earlier or elsewhere; the target then needs no layers."""
 
     def __init__(

@@ -27,7 +27,7 @@ from ..files import Values
 from ..models.decoder import layer_kinds
 from ..models.layers import LayerConfig
 from .config import RunConfig
-from .features.reader import decoder_config, weightless_draft
+from .features.partial_target import decoder_config, weightless_draft
 from .launch import resolve_dtype, resolve_precision
 from .log import flop_counter
 from .loop import EVALUATED_ROWS

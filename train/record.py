@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from transformers import PreTrainedTokenizerBase
 
-from .. import __version__
 from ..data_recipes.config import Source
 from ..data_recipes.recipe import TokenizedData
 from ..files import Values, read_json, to_json
 from ..models.draft import TargetReference
 from ..models.fingerprint import template_hash, vocabulary_hash
 from ..models.target_part import weights_identity
+from ..version import __version__
 from .config import RunConfig
 from .features.shards import data_identity
 

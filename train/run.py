@@ -20,7 +20,7 @@ from .dflash import DFlashObjective, DFlashTrainConfig
 from .dspark import DSparkObjective, DSparkTrainConfig
 from .eagle import EagleObjective, EagleTrainConfig
 from .eagle3 import Eagle3Objective, Eagle3TrainConfig
-from .features.reader import load_embedding_and_head, open_features
+from .features.partial_target import load_embedding_and_head, open_features
 from .flexspec import FlexSpecObjective, FlexSpecTrainConfig
 from .launch import (
     check_one_disk,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from .. import __version__
+from ..version import __version__
 from .decoding import DECODED_LENGTH, DECODED_TAU
 from .launch import GO_ON
 from .launcher_settings import strategy_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...models.stage_cache import MIN_CAPACITY
-from ...models.stage_calls import MAX_ROWS
+from ...models.stage_graphs import MAX_ROWS
 from ...models.target import Segment, StagedTarget
 from ..batch_clock import BatchClock, SequenceClock
 from ..clock import CostModel, VirtualClock

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ...devices import dtype_named
-from ...models.target import StagedTarget, stage_boundaries
+from ...models.boundaries import stage_boundaries
+from ...models.target import StagedTarget
 from ...models.target_part import load_target_part
 from ...pretrained import load_config, quieten
 from ..pipelines.process import ProcessPipeline

@@ -18,6 +18,7 @@ from ..result import DecodeResult, Observer
 from ..text_stream import AnswerStream
 from .errors import Json, RequestError
 from .logprobs import TokenLogprob, as_chat, as_completion, measure
+from .metrics import Metrics
 from .requests import ApiRequest, ChatRequest
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from ..batch import Handle
     from ..tree import TokenTree
     from ..verdict import Verdict
-    from .metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Choice(Observer):
     end_ids: frozenset[int]
     """End tokens for the choice."""
     tokenizer: "PreTrainedTokenizerBase"
-    metrics: "Metrics"
+    metrics: Metrics
     tell: Callable[[Piece], None]
     """Receives new pieces, on the decoding thread."""
     demands: Demands = Demands()
@@ -172,7 +172,12 @@ class Choice(Observer):
             self._cut()
         # Set before the last piece: after reading that, ``Admissions.running`` checks this flag.
         self.has_ended = True
-        self.metrics.ended(self)
+        self.metrics.ended(
+            self.finish_reason,
+            result,
+            total_s=self.last_s - self.submitted_s,
+            after_first_s=self.last_s - self.first_s,
+        )
         self._tell(len(self._rest), is_last=True)
 
     def _tell(self, size: int, **how: Any) -> None:

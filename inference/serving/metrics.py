@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 if TYPE_CHECKING:
     from ..batch import BatchEngine
-    from .answers import Choice
+    from ..result import DecodeResult
 
 STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
@@ -106,18 +106,25 @@ class Metrics:
     def refused(self, status: int) -> None:
         self._count("request_refused", 1, str(status))
 
-    def ended(self, choice: "Choice") -> None:
-        self._count("request_success", 1, choice.finish_reason)
-        result = choice.result
-        # A cancelled or failed sequence has no counts.
+    def ended(
+        self, reason: str, result: "DecodeResult | None", *, total_s: float, after_first_s: float
+    ) -> None:
+        """Count a sequence that ended.
+
+        Args:
+            result: None for a cancelled or failed sequence, which has no counts.
+            total_s: seconds from the request to the last token.
+            after_first_s: seconds from the first token to the last one.
+        """
+        self._count("request_success", 1, reason)
         if result is None:
             return
         self._count("spec_decode_num_drafts", len(result.round_lengths))
         self._count("spec_decode_num_draft_tokens", result.num_tested)
         self._count("spec_decode_num_accepted_tokens", result.num_accepted)
-        self._observe("e2e_request_latency_seconds", choice.last_s - choice.submitted_s)
+        self._observe("e2e_request_latency_seconds", total_s)
         if result.num_tokens:
-            mean_s = (choice.last_s - choice.first_s) / result.num_tokens
+            mean_s = after_first_s / result.num_tokens
             self._observe("request_time_per_output_token_seconds", mean_s)
         if math.isfinite(result.equivalent_acceptance_length):
             self._observe("equivalent_acceptance_length", result.equivalent_acceptance_length)

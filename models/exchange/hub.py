@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ... import __version__
 from ...files import file_sha256, make_readable
 from ...hub_link import hub_link
+from ...version import __version__
 from ..draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,

@@ -23,7 +23,7 @@ def main() -> None:
             raise ValueError(f"{name}: {value} without serve; give serve as first word, or drop it")
     from ...pretrained import quieten
     from .dump import dump_features, layers_of, read_heads, serve_states, size_table
-    from .reader import decoder_config
+    from .partial_target import decoder_config
 
     heads = read_heads(rest, list(own.also))
     quieten()

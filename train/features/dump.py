@@ -39,7 +39,7 @@ from ..launch import (
 from ..loop import EVALUATED_ROWS
 from ..run import load_tokenizer_of, methods, registry
 from .options import EXAMPLE, FeatureOptions
-from .reader import decoder_config, needed_layers, weightless_draft
+from .partial_target import decoder_config, needed_layers, weightless_draft
 from .shards import (
     INDEX,
     Index,
