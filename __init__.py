@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from .api import custom_generate as custom_generate
     from .api import evaluate as evaluate
     from .api import load as load
+    from .api import train_head as train_head
 
 PUBLIC = {
     "load": "api",
+    "train_head": "api",
     "evaluate": "api",
     "custom_generate": "api",
     "DecodeConfig": "inference.config",
 }
-"""Public name -> its module. ``train`` is not listed: it is a package that can be called."""
+"""Public name -> its module."""
 
 
 def __getattr__(name: str) -> object:
     """Import torch and transformers on first use of the API, not before."""
-    if name == "train":
-        return import_module(".train", __name__)
     if name not in PUBLIC:
         raise AttributeError(f"module 'pipedraft' has no attribute {name!r}")
     return getattr(import_module(f".{PUBLIC[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*PUBLIC, "train", "__version__"])
+    return sorted([*PUBLIC, "__version__"])

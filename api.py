@@ -1,22 +1,20 @@
-"""Python API: ``pipedraft.load``, ``train``, ``evaluate`` and ``custom_generate``.
+"""Python API: ``pipedraft.load``, ``train_head``, ``evaluate`` and ``custom_generate``.
 
 Each function is a thin wrapper around a command's code, with the same names, checks and defaults.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeAlias
 
-import yaml
 from accelerate.state import AcceleratorState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -49,8 +47,7 @@ from .models.language_model import LanguageModelDraft, load_draft_model, model_f
 from .models.rounded import dtype_of
 from .models.target import choose_decoding_threads, load_target, load_tokenizer
 from .pretrained import read_config, silent
-from .train.config import parse_run
-from .train.help import EXAMPLE
+from .train.config import check_run
 from .train.run import methods, run_training
 
 Place: TypeAlias = str | Path
@@ -327,7 +324,7 @@ class TrainedHead:
         return export(resolve_folder(str(self.folder)), format, Path(out), target=target)
 
 
-def train(
+def train_head(
     method: str,
     *,
     target: Place | PreTrainedModel | Model,
@@ -355,11 +352,7 @@ def train(
     folder = Path(output_dir)
     values: Values = {"method": method, "target": _name_of(target), "output_dir": str(folder)}
     values["data"] = {**(data or {}), **_data_fields(dataset, folder)}
-    plain = json.loads(json.dumps(values | fields, default=str))
-    with tempfile.TemporaryDirectory() as place:
-        config = Path(place, "config.yaml")
-        config.write_text(yaml.safe_dump(plain))
-        run, model, resolved = parse_run(["--config", str(config)], methods(), EXAMPLE)
+    run, model, resolved = check_run(values | fields, methods())
     with silent():
         trainer = run_training(run, model, resolved)
     if trainer.accelerator.num_processes == 1:  # the next run may have another precision
@@ -465,19 +458,20 @@ def evaluate(
     else:
         given = {"checkpoint": str(model.folder if isinstance(model, TrainedHead) else model)}
     given |= {"benchmarks": list(benchmarks), "limit": limit, "out": str(out)} | options
-    words = [word for name, value in given.items() for word in _option_words(name, value)]
-    chosen = EvalOptions.read(words)
+    chosen = EvalOptions.of(given)
     if chosen.backend != "local":
         raise ValueError(f"backend: {chosen.backend!r} starts processes; use pipedraft eval")
-    with silent(), ExitStack() as held, redirect_stdout(io.StringIO()):
-        evaluate_drafts(chosen, words, None, held)
-    return EvaluationReport(folder=Path(out), entries=Evaluated.read(Path(out)).entries)
+    with silent(), ExitStack() as held:
+        outcome = evaluate_drafts(chosen, _command(given), None, held)
+    return EvaluationReport(folder=Path(out), entries=outcome.entries)
 
 
-def _option_words(name: str, value: object) -> list[str]:
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [flag_name(name)]
-    values = value if isinstance(value, list | tuple) else [value]
-    return [flag_name(name), ",".join(map(str, values))]
+def _command(given: Values) -> list[str]:
+    """Return the command that evaluates the same, for the manifest."""
+    words = ["python", "-m", "pipedraft.eval"]
+    for name, value in given.items():
+        if value is not None and value is not False:
+            values = value if isinstance(value, list | tuple) else [value]
+            text = json.dumps(value) if isinstance(value, dict) else ",".join(map(str, values))
+            words += [flag_name(name)] if value is True else [flag_name(name), text]
+    return words

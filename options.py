@@ -28,7 +28,7 @@ from itertools import zip_longest
 from pathlib import Path
 from pkgutil import resolve_name
 from types import NoneType
-from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader
@@ -36,10 +36,11 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, s
 from .errors import UsageError, flag_name, nearest
 from .files import Values, check_yaml
 
-Reader: TypeAlias = Callable[[Any], Any]
+Reader = Callable[[Any], Any]
 """Parses a word, or a value from a file."""
-OptionField: TypeAlias = Field[Any]
-Group: TypeAlias = Any
+OptionField = Field[Any]
+Part = TypeVar("Part", bound="Options")
+Group = Any
 """A parser or one of its groups: jsonargparse gives them no common type."""
 HELP_FLAGS = ("-h", "--help", "--help-all")
 LOAD_YAML = get_loader("yaml")
@@ -144,6 +145,20 @@ class Options:
         return cls(**cls.values(vars(parse(parser, words))))
 
     @classmethod
+    def of(cls, given: Values) -> Self:
+        """Check values by field name, as ``read`` checks words. None stands for the default.
+
+        Raises:
+            UsageError: one line with the option, the value and the fix.
+        """
+        values = {name: value for name, value in given.items() if value is not None}
+        for part in fields(cls):
+            value = values.get(part.name)
+            if isinstance(value, tuple) or (value is not None and part.metadata.get("repeated")):
+                values[part.name] = list(value) if isinstance(value, list | tuple) else [value]
+        return cls(**cls.values(vars(parse_values(cls.parser(shows_help=False), values))))
+
+    @classmethod
     def read_own(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
         """Parse the words for this class's options. Return the options and all other words."""
         takes = {flag_of(part): hint is not bool for part, hint in typed_fields(cls)}
@@ -166,6 +181,10 @@ class Options:
             for value in [parsed.get(part.name)]
             if part.name in parsed and not (value is None and part.metadata.get("repeated"))
         }
+
+    def part(self, kind: type[Part]) -> Part:
+        """Return the fields of one base class alone, for a callee that uses no others."""
+        return kind(**{part.name: getattr(self, part.name) for part in fields(kind)})
 
     def to_dict(self) -> Values:
         return {
@@ -249,8 +268,10 @@ def _add(group: Group, part: OptionField, hint: Any, text: str) -> None:
 def listed(parse: Reader) -> Reader:
     """Return a function that parses a comma list with ``parse`` and refuses repeated values."""
 
-    def parse_list(value: str | list[object]) -> list[object]:
-        parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    def parse_list(value: object) -> list[object]:
+        parts: Sequence[object] = value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, str):
+            parts = [part.strip() for part in value.split(",")]
         if not all(part != "" for part in parts):
             raise ValueError(f"{value!r} has an empty entry; write a,b,c")
         parsed = [parse(part) for part in parts]
@@ -267,14 +288,18 @@ def each(parse: Reader) -> Reader:
     return lambda value: [parse(v) for v in value] if isinstance(value, list) else parse(value)
 
 
+class Refusal(argparse.ArgumentTypeError, ValueError):
+    """Error whose message the parser shows, for words by the one class, for values by the other."""
+
+
 def checked(parse: Reader) -> Reader:
-    """Return ``parse`` with ValueErrors as argparse errors, so that the user sees the messages."""
+    """Return ``parse`` with ValueErrors as ``Refusal``, so that the user sees the messages."""
 
     def parse_one(value: object) -> object:
         try:
             return parse(value)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            raise Refusal(str(error)) from error
 
     return parse_one
 
@@ -284,6 +309,8 @@ def load_bounded_yaml(text: str) -> object:
     return LOAD_YAML(text)
 
 
+REFUSALS = (ArgumentError, TypeError, ValueError, RecursionError)
+"""What jsonargparse raises for bad input."""
 REPLACED = ("--data.sources", "--data.decontaminate")
 """Lists of objects: a later one replaces an earlier one, which the parser would merge instead."""
 
@@ -305,7 +332,22 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
         given += [f"{flag}=[]" for flag in REPLACED if flag in lists] + [word]
     try:
         return parser.parse_args(given)
-    except (ArgumentError, TypeError, ValueError, RecursionError) as error:
+    except REFUSALS as error:
+        raise UsageError(explain(error, parser)) from error
+
+
+def parse_values(parser: ArgumentParser, values: Values) -> Namespace:
+    """Check nested values by key, as ``parse`` checks words, and fill in the defaults.
+
+    Raises:
+        UsageError: one line with the option, the value and the fix.
+    """
+    for name in [action.dest for action in parser._actions if action.nargs == 0]:
+        if not isinstance(value := values.get(name, False), bool):
+            raise UsageError(f"{flag_name(name)}: {value!r}; give True or False")
+    try:
+        return parser.parse_object(values)
+    except REFUSALS as error:
         raise UsageError(explain(error, parser)) from error
 
 

@@ -47,7 +47,8 @@ def run(argv: Sequence[str]) -> None:
         if cluster is None or cluster.is_controller:
             from .command import evaluate_drafts
 
-            evaluate_drafts(options, argv, cluster, held)
+            command = ["python", "-m", "pipedraft.eval", *argv]
+            print(evaluate_drafts(options, command, cluster, held).text)
         else:
             cluster.serve()
 

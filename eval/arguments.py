@@ -86,15 +86,24 @@ class DraftOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, ScheduleOptions):
-    """Decode benchmarks with drafts and compare them with autoregressive decoding."""
-
-    PROG: ClassVar[str] = "pipedraft eval"
-    EXAMPLE: ClassVar[str] = EXAMPLE
-    SETTINGS_ARE_LISTS: ClassVar[bool] = True
+class DraftsOptions(DraftOptions):
+    """trained drafts"""
 
     checkpoint: tuple[str, ...] = option((), metavar="DIR", repeated=True)
     """a draft's checkpoint folder or Hub repository; repeatable"""
+    draft_dtype: Dtype = "auto"
+    """dtype for the drafts; auto: as --dtype; on a CPU, int8 drafts faster, and greedy output
+    stays the same"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_draft_dtype(self.draft_dtype, self.checkpoint or self.draft_model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(Options):
+    """prompts"""
+
     benchmarks: tuple[str, ...] = option(metavar="NAMES")
     """comma list of mt_bench, gsm8k, humaneval, alpaca, spec_bench, its parts cnn_dm,
     natural_questions (nq), wmt14_de_en, rag, or paths to .jsonl files whose rows have prompt, turns
@@ -103,46 +112,65 @@ class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, 
     """folder with mt_bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl[.gz],
     alpaca/alpaca_data.json, spec_bench/question.jsonl, or hub: (the published data sets); default:
     the repository's own prompts for mt_bench, gsm8k and humaneval"""
+    limit: int | None = option(None, metavar="P", least=1)
+    """first P prompts per benchmark; default: all"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(TemplateOptions, BackendOptions):
+    """target"""
+
+    stages: int | None = option(None, least=1)
+    """number of pipeline stages; default: the number that the draft was trained for, else 4"""
+    dtype: Dtype = "float32"
+    """dtype for target and draft; greedy output is exact in float32; on a CPU, the others round
+    only the weights; auto: the target's stored dtype on a GPU"""
+    no_lossless: bool = False
+    """do not compare greedy outputs with transformers, nor measure acceptance by entropy: both load
+    the whole target a second time"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(FilterOptions, ScheduleOptions):
+    """decoding"""
+
+    SETTINGS_ARE_LISTS: ClassVar[bool] = True
+
     schedule: tuple[str, ...] = option((), metavar="NAMES", known=tuple(SCHEDULES))
     """comma list of schedules; default: the one that each draft was designed for, and pipeinfer for
     --draft-model"""
-    stages: int | None = option(None, least=1)
-    """number of pipeline stages; default: the number that the draft was trained for, else 4"""
     temperature: tuple[float, ...] = option((0.0,), metavar="T", parse=read_temperature)
     """comma list of temperatures; 0 is greedy"""
     verifier: Rule = "auto"
     """acceptance rule at temperatures above 0"""
-    limit: int | None = option(None, metavar="P", least=1)
-    """first P prompts per benchmark; default: all"""
+    max_new_tokens: int = option(128, metavar="M", least=1)
+    """new tokens per turn"""
+    seed: int = option(0, metavar="N", least=0)
+    """seed for sampling and bootstrap"""
     repeats: int = option(1, metavar="R", least=1)
     """decode everything R times with the same random numbers: outputs are equal, so differences in
     time show the machine's noise, not the prompts'"""
     sequences: int = option(1, metavar="N", least=1)
     """number of conversations decoded at once, which is faster; outputs and counts stay the same as
     alone, but wall-clock times are left out"""
-    max_new_tokens: int = option(128, metavar="M", least=1)
-    """new tokens per turn"""
-    seed: int = option(0, metavar="N", least=0)
-    """seed for sampling and bootstrap"""
-    dtype: Dtype = "float32"
-    """dtype for target and draft; greedy output is exact in float32; on a CPU, the others round
-    only the weights; auto: the target's stored dtype on a GPU"""
-    draft_dtype: Dtype = "auto"
-    """dtype for the drafts; auto: as --dtype; on a CPU, int8 drafts faster, and greedy output
-    stays the same"""
     bitwise: bool = False
     """compute each token in the target bit for bit as autoregressive decoding would, and compare
     outputs with autoregressive decoding instead of transformers; slower"""
     never_slower: bool = False
     """time rounds with and without the draft, and shrink or pause the draft where it slows decoding
     down"""
-    no_lossless: bool = False
-    """do not compare greedy outputs with transformers, nor measure acceptance by entropy: both load
-    the whole target a second time"""
     cost: str | None = option(None, metavar="PRESET|FILE")
     """cost model for the modeled speed-up S: h100, a100, rtx4090, jetson_orin, this_cpu, or a file
     written by --calibrate; default: extra tokens per pass, links and verification take no time, and
     a draft forward costs its layers' size relative to the target's"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(Options):
+    """results"""
+
+    out: Path = option(metavar="OUT")
+    """results folder"""
     score: bool = False
     """add every method's accuracy on gsm8k and on spec_bench's gsm8k part: an answer is correct if
     its last number, or the one after ####, equals the reference"""
@@ -157,12 +185,25 @@ class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, 
     --shard decodes the rest and reports all"""
     fresh: bool = False
     """decode again despite OUT/traces; with --shard, replace only this share and keep the others"""
-    out: Path = option(metavar="OUT")
-    """results folder"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_draft_dtype(self.draft_dtype, self.checkpoint or self.draft_model)
+        if self.shard is not None and self.calibrate is not None:
+            raise ValueError(
+                f"--shard: {self.shard}, but --calibrate measures all prompts in one run; leave "
+                "out --shard or --calibrate"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(OutputOptions, MethodOptions, TargetOptions, PromptOptions, DraftsOptions):
+    """Decode benchmarks with drafts and compare them with autoregressive decoding."""
+
+    PROG: ClassVar[str] = "pipedraft eval"
+    EXAMPLE: ClassVar[str] = EXAMPLE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         timed = {
             "--repeats": self.repeats > 1,
             "--calibrate": self.calibrate is not None,
@@ -172,11 +213,6 @@ class EvalOptions(DraftOptions, TemplateOptions, BackendOptions, FilterOptions, 
             raise ValueError(
                 f"--sequences: {self.sequences}, but {name} is there for times, which several "
                 f"conversations at once do not have; leave out --sequences or {name}"
-            )
-        if self.shard is not None and self.calibrate is not None:
-            raise ValueError(
-                f"--shard: {self.shard}, but --calibrate measures all prompts in one run; leave "
-                "out --shard or --calibrate"
             )
 
 

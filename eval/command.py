@@ -1,4 +1,4 @@
-"""Run `python -m pipedraft.eval`, from its options to the report."""
+"""Run an evaluation, from its options to the report."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,17 +32,24 @@ from ..models.target import (
 )
 from ..models.target_part import weights_identity
 from ..pretrained import quieten
-from .arguments import EvalOptions
+from .arguments import (
+    DraftsOptions,
+    EvalOptions,
+    MethodOptions,
+    OutputOptions,
+    TargetOptions,
+)
 from .checkpoints import load_head, read_drafts
 from .manifest import build_manifest
 from .outputs import outputs_page
+from .record import RunRecord
 from .replay import fit_cost
 from .report import title_of, write_report
 from .run import EvalMethod, Evaluation
 from .scores import check_scorable
 from .screen import check_folder, screen_table
 from .tasks import load_tasks
-from .traces import read_recordings, remove_traces, traces_of
+from .traces import Recording, read_recordings, remove_traces, traces_of
 
 LoadedDraft = tuple[str, str, DraftNetwork]
 """Name in tables, the draft's folder or Hub name, and its network. Heads of one type share a name
@@ -50,7 +57,7 @@ if they were trained for different stage counts."""
 
 
 def _load_drafts(
-    options: EvalOptions,
+    options: DraftsOptions,
     drafts: dict[Path, Values],
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -94,7 +101,7 @@ def ways_of(schedule: str, given: Values, label: str) -> list[tuple[str, Schedul
 
 
 def make_methods(
-    options: EvalOptions,
+    options: MethodOptions,
     drafts: Sequence[LoadedDraft],
     target: "_Target",
     cost: CostModel,
@@ -155,7 +162,7 @@ class _Target:
 
 
 def _load_target(
-    options: EvalOptions,
+    options: TargetOptions,
     name: str,
     revision: str | None,
     trained: Iterable[Values],
@@ -204,7 +211,7 @@ def _check_stages(wanted: int | None, drafts: Mapping[Path, Values]) -> None:
             )
 
 
-def _claim_folder(options: EvalOptions, config: dict[str, object], held: ExitStack) -> None:
+def _claim_folder(options: OutputOptions, config: Values, held: ExitStack) -> None:
     """Create and lock the output folder. Refuse a folder that contains another evaluation."""
     if options.calibrate is not None:
         make_place("--calibrate", options.calibrate, b'{\n  "row": ')
@@ -216,34 +223,52 @@ def _claim_folder(options: EvalOptions, config: dict[str, object], held: ExitSta
             remove_traces(options.out, options.shard)
 
 
+def _recordings_of(methods: Sequence[EvalMethod], out: Path) -> list[Recording]:
+    """Read what these methods decoded, without what others left in the folder."""
+    configs = [method.config for method in methods]
+    return [one for one in read_recordings([out]) if one.config in configs]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an evaluation has made."""
+
+    entries: list[RunRecord]
+    """Table lines, the baseline first; none for a share of the prompts."""
+    text: str
+    """The table, and the names of the files."""
+
+
 def evaluate_drafts(
     options: EvalOptions, argv: Sequence[str], cluster: Cluster | None, held: ExitStack
-) -> None:
-    """Load the models in the options, evaluate them, write and print the report.
+) -> Outcome:
+    """Load the models in the options, evaluate them, and write the report.
 
     Args:
+        argv: the call, for the manifest.
         held: this function adds the output folder's lock to it.
         cluster: the ranks that decode. None runs everything in this process.
     """
     quieten()
+    named, place = options.part(DraftsOptions), options.part(TargetOptions)
+    way, output = options.part(MethodOptions), options.part(OutputOptions)
     benchmarks = load_tasks(options.benchmarks, options.data_dir, options.limit)
-    target_name, revision, drafts = read_drafts(
-        options.checkpoint, options.target, options.draft_model, options.draft
-    )
-    if options.score:
+    choice = named.checkpoint, named.target, named.draft_model, named.draft
+    target_name, revision, drafts = read_drafts(*choice)
+    if output.score:
         check_scorable(benchmarks)
-    _check_stages(options.stages, drafts)
-    cost = CostModel() if options.cost is None else read_cost(options.cost)
-    num_stages = options.stages or len(cost.stages) or DecodeConfig().num_stages
-    cut = resolve_cut(options.boundaries, cost, target_name, revision, num_stages)
-    options = replace(options, boundaries=cut)
-    config = options.to_dict() | {"target": target_name}
-    _claim_folder(options, config, held)
+    _check_stages(place.stages, drafts)
+    cost = CostModel() if way.cost is None else read_cost(way.cost)
+    num_stages = place.stages or len(cost.stages) or DecodeConfig().num_stages
+    cut = resolve_cut(place.boundaries, cost, target_name, revision, num_stages)
+    place = replace(place, boundaries=cut)
+    config = options.to_dict() | {"target": target_name, "boundaries": cut}
+    _claim_folder(output, config, held)
     tokenizer = load_tokenizer(target_name, revision=revision)
-    set_template_variables(tokenizer, options.chat_template_kwargs)
+    set_template_variables(tokenizer, place.chat_template_kwargs)
     for folder, description in drafts.items():
-        warn_of_variables(str(folder), description, options.chat_template_kwargs)
-    target = _load_target(options, target_name, revision, drafts.values(), cluster)
+        warn_of_variables(str(folder), description, place.chat_template_kwargs)
+    target = _load_target(place, target_name, revision, drafts.values(), cluster)
     comparison = Evaluation(
         target=target.model,
         tokenizer=tokenizer,
@@ -251,47 +276,44 @@ def evaluate_drafts(
         reference=target.reference,
         trusts_plain=target.trusts_plain,
         connect=target.connect,
-        scores=options.score,
-        answers=options.out / "answers" if options.save_answers and not options.shard else None,
-        repeats=options.repeats,
-        sequences=options.sequences,
+        scores=output.score,
+        answers=output.out / "answers" if output.save_answers and not output.shard else None,
+        repeats=way.repeats,
+        sequences=way.sequences,
         traces=traces_of(
-            None if options.calibrate else options.out,
+            None if output.calibrate else output.out,
             target.model,
             weights=weights_identity(target_name, revision),
             dtype=dtype_of(target.model),
-            backend=options.backend,
-            shard=options.shard,
+            backend=place.backend,
+            shard=output.shard,
         ),
     )
-    loaded = _load_drafts(options, drafts, target.model, tokenizer)
-    methods = make_methods(options, loaded, target, cost)
-    if options.shard is not None:
+    loaded = _load_drafts(named, drafts, target.model, tokenizer)
+    methods = make_methods(way, loaded, target, cost)
+    if output.shard is not None:
         turns = comparison.decode_shard(methods)
-        print(f"{turns} decoded turns of this share are in {options.out}/traces")
-        return
+        return Outcome([], f"{turns} decoded turns of this share are in {output.out}/traces")
     runs = comparison.run(methods)
     manifest = build_manifest(
         target=target.model,
         tokenizer=tokenizer,
         benchmarks=benchmarks,
         checkpoints=list(drafts),
-        draft=loaded[0][2] if options.draft_model else None,
+        draft=loaded[0][2] if named.draft_model else None,
         config=config | {"device": str(target.model.device)},
-        argv=["python", "-m", "pipedraft.eval", *argv],
-        seed=options.seed,
+        argv=argv,
+        seed=way.seed,
     )
-    write_report(options.out, runs, manifest)
-    print(screen_table(runs))
-    names = f"{options.out}/report.html, charts/, report.md, results.json, manifest.json"
-    if options.calibrate is not None:
-        print(f"everything else: {names}")
+    write_report(output.out, runs, manifest)
+    names = f"{output.out}/report.html, charts/, report.md, results.json, manifest.json"
+    if output.calibrate is None:
+        recordings = _recordings_of(methods, output.out)
+        page = outputs_page(recordings, benchmarks, tokenizer, title_of([manifest], runs))
+        write_atomically(output.out / "outputs.html", page.encode())
+        names = f"{names}, outputs.html (answers, accepted tokens colored)"
+    else:
         measured = asdict(fit_cost(runs, target.boundaries))
-        write_atomically(options.calibrate, to_json(measured))
-        print(f"written: {options.calibrate}: {measured}")
-        return
-    configs = [method.config for method in methods]
-    recordings = [one for one in read_recordings([options.out]) if one.config in configs]
-    page = outputs_page(recordings, benchmarks, tokenizer, title_of([manifest], runs))
-    write_atomically(options.out / "outputs.html", page.encode())
-    print(f"everything else: {names}, outputs.html (answers, accepted tokens colored)")
+        write_atomically(output.calibrate, to_json(measured))
+        names = f"{names}\nwritten: {output.calibrate}: {measured}"
+    return Outcome(runs, f"{screen_table(runs)}\neverything else: {names}")

@@ -144,7 +144,8 @@ def _add_setting(
         return
     types = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     # A tree stays text: the parsed shape's label, with all its numbers.
-    parse = checked(lambda text: TreeShape.parse(text).label) if TreeShape in types else types[0]
+    read_tree = checked(lambda text: TreeShape.parse(str(text)).label)
+    parse = read_tree if TreeShape in types else types[0]
     metavar = {int: "N", float: "P", str: "NAME"}.get(types[0], "TREE")
     if hint == Budget:
         parse, metavar = checked(read_budget), "N|auto"

@@ -15,6 +15,9 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 import pipedraft
+from pipedraft.eval.arguments import EvalOptions
+from pipedraft.eval.compare import Evaluated
+from pipedraft.files import to_json
 from pipedraft.inference.custom_generate import sampling_settings
 from pipedraft.models.target import load_target
 
@@ -40,8 +43,8 @@ def plain(model) -> list[int]:
 def test_the_names_are_there_before_torch_is():
     code = """if True:
         import sys, pipedraft
-        names = {"load", "train", "evaluate", "custom_generate", "DecodeConfig"}
-        assert names <= {*dir(pipedraft)} and callable(pipedraft.train)
+        names = {"load", "train_head", "evaluate", "custom_generate", "DecodeConfig"}
+        assert names <= {*dir(pipedraft)}
         assert not {"torch", "transformers", "datasets", "yaml"} & {*sys.modules}"""
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
@@ -260,7 +263,7 @@ def test_a_head_is_trained_on_what_is_in_memory(in_fp32, model, tmp_path):
     dataset = datasets.Dataset.from_list([{"messages": chat} for chat in CHAT])
     metrics = []
     for name, rows in (("list", CHAT), ("dataset", dataset)):
-        head = pipedraft.train(
+        head = pipedraft.train_head(
             "eagle3", target=model, dataset=rows, output_dir=tmp_path / name, **settings
         )
         assert head.folder == tmp_path / name / "best"
@@ -273,7 +276,9 @@ def test_a_head_is_trained_on_what_is_in_memory(in_fp32, model, tmp_path):
     with pytest.raises(ValueError, match="format: 'onnx' is unknown"):
         head.export("onnx", tmp_path / "other")
     with pytest.raises(ValueError, match="batch_token"):
-        pipedraft.train("eagle3", target=model, dataset=CHAT, output_dir=tmp_path, batch_token=1)
+        pipedraft.train_head(
+            "eagle3", target=model, dataset=CHAT, output_dir=tmp_path, batch_token=1
+        )
 
 
 @pytest.mark.all
@@ -301,7 +306,7 @@ def test_an_object_stands_for_its_folder_only_while_it_is_the_same(tmp_path):
     target = load_target(TARGET)
     target.get_decoder().norm.weight.data.mul_(2)
     with pytest.raises(ValueError, match="this object is no longer what .* holds"):
-        pipedraft.train("eagle3", target=target, dataset=CHAT, output_dir=tmp_path / "out")
+        pipedraft.train_head("eagle3", target=target, dataset=CHAT, output_dir=tmp_path / "out")
 
 
 def test_an_evaluation_is_compared_with_another(model, tmp_path, capsys):
@@ -310,11 +315,58 @@ def test_an_evaluation_is_compared_with_another(model, tmp_path, capsys):
     report = pipedraft.evaluate(model, out=tmp_path / "a", stages=4, **settings)
     other = pipedraft.evaluate(model, out=tmp_path / "b", schedule=["naive_pp"], **settings)
     assert capsys.readouterr().out == ""
+    assert to_json(report.entries) == to_json(Evaluated.read(report.folder).entries)
+    manifest = json.loads((report.folder / "manifest.json").read_text())
+    assert manifest["command"].startswith("python -m pipedraft.eval --target ")
     assert report.entries[0].method == "autoregressive" and "eagle3" in repr(report)
     assert (tmp_path / "a" / "report.html").is_file()
     assert f"{tmp_path}/a compared with {tmp_path}/b" in report.compare(other)
     with pytest.raises(ValueError, match="model: its draft has no name"):
         pipedraft.evaluate(pipedraft.load(model.target), benchmarks=["gsm8k"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"limt": 1}, "limt: unknown; did you mean limit?"),
+        ({"limit": 0}, "--limit: 0; give at least 1"),
+        ({"limit": "two"}, "--limit: Expected a int. Got value: two"),
+        ({"temperature": [0, -1]}, "--temperature: -1 is not a temperature; give 0"),
+        ({"bitwise": "no"}, "--bitwise: 'no'; give True or False"),
+        ({"tree": ["chain:3", "bush"]}, "tree: 'bush' is no tree"),
+        ({"draft": "ngram"}, "--draft: not allowed with --checkpoint"),
+        ({"backend": "process"}, "backend: 'process' starts processes"),
+    ],
+)
+def test_options_of_an_evaluation_are_checked_like_words(options, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipedraft.evaluate("head", benchmarks=["gsm8k"], out=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_and_words_make_the_same_options():
+    line = "--checkpoint a --benchmarks b,c --out d --temperature 0,1 --tree-width 1,4 --bitwise"
+    given = {"checkpoint": "a", "benchmarks": ("b", "c"), "out": "d", "limit": None}
+    given |= {"temperature": [0, 1], "tree_width": [1, 4], "bitwise": True, "score": False}
+    assert EvalOptions.of(given) == EvalOptions.read(line.split())
+
+
+@pytest.mark.parametrize(
+    "method, fields, message",
+    [
+        ("eagel3", {}, "method: 'eagel3' is unknown; did you mean 'eagle3'?"),
+        ("eagle3", {"optim": {"lr": -1}}, "optim.lr: -1.0; give above 0"),
+        ("eagle3", {"optim": {"rate": 1}}, "optim.rate: unknown"),
+        ("eagle3", {"optim": 3}, "optim: 3 does not fit; give a mapping"),
+        ("eagle3", {"seed": None}, "seed: null; give a value"),
+        ("eagle3", {"model": {"num_step": 3}}, "did you mean model.num_steps?"),
+    ],
+)
+def test_fields_of_a_run_are_checked_like_words(method, fields, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipedraft.train_head(
+            method, target=TARGET, dataset="a.jsonl", output_dir=tmp_path, **fields
+        )
 
 
 # -- documentation --------------------------------------------------------------------------

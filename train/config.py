@@ -12,8 +12,8 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 
 from ..data_recipes.recipe import DataConfig
 from ..errors import UsageError, check_ranges, nearest
-from ..files import read_yaml
-from ..options import HELP_FLAGS, explain, parse
+from ..files import Values, read_yaml
+from ..options import HELP_FLAGS, explain, parse, parse_values
 
 COUNT = "[1, 1e12]"
 OPTIM_RANGES = {
@@ -210,6 +210,10 @@ def _peek_method(arguments: Sequence[str], methods: Sequence[str], default: str 
         raise UsageError(
             f"method: missing; give --config FILE or --method, one of {', '.join(methods)}"
         )
+    return _known(method, methods)
+
+
+def _known(method: str, methods: Sequence[str]) -> str:
     if method not in methods:
         raise UsageError(f"method: {method!r} is unknown; {nearest(str(method), methods)}")
     return method
@@ -266,9 +270,21 @@ def parse_run(
         parser = make_parser(method, methods, example)
     else:
         parser = parser_of(method, tuple(methods.items()), example)
-    parsed = parse(parser, arguments)
+    return _make_run(parser, parse(parser, arguments), methods[method])
+
+
+def check_run(values: Values, methods: dict[str, type]) -> tuple[RunConfig, Any, str]:
+    """Check a run's configuration, given as nested values, like ``parse_run`` does for words."""
+    method = _known(values["method"], list(methods))
+    parser = parser_of(method, tuple(methods.items()), "")
+    return _make_run(parser, parse_values(parser, values), methods[method])
+
+
+def _make_run(
+    parser: ArgumentParser, parsed: Namespace, model_config: type
+) -> tuple[RunConfig, Any, str]:
     _refuse_nulls(RunConfig, parsed)
-    _refuse_nulls(methods[method], parsed.model, "model.")
+    _refuse_nulls(model_config, parsed.model, "model.")
     try:
         parts = vars(parser.instantiate(parsed))
         run = RunConfig(**{key: parts[key] for key in parts if key not in ("config", "model")})
