@@ -61,7 +61,7 @@ def check_draft(source: DraftSource) -> None:
 
 
 @dataclass
-class Batch:
+class DraftBatch:
     """Draft tokens that share one verification result."""
 
     start: int
@@ -145,8 +145,8 @@ class LinkedPipeline(Pipeline):
 
     def _restart(self) -> None:
         """Reset the state for a new session of the current sequence."""
-        self.batch: Batch | None = None
-        self.flights: deque[Batch] = deque()
+        self.batch: DraftBatch | None = None
+        self.flights: deque[DraftBatch] = deque()
         self.num_batches = 0
         """Batches sent in this epoch."""
         self.knows_root = True
@@ -196,7 +196,7 @@ class LinkedPipeline(Pipeline):
     # -- sending ----------------------------------------------------------------------------
 
     def begin_batch(self, size: int, start: int) -> None:
-        self.batch = Batch(start, size, self.now())
+        self.batch = DraftBatch(start, size, self.now())
 
     def drafted(self, num_tokens: int, started_s: float) -> None:
         self.estimates.observe_draft(self.now() - started_s)
@@ -232,7 +232,7 @@ class LinkedPipeline(Pipeline):
     def _batch_message(
         self,
         kind: Callable[..., messages.Preverify | Verify],
-        batch: Batch,
+        batch: DraftBatch,
         certain: list[int],
         ids: list[int],
         q: list[float],
@@ -282,7 +282,7 @@ class LinkedPipeline(Pipeline):
         if self._message_bytes is None:
             verifier, last = self.settings.verifier, self.target.vocab_size - 1
             certain = [] if self.knows_root else [0]
-            empty = self._batch_message(Verify, Batch(0, 0, 0.0), certain, [], [])
+            empty = self._batch_message(Verify, DraftBatch(0, 0, 0.0), certain, [], [])
             # Larger integers take more bytes: the largest id gives the upper bound.
             longer = msgspec.structs.replace(empty, ids=[last] * 8, q=[0.5] * 8 * verifier.needs_q)
             num_bytes, num_longer = map(self._size, (empty, longer))
