@@ -39,7 +39,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-from pipedraft.data_recipes.batch import collate, pack
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.recipe import load_data
 from pipedraft.models.draft import TargetReference
@@ -53,6 +52,7 @@ from pipedraft.models.target import (
     target_fingerprint,
 )
 from pipedraft.train import dflash
+from pipedraft.train.batch import collate, pack
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig

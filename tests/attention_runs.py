@@ -10,7 +10,7 @@ from datasets import Dataset
 from tiny_drafts import add_noise, seeded
 from torch import Tensor
 
-from pipedraft.data_recipes.batch import collate
+from pipedraft.train.batch import collate
 
 MASKS = ([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 0, 1])
 LABELS = [list(range(23, 3, -1)), [9, 20, 3, 11, 20]]

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from small_tokenizers import train_tokenizer
 
 from pipedraft.data_recipes.__main__ import main
-from pipedraft.data_recipes.batch import collate, length_bucketed_batches
+from pipedraft.data_recipes.batch import length_bucketed_batches
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.recipe import DataConfig, Source, load_data, split_rows
 from pipedraft.data_recipes.sources import list_files
+from pipedraft.train.batch import collate
 
 REFUSES_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"

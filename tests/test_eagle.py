@@ -10,10 +10,10 @@ from conftest import tiny_llama, tiny_qwen3
 from tiny_drafts import decode_chain, make_head, seeded
 from train_runs import BY_HEART
 
-from pipedraft.data_recipes.batch import pack
 from pipedraft.models import load_draft
 from pipedraft.models.eagle import Eagle
 from pipedraft.models.target import capture_hidden
+from pipedraft.train.batch import pack
 from pipedraft.train.eagle import (
     EVALUATED_DEPTH,
     EagleObjective,

@@ -18,10 +18,10 @@ from conftest import tiny_llama, tiny_qwen3
 from decode_runs import PROMPTS, SMALL, decode_exactly, engine_for
 from tiny_drafts import decode_chain, make_head
 
-from pipedraft.data_recipes.batch import pack
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import load_untied
 from pipedraft.models.target import capture_hidden
+from pipedraft.train.batch import pack
 from pipedraft.train.eagle3 import (
     Eagle3Objective,
     Eagle3TrainConfig,

@@ -24,13 +24,13 @@ from staged_targets import tiny
 from tiny_drafts import make_head, step_logits
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
-from pipedraft.data_recipes.batch import collate
 from pipedraft.models.draft import load_draft
 from pipedraft.models.exchange.export import Origin, export, mtp_parts
 from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.fingerprint import read_target
 from pipedraft.models.mtp import MTP
 from pipedraft.models.target import load_target
+from pipedraft.train.batch import collate
 from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
 
 STEPS, LENGTH = 4, 10

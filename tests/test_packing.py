@@ -16,12 +16,13 @@ from staged_targets import NUM_LAYERS, random_ids, tiny
 from torch.overrides import TorchFunctionMode
 from train_runs import logged, train
 
-from pipedraft.data_recipes.batch import collate, document_lengths, pack, packed_batches
+from pipedraft.data_recipes.batch import packed_batches
 from pipedraft.errors import UsageError
 from pipedraft.models import layers, structural
 from pipedraft.models.layers import GatedMLP, RotaryEmbedding
 from pipedraft.models.structural import structural_attention
 from pipedraft.models.target import capture_hidden
+from pipedraft.train.batch import collate, document_lengths, pack
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig, feature_noise

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import tiny_llama
 
-from pipedraft.data_recipes.batch import collate, pack
 from pipedraft.models.target import capture_hidden
+from pipedraft.train.batch import collate, pack
 from pipedraft.train.spd import RIDGE, SPDObjective, SPDTrainConfig
 
 

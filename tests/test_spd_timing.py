@@ -16,11 +16,11 @@ from decode_runs import (
 from spd_runs import decode_like_training
 from tiny_drafts import make_head, make_module
 
-from pipedraft.data_recipes.batch import collate
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.sources.spd import SPDSource
 from pipedraft.models.target import capture_hidden
+from pipedraft.train.batch import collate
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 
 OUTPUT = {"schedule": "spd", "timing": "output_states"}

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data_recipes.batch import document_lengths
 from ..errors import check_ranges
 from ..models.dflash import DFlash, DFlashConfig
 from ..models.draft import Draft, TargetReference
 from ..models.layers import LayerConfig, document_slices
+from .batch import document_lengths
 from .eagle3 import chain_lengths
 from .losses import LossKind
 from .objective import ChainObjective, DivergenceConfig, LossOutput

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data_recipes.batch import document_lengths, inner_mask
 from ..errors import check_ranges
 from ..files import Values
 from ..models.draft import Draft
 from ..models.eagle import Eagle, EagleConfig
+from .batch import document_lengths, inner_mask
 from .eagle3 import chain_lengths
 from .losses import chunked_distillation
 from .objective import (

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data_recipes.batch import document_lengths, document_places, inner_mask
 from ..errors import check_ranges
 from ..models import cpu
 from ..models.draft import Draft, TargetReference
 from ..models.eagle3 import Eagle3, Eagle3Config
 from ..models.layers import LayerConfig
 from ..models.mtp import MTP
+from .batch import document_lengths, document_places, inner_mask
 from .objective import ChainObjective, DivergenceConfig, LossOutput
 
 

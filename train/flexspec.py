@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data_recipes.batch import document_lengths
 from ..errors import check_ranges
 from ..files import Values
 from ..models.draft import Draft
 from ..models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
 from ..models.layers import LayerConfig
+from .batch import document_lengths
 from .objective import (
     EVALUATED_DEPTH,
     DraftObjective,

@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
-from ..data_recipes.batch import collate, pack
 from ..data_recipes.recipe import TokenizedData
 from ..data_recipes.table import Rows, row_lengths
 from ..files import partial
@@ -21,6 +20,7 @@ from ..models.cpu import muon_in_float32
 from ..models.draft import WEIGHTS_FILE
 from ..pretrained import context_length
 from . import checkpoint
+from .batch import collate, pack
 from .checkpoint import Progress, TrainingState
 from .config import RunConfig
 from .decoding import DECODED_LENGTH, decode, first_turns

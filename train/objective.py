@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..data_recipes.batch import document_lengths
 from ..data_recipes.recipe import TokenizedData
 from ..devices import place_draft
 from ..errors import blaming, check_ranges
@@ -32,6 +31,7 @@ from ..models.draft import (
 )
 from ..models.layers import LayerConfig
 from ..models.target import StagedTarget, capture_hidden
+from .batch import document_lengths
 from .checkpoint import Layout, layout_of
 from .features.reader import Features
 from .losses import DistillationLoss, Divergence, LossKind, chunked_distillation

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..data_recipes.batch import document_lengths
 from ..models.draft import Draft
 from ..models.ppsd import PPSD, PPSDConfig
+from .batch import document_lengths
 from .objective import (
     DivergenceConfig,
     LossOutput,

@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..data_recipes.batch import document_lengths, reorder
 from ..errors import check_ranges
 from ..files import Values
 from ..models.decoder import embed
 from ..models.draft import Draft
 from ..models.spd import SPD, SPDConfig
+from .batch import document_lengths, reorder
 from .objective import (
     DivergenceConfig,
     LossOutput,

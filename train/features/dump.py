@@ -20,13 +20,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...data_recipes.batch import collate, length_bucketed_batches
+from ...data_recipes.batch import length_bucketed_batches
 from ...data_recipes.fitting import load_fitting
 from ...data_recipes.recipe import TokenizedData
 from ...data_recipes.table import row_lengths
 from ...errors import make_folder
 from ...files import Values, publish, write_atomically
 from ...models.target import capture_hidden
+from ..batch import collate
 from ..config import RunConfig, parse_run
 from ..launch import (
     load_frozen_target,

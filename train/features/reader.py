@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data_recipes.batch import document_lengths
+from ..batch import document_lengths
 from .online import FeaturesLost, ServedStates
 from .shards import (
     decode,
