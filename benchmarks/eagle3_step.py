@@ -61,7 +61,7 @@ def gigaflop(args: argparse.Namespace, counted: float) -> dict[str, float]:
     gradient, so their fusion only computes the gradient for its weight.
     """
     rows, hidden = args.batch * args.length, args.hidden
-    lengths = chain_lengths(make_batch(args, counted, args.length)["loss_mask"], args.steps)
+    lengths = chain_lengths(make_batch(args, counted, args.length).mask_BT, args.steps)
     drafted, labels = int(lengths.sum()), int((lengths > 0).sum())
     layer, step = layer_gigaflop(args, rows, hidden), layer_gigaflop(args, drafted, hidden)
     one_head = 2e-9 * hidden * args.vocabulary

@@ -302,7 +302,7 @@ def training(args: Namespace) -> Findings:
         planned = planned_bytes(name, objective.target.config, step_args)
         torch.nn.Module.to(objective.target, "cuda", torch.bfloat16)
         step = make_step(objective)
-        batch = {x: y.to("cuda") for x, y in make_batch(step_args, 1.0, args.length).items()}
+        batch = make_batch(step_args, 1.0, args.length).to(torch.device("cuda"))
         with torch.autocast("cuda", torch.bfloat16):
             step(batch)
             torch.cuda.synchronize()

@@ -52,7 +52,7 @@ from pipedraft.models.target import (
     target_fingerprint,
 )
 from pipedraft.train import dflash
-from pipedraft.train.batch import collate, pack
+from pipedraft.train.batch import Batch
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig
@@ -206,7 +206,7 @@ def these_anchors(anchors_A: Tensor) -> Iterator[None]:
 
 def ours(objective: DFlashObjective, ids_T: Tensor, anchors_A: Tensor) -> Block:
     mask = [0] * PROMPT + [1] * (LENGTH - PROMPT)
-    batch = collate([{"input_ids": ids_T.tolist(), "loss_mask": mask}], 0)
+    batch = Batch.padded([{"input_ids": ids_T.tolist(), "loss_mask": mask}], 0)
     with these_anchors(anchors_A):
         output = objective(batch, torch.Generator())
     parameters = dict(objective.draft.named_parameters())
@@ -386,7 +386,7 @@ def load_by_specforge(place: Path, target: Any) -> Any:
     return model
 
 
-def chain_by_specforge(model: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
+def chain_by_specforge(model: Any, target: Any, batch: Batch) -> Tensor:
     """Return SpecForge's loss for a padded batch."""
     from specforge.algorithms.eagle3 import model as eagle3
 
@@ -394,8 +394,8 @@ def chain_by_specforge(model: Any, target: Any, batch: dict[str, Tensor]) -> Ten
         # Their kernel for this runs only on a GPU.
         return (mask * (p * (p.log() - logits.log_softmax(-1)))).sum(2).mean()
 
-    ids_BT, mask_BT = batch["input_ids"], batch["loss_mask"].clone()
-    mask_BT[torch.arange(len(mask_BT)), batch["lengths"] - 1] = 0  # as its data sets do
+    ids_BT, mask_BT = batch.ids_BT, batch.mask_BT.clone()
+    mask_BT[torch.arange(len(mask_BT)), torch.tensor(batch.lengths) - 1] = 0  # as its data sets do
     joined, output = taps_of(target, ids_BT)
     with patch.object(eagle3, "LogSoftmaxLoss", SimpleNamespace(apply=kl_mean)):
         trained = eagle3.OnlineEagle3Model(model, length=STEPS, attention_backend="sdpa")
@@ -420,7 +420,7 @@ def load_by_speculators(place: Path, target: Any) -> Any:
     return model.requires_grad_(True)
 
 
-def chain_by_speculators(model: Any, target: Any, batch: dict[str, Tensor]) -> Tensor:
+def chain_by_speculators(model: Any, target: Any, batch: Batch) -> Tensor:
     """Return speculators' loss for one document."""
     from speculators.losses.utils import resolve_loss_config
     from speculators.models.eagle3 import core
@@ -431,7 +431,7 @@ def chain_by_speculators(model: Any, target: Any, batch: dict[str, Tensor]) -> T
         loss, metrics = right(logits, targets, mask, *rest, **options)
         return loss * mask[:, rest[1] :].sum(), metrics  # its mean is over a step's rows
 
-    ids_1T, mask_1T = batch["input_ids"], batch["loss_mask"]
+    ids_1T, mask_1T = batch.ids_BT, batch.mask_BT
     joined, output = taps_of(target, ids_1T)
     with patch.object(core, "compute_metrics", summed):
         _, loss, _ = model(
@@ -466,9 +466,8 @@ def compare_chains(package: str) -> Iterator[tuple[str, Found]]:
         {"input_ids": torch.randint(VOCABULARY, (len(mask),)).tolist(), "loss_mask": mask}
         for mask in MASKS
     ]
-    padded, alone = collate(texts, 0), [collate([text], 0) for text in texts]
-    documents = [{name: x[0] for name, x in one.items()} for one in alone]
-    batches = {"alone": alone, "padded": [padded], "packed": [pack(documents)]}
+    padded, alone = Batch.padded(texts, 0), [Batch.padded([text], 0) for text in texts]
+    batches = {"alone": alone, "padded": [padded], "packed": [Batch.packed(texts)]}
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         target.save_pretrained(place / "target")
@@ -519,8 +518,8 @@ def train_chains(out: Path) -> None:
         trained = [x for x in model.parameters() if x.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3)
         for row in rows:
-            batch = collate([row], 0)
-            loss = run(model, target, batch) / batch["loss_mask"].sum()
+            batch = Batch.padded([row], 0)
+            loss = run(model, target, batch) / batch.mask_BT.sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

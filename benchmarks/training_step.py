@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from measurement import ProductRate, breakdown, measure_apart, seconds
-from torch import Tensor
 from torch.profiler import record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pipedraft.train.batch import Batch
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.loop import make_optimizers
 
@@ -60,23 +60,23 @@ def random_target(args: argparse.Namespace) -> Any:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def make_batch(args: argparse.Namespace, counted: float, length: int) -> dict[str, Tensor]:
+def make_batch(args: argparse.Namespace, counted: float, length: int) -> Batch:
     """Return turns with 128 positions. In each turn the last share ``counted`` is supervised."""
     answered_T = torch.arange(length) % 128 >= 128 * (1 - counted)
-    return {
-        "input_ids": torch.randint(args.vocabulary, (args.batch, length)),
-        "loss_mask": answered_T.expand(args.batch, -1),
-        "lengths": torch.full((args.batch,), length),
-    }
+    return Batch(
+        ids_BT=torch.randint(args.vocabulary, (args.batch, length)),
+        mask_BT=answered_T.expand(args.batch, -1),
+        lengths=[length] * args.batch,
+    )
 
 
-def make_step(objective: Any) -> Callable[[dict[str, Tensor]], int]:
+def make_step(objective: Any) -> Callable[[Batch], int]:
     """Return a function that runs one optimizer step and returns its supervised row count."""
     parameters = [p for p in objective.parameters() if p.requires_grad]
     (optimizer,) = make_optimizers(list(objective.named_parameters()), OptimConfig())
     generator = torch.Generator().manual_seed(0)
 
-    def step(batch: dict[str, Tensor]) -> int:
+    def step(batch: Batch) -> int:
         output = objective(batch, generator)
         (output.loss / output.counted).backward()
         with record_function(OPTIMIZER):

@@ -10,7 +10,7 @@ from datasets import Dataset
 from tiny_drafts import add_noise, seeded
 from torch import Tensor
 
-from pipedraft.train.batch import collate
+from pipedraft.train.batch import Batch
 
 MASKS = ([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 0, 1])
 LABELS = [list(range(23, 3, -1)), [9, 20, 3, 11, 20]]
@@ -32,7 +32,7 @@ def make_batch(masks, vocab=24):
     generator = seeded(5)
     rows = [torch.randint(vocab, (len(mask),), generator=generator).tolist() for mask in masks]
     pairs = zip(rows, masks, strict=True)
-    return collate([{"input_ids": ids, "loss_mask": mask} for ids, mask in pairs], 0)
+    return Batch.padded([{"input_ids": ids, "loss_mask": mask} for ids, mask in pairs], 0)
 
 
 def rows(*shape, dtype=torch.float64, seed=0):
@@ -56,7 +56,7 @@ def assert_loss_and_gradients(objective, batch, expected, expected_sums):
     parameters = dict(objective.named_parameters())
     expected_gradients = torch.autograd.grad(expected, [*parameters.values()])
     output = objective(batch, torch.Generator())
-    assert int(output.counted) == objective.num_counted(batch) == expected_sums["count_1"]
+    assert int(output.counted) == objective.num_supervised(batch) == expected_sums["count_1"]
     torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-12)
     for name, value in expected_sums.items():
         assert output.sums[name].item() == pytest.approx(value, abs=1e-9), name

@@ -65,7 +65,7 @@ def decoded_block(draft, ids_T, feature_TH, anchor):
 def assert_training_is_decoding(objective) -> None:
     T, draft = 12, objective.draft
     batch = make_batch([[1] * T] * 2)
-    ids_BT = batch["input_ids"]
+    ids_BT = batch.ids_BT
     with torch.no_grad():
         taps = capture_hidden(objective.target, ids_BT, draft.taps)
         feature_BTH = draft.feature(taps)
@@ -137,7 +137,7 @@ def plain_loss(objective, batch):
     names = [f"{k}_{i + 1}" for k in ("acceptance", "agreement", "count") for i in range(S)]
     loss, sums = 0.0, dict.fromkeys(names, 0.0)
     depth = objective.target.config.num_hidden_layers
-    columns = (batch[name] for name in ("input_ids", "loss_mask", "lengths"))
+    columns = batch.ids_BT, batch.mask_BT, batch.lengths
     for ids, mask, length in zip(*columns, strict=True):
         ids, mask = ids[:length], mask[:length].tolist()
         taps = capture_hidden(objective.target, ids[None], {*objective.draft.taps, depth})

@@ -32,7 +32,7 @@ PROMPT = [7, 3, 9, 3, 7, 1]
 
 
 def train_on_gpu(world: World, method: str, folder: Path, **changes: Any) -> tuple[Log, float]:
-    """Run a micro-batch on the pretended GPU; return its log and the gradient norm."""
+    """Run a step of one micro-batch on the pretended GPU; return its log and the gradient norm."""
     trainer = world.trainer(method, folder, precision="bf16", **changes)
     objective = trainer.objective
     vars(objective).pop("forward", None)  # accelerate's autocast for the CPU
@@ -49,10 +49,7 @@ def train_on_gpu(world: World, method: str, folder: Path, **changes: Any) -> tup
             trainer.optimizers = make_optimizers(named, trainer.config.optim)
             batch = trainer.load(trainer.data.train, [0, 1, 2])
             log.clear()
-            trainer._passes([batch], scale=torch.ones((), device=CUDA))
-            counted = Log(log.launches.copy(), log.replayed, log.uploads.copy(), log.syncs.copy())
-            values = trainer.optimize([batch])
-            return counted, values["grad_norm"]
+            return log, trainer.optimize([batch])["grad_norm"]
     finally:
         state["device"] = before
 

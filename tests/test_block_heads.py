@@ -202,7 +202,7 @@ def test_anchors_are_drawn_among_those_that_have_a_label():
     assert [anchors.tolist() for anchors in every] == expected
     assert counts_P[torch.cat(every)].tolist() == [3, 3, 3, 3, 2, 1, 1, 1, 3, 2, 1]
     objective = make_objective(num_anchors=3)
-    assert objective.num_counted(BATCH) == 6
+    assert objective.num_supervised(BATCH) == 6
     generator, losses = torch.Generator().manual_seed(1), set()
     for _ in range(4):
         drawn = draw_anchors(counts_P, documents, 3, generator)

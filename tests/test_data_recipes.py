@@ -17,7 +17,7 @@ from pipedraft.data_recipes.batch import length_bucketed_batches
 from pipedraft.data_recipes.chat import ChatRenderer
 from pipedraft.data_recipes.recipe import DataConfig, Source, load_data, split_rows
 from pipedraft.data_recipes.sources import list_files
-from pipedraft.train.batch import collate
+from pipedraft.train.batch import Batch
 
 REFUSES_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
@@ -273,10 +273,10 @@ def test_collate_pads_ids_and_leaves_padding_unsupervised():
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
         {"input_ids": [8], "loss_mask": [1]},
     ]
-    batch = collate(rows, pad_id=9)
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
-    assert batch["loss_mask"].tolist() == [[False, True, True], [True, False, False]]
-    assert batch["lengths"].tolist() == [3, 1]
+    batch = Batch.padded(rows, pad_id=9)
+    assert batch.ids_BT.tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch.mask_BT.tolist() == [[False, True, True], [True, False, False]]
+    assert batch.lengths == [3, 1]
 
 
 def test_the_command_writes_sets_and_report(tokenizer, tmp_path, capsys):

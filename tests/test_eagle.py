@@ -13,7 +13,7 @@ from train_runs import BY_HEART
 from pipedraft.models import load_draft
 from pipedraft.models.eagle import Eagle
 from pipedraft.models.target import capture_hidden
-from pipedraft.train.batch import pack
+from pipedraft.train.batch import Batch
 from pipedraft.train.eagle import (
     EVALUATED_DEPTH,
     EagleObjective,
@@ -93,7 +93,7 @@ def test_a_row_counts_when_its_tokens_are_all_of_one_assistant_turn(depth):
 # -- the objective --------------------------------------------------------------------------
 
 
-def batch_of(trainer, num_rows: int) -> dict[str, torch.Tensor]:
+def batch_of(trainer, num_rows: int) -> Batch:
     return trainer.load(trainer.data.train, list(range(num_rows)))
 
 
@@ -105,7 +105,7 @@ def test_the_loss_is_the_regression_and_a_tenth_of_the_divergence(world, tmp_pat
     head, target = objective.draft, objective.target
     expected, count, agreed = 0.0, 0, 0
     with torch.no_grad():
-        for ids_T, mask_T in zip(batch["input_ids"], batch["loss_mask"].tolist(), strict=True):
+        for ids_T, mask_T in zip(batch.ids_BT, batch.mask_BT.tolist(), strict=True):
             full = target(input_ids=ids_T[None], output_hidden_states=True)
             f_TH, logits_TV = full.hidden_states[-1][0], full.logits[0]
             states_RH = head.causal_rows(ids_T[None, 1:], f_TH[None, :-1])[0]
@@ -118,7 +118,7 @@ def test_the_loss_is_the_regression_and_a_tenth_of_the_divergence(world, tmp_pat
                     expected += 0.1 * float(divergence)
                     agreed += int(p_V.argmax() == draft_V.argmax())
                     count += 1
-    assert int(output.counted) == objective.num_counted(batch) == count
+    assert int(output.counted) == objective.num_supervised(batch) == count
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-4)
     assert int(output.sums["agreement"]) == agreed
 
@@ -150,7 +150,7 @@ def test_rates_of_deeper_draft_tokens_are_those_of_decoded_chains(world, tmp_pat
     with torch.no_grad():
         sums = objective(batch, seeded(0), depth=depth).sums
         count, agreed = 0, 0
-        for ids_T, mask_T in zip(batch["input_ids"], batch["loss_mask"].tolist(), strict=True):
+        for ids_T, mask_T in zip(batch.ids_BT, batch.mask_BT.tolist(), strict=True):
             f_TH = target(input_ids=ids_T[None], output_hidden_states=True).hidden_states[-1][0]
             for t in range(len(ids_T) - 1 - depth):
                 if all(mask_T[t + 1 : t + 2 + depth]):
@@ -229,12 +229,11 @@ def test_alone_padded_and_packed_documents_have_one_loss(rows):
     masks = [*MASKS, [0, 0, 1, 1, 1], [0, 1, 0, 1]]  # documents that end on an assistant token, too
     batch, alone, documents = make_batch(masks), 0.0, []
     for index, mask in enumerate(masks):
-        one = {name: x[index : index + 1] for name, x in batch.items()}
-        one = {name: x[:, : len(mask)] if x.ndim > 1 else x for name, x in one.items()}
+        documents.append({"input_ids": batch.ids_BT[index, : len(mask)], "loss_mask": mask})
+        one = Batch.padded(documents[-1:], 0)
         alone = alone + objective(one, torch.Generator()).loss
-        documents.append({name: x[0] for name, x in one.items()})
-    for together in (batch, pack(documents)):
+    for together in (batch, Batch.packed(documents)):
         torch.testing.assert_close(
             objective(together, torch.Generator()).loss, alone, rtol=1e-9, atol=0
         )
-        assert objective.num_counted(together) > 0
+        assert objective.num_supervised(together) > 0

@@ -21,7 +21,7 @@ from tiny_drafts import decode_chain, make_head
 from pipedraft.models.banded_attention import ttt_attention
 from pipedraft.models.draft import load_untied
 from pipedraft.models.target import capture_hidden
-from pipedraft.train.batch import pack
+from pipedraft.train.batch import Batch
 from pipedraft.train.eagle3 import (
     Eagle3Objective,
     Eagle3TrainConfig,
@@ -127,7 +127,7 @@ def counts_at(mask, row, step, rows="turn") -> bool:
     ids=str,
 )
 def test_a_row_counts_at_the_steps_whose_label_is_in_the_turn_of_its_token(mask):
-    lengths = chain_lengths(torch.tensor([mask]), 4)[0].tolist()
+    lengths = chain_lengths(torch.tensor([mask]).bool(), 4)[0].tolist()
     for row in range(len(mask)):
         assert [counts_at(mask, row, step) for step in range(4)] == [
             step < lengths[row] for step in range(4)
@@ -148,7 +148,7 @@ WINDOWED = {"sliding_window": 3, **ROPE}
 
 
 def features_of(objective, batch):
-    taps = capture_hidden(objective.target, batch["input_ids"], objective.draft.taps)
+    taps = capture_hidden(objective.target, batch.ids_BT, objective.draft.taps)
     return objective.draft.feature(taps)
 
 
@@ -161,12 +161,12 @@ def test_the_states_of_training_are_those_of_decoding(family, flags):
     with torch.no_grad():
         feature = features_of(objective, batch)
         # Every row with a label at its step, the two texts' rows interleaved.
-        lengths, order = chain_lengths(batch["loss_mask"], steps).flatten().sort(descending=True)
+        lengths, order = chain_lengths(batch.mask_BT, steps).flatten().sort(descending=True)
         step_rows = [order[lengths > step] for step in range(steps)]
-        states = draft.unroll(feature, batch["input_ids"], step_rows)
+        states = draft.unroll(feature, batch.ids_BT, step_rows)
         for text in range(2):
             for row in range(T - 2):
-                ids_T, depth = batch["input_ids"][text], min(steps, T - 2 - row)
+                ids_T, depth = batch.ids_BT[text], min(steps, T - 2 - row)
                 chain = decode_chain(draft, ids_T, feature[text], row, depth)
                 for step, expected in enumerate(chain):
                     place = (step_rows[step] == text * T + row).nonzero().item()
@@ -185,7 +185,7 @@ def test_training_without_the_window_is_not_decoding(monkeypatch):
 
 def plain_loss(objective, batch):
     """Oracle: every row at every step with a dense mask, whole logits, gradients by autograd."""
-    config, draft, ids = objective.config, objective.draft, batch["input_ids"]
+    config, draft, ids = objective.config, objective.draft, batch.ids_BT
     B, T = ids.shape
     taps = capture_hidden(objective.target, ids, {*draft.taps, draft.config.num_target_layers})
     p_full = objective.target.lm_head(
@@ -208,7 +208,7 @@ def plain_loss(objective, batch):
         q = draft.logits(state).softmax(-1)
         for text in range(B):
             for row in range(T):
-                mask = batch["loss_mask"][text, : batch["lengths"][text]].tolist()
+                mask = batch.mask_BT[text, : batch.lengths[text]].tolist()
                 if not counts_at(mask, row, step, config.rows):
                     continue
                 p_all, q_row = p_full[text, row + 1 + step], q[text, row]
@@ -261,7 +261,7 @@ def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_functio
 @pytest.mark.parametrize("mask", [[1] * 6, [0, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 0], [1, 0]])
 def test_a_speculators_row_has_the_mask_of_its_fed_token_and_the_last_one_counts(mask):
     """speculators 0.9.0 drops each text's first mask, and moves the rest by one more a step."""
-    batch = {"loss_mask": torch.tensor([mask]), "lengths": torch.tensor([len(mask)])}
+    batch = Batch.padded([{"input_ids": mask, "loss_mask": mask}], 0)
     counted_TS = counted_steps(batch, 3, "speculators")[0]
     for step in range(3):
         theirs = [bool(x) for x in mask[1 + step :]]
@@ -275,14 +275,11 @@ def test_padding_and_company_change_nothing(rows):
     batch, alone, documents = make_batch(masks), 0.0, []
     together = objective(batch, torch.Generator())
     for index, mask in enumerate(masks):
-        one = {
-            name: x[index : index + 1, ..., : len(mask)] if x.ndim > 1 else x[index : index + 1]
-            for name, x in batch.items()
-        }
+        documents.append({"input_ids": batch.ids_BT[index, : len(mask)], "loss_mask": mask})
+        one = Batch.padded(documents[-1:], 0)
         alone = alone + objective(one, torch.Generator()).loss
-        documents.append({name: x[0] for name, x in one.items()})
     torch.testing.assert_close(together.loss, alone, rtol=1e-10, atol=0)
-    packed = objective(pack(documents), torch.Generator())
+    packed = objective(Batch.packed(documents), torch.Generator())
     torch.testing.assert_close(packed.loss, alone, rtol=1e-9, atol=0)
     assert packed.counted == together.counted > 0
 

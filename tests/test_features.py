@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,9 @@ def test_a_packed_row_has_the_states_of_its_documents(world, dumps, tmp_path):
     features, dtype = trainer.objective.features, torch.float32
     batch = trainer.load(trainer.data.train, [7, 3, 11])
     padded = features.read(batch, [2, 4], dtype)
-    is_text_BT = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
-    packed = features.read(
-        {**batch, "input_ids": batch["input_ids"][is_text_BT][None]}, [2, 4], dtype
-    )
+    is_text_BT = batch.places() >= 0
+    packed = replace(batch, ids_BT=batch.ids_BT[is_text_BT][None])
+    packed = features.read(packed, [2, 4], dtype)
     for layer, states_BTH in packed.items():
         assert torch.equal(states_BTH[0], padded[layer][is_text_BT])
         assert not padded[layer][~is_text_BT].any()

@@ -29,7 +29,6 @@ from pipedraft.train.features.online import FeaturesLost, ServedStates
 from pipedraft.train.features.partial_target import TIE, check_served, open_features
 from pipedraft.train.features.reader import Features
 from pipedraft.train.features.shards import INDEX
-from pipedraft.train.loop import OF_THE_HOST
 
 world = feature_runs.world
 dumps = feature_runs.dumps
@@ -433,8 +432,7 @@ def test_states_go_to_a_gpu_from_pinned_memory(world, dumps, tmp_path, monkeypat
         features = Features(source, pins=True)
         features.expect([(rows[1], trainer.data.train[rows[1]]["input_ids"])])
         for batch, states in zip(batches, expected, strict=True):
-            moved = {key: x if key in OF_THE_HOST else x.to("cuda:0") for key, x in batch.items()}
-            found = features.read(moved, [2, 4], torch.float32)
+            found = features.read(batch.to(torch.device("cuda:0")), [2, 4], torch.float32)
             for layer, states_BTH in states.items():
                 assert torch.equal(found[layer].cpu(), states_BTH)
     num_tensors = 2 * len(source.layers)  # int8 has scales

@@ -17,6 +17,7 @@ from train_runs import BY_HEART, assert_learns_by_heart, losses_on_one_batch
 from pipedraft.models import load_draft
 from pipedraft.models.flexspec import FlexSpec
 from pipedraft.train import flexspec as flexspec_training
+from pipedraft.train.batch import Batch
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig, prefix_survival
 from pipedraft.train.objective import labeled_rows
 
@@ -27,7 +28,7 @@ def expected_loss(objective, batch) -> tuple[float, float]:
     """Loss and agreement, row by row from the target's own logits and final hidden states."""
     draft, target, config = objective.draft, objective.target, objective.config
     temperature, loss, agreed = config.distillation_temperature, 0.0, 0
-    for ids_T, mask_T in zip(batch["input_ids"], batch["loss_mask"].tolist(), strict=True):
+    for ids_T, mask_T in zip(batch.ids_BT, batch.mask_BT.tolist(), strict=True):
         full = target(input_ids=ids_T[None], output_hidden_states=True)
         states_TEH = draft(ids_T[None])[0]
         for t in range(len(ids_T) - 1):
@@ -61,7 +62,7 @@ def compare_losses(world, folder, changes) -> None:
         objective.regressor.weight.data.add_(0.1 * torch.randn(32, 32))
     output = objective(batch, torch.Generator())
     loss, agreed = expected_loss(objective, batch)
-    assert output.counted == objective.num_counted(batch) == labeled_rows(batch).sum() > 0
+    assert output.counted == objective.num_supervised(batch) == labeled_rows(batch).sum() > 0
     assert output.loss.item() == pytest.approx(loss, rel=1e-4)
     assert output.sums["agreement"] == agreed
 
@@ -158,11 +159,10 @@ def test_the_score_is_the_acceptance_length_of_decoded_chains(world, tmp_path):
     prompt, new_tokens = [7, 3, 9, 3], 60
     text = [*prompt, *greedy_reference(target, prompt, new_tokens)]
     mask = [0] * len(prompt) + [1] * (len(text) - len(prompt))
-    batch = {"input_ids": torch.tensor([text]), "loss_mask": torch.tensor([mask])}
-    batch["lengths"] = torch.tensor([len(text)])
+    batch = Batch.padded([{"input_ids": text, "loss_mask": mask}], 0)
     with torch.no_grad():
         sums = objective(batch, torch.Generator(), depth=depth).sums
-        states_TEH = draft(batch["input_ids"])[0]
+        states_TEH = draft(batch.ids_BT)[0]
         draft_tokens = draft.draft_ids[draft.logits(states_TEH).argmax(-1)].tolist()
     right = [
         draft_token == token for draft_token, token in zip(draft_tokens, text[1:], strict=False)

@@ -31,6 +31,7 @@ from train_runs import (
 
 from pipedraft import files
 from pipedraft.train import checkpoint, launch
+from pipedraft.train.batch import Batch
 from pipedraft.train.launch import Stopping
 from pipedraft.train.objective import LossOutput
 
@@ -283,10 +284,16 @@ def test_patience_without_validation_rows_is_refused(runs, tmp_path):
 def load_bad_batches(path: Path) -> SimpleNamespace:
     with safe_open(path, "pt") as file:
         metadata: Mapping[str, str] = file.metadata()
-        batches: dict[int, dict[str, torch.Tensor]] = {}
-        for key in file.keys():  # noqa: SIM118 (no mapping)
-            index, _, name = key.partition(".")
-            batches.setdefault(int(index), {})[name] = file.get_tensor(key)
+        indices = {int(key.partition(".")[0]) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        batches = {
+            index: Batch(
+                ids_BT=file.get_tensor(f"{index}.input_ids"),
+                mask_BT=file.get_tensor(f"{index}.loss_mask"),
+                lengths=file.get_tensor(f"{index}.lengths").tolist(),
+                rows=file.get_tensor(f"{index}.rows").tolist(),
+            )
+            for index in sorted(indices)
+        }
     losses = {int(index): float(loss) for index, loss in json.loads(metadata["losses"]).items()}
     step, rank = int(metadata["step"]), int(metadata["rank"])
     return SimpleNamespace(step=step, rank=rank, losses=losses, batches=batches)
@@ -313,7 +320,7 @@ def test_the_batch_of_a_loss_that_is_not_finite_is_kept_and_fails_again(runs, tm
     assert (bad.step, bad.rank) == (trainer.progress.step, 0)
     assert 0 < len(bad.batches) < 3
     for batch in bad.batches.values():
-        assert (batch["input_ids"] == token).any()
+        assert (batch.ids_BT == token).any()
     index, batch = next(iter(bad.batches.items()))
     assert math.isnan(bad.losses[index])
 
@@ -336,7 +343,8 @@ def test_a_gradient_that_alone_is_not_finite_keeps_the_whole_window(runs, tmp_pa
     bad = load_bad_batches(next(tmp_path.glob("bad_batch-step-0000000-rank-0.safetensors")))
     assert all(map(math.isfinite, bad.losses.values()))
     for kept, batch in zip(bad.batches.values(), window, strict=True):
-        assert all(torch.equal(kept[name], batch[name]) for name in batch)
+        assert torch.equal(kept.ids_BT, batch.ids_BT) and torch.equal(kept.mask_BT, batch.mask_BT)
+        assert (kept.lengths, kept.rows) == (batch.lengths, batch.rows)
 
 
 def test_an_infinite_loss_with_a_finite_gradient_ends_the_run_too(runs, tmp_path):

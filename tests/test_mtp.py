@@ -30,7 +30,7 @@ from pipedraft.models.exchange.peers import import_head
 from pipedraft.models.fingerprint import read_target
 from pipedraft.models.mtp import MTP
 from pipedraft.models.target import load_target
-from pipedraft.train.batch import collate
+from pipedraft.train.batch import Batch
 from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
 
 STEPS, LENGTH = 4, 10
@@ -293,7 +293,7 @@ def test_a_layer_is_fine_tuned_and_goes_back_into_its_target(place, tmp_path):
     for name, value in place.head.state_dict().items():
         assert torch.equal(draft.state_dict()[name], value)
     ids = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(2)).tolist()
-    batch = collate([{"input_ids": row, "loss_mask": [0] * 2 + [1] * 22} for row in ids], 0)
+    batch = Batch.padded([{"input_ids": row, "loss_mask": [0] * 2 + [1] * 22} for row in ids], 0)
     first, *_, last = tune(objective, batch, 15)
     assert last["loss"] < 0.5 * first["loss"] and last["score"] > first["score"] + 0.3
     (tmp_path / "tuned").mkdir()
@@ -306,7 +306,7 @@ def test_a_layer_is_fine_tuned_and_goes_back_into_its_target(place, tmp_path):
 
 def test_the_loss_of_a_later_token_decays(place):
     """Doubling the decay for two steps moves the loss by the second step's weight."""
-    batch = collate([{"input_ids": IDS.tolist(), "loss_mask": [1] * LENGTH}], 0)
+    batch = Batch.padded([{"input_ids": IDS.tolist(), "loss_mask": [1] * LENGTH}], 0)
     first, half, whole = (
         make_objective(place.target, init_from=str(place.folder / "mtp"), **options)(
             batch, torch.Generator()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipedraft.models import layers, structural
 from pipedraft.models.layers import GatedMLP, RotaryEmbedding
 from pipedraft.models.structural import structural_attention
 from pipedraft.models.target import capture_hidden
-from pipedraft.train.batch import collate, document_lengths, pack
+from pipedraft.train.batch import Batch
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
 from pipedraft.train.eagle import EagleObjective, EagleTrainConfig, feature_noise
@@ -75,7 +76,7 @@ def run(objective, batches, **options) -> tuple[dict[str, torch.Tensor], list[to
     gradients: Any = [torch.zeros_like(p) for p in parameters]
     for batch in batches:
         output = objective(batch, torch.Generator().manual_seed(0), **options)
-        assert int(output.counted) == objective.num_counted(batch)
+        assert int(output.counted) == objective.num_supervised(batch)
         entries = {"loss": output.loss.detach(), "count": output.counted, **output.sums}
         sums = {key: sums.get(key, 0) + value.double() for key, value in entries.items()}
         if output.loss.requires_grad:
@@ -102,8 +103,8 @@ def packed_and_apart(objective, monkeypatch, seed=0, **options):
     rows = make_rows()
     generator = torch.Generator().manual_seed(seed)
     draw_from(monkeypatch, torch.randint(1, 5, (len(rows),), generator=generator).tolist())
-    packed = run(objective, [pack(rows)], **options)
-    return packed, run(objective, [collate([row], 0) for row in rows], **options)
+    packed = run(objective, [Batch.packed(rows)], **options)
+    return packed, run(objective, [Batch.padded([row], 0) for row in rows], **options)
 
 
 def assert_same(packed, apart, tolerance=1e-9) -> None:
@@ -327,10 +328,10 @@ def test_a_label_across_a_boundary_is_caught(monkeypatch):
     """Known-bad: the first tokens in documents keep their mask; the whole row is one text."""
     objective, rows = make_objective("spd_newest"), make_rows()
     draw_from(monkeypatch, [4] * len(rows))
-    batch = pack(rows)
-    right = objective.num_counted(batch)
-    batch["loss_mask"] = torch.cat([torch.tensor(row["loss_mask"]) for row in rows])[None].bool()
-    assert objective.num_counted(batch) > right
+    batch = Batch.packed(rows)
+    mask_BT = torch.cat([torch.tensor(row["loss_mask"]) for row in rows])[None].bool()
+    wrong = replace(batch, mask_BT=mask_BT)
+    assert objective.num_supervised(wrong) > objective.num_supervised(batch)
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -338,13 +339,30 @@ def test_a_label_across_a_boundary_is_caught(monkeypatch):
 
 def test_a_packed_batch_has_no_padding_and_no_label_on_a_first_token():
     rows = make_rows([3, 1, 2])
-    batch = pack(rows)
-    assert batch["input_ids"].tolist() == [sum((row["input_ids"] for row in rows), [])]
-    assert batch["loss_mask"].tolist() == [[False, True, True, False, False, True]]
-    assert document_lengths(batch) == batch["lengths"].tolist() == [3, 1, 2]
-    assert [x.dtype for x in batch.values()] == [torch.int64, torch.bool, torch.int64]
-    assert document_lengths(collate(rows, 0)) is None
-    assert document_lengths(pack(rows[:1])) is None
+    batch = Batch.packed(rows)
+    assert batch.ids_BT.tolist() == [sum((row["input_ids"] for row in rows), [])]
+    assert batch.mask_BT.tolist() == [[False, True, True, False, False, True]]
+    assert batch.documents == batch.lengths == [3, 1, 2]
+    assert (batch.ids_BT.dtype, batch.mask_BT.dtype) == (torch.int64, torch.bool)
+    assert Batch.padded(rows, 0).documents is None
+    assert Batch.packed(rows[:1]).documents is None
+
+
+@pytest.mark.parametrize("make_batch", [Batch.packed, lambda rows: Batch.padded(rows, 0)])
+def test_a_batch_in_another_order_is_the_batch_of_its_examples_in_that_order(make_batch):
+    rows, order = make_rows(), [3, 0, 5, 1, 4, 2]
+    numbers = [10 + index for index in range(len(rows))]
+
+    def whole(batch: Batch, rows: list[int]) -> Batch:
+        states_BTH = batch.ids_BT[..., None] * torch.ones(2)
+        return replace(batch, rows=rows, features={3: states_BTH})
+
+    moved = whole(make_batch(rows), numbers).reorder(order)
+    wanted = whole(make_batch([rows[i] for i in order]), [numbers[i] for i in order])
+    assert (moved.lengths, moved.rows) == (wanted.lengths, wanted.rows)
+    assert torch.equal(moved.mask_BT, wanted.mask_BT)
+    assert torch.equal(moved.ids_BT, wanted.ids_BT)
+    assert torch.equal(moved.features[3], wanted.features[3])
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -375,7 +393,9 @@ def test_noise_of_a_document_is_scaled_by_its_own_length():
 # -- less memory -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make_batch", [pack, lambda rows: collate(rows, 0)], ids=["packed", "row"])
+@pytest.mark.parametrize(
+    "make_batch", [Batch.packed, lambda rows: Batch.padded(rows, 0)], ids=["packed", "row"]
+)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_checkpointed_layers_run_twice_and_give_the_same_bits(name, make_batch, monkeypatch):
     rows, results, calls = make_rows(), [], []

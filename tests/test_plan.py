@@ -42,7 +42,7 @@ def counted(objective, precision: str) -> tuple[LiveBytes, LiveBytes, float]:
     with evaluation, autocast, torch.no_grad():
         for options in objective.evaluation_passes():
             objective(batch, generator, **options)
-    return step, evaluation, flops.get_total_flops() / batch["input_ids"].numel()
+    return step, evaluation, flops.get_total_flops() / batch.ids_BT.numel()
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.all), "bf16"])

@@ -251,7 +251,7 @@ def test_the_loss_is_the_divergence_before_every_assistant_token(world, tmp_path
     batch = trainer.load(trainer.data.train, [0, 1, 2])
     output = objective(batch, torch.Generator())
     loss, agreed, count = 0.0, 0, 0
-    for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+    for ids, mask in zip(batch.ids_BT, batch.mask_BT, strict=True):
         p = target(ids[None]).logits[0].double().softmax(-1)
         logits = draft.logits(draft(capture_hidden(target, ids[None], draft.taps)))[0].double()
         for position in range(len(ids) - 1):
@@ -262,7 +262,7 @@ def test_the_loss_is_the_divergence_before_every_assistant_token(world, tmp_path
                 loss += F.kl_div(log_q, inside, reduction="sum").item()
                 agreed += int(draft.draft_ids[log_q.argmax()] == p[position].argmax())
                 count += 1
-    assert output.counted == count == objective.num_counted(batch) == labeled_rows(batch).sum()
+    assert output.counted == count == objective.num_supervised(batch) == labeled_rows(batch).sum()
     assert output.loss.item() == pytest.approx(loss, rel=1e-4)
     assert output.sums["agreement"] == agreed
 

@@ -7,7 +7,7 @@ import torch
 from conftest import tiny_llama
 
 from pipedraft.models.target import capture_hidden
-from pipedraft.train.batch import collate, pack
+from pipedraft.train.batch import Batch
 from pipedraft.train.spd import RIDGE, SPDObjective, SPDTrainConfig
 
 
@@ -26,7 +26,7 @@ def make_rows(seed: int = 0) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "loss_mask": [1] * len(row)} for row in ids]
 
 
-@pytest.mark.parametrize("make_batch", [lambda rows: collate(rows, 0), pack])
+@pytest.mark.parametrize("make_batch", [lambda rows: Batch.padded(rows, 0), Batch.packed])
 def test_ridge_solves_the_normal_equations_without_padding(make_batch):
     rows = make_rows()
     objective = make_objective(start="ridge")
@@ -50,12 +50,12 @@ def test_ridge_solves_the_normal_equations_without_padding(make_batch):
 def test_the_start_is_left_alone_unless_asked_for():
     objective = make_objective()
     before = objective.draft.projections[0].weight.clone()
-    objective.start_on(iter([collate(make_rows(), 0)]))
+    objective.start_on(iter([Batch.padded(make_rows(), 0)]))
     assert torch.equal(before, objective.draft.projections[0].weight)
 
 
 def test_several_fills_are_the_mean_of_single_ones():
-    batch = collate(make_rows(), 0)
+    batch = Batch.padded(make_rows(), 0)
     one, three = make_objective(), make_objective(fills=3)
     three.draft.load_state_dict(one.draft.state_dict())
     generator = torch.Generator().manual_seed(3)

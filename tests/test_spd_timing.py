@@ -20,7 +20,7 @@ from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.sources.spd import SPDSource
 from pipedraft.models.target import capture_hidden
-from pipedraft.train.batch import collate
+from pipedraft.train.batch import Batch
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 
 OUTPUT = {"schedule": "spd", "timing": "output_states"}
@@ -115,7 +115,7 @@ def test_training_draws_and_evaluates_the_fills_of_after_a_step():
     config = SPDTrainConfig(num_stages=4, num_layers=1, **TRAINED)
     no_data = SimpleNamespace(report=SimpleNamespace(to_dict=dict))
     objective = SPDObjective(config, target, target_name="tiny", revision=None, data=no_data)
-    batch = collate([{"input_ids": [1, 2], "loss_mask": [1, 1]}] * 60, 0)
+    batch = Batch.padded([{"input_ids": [1, 2], "loss_mask": [1, 1]}] * 60, 0)
     _, fills = objective._fill(batch, torch.Generator().manual_seed(0))
     assert set(fills) == {1, 2, 3} and 15 < fills.count(3) < 45
     assert objective.evaluation_passes() == [{"occupancies": range(1, 4)}]

@@ -27,6 +27,7 @@ from train_runs import (
 
 from pipedraft.models import load_draft
 from pipedraft.train import checkpoint
+from pipedraft.train.batch import Batch
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.launch import rate_factor
 from pipedraft.train.log import MetricsLog
@@ -84,7 +85,7 @@ def test_a_fresh_start_forgets_the_log_of_a_run_that_never_saved(world, tmp_path
 # -- one optimizer step ---------------------------------------------------------------------
 
 
-def gradients_of(trainer: Any, window: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def gradients_of(trainer: Any, window: list[Batch]) -> dict[str, torch.Tensor]:
     """Gradients as given to the optimizers, in float64."""
     trainer.optimizers = []
     trainer.module.zero_grad()
@@ -107,7 +108,7 @@ def test_accumulation_averages_over_tokens_and_not_over_batches(world, tmp_path,
     order = sorted(range(len(trainer.lengths)), key=lambda row: trainer.lengths[row])
     short, long = order[:5], order[-1:]
     load = lambda rows: trainer.load(trainer.data.train, rows)  # noqa: E731
-    counts = [trainer.objective.num_counted(load(rows)) for rows in (short, long)]
+    counts = [trainer.objective.num_supervised(load(rows)) for rows in (short, long)]
     assert counts[0] > 1.5 * counts[1]
     together = gradients_of(trainer, [load(short + long)])
     apart = gradients_of(trainer, [load(short), load(long)])
@@ -156,8 +157,8 @@ def test_a_batch_without_counted_rows_has_no_loss_and_a_zero_gradient(world, tmp
     changes = {"flexspec": {"model__feature_source": "self"}}.get(method, {})
     trainer = world.trainer(method, tmp_path, **changes)
     full = trainer.load(trainer.data.train, [0, 1])
-    empty = full | {"loss_mask": torch.zeros_like(full["loss_mask"])}
-    empty["loss_mask"][:, 0] = 1  # the label of no row
+    empty = replace(full, mask_BT=torch.zeros_like(full.mask_BT))
+    empty.mask_BT[:, 0] = True  # the label of no row
     assert_nothing_without_rows(trainer.objective, empty, full)
 
 

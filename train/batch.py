@@ -1,6 +1,10 @@
-"""Make a batch from padded rows, or from rows packed as separate documents."""
+"""Examples for one forward pass, padded or packed into one row."""
+
+# B batch, T positions, H hidden, M picked positions
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -8,76 +12,107 @@ from torch import Tensor
 from ..files import Values
 
 
-def collate(rows: Sequence[Values], pad_id: int) -> dict[str, Tensor]:
-    """Pad rows on the right.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Examples for one forward pass, padded or packed into one row.
 
-    Return input_ids [B, T] int64, loss_mask [B, T] bool (False on padding) and lengths [B] int64.
+    The mask and all lists stay on the host: the shapes of later tensors depend on them, and reading
+    them from a device would wait for its work.
     """
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    shape = (len(rows), int(lengths.max()))
-    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
-    loss_mask = torch.zeros(shape, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        length = len(row["input_ids"])
-        input_ids[index, :length] = torch.as_tensor(row["input_ids"], dtype=torch.int64)
-        loss_mask[index, :length] = torch.as_tensor(row["loss_mask"], dtype=torch.bool)
-    return {"input_ids": input_ids, "loss_mask": loss_mask, "lengths": lengths}
+
+    ids_BT: Tensor
+    """Token ids, int64."""
+    mask_BT: Tensor
+    """bool, True at assistant tokens. Nothing predicts a packed document's first token, so it is
+    False there, as on padding."""
+    lengths: list[int]
+    """Tokens in each example: in a row without its padding, or in a packed row's document."""
+    rows: list[int] = field(default_factory=list)
+    """The examples' numbers in the data set, by which stored hidden states are found."""
+    features: dict[int, Tensor] = field(default_factory=dict)
+    """Layer -> hidden states [B, T, H], once the target has computed them."""
+
+    @classmethod
+    def padded(cls, examples: Sequence[Values], pad_id: int) -> Self:
+        """Pad examples, mappings with input_ids and loss_mask, on the right."""
+        lengths = [len(example["input_ids"]) for example in examples]
+        shape = (len(lengths), max(lengths))
+        ids_BT = torch.full(shape, pad_id, dtype=torch.int64)
+        mask_BT = torch.zeros(shape, dtype=torch.bool)
+        for index, (example, length) in enumerate(zip(examples, lengths, strict=True)):
+            ids_BT[index, :length] = torch.as_tensor(example["input_ids"], dtype=torch.int64)
+            mask_BT[index, :length] = torch.as_tensor(example["loss_mask"], dtype=torch.bool)
+        return cls(ids_BT=ids_BT, mask_BT=mask_BT, lengths=lengths)
+
+    @classmethod
+    def packed(cls, examples: Sequence[Values]) -> Self:
+        """Pack examples into one row, as documents that do not see each other."""
+        lengths = [len(example["input_ids"]) for example in examples]
+        ids_T, mask_T = (
+            torch.cat([torch.as_tensor(example[name], dtype=dtype) for example in examples])
+            for name, dtype in (("input_ids", torch.int64), ("loss_mask", torch.bool))
+        )
+        sizes = torch.tensor(lengths)
+        mask_T[sizes.cumsum(0) - sizes] = False
+        return cls(ids_BT=ids_T[None], mask_BT=mask_T[None], lengths=lengths)
+
+    @property
+    def documents(self) -> list[int] | None:
+        """Return a packed row's document lengths, or None for padded rows or a single sequence."""
+        return self.lengths if len(self.lengths) > len(self.ids_BT) else None
+
+    def places(self) -> Tensor:
+        """Return each position's example as int64 [B, T] on the host, with -1 on padding."""
+        examples, lengths = torch.arange(len(self.lengths)), torch.tensor(self.lengths)
+        if self.documents is not None:
+            return examples.repeat_interleave(lengths)[None]
+        is_token_BT = torch.arange(self.ids_BT.shape[1]) < lengths[:, None]
+        return torch.where(is_token_BT, examples[:, None], -1)
+
+    def inner_mask(self) -> Tensor:
+        """Return the mask, bool [B, T], with each example's first and last position cleared.
+
+        The last position's label would be padding or belong to the next document. SpecForge and the
+        EAGLE authors' code clear that position, too; speculators does not. Nothing predicts the
+        first token.
+        """
+        place_BT = self.places()
+        edge_B1 = place_BT.new_full((len(place_BT), 1), -2)
+        before_BT = torch.cat([edge_B1, place_BT[:, :-1]], 1)
+        after_BT = torch.cat([place_BT[:, 1:], edge_B1], 1)
+        return self.mask_BT & (place_BT == before_BT) & (place_BT == after_BT)
+
+    def reorder(self, order: list[int]) -> Self:
+        """Return the batch with its padded rows, or its packed documents, in another order."""
+        places, axis = torch.tensor(order), 0
+        if self.documents is not None:
+            starts = torch.arange(sum(self.lengths)).split(self.lengths)
+            places, axis = torch.cat([starts[index] for index in order]), 1
+        return replace(
+            self,
+            ids_BT=self.ids_BT.index_select(axis, put(places, self.ids_BT)),
+            mask_BT=self.mask_BT.index_select(axis, places),
+            lengths=[self.lengths[index] for index in order],
+            rows=[self.rows[index] for index in order if self.rows],
+            features={
+                layer: x_BTH.index_select(axis, put(places, x_BTH))
+                for layer, x_BTH in self.features.items()
+            },
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """Return the batch with its token ids on a device."""
+        return replace(self, ids_BT=self.ids_BT.to(device))
 
 
-def pack(rows: Sequence[Values]) -> dict[str, Tensor]:
-    """Pack rows as documents into one row.
+def put(x: Tensor, like: Tensor) -> Tensor:
+    """Copy a host tensor to the device of ``like``, without waiting for the device's work."""
+    return x.to(like.device, non_blocking=True)
 
-    Return input_ids [1, sum] int64, loss_mask [1, sum] bool, lengths [documents] int64.
-    Documents do not see each other. Nothing predicts a document's first token. Its mask is False.
+
+def pick(x_BTH: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return x, on any device, at the True positions of a mask on the host, as [M, H].
+
+    With a mask on the device, the host would wait for the number of positions.
     """
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    ids, masks = (
-        torch.cat([torch.as_tensor(row[name], dtype=dtype) for row in rows])
-        for name, dtype in (("input_ids", torch.int64), ("loss_mask", torch.bool))
-    )
-    masks[lengths.cumsum(0) - lengths] = False
-    return {"input_ids": ids[None], "loss_mask": masks[None], "lengths": lengths}
-
-
-def document_lengths(batch: dict[str, Tensor]) -> list[int] | None:
-    """Return a packed batch's document lengths, or None for a padded batch or a single sequence."""
-    lengths = batch["lengths"]
-    return lengths.tolist() if len(lengths) > len(batch["input_ids"]) else None
-
-
-def document_places(batch: dict[str, Tensor]) -> Tensor:
-    """Return each position's document number as int64 [B, T], with -1 on padding."""
-    mask_BT, lengths = batch["loss_mask"], batch["lengths"].to(batch["loss_mask"].device)
-    B, T = mask_BT.shape
-    documents = torch.arange(len(lengths), device=mask_BT.device)
-    if len(lengths) > B:
-        return documents.repeat_interleave(lengths)[None]
-    positions_T = torch.arange(T, device=mask_BT.device)
-    return torch.where(positions_T < lengths[:, None], documents[:, None], -1)
-
-
-def inner_mask(batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss mask, bool [B, T], with each document's first and last position cleared.
-
-    The last position's label would be padding or belong to the next document. SpecForge and the
-    EAGLE authors' code clear that position, too; speculators does not. Nothing predicts the first
-    token, so `pack` clears it, too.
-    """
-    place_BT = document_places(batch)
-    edge_B1 = place_BT.new_full((len(place_BT), 1), -2)
-    before_BT = torch.cat([edge_B1, place_BT[:, :-1]], 1)
-    after_BT = torch.cat([place_BT[:, 1:], edge_B1], 1)
-    return batch["loss_mask"].bool() & (place_BT == before_BT) & (place_BT == after_BT)
-
-
-def reorder(batch: dict[str, Tensor], order: Tensor) -> dict[str, Tensor]:
-    """Reorder a padded batch's rows, or a packed batch's documents."""
-    lengths = document_lengths(batch)
-    if lengths is None:
-        return {name: x[order.to(x.device)] for name, x in batch.items()}
-    documents = torch.arange(sum(lengths)).split(lengths)
-    tokens = torch.cat([documents[index] for index in order.tolist()])
-    return {
-        name: x[order.to(x.device)] if x.ndim == 1 else x[:, tokens.to(x.device)]
-        for name, x in batch.items()
-    }
+    return x_BTH.flatten(0, 1).index_select(0, put(mask_BT.flatten().nonzero()[:, 0], x_BTH))

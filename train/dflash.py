@@ -14,7 +14,7 @@ from ..errors import check_ranges
 from ..models.dflash import DFlash, DFlashConfig
 from ..models.draft import Draft, TargetReference
 from ..models.layers import LayerConfig, document_slices
-from .batch import document_lengths
+from .batch import Batch, pick, put
 from .eagle3 import chain_lengths
 from .losses import LossKind
 from .objective import ChainObjective, DivergenceConfig, LossOutput
@@ -40,17 +40,17 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
         check_ranges(self, ranges, "model.")
 
 
-def block_lengths(batch: dict[str, Tensor], num_steps: int) -> tuple[Tensor, list[slice]]:
+def block_lengths(batch: Batch, num_steps: int) -> tuple[Tensor, list[slice]]:
     """Return the supervised row count in the block at each position, and documents' slices.
 
     The counts are int64 [P] on the host. A block counts only labels in its anchor's turn, because
     in decoding an anchor is never a prompt token.
     """
-    mask_BT = batch["loss_mask"]
-    lengths = document_lengths(batch) or [mask_BT.shape[1]] * len(mask_BT)
+    mask_BT = batch.mask_BT
+    lengths = batch.documents or [mask_BT.shape[1]] * len(mask_BT)
     # Row t of a chain starts at token t + 1, the anchor here.
     counts_BT = F.pad(chain_lengths(mask_BT, num_steps), (1, 0))[:, :-1]
-    return counts_BT.flatten().cpu(), document_slices(lengths)
+    return counts_BT.flatten(), document_slices(lengths)
 
 
 def draw_anchors(
@@ -109,39 +109,34 @@ class DFlashObjective(ChainObjective):
     def num_steps(self) -> int:
         return self.config.num_tokens
 
-    def num_counted(self, batch: dict[str, Tensor]) -> int:
+    def num_supervised(self, batch: Batch) -> int:
         counts_P, documents = block_lengths(batch, self.num_steps)
         # The number of anchors is known without drawing them.
         return sum(
             min(self.config.num_anchors, int((counts_P[rows] > 0).sum())) for rows in documents
         )
 
-    def forward(
-        self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
-    ) -> LossOutput:
+    def forward(self, batch: Batch, generator: torch.Generator, *, name: str = "") -> LossOutput:
         """Compute one batch's loss, in the same way for training and evaluation."""
-        ids_BT = batch["input_ids"]
+        ids_BT = batch.ids_BT
         counts_P, documents = block_lengths(batch, self.num_steps)
         anchors = draw_anchors(counts_P, documents, self.config.num_anchors, generator)
-        # On the host, so all sizes are known without waiting for the device.
         anchors_A1, steps_S = torch.cat(anchors)[:, None], torch.arange(self.num_steps)
         counted_AS = steps_S < counts_P[anchors_A1]
         place_M = counted_AS.flatten().nonzero()[:, 0]
         step_M, label_M = place_M % self.num_steps, (anchors_A1 + 1 + steps_S).flatten()[place_M]
-        place_M, step_M, label_M, counted_AS = (
-            x.to(ids_BT.device) for x in (place_M, step_M, label_M, counted_AS)
-        )
         taps = self.hidden(batch)
-        states_ASH = self.draft(taps, ids_BT, anchors, document_lengths(batch))
-        states_MH = states_ASH.flatten(0, 1).index_select(0, place_M)
+        states_ASH = self.draft(taps, ids_BT, anchors, batch.documents)
+        states_MH = pick(states_ASH, counted_AS)
         if self.config.position_weights == "dpace":
             # Draft probability for each label, known only after an LM head pass.
             with torch.no_grad():
                 hard = self.distil_labels(states_MH, label_M, taps, measure=LossKind(kind="ce"))
             correct_AS = hard.divergence_M.new_zeros(counted_AS.numel())
+            place_M = put(place_M, correct_AS)
             correct_AS = correct_AS.index_copy(0, place_M, (-hard.divergence_M).exp())
             weights_AS = dpace_weights(
-                correct_AS.view_as(counted_AS), counted_AS, self.config.dpace_alpha
+                correct_AS.view_as(counted_AS), put(counted_AS, correct_AS), self.config.dpace_alpha
             )
             weights_M = weights_AS.flatten()[place_M]
         else:
@@ -150,7 +145,7 @@ class DFlashObjective(ChainObjective):
             states_MH, label_M, taps, measure=self.measure, weights_M=weights_M
         )
         output = self.by_step(result, step_M, counted_AS.sum(0))
-        return self.add_loss(output, states_MH, result.acceptance_M, weights_M)
+        return self.add_loss(output, states_MH, result.acceptance_M, put(weights_M, states_MH))
 
     def add_loss(
         self, output: LossOutput, states_MH: Tensor, acceptance_M: Tensor, weights_M: Tensor

@@ -12,7 +12,7 @@ from ..errors import check_ranges
 from ..files import Values
 from ..models.draft import Draft
 from ..models.eagle import Eagle, EagleConfig
-from .batch import document_lengths, inner_mask
+from .batch import Batch, pick
 from .eagle3 import chain_lengths
 from .losses import chunked_distillation
 from .objective import (
@@ -42,23 +42,23 @@ class EagleTrainConfig(EagleConfig, StartConfig):
         check_ranges(self, {"noise": "[0, inf)", "distillation_weight": "[0, inf)"}, "model.")
 
 
-def chain_rows(loss_mask_BT: Tensor, depth: int = 1) -> Tensor:
+def chain_rows(mask_BT: Tensor, depth: int = 1) -> Tensor:
     """Return bool [B, T-1], True at rows t with tokens t+1 .. t+1+depth all in one assistant turn.
 
     Row t reads token t + 1 and predicts token t + 1 + depth with a chain of ``depth`` draft tokens.
     """
     # The last position has no next token to read.
-    return chain_lengths(loss_mask_BT, depth)[:, :-1] >= depth
+    return chain_lengths(mask_BT, depth)[:, :-1] >= depth
 
 
-def counted_rows(batch: dict[str, Tensor], rows: str) -> Tensor:
+def counted_rows(batch: Batch, rows: str) -> Tensor:
     """Return bool [B, T-1], True at the supervised rows selected by ``EagleTrainConfig.rows``.
 
     The last position has no row, because it has no label.
     """
     if rows == "turn":
-        return chain_rows(batch["loss_mask"])
-    return inner_mask(batch)[:, :-1]
+        return chain_rows(batch.mask_BT)
+    return batch.inner_mask()[:, :-1]
 
 
 def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
@@ -79,7 +79,8 @@ def feature_noise(features_BTH: Tensor, lengths: Tensor, generator: torch.Genera
         lengths_BT = lengths.repeat_interleave(lengths)[None]
     else:
         lengths_BT = lengths[:, None]
-    return (uniform_BTH - 0.5) * (512 / lengths_BT[..., None]).to(features_BTH)
+    scale_BT1 = (512 / lengths_BT[..., None]).to(features_BTH, non_blocking=True)
+    return (uniform_BTH - 0.5) * scale_BT1
 
 
 def row_lengths(lengths: list[int] | None) -> list[int] | None:
@@ -104,12 +105,12 @@ class EagleObjective(DraftObjective):
     config: EagleTrainConfig
     draft: Eagle
 
-    def num_counted(self, batch: dict[str, Tensor]) -> int:
+    def num_supervised(self, batch: Batch) -> int:
         return int(counted_rows(batch, self.config.rows).sum())
 
     def forward(
         self,
-        batch: dict[str, Tensor],
+        batch: Batch,
         generator: torch.Generator,
         *,
         depth: int | None = None,
@@ -120,19 +121,19 @@ class EagleObjective(DraftObjective):
         Args:
             depth: draft tokens per chain to measure in evaluation, without noise. None: training.
         """
-        draft, ids_BT = self.draft, batch["input_ids"]
+        draft, ids_BT = self.draft, batch.ids_BT
         features_BTH = states_BTH = draft.feature(self.hidden(batch))
         # No noise in evaluations: decoding reads clean states, too.
         if depth is None and self.config.noise > 0:
-            noise_BTH = feature_noise(features_BTH, batch["lengths"], generator)
+            noise_BTH = feature_noise(features_BTH, torch.tensor(batch.lengths), generator)
             states_BTH = features_BTH + self.config.noise * noise_BTH
         # Row t reads the noisy state t and the next token; its label is the clean state t + 1.
         predicted_BRH = draft.causal_rows(
-            ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(document_lengths(batch))
+            ids_BT[:, 1:], states_BTH[:, :-1], row_lengths(batch.documents)
         )
         counted_BR = counted_rows(batch, self.config.rows)
-        predicted_MH = predicted_BRH[counted_BR]
-        wanted_MH = features_BTH[:, 1:][counted_BR]
+        predicted_MH = pick(predicted_BRH, counted_BR)
+        wanted_MH = pick(features_BTH, F.pad(counted_BR, (1, 0)))
         regression = F.smooth_l1_loss(predicted_MH, wanted_MH, reduction="sum")
         regression = regression / features_BTH.shape[-1]
         # EAGLE-1 has no LM head of its own: both sides use the target's.
@@ -144,24 +145,22 @@ class EagleObjective(DraftObjective):
         loss = regression + self.config.distillation_weight * result.loss
         return LossOutput(loss, counted_BR.sum(), sums)
 
-    def _deeper(
-        self, batch: dict[str, Tensor], features_BTH: Tensor, depth: int
-    ) -> dict[str, Tensor]:
+    def _deeper(self, batch: Batch, features_BTH: Tensor, depth: int) -> dict[str, Tensor]:
         """Return sums for draft tokens 2 .. depth, over rows with the chain inside one turn."""
-        ids_BT, lengths = batch["input_ids"], row_lengths(document_lengths(batch))
+        ids_BT, lengths = batch.ids_BT, row_lengths(batch.documents)
         every_M = torch.arange(ids_BT.numel() - len(ids_BT), device=ids_BT.device)
         # This attention has no float32 kernel on CUDA; training does not need it.
         autocast = torch.autocast("cuda", torch.bfloat16) if ids_BT.is_cuda else nullcontext()
         with torch.no_grad(), autocast:
             unrolled = self.draft.unroll(features_BTH[:, :-1], ids_BT, [every_M] * depth, lengths)
-        # A row whose chain would reach into this padding is no chain row, so it never counts.
-        padded = F.pad(features_BTH, (0, 0, 0, depth))
-        num_rows, head_VH = features_BTH.shape[1] - 1, self.draft.head_weight
+        head_VH = self.draft.head_weight
         sums: dict[str, Tensor] = {}
         for step in range(2, depth + 1):
-            counted_BR = chain_rows(batch["loss_mask"], step)
-            wanted_MH = padded[:, step : step + num_rows][counted_BR]
-            drafted_MH = unrolled[step - 1][counted_BR.flatten()].to(wanted_MH.dtype)
+            counted_BR = chain_rows(batch.mask_BT, step)
+            # No chain row's chain reaches beyond the last position.
+            wanted_MH = pick(features_BTH, F.pad(counted_BR, (step, 1 - step)))
+            drafted_MH = unrolled[step - 1].unflatten(0, counted_BR.shape)
+            drafted_MH = pick(drafted_MH, counted_BR).to(wanted_MH.dtype)
             result = chunked_distillation(drafted_MH, head_VH, wanted_MH, head_VH)
             found = {"count": counted_BR.sum(), **result.sums()}
             sums |= {f"{name}_{step}": value for name, value in found.items()}

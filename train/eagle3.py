@@ -15,7 +15,7 @@ from ..models.draft import Draft, TargetReference
 from ..models.eagle3 import Eagle3, Eagle3Config
 from ..models.layers import LayerConfig
 from ..models.mtp import MTP
-from .batch import document_lengths, document_places, inner_mask
+from .batch import Batch, put
 from .objective import ChainObjective, DivergenceConfig, LossOutput
 
 
@@ -45,16 +45,16 @@ class Eagle3TrainConfig(Eagle3Config, UnrolledConfig):
         UnrolledConfig.__post_init__(self)
 
 
-def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
+def chain_lengths(mask_BT: Tensor, num_steps: int) -> Tensor:
     """Return the number of supervised steps at each row, int64 [B, T] in 0 .. num_steps.
 
     Step i counts at row t if x_{t+1} and the step's label x_{t+2+i} are in the same turn. All
     tokens between them are then assistant tokens.
     """
-    T = loss_mask_BT.shape[1]
-    positions_T = torch.arange(T, device=loss_mask_BT.device)
+    T = mask_BT.shape[1]
+    positions_T = torch.arange(T)
     # T inside a turn, else the token's own position
-    ends_BT = torch.where(loss_mask_BT.bool(), T, positions_T)
+    ends_BT = torch.where(mask_BT, T, positions_T)
     # A running minimum from the right finds the nearest turn end at or after each position.
     turn_end_BT = ends_BT.flip(1).cummin(1).values.flip(1)
     next_end_BT = F.pad(turn_end_BT[:, 1:], (0, 1), value=T)
@@ -62,7 +62,7 @@ def chain_lengths(loss_mask_BT: Tensor, num_steps: int) -> Tensor:
     return (next_end_BT - positions_T - 2).clamp(0, num_steps)
 
 
-def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor:
+def counted_steps(batch: Batch, num_steps: int, rows: str) -> Tensor:
     """Return bool [B, T, S], True where step i counts at a row by the rule ``UnrolledConfig.rows``.
 
     A document has the same supervised rows alone, padded or packed. A row's target distribution
@@ -71,11 +71,10 @@ def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor
     target predicts behind the text.
     """
     if rows == "turn":
-        steps_S = torch.arange(num_steps, device=batch["loss_mask"].device)
-        return chain_lengths(batch["loss_mask"], num_steps)[..., None] > steps_S
+        return chain_lengths(batch.mask_BT, num_steps)[..., None] > torch.arange(num_steps)
     keeps_last = rows == "speculators"
-    place_BT = document_places(batch)
-    mask_BT = batch["loss_mask"].bool() if keeps_last else inner_mask(batch)
+    place_BT = batch.places()
+    mask_BT = batch.mask_BT if keeps_last else batch.inner_mask()
     T, shift = mask_BT.shape[1], int(keeps_last)
     mask_BT = F.pad(mask_BT, (0, num_steps + shift))
     fed_BT = F.pad(place_BT, (0, num_steps + shift), value=-1)
@@ -87,7 +86,7 @@ def counted_steps(batch: dict[str, Tensor], num_steps: int, rows: str) -> Tensor
 class UnrolledObjective(ChainObjective):
     """sum_i step_decay^i KL(target || draft at step i), summed over rows supervised at step i.
 
-    The training loop divides by the number of rows at step 0 (``num_counted``). So a sequence
+    The training loop divides by the number of rows at step 0 (``num_supervised``). So a sequence
     weighs as much as for any other head. Later steps have fewer rows and weigh less. The paper's
     loss is the cross-entropy, which differs from KL by a constant, the target's entropy.
     """
@@ -96,36 +95,33 @@ class UnrolledObjective(ChainObjective):
     config: UnrolledConfig
     draft: Eagle3 | MTP
 
-    def num_counted(self, batch: dict[str, Tensor]) -> int:
-        return int(counted_steps(batch, 1, self.config.rows).sum())
+    def counted(self, batch: Batch) -> Tensor:
+        """Return bool [P, S] on the host, True where step i counts at a row."""
+        return counted_steps(batch, self.config.num_steps, self.config.rows).flatten(0, 1)
 
-    def forward(
-        self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
-    ) -> LossOutput:
+    def num_supervised(self, batch: Batch) -> int:
+        return int(self.counted(batch)[:, 0].sum())
+
+    def forward(self, batch: Batch, generator: torch.Generator, *, name: str = "") -> LossOutput:
         """Compute one batch's loss, in the same way for training and evaluation."""
-        draft, num_steps = self.draft, self.config.num_steps
-        counted_MS = counted_steps(batch, num_steps, self.config.rows).flatten(0, 1)
-        steps_S = torch.arange(num_steps, device=counted_MS.device)
+        draft, counted_PS = self.draft, self.counted(batch)
+        steps_S = torch.arange(self.config.num_steps)
         # Longest chains first: each step's rows are then a prefix of the previous step's.
-        ends_M = (counted_MS * (steps_S + 1)).amax(1)
-        lengths, order = ends_M.sort(descending=True, stable=True)
-        # Find the supervised ones among them (all, if rows is "turn"). Sizes and places of all
-        # steps take one transfer, because each transfer makes the host wait for the device.
-        flags_SM = counted_MS[order].T
-        counts_S = flags_SM.sum(1)
-        sizes = torch.stack([(lengths[:, None] > steps_S).sum(0), counts_S]).tolist()
-        counts = sizes[0]
-        picked = flags_SM.nonzero()[:, 1].split(sizes[1])
+        ends_P = (counted_PS * (steps_S + 1)).amax(1)
+        lengths_P, order_P = ends_P.sort(descending=True, stable=True)
+        counts = (lengths_P[:, None] > steps_S).sum(0).tolist()
+        # Find the supervised ones among them (all, if rows is "turn").
+        flags_SP = counted_PS[order_P].T
+        counts_S = flags_SP.sum(1)
+        step_M, place_M = flags_SP.nonzero().unbind(1)
+        label_M = order_P[place_M] + 2 + step_M
         # Later steps need fewer rows; rounded up, because each new count prepares a kernel anew.
-        rows = [order[: cpu.whole_rows(count)] for count in counts]
-        # Only now: the transfer above would have waited for the target's forward, too.
+        order_P = put(order_P, batch.ids_BT)
+        rows = [order_P[: cpu.whole_rows(count)] for count in counts]
         taps = self.hidden(batch)
-        states = draft.unroll(
-            draft.feature(taps), batch["input_ids"], rows, document_lengths(batch)
-        )
-        label_M = torch.cat([order[rows_M] + 2 + step for step, rows_M in enumerate(picked)])
+        states = draft.unroll(draft.feature(taps), batch.ids_BT, rows, batch.documents)
+        picked = put(place_M, batch.ids_BT).split(counts_S.tolist())
         state_MH = torch.cat([s_MH[rows_M] for s_MH, rows_M in zip(states, picked, strict=True)])
-        step_M = steps_S.repeat_interleave(counts_S, output_size=len(label_M))
         result = self.distil_labels(
             draft.normed(state_MH),
             label_M,

@@ -13,7 +13,7 @@ from ..files import Values
 from ..models.draft import Draft
 from ..models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
 from ..models.layers import LayerConfig
-from .batch import document_lengths
+from .batch import Batch, pick, put
 from .objective import (
     EVALUATED_DEPTH,
     DraftObjective,
@@ -106,7 +106,7 @@ class FlexSpecObjective(DraftObjective):
 
     def forward(
         self,
-        batch: dict[str, Tensor],
+        batch: Batch,
         generator: torch.Generator,
         *,
         depth: int | None = None,
@@ -118,12 +118,12 @@ class FlexSpecObjective(DraftObjective):
             depth: maximum draft tokens per chain to measure survival in evaluation. None: training.
         """
         config, temperature = self.config, self.config.distillation_temperature
-        labeled_BS = labeled_rows(batch)
+        labeled_BT = labeled_rows(batch)
         # Both terms compare the LM heads' inputs on the same rows, those before a label.
         last_BTH = self.hidden(batch)[self.num_target_layers]
-        readings_BTEH = self.draft(batch["input_ids"], document_lengths(batch))
-        wanted_MH = self.teacher(last_BTH, labeled_BS)
-        hidden_MH = readings_BTEH[:, :-1, -1][labeled_BS]
+        readings_BTEH = self.draft(batch.ids_BT, batch.documents)
+        wanted_MH = self.teacher(last_BTH, labeled_BT)
+        hidden_MH = pick(readings_BTEH[:, :, -1], labeled_BT)
         # Heads are linear: dividing their inputs divides the logits.
         result = self.distil(hidden_MH / temperature, wanted_MH / temperature)
         # Gradients shrink with 1 / T^2; the factor keeps the balance between the terms.
@@ -138,8 +138,8 @@ class FlexSpecObjective(DraftObjective):
         if temperature != 1:  # it compares the scaled distributions, which decoding never uses
             del sums["acceptance"]
         if depth is not None:
-            sums |= self._survival(hidden_MH, wanted_MH, labeled_BS, depth)
-        return LossOutput(loss, labeled_BS.sum(), sums)
+            sums |= self._survival(hidden_MH, wanted_MH, labeled_BT[:, :-1], depth)
+        return LossOutput(loss, labeled_BT.sum(), sums)
 
     def _regression(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
         # In 16 bits, small errors would underflow when squared.
@@ -155,7 +155,7 @@ class FlexSpecObjective(DraftObjective):
         result = self.distil(hidden_MH, wanted_MH)
         sums = {"acceptance": result.acceptance_M.sum()}
         for key, rates_M in (("T0", result.agreement_M), ("T1", result.acceptance_M)):
-            survived, counts = prefix_survival(rates_M, labeled_BS, depth)
+            survived, counts = prefix_survival(rates_M, put(labeled_BS, rates_M), depth)
             for step in range(depth):
                 sums[f"survived_{key}_{step + 1}"] = survived[step]
                 sums[f"chains_{step + 1}"] = counts[step]

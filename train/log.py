@@ -20,6 +20,7 @@ from torch.utils.flop_counter import (
 from transformers.utils.generic import flatten_dict
 
 from ..files import publish
+from .batch import Batch
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def save_bad_batches(
     step: int,
     rank: int,
     losses: dict[int, float],
-    batches: dict[int, dict[str, Tensor]],
+    batches: dict[int, Batch],
 ) -> Path:
     """Write bad_batch-step-S-rank-R.safetensors by one rename.
 
@@ -198,14 +199,18 @@ def save_bad_batches(
     Args:
         losses: place in the step's window over all processes -> loss, summed over supervised
             tokens. All losses are finite if only the gradient was not.
-        batches: place in the window -> input_ids, loss_mask, lengths.
+        batches: by place in the window. In the file, batch I has the entries I.input_ids,
+            I.loss_mask, I.lengths and I.rows.
     """
     path = output_dir / f"bad_batch-step-{step:07d}-rank-{rank}.safetensors"
-    tensors = {
-        f"{index}.{name}": value.cpu().contiguous()
-        for index, batch in batches.items()
-        for name, value in batch.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for index, batch in batches.items():
+        tensors |= {
+            f"{index}.input_ids": batch.ids_BT.cpu().contiguous(),
+            f"{index}.loss_mask": batch.mask_BT.contiguous(),
+            f"{index}.lengths": torch.tensor(batch.lengths),
+            f"{index}.rows": torch.tensor(batch.rows),
+        }
     # As text, because JSON has no NaN or infinity.
     told = json.dumps({str(index): str(loss) for index, loss in losses.items()})
     metadata = {"step": str(step), "rank": str(rank), "losses": told}

@@ -20,7 +20,7 @@ from ..models.cpu import muon_in_float32
 from ..models.draft import WEIGHTS_FILE
 from ..pretrained import context_length
 from . import checkpoint
-from .batch import collate, pack
+from .batch import Batch
 from .checkpoint import Progress, TrainingState
 from .config import RunConfig
 from .decoding import DECODED_LENGTH, decode, first_turns
@@ -48,10 +48,6 @@ from .screen import Screen
 
 STATE = "training_state"
 """Folder in a checkpoint, needed only to resume."""
-
-OF_THE_HOST = ("lengths", "rows")
-"""Parts of a batch that stay on the host: shapes depend on them, and reading them from a device
-would wait for its work."""
 
 EVALUATED_ROWS = 8
 """Maximum validation rows per forward pass and process."""
@@ -143,7 +139,7 @@ class Trainer:
         whole = math.ceil(self.progress.epoch_steps * self.config.epochs)
         return max(1, whole + self.progress.extra_steps)
 
-    def windows(self) -> Iterator[list[dict[str, Tensor]]]:
+    def windows(self) -> Iterator[list[Batch]]:
         """Yield this process's batches for each optimizer step, from the saved position onward."""
         progress, per_step = self.progress, self.per_step
         while True:
@@ -161,19 +157,18 @@ class Trainer:
                 yield [self.load(self.data.train, rows) for rows in chosen[self.rank :: self.world]]
             progress.epoch, progress.batch, progress.done = progress.epoch + 1, 0, []
 
-    def load(self, dataset: Rows, rows: list[int]) -> dict[str, Tensor]:
+    def load(self, dataset: Rows, rows: list[int]) -> Batch:
         columns = dataset[rows]
         examples = [
             {"input_ids": ids, "loss_mask": mask}
             for ids, mask in zip(columns["input_ids"], columns["loss_mask"], strict=True)
         ]
-        batch = pack(examples) if self.config.packing else collate(examples, self.pad_id)
-        if self.config.features is not None:
-            # A dump numbers validation rows after the training rows.
-            first = 0 if dataset is self.data.train else len(self.data.train)
-            batch["rows"] = torch.tensor(rows) + first
-        device = self.accelerator.device
-        return {key: x if key in OF_THE_HOST else x.to(device) for key, x in batch.items()}
+        is_packed = self.config.packing
+        batch = Batch.packed(examples) if is_packed else Batch.padded(examples, self.pad_id)
+        # A dump numbers validation rows after the training rows.
+        first = 0 if dataset is self.data.train else len(self.data.train)
+        batch = replace(batch, rows=[first + row for row in rows])
+        return batch.to(self.accelerator.device)
 
     def generator(self, *key: int) -> torch.Generator:
         """Return the random generator for a forward pass. A resumed run draws the same numbers.
@@ -188,21 +183,22 @@ class Trainer:
 
     # -- one optimizer step -----------------------------------------------------------------
 
-    def optimize(self, window: list[dict[str, Tensor]]) -> dict[str, float]:
+    def optimize(self, window: list[Batch]) -> dict[str, float]:
         """Run one optimizer step on the mean loss over all supervised tokens in the window.
 
         A mean of micro-batch means would depend on how the window is cut into micro-batches.
         """
         accelerator, world = self.accelerator, self.world
-        counts = torch.tensor([self.objective.num_counted(batch) for batch in window])
-        total = accelerator.reduce(counts.sum().to(accelerator.device), "sum").clamp_min(1)
+        count = sum(self.objective.num_supervised(batch) for batch in window)
+        total = torch.tensor(count, device=accelerator.device)
+        total = accelerator.reduce(total, "sum").clamp_min(1)
         rate = self._set_rate()
         # Counting slows a step down, so a launch counts its first step only.
         counts_flops = self.config.peak_tflops is not None and not self.pace.flops_per_token
         with flop_counter() if counts_flops else nullcontext() as counter:
             # DDP averages gradients over processes; their number makes it a sum again.
             sums, losses = self._passes(window, scale=world / total)
-        flops = self.pace.flops_of(sum(batch["input_ids"].numel() for batch in window), counter)
+        flops = self.pace.flops_of(sum(batch.ids_BT.numel() for batch in window), counter)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         largest = self.config.optim.clip_norm or math.inf
         norm = float(accelerator.clip_grad_norm_(parameters, largest))
@@ -220,7 +216,7 @@ class Trainer:
         metrics = self.objective.summarize(totals)
         return {**metrics, "grad_norm": norm, "lr": rate}
 
-    def _wait_for_features(self, batch: dict[str, Tensor]) -> None:
+    def _wait_for_features(self, batch: Batch) -> None:
         """Fetch hidden states from a server. If one process has lost its server, all raise."""
         features = self.objective.features
         if features is None or not features.may_be_lost:
@@ -241,7 +237,7 @@ class Trainer:
         return rate
 
     def _passes(
-        self, window: list[dict[str, Tensor]], *, scale: Tensor
+        self, window: list[Batch], *, scale: Tensor
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Add the gradients of ``scale`` times each loss. Return the metric sums and the losses."""
         accelerator = self.accelerator
@@ -261,7 +257,7 @@ class Trainer:
         return sums, losses
 
     def _refuse(
-        self, window: list[dict[str, Tensor]], losses: list[Tensor], norm: float, loss: float
+        self, window: list[Batch], losses: list[Tensor], norm: float, loss: float
     ) -> NoReturn:
         """Save the batches with a non-finite loss, or all if there are none, and end the run."""
         # Norm and loss cover all processes, so every process gets here at the same step.
@@ -287,7 +283,7 @@ class Trainer:
         """Sum over processes, in one exchange. Every process must have the same keys."""
         numbers = numbers or {}
         names, device = sorted(sums), self.accelerator.device
-        parts = [sums[name].double().to(device) for name in names]
+        parts = [sums[name].double().to(device, non_blocking=True) for name in names]
         parts.append(torch.tensor(list(numbers.values()), dtype=torch.float64, device=device))
         totals = self.accelerator.reduce(torch.hstack(parts), "sum")
         return dict(zip([*names, *numbers], totals.tolist(), strict=True))

@@ -114,8 +114,8 @@ def chunked_distillation(
             logits are added to the first head's.
         teacher_hidden_LH: input to the target's head; its H may differ.
         teacher_head_VH: the target's head; no gradient.
-        teacher_index_M: teacher row for each row of hidden, ascending. Rows with the same teacher
-            row share its softmax. None: row i has teacher row i, L = M.
+        teacher_index_M: teacher row for each row of hidden, ascending, on the host. Rows with the
+            same teacher row share its softmax. None: row i has teacher row i, L = M.
         teacher_rows_U: target id for every draft token, without repeats. It is needed if U < V.
         weights_M: factor for each row in the loss; metrics are not weighted.
         chunk_rows: rows at a time, by default as many as fit CHUNK_BYTES or a processor's caches.
@@ -188,7 +188,10 @@ class _Distillation(torch.autograd.Function):
         weights_M = weights_M.to(exact, copy=True)
         target_3L = hidden_MH.new_zeros(3, L, dtype=exact)
         draft_3M = hidden_MH.new_zeros(3, M, dtype=exact)
-        for first, stop, blocks in _chunks(M, L, index_M, chunk_rows):
+        chunks = _chunks(M, L, index_M, chunk_rows)
+        if index_M is not None:
+            index_M = index_M.to(hidden_MH.device, non_blocking=True)
+        for first, stop, blocks in chunks:
             # Teacher distribution once, for every draft row compared with it.
             logits_CV = _logits(teacher_x_LH[first:stop], teacher_head_VH, exact)
             p_CU, target_3L[:, first:stop] = _restrict(logits_CV, rows_U)
@@ -262,8 +265,7 @@ def _chunks(
     stops = list(range(size, L, size)) + [L]
     ends = stops
     if index_M is not None:
-        # One transfer for all chunks: each makes the host wait for the device.
-        ends = torch.searchsorted(index_M, torch.tensor(stops, device=index_M.device)).tolist()
+        ends = torch.searchsorted(index_M, torch.tensor(stops)).tolist()
     # Draft rows ascend by teacher row, so each chunk has one run of them.
     first = start = 0
     for stop, end in zip(stops, ends, strict=True):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,7 +32,7 @@ from ..models.draft import (
 )
 from ..models.layers import LayerConfig
 from ..models.target import StagedTarget, capture_hidden
-from .batch import document_lengths
+from .batch import Batch, pick, put
 from .checkpoint import Layout, layout_of
 from .features.reader import Features
 from .losses import DistillationLoss, Divergence, LossKind, chunked_distillation
@@ -50,9 +51,9 @@ class LossOutput(NamedTuple):
     """Detached sums for metrics; ratios are computed after summing over processes."""
 
 
-def labeled_rows(batch: dict[str, Tensor]) -> Tensor:
-    """Return bool [B, T-1], True at rows with an assistant token NEXT."""
-    return batch["loss_mask"][:, 1:].bool()
+def labeled_rows(batch: Batch) -> Tensor:
+    """Return bool [B, T] on the host, True at rows with an assistant token NEXT."""
+    return F.pad(batch.mask_BT[:, 1:], (0, 1))
 
 
 def acceptance_length(rates: list[float]) -> float:
@@ -130,8 +131,8 @@ class DraftObjective(nn.Module, ABC):
     """Base class for objectives that distill a frozen target into a draft.
 
     A subclass names its draft class and implements ``summarize`` and ``forward(batch, generator)``,
-    which returns a ``LossOutput``. By default, ``num_counted`` counts the rows before an assistant
-    token. The target is no submodule, so it gets no optimizer state and is never saved.
+    which returns a ``LossOutput``. By default, ``num_supervised`` counts the rows before an
+    assistant token. The target is no submodule, so it gets no optimizer state and is never saved.
     """
 
     draft_class: ClassVar[type[Draft]]
@@ -246,15 +247,15 @@ class DraftObjective(nn.Module, ABC):
     def num_target_layers(self) -> int:
         return int(self.reference.fingerprint["num_layers"])
 
-    def hidden(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
+    def hidden(self, batch: Batch) -> dict[int, Tensor]:
         """Return raw hidden states [B, T, H] for the draft's layers and the target's last layer.
 
         The teacher reads the last layer. The target computes the states, unless ``features`` has
         them stored.
         """
-        ids_BT, layers = batch["input_ids"], {*self.draft.taps, self.num_target_layers}
+        ids_BT, layers = batch.ids_BT, {*self.draft.taps, self.num_target_layers}
         if self.features is None:
-            return capture_hidden(self.target, ids_BT, layers, document_lengths(batch))
+            return capture_hidden(self.target, ids_BT, layers, batch.documents)
         decoder = self.target.get_decoder()
         # Layer 0, the embedding, follows from the ids and is not stored.
         hidden = self.features.read(batch, layers - {0}, decoder.norm.weight.dtype)
@@ -265,7 +266,7 @@ class DraftObjective(nn.Module, ABC):
     def teacher(self, last_BTH: Tensor, labeled_BT: Tensor) -> Tensor:
         """Return LM head inputs [M, H] on labeled rows, from the last layer's raw states."""
         with torch.no_grad():
-            return self._normed(last_BTH[:, :-1][labeled_BT])
+            return self._normed(pick(last_BTH, labeled_BT))
 
     def _normed(self, last_LH: Tensor) -> Tensor:
         """Apply the target's final norm. The LM head turns the result into the target's logits."""
@@ -297,11 +298,11 @@ class DraftObjective(nn.Module, ABC):
         """Save only each layer's input and recompute the rest in backward."""
         self.draft.checkpointing = True
 
-    def num_counted(self, batch: dict[str, Tensor]) -> int:
-        """Return the number of tokens ``forward`` will count, without running it."""
+    def num_supervised(self, batch: Batch) -> int:
+        """Return the number of tokens ``forward`` will count. Only the host works for it."""
         return int(labeled_rows(batch).sum())
 
-    def start_on(self, batches: Iterable[dict[str, Tensor]]) -> None:
+    def start_on(self, batches: Iterable[Batch]) -> None:
         """Fit initial weights from training batches, which are made on demand."""
 
     def evaluation_passes(self) -> list[Values]:
@@ -357,7 +358,7 @@ class ChainObjective(DraftObjective):
 
         Args:
             hidden_MH: input to the draft's LM head.
-            label_M: place of each row's predicted token, as b T + t.
+            label_M: place of each row's predicted token, as b T + t, on the host.
             options: for ``chunked_distillation``.
         """
         # Sort by label: rows predicting the same token share the target's distribution for it.
@@ -367,12 +368,13 @@ class ChainObjective(DraftObjective):
         with torch.no_grad():
             last_PH = taps[self.num_target_layers].flatten(0, 1)
             # The target predicts a token from the position before it.
-            teacher_LH = self._normed(last_PH[label_L - 1])
+            teacher_LH = self._normed(last_PH.index_select(0, put(label_L - 1, last_PH)))
+        order_M = put(order_M, hidden_MH)
         result = self.distil(
             hidden_MH.index_select(0, order_M),
             teacher_LH,
             teacher_index_M=teacher_index_M,
-            weights_M=None if weights_M is None else weights_M[order_M],
+            weights_M=None if weights_M is None else put(weights_M, hidden_MH)[order_M],
             **options,
         )
         # The inverse permutation: callers get their own row order back.
@@ -383,8 +385,13 @@ class ChainObjective(DraftObjective):
         return replace(result, **{n: x[place_M] for n, x in rows.items() if n.endswith("_M")})
 
     def by_step(self, result: DistillationLoss, step_M: Tensor, counts_S: Tensor) -> LossOutput:
-        """Return the loss and each step's sums, with the first step's rows as supervised tokens."""
-        zeros_S = result.loss.new_zeros(self.num_steps)
+        """Return the loss and each step's sums, with the first step's rows as supervised tokens.
+
+        Args:
+            step_M: each row's step, on the host.
+            counts_S: rows in each step, on the host.
+        """
+        zeros_S, step_M = result.loss.new_zeros(self.num_steps), put(step_M, result.loss)
         sums_S = {
             "count": counts_S,
             "acceptance": zeros_S.index_add(0, step_M, result.acceptance_M),
@@ -428,7 +435,7 @@ class StagedObjective(DraftObjective):
         self, stream_BTH: Tensor, labeled_BT: Tensor, teacher_MH: Tensor
     ) -> DistillationLoss:
         """Return the divergence between the draft's and the teacher's rows, at temperature 1."""
-        rows_MH = self.draft.norm(stream_BTH[:, :-1][labeled_BT])
+        rows_MH = self.draft.norm(pick(stream_BTH, labeled_BT))
         return self.distil(rows_MH, teacher_MH, measure=self.measure)
 
     def add_rates(

@@ -26,6 +26,7 @@ from ..data_recipes.table import Rows
 from ..files import Values
 from ..models.decoder import layer_kinds
 from ..models.layers import LayerConfig
+from .batch import Batch
 from .config import RunConfig
 from .features.partial_target import decoder_config, weightless_draft
 from .launch import resolve_dtype, resolve_precision
@@ -79,8 +80,6 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors:  # inputs from before do not count, nor do their views
             self._note(tensor, 0)
         if any(isinstance(x, FakeTensor) for x in tensors):
-            if func is torch.ops.aten.index.Tensor:
-                given = ((args[0], _places(args[1])), {})
             with self._shapes_alone:
                 made = func(*given[0], **given[1])
         else:
@@ -103,15 +102,6 @@ class LiveBytes(TorchDispatchMode):
         # A later storage may get the same address.
         self._known.discard(key)
         self.live -= size
-
-
-def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Replace boolean masks by indices, so that the shape of the indexed result is known."""
-    found: list[Tensor | None] = []
-    for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool
-        found += index.nonzero().unbind(1) if is_mask else [index]  # type: ignore[union-attr]
-    return found
 
 
 ASSUMED_UTILIZATION = 0.35
@@ -206,8 +196,8 @@ class Plan:
         target.tie_weights()
         layers = {*objective.draft.taps, config.num_hidden_layers}
 
-        def hidden(batch: dict[str, Tensor]) -> dict[int, Tensor]:
-            shape = (*batch["input_ids"].shape, config.hidden_size)
+        def hidden(batch: Batch) -> dict[int, Tensor]:
+            shape = (*batch.ids_BT.shape, config.hidden_size)
             return {layer: memory.empty(*shape, dtype=self.dtype) for layer in layers}
 
         objective.hidden = hidden  # type: ignore[method-assign]
@@ -328,10 +318,10 @@ class Plan:
         return lines
 
 
-def all_counted(num_tokens: int, num_sequences: int = 1) -> dict[str, Tensor]:
+def all_counted(num_tokens: int, num_sequences: int = 1) -> Batch:
     """Make a batch with every token supervised."""
-    return {
-        "input_ids": torch.zeros(num_sequences, num_tokens, dtype=torch.int64),
-        "loss_mask": torch.ones(num_sequences, num_tokens, dtype=torch.bool),
-        "lengths": torch.full((num_sequences,), num_tokens),
-    }
+    return Batch(
+        ids_BT=torch.zeros(num_sequences, num_tokens, dtype=torch.int64),
+        mask_BT=torch.ones(num_sequences, num_tokens, dtype=torch.bool),
+        lengths=[num_tokens] * num_sequences,
+    )

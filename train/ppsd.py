@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from ..models.draft import Draft
 from ..models.ppsd import PPSD, PPSDConfig
-from .batch import document_lengths
+from .batch import Batch
 from .objective import (
     DivergenceConfig,
     LossOutput,
@@ -34,13 +33,11 @@ class PPSDObjective(StagedObjective):
     config: PPSDTrainConfig
     draft: PPSD
 
-    def forward(
-        self, batch: dict[str, Tensor], generator: torch.Generator, *, name: str = ""
-    ) -> LossOutput:
+    def forward(self, batch: Batch, generator: torch.Generator, *, name: str = "") -> LossOutput:
         labeled_BT = labeled_rows(batch)
         taps = self.hidden(batch)
         teacher_MH = self.teacher(taps[self.num_target_layers], labeled_BT)
-        stream_BTH = self.draft(taps, document_lengths(batch))
+        stream_BTH = self.draft(taps, batch.documents)
         result = self.compare(stream_BTH, labeled_BT, teacher_MH)
         return LossOutput(result.loss, labeled_BT.sum(), result.sums())
 

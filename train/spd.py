@@ -1,7 +1,7 @@
 """Training objective for the SPD head, by distillation with a simulated pipeline fill."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +12,7 @@ from ..files import Values
 from ..models.decoder import embed
 from ..models.draft import Draft
 from ..models.spd import SPD, SPDConfig
-from .batch import document_lengths, reorder
+from .batch import Batch, pick
 from .objective import (
     DivergenceConfig,
     LossOutput,
@@ -83,7 +83,7 @@ class SPDObjective(StagedObjective):
     draft: SPD
 
     @torch.no_grad()
-    def start_on(self, batches: Iterable[dict[str, Tensor]]) -> None:
+    def start_on(self, batches: Iterable[Batch]) -> None:
         """Initialize the newest token's projection by ridge regression, in closed form.
 
         W = argmin sum_t |W e_t - u_t|^2 + lambda |W|^2,  u_t = h_t / rms(h_t)
@@ -103,15 +103,12 @@ class SPDObjective(StagedObjective):
         gram_HH = torch.zeros(hidden, hidden, dtype=torch.float64, device=place)
         cross_HH, num_rows = torch.zeros_like(gram_HH), 0
         for batch in batches:
-            real_BT = torch.ones_like(batch["input_ids"], dtype=torch.bool)
-            # Padding would enter the fit as a frequent token; packed rows have none.
-            if document_lengths(batch) is None:
-                place_T = torch.arange(real_BT.shape[1])
-                real_BT = (place_T < batch["lengths"][:, None]).to(real_BT.device)
-            states_BTH = self.hidden(batch)[last][real_BT].double()
-            embedded_PH = embed(decoder.embed_tokens, decoder.config, batch["input_ids"][real_BT])
-            embedded_PH = embedded_PH.double()
-            target_PH = states_BTH / states_BTH.square().mean(-1, keepdim=True).sqrt()
+            # Padding would enter the fit as a frequent token.
+            is_token_BT = batch.places() >= 0
+            states_PH = pick(self.hidden(batch)[last], is_token_BT).double()
+            ids_P = pick(batch.ids_BT, is_token_BT)
+            embedded_PH = embed(decoder.embed_tokens, decoder.config, ids_P).double()
+            target_PH = states_PH / states_PH.square().mean(-1, keepdim=True).sqrt()
             gram_HH += embedded_PH.T @ embedded_PH
             cross_HH += embedded_PH.T @ target_PH
             num_rows += len(embedded_PH)
@@ -125,7 +122,7 @@ class SPDObjective(StagedObjective):
 
     def forward(
         self,
-        batch: dict[str, Tensor],
+        batch: Batch,
         generator: torch.Generator,
         *,
         occupancies: Sequence[int] | None = None,
@@ -139,18 +136,18 @@ class SPDObjective(StagedObjective):
         if occupancies is None:
             batch, drawn = self._fill(batch, generator)
         # The target runs once, however often the head does.
-        taps = self.hidden(batch)
+        batch = replace(batch, features=self.hidden(batch))
         if occupancies is None:
-            runs = [(batch, taps, drawn)]
-            runs += [self._refill(batch, taps, generator) for _ in range(self.config.fills - 1)]
+            runs = [(batch, drawn)]
+            runs += [self._fill(batch, generator) for _ in range(self.config.fills - 1)]
         else:
-            runs = [(batch, taps, [a] * len(batch["lengths"])) for a in occupancies]
+            runs = [(batch, [a] * len(batch.lengths)) for a in occupancies]
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
-        for run_batch, run_taps, fill in runs:
-            labeled_BT = labeled_rows(run_batch)
-            teacher_MH = self.teacher(run_taps[self.num_target_layers], labeled_BT)
-            stream_BTH = self.draft(run_taps, fill, document_lengths(run_batch))
+        for run, fill in runs:
+            labeled_BT = labeled_rows(run)
+            teacher_MH = self.teacher(run.features[self.num_target_layers], labeled_BT)
+            stream_BTH = self.draft(run.features, fill, run.documents)
             result = self.compare(stream_BTH, labeled_BT, teacher_MH)
             losses.append(result.loss)
             found = result.sums()
@@ -166,29 +163,19 @@ class SPDObjective(StagedObjective):
         loss = losses[-1]
         if occupancies is None and len(losses) > 1:
             loss = torch.stack(losses).mean()
-        return LossOutput(loss, labeled_rows(batch).sum(), sums)
+        return LossOutput(loss, labeled_BT.sum(), sums)
 
-    def _fill(
-        self, batch: dict[str, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], list[int]]:
+    def _fill(self, batch: Batch, generator: torch.Generator) -> tuple[Batch, list[int]]:
         """Sample occupancies and sort the batch, fullest first, which is fastest for the head."""
         drawn = sample_occupancy(
-            len(batch["lengths"]),
+            len(batch.lengths),
             self.draft.config.max_in_flight,
             self.config.full_probability,
             generator,
             self.draft.config.tokens_per_step,
         )
         fill, order = torch.tensor(drawn).sort(descending=True, stable=True)
-        return reorder(batch, order), fill.tolist()
-
-    def _refill(
-        self, batch: dict[str, Tensor], taps: dict[int, Tensor], generator: torch.Generator
-    ) -> tuple[dict[str, Tensor], dict[int, Tensor], list[int]]:
-        """Sample new occupancies, and reorder the batch and the target's states to match."""
-        named = {f"tap{index}": x for index, x in taps.items()}
-        ordered, fill = self._fill({**batch, **named}, generator)
-        return ordered, {index: ordered.pop(f"tap{index}") for index in taps}, fill
+        return batch.reorder(order.tolist()), fill.tolist()
 
     def evaluation_passes(self) -> list[Values]:
         return [{"occupancies": range(1, self.draft.config.max_in_flight + 1)}]

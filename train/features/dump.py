@@ -27,7 +27,7 @@ from ...data_recipes.table import row_lengths
 from ...errors import make_folder
 from ...files import Values, publish, write_atomically
 from ...models.target import capture_hidden
-from ..batch import collate
+from ..batch import Batch, pick
 from ..config import RunConfig, parse_run
 from ..launch import (
     load_frozen_target,
@@ -161,14 +161,12 @@ class States:
     @torch.no_grad()
     def of(self, ids: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[int, Tensor]:
         """Return hidden states {layer: [M, H]}, concatenated over rows."""
-        # Mask and padding are there for collate alone: hidden states do not depend on them.
-        batch = collate([{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids], 0)
-        ids_BT, device = batch["input_ids"], self.accelerator.device
-        is_token_BT = torch.arange(ids_BT.shape[1]) < batch["lengths"][:, None]
+        # Mask and padding are there for the batch alone: hidden states do not depend on them.
+        rows = [{"input_ids": row, "loss_mask": [0] * len(row)} for row in ids]
+        batch = Batch.padded(rows, 0).to(self.accelerator.device)
         with self.accelerator.autocast():
-            hidden = capture_hidden(self.target, ids_BT.to(device), layers)
-        is_token_BT = is_token_BT.to(device)
-        return {layer: hidden[layer][is_token_BT] for layer in layers}
+            hidden = capture_hidden(self.target, batch.ids_BT, layers)
+        return {layer: pick(hidden[layer], batch.places() >= 0) for layer in layers}
 
 
 # -- a folder of shards ---------------------------------------------------------------------

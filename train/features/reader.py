@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch import document_lengths
+from ..batch import Batch
 from .online import FeaturesLost, ServedStates
 from .shards import (
     decode,
@@ -50,19 +50,17 @@ class Features:
         """Announce the rows of the next batches and the rows' token ids, in reading order."""
         self._expected.extend(batches)
 
-    def read(
-        self, batch: dict[str, Tensor], layers: Collection[int], dtype: torch.dtype
-    ) -> dict[int, Tensor]:
+    def read(self, batch: Batch, layers: Collection[int], dtype: torch.dtype) -> dict[int, Tensor]:
         """Return hidden states {layer: [B, T, H]}, with zeros at padding.
 
         Args:
             batch: its ``rows`` are the sequences' indices in the data set.
         """
-        ids_BT = batch["input_ids"]
+        ids_BT = batch.ids_BT
         B, T = ids_BT.shape
         order, stored = self._fetched(batch)
         # A prefetched batch may have its rows in another order.
-        spans = dict(zip(batch["rows"].tolist(), _spans(batch), strict=True))
+        spans = dict(zip(batch.rows, _spans(batch), strict=True))
         places_M = torch.cat([torch.arange(*spans[row]) for row in order]).to(ids_BT.device)
         read: dict[int, Tensor] = {}
         for layer in layers:
@@ -75,7 +73,7 @@ class Features:
             read[layer] = hidden_PH.index_copy_(0, places_M, kept_MH).view(B, T, -1)
         return read
 
-    def wait_for(self, batch: dict[str, Tensor]) -> FeaturesLost | None:
+    def wait_for(self, batch: Batch) -> FeaturesLost | None:
         """Fetch this batch's states for ``read``. Return the error if the servers are lost."""
         try:
             self._ready = self._fetched(batch)
@@ -83,9 +81,9 @@ class Features:
             return lost
         return None
 
-    def _fetched(self, batch: dict[str, Tensor]) -> Fetched:
+    def _fetched(self, batch: Batch) -> Fetched:
         """Return a batch's rows in any order, and their hidden states in the same order."""
-        wanted, under_way = batch["rows"].tolist(), self._under_way
+        wanted, under_way = batch.rows, self._under_way
         ready, self._ready = self._ready, None
         # Compared without order: an objective may reorder a batch, as SPD does by fill.
         if ready is not None and sorted(ready[0]) == sorted(wanted):
@@ -94,7 +92,7 @@ class Features:
             found, self._under_way = (under_way[0], under_way[1].result()), None
         else:
             # Not announced: evaluations, and the first step of an epoch.
-            ids_P = batch["input_ids"].flatten().tolist()
+            ids_P = batch.ids_BT.flatten().tolist()
             ids = [ids_P[start:end] for start, end in _spans(batch)]
             found = wanted, self._fetch(wanted, ids)
         if self._under_way is None and self._expected:
@@ -107,10 +105,10 @@ class Features:
         return {name: x.pin_memory() for name, x in tensors.items()} if self.pins else tensors
 
 
-def _spans(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
+def _spans(batch: Batch) -> list[tuple[int, int]]:
     """Return each sequence's start and end in the flattened batch, padded or packed."""
-    lengths, (B, T) = batch["lengths"].tolist(), batch["input_ids"].shape
-    is_padded = document_lengths(batch) is None
+    lengths, (B, T) = batch.lengths, batch.ids_BT.shape
+    is_padded = batch.documents is None
     starts = range(0, B * T, T) if is_padded else [0, *np.cumsum(lengths)[:-1].tolist()]
     return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
