@@ -40,8 +40,7 @@ def counted(objective, precision: str) -> tuple[LiveBytes, LiveBytes, float]:
         objective(batch, generator).loss.backward()
     objective.zero_grad()
     with evaluation, autocast, torch.no_grad():
-        for options in objective.evaluation_passes():
-            objective(batch, generator, **options)
+        objective(batch, generator, **objective.evaluation_options())
     return step, evaluation, flops.get_total_flops() / batch.ids_BT.numel()
 
 
@@ -127,8 +126,7 @@ def count(plan: Plan, config: PreTrainedConfig, tokens: int) -> tuple[float, flo
             optimizer.zero_grad()
         step, memory.peak = memory.peak, memory.live
         with autocast, torch.no_grad():
-            for options in objective.eval().evaluation_passes():
-                objective(batch, generator, **options)
+            objective.eval()(batch, generator, **objective.evaluation_options())
     return held + step, held + memory.peak
 
 

@@ -118,7 +118,7 @@ def test_training_draws_and_evaluates_the_fills_of_after_a_step():
     batch = Batch.padded([{"input_ids": [1, 2], "loss_mask": [1, 1]}] * 60, 0)
     _, fills = objective._fill(batch, torch.Generator().manual_seed(0))
     assert set(fills) == {1, 2, 3} and 15 < fills.count(3) < 45
-    assert objective.evaluation_passes() == [{"occupancies": range(1, 4)}]
+    assert objective.evaluation_options() == {"occupancies": range(1, 4)}
 
 
 def test_the_stages_wait_for_the_module_at_every_step():

@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,9 @@ class DFlashTrainConfig(DFlashConfig, DivergenceConfig):
         super().__post_init__()
         ranges = {"num_anchors": "[1, inf)", "decay_gamma": "(0, inf)", "dpace_alpha": "[0, 1]"}
         check_ranges(self, ranges, "model.")
+
+
+DFlashC = TypeVar("DFlashC", bound=DFlashTrainConfig)
 
 
 def block_lengths(batch: Batch, num_steps: int) -> tuple[Tensor, list[slice]]:
@@ -83,7 +86,7 @@ def dpace_weights(correct_AS: Tensor, counted_AS: Tensor, alpha: float) -> Tenso
     return prefix_AS.flip(-1).cumsum(-1).flip(-1)
 
 
-class DFlashObjective(ChainObjective):
+class DFlashObjective(ChainObjective[DFlashC]):
     """Sum of w_i KL(target || draft) over all anchors and each draft token i in an anchor's block.
 
     The training loop divides this sum by the anchor count. Each anchor has at least one
@@ -94,11 +97,10 @@ class DFlashObjective(ChainObjective):
     draft_class: ClassVar[type[Draft]] = DFlash
     noted: ClassVar[tuple[str, ...]] = ("loss", "position_weights", "decay_gamma")
 
-    config: DFlashTrainConfig
     draft: DFlash
 
     @classmethod
-    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
+    def make_draft(cls, config: DFlashC, layer: LayerConfig, reference: TargetReference) -> Draft:
         """Build the draft, with fused layers and mask token that fit the target."""
         kind = cls.draft_class.config_class
         known = {f.name: getattr(config, f.name) for f in fields(kind)}
@@ -116,7 +118,7 @@ class DFlashObjective(ChainObjective):
             min(self.config.num_anchors, int((counts_P[rows] > 0).sum())) for rows in documents
         )
 
-    def forward(self, batch: Batch, generator: torch.Generator, *, name: str = "") -> LossOutput:
+    def forward(self, batch: Batch, generator: torch.Generator) -> LossOutput:
         """Compute one batch's loss, in the same way for training and evaluation."""
         ids_BT = batch.ids_BT
         counts_P, documents = block_lengths(batch, self.num_steps)
@@ -141,9 +143,7 @@ class DFlashObjective(ChainObjective):
             weights_M = weights_AS.flatten()[place_M]
         else:
             weights_M = (-step_M.double() / self.config.decay_gamma).exp()
-        result = self.distil_labels(
-            states_MH, label_M, taps, measure=self.measure, weights_M=weights_M
-        )
+        result = self.distil_labels(states_MH, label_M, taps, weights_M=weights_M)
         output = self.by_step(result, step_M, counted_AS.sum(0))
         return self.add_loss(output, states_MH, result.acceptance_M, put(weights_M, states_MH))
 

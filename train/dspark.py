@@ -3,7 +3,7 @@
 # M supervised rows, L teacher rows, H hidden plus r, U draft vocabulary
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..errors import check_ranges
 from ..models.draft import Draft
 from ..models.dspark import DSpark, DSparkConfig
 from .dflash import DFlashObjective, DFlashTrainConfig
-from .losses import DistillationLoss, Divergence
+from .losses import Divergence
 from .objective import LossOutput
 
 
@@ -32,7 +32,7 @@ class DSparkTrainConfig(DSparkConfig, DFlashTrainConfig):
         check_ranges(self, {"confidence_weight": "[0, inf)"}, "model.")
 
 
-class DSparkObjective(DFlashObjective):
+class DSparkObjective(DFlashObjective[DSparkTrainConfig]):
     """DFlash's loss on the biased logits, plus cross-entropy between confidence c and label a.
 
     a = sum_v min(p_v, q_v) is the probability that a draft token sampled from q is accepted. It is
@@ -42,11 +42,11 @@ class DSparkObjective(DFlashObjective):
     draft_class: ClassVar[type[Draft]] = DSpark
     noted: ClassVar[tuple[str, ...]] = (*DFlashObjective.noted, "confidence_weight")
 
-    config: DSparkTrainConfig
     draft: DSpark
 
-    def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
-        return super().distil(hidden_MH, teacher_LH, pair_weight_UR=self.draft.pair_UR, **options)
+    @property
+    def pair_UR(self) -> Tensor | None:
+        return self.draft.pair_UR
 
     def add_loss(
         self, output: LossOutput, states_MH: Tensor, acceptance_M: Tensor, weights_M: Tensor

@@ -90,7 +90,7 @@ def row_lengths(lengths: list[int] | None) -> list[int] | None:
     return [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
 
 
-class EagleObjective(DraftObjective):
+class EagleObjective(DraftObjective[EagleTrainConfig]):
     """SmoothL1(f', f) + w * KL(target || draft), summed over rows.
 
     f' is the predicted next hidden state and f the true one. SmoothL1 is a mean over H. The paper's
@@ -102,7 +102,6 @@ class EagleObjective(DraftObjective):
     draft_class: ClassVar[type[Draft]] = Eagle
     noted: ClassVar[tuple[str, ...]] = ("noise", "distillation_weight")
 
-    config: EagleTrainConfig
     draft: Eagle
 
     def num_supervised(self, batch: Batch) -> int:
@@ -114,7 +113,6 @@ class EagleObjective(DraftObjective):
         generator: torch.Generator,
         *,
         depth: int | None = None,
-        name: str = "",
     ) -> LossOutput:
         """Compute one batch's loss.
 
@@ -166,8 +164,8 @@ class EagleObjective(DraftObjective):
             sums |= {f"{name}_{step}": value for name, value in found.items()}
         return sums
 
-    def evaluation_passes(self) -> list[Values]:
-        return [{"depth": EVALUATED_DEPTH}]
+    def evaluation_options(self) -> Values:
+        return {"depth": EVALUATED_DEPTH}
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         """Compute metrics. In evaluation, add tokens per round and each draft token's rates."""

@@ -3,7 +3,7 @@
 # B batch, T positions, H hidden, M rows in one step or in all of them, S steps
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ class UnrolledConfig(DivergenceConfig):
 
     def __post_init__(self) -> None:
         check_ranges(self, {"num_steps": "[1, inf)", "step_decay": "(0, 1]"}, "model.")
+
+
+UnrolledC = TypeVar("UnrolledC", bound=UnrolledConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ def counted_steps(batch: Batch, num_steps: int, rows: str) -> Tensor:
     return torch.stack(counted, -1)
 
 
-class UnrolledObjective(ChainObjective):
+class UnrolledObjective(ChainObjective[UnrolledC]):
     """sum_i step_decay^i KL(target || draft at step i), summed over rows supervised at step i.
 
     The training loop divides by the number of rows at step 0 (``num_supervised``). So a sequence
@@ -92,20 +95,23 @@ class UnrolledObjective(ChainObjective):
     """
 
     noted: ClassVar[tuple[str, ...]] = ("loss", "num_steps", "step_decay")
-    config: UnrolledConfig
     draft: Eagle3 | MTP
+
+    @property
+    def num_steps(self) -> int:
+        return self.config.num_steps
 
     def counted(self, batch: Batch) -> Tensor:
         """Return bool [P, S] on the host, True where step i counts at a row."""
-        return counted_steps(batch, self.config.num_steps, self.config.rows).flatten(0, 1)
+        return counted_steps(batch, self.num_steps, self.config.rows).flatten(0, 1)
 
     def num_supervised(self, batch: Batch) -> int:
         return int(self.counted(batch)[:, 0].sum())
 
-    def forward(self, batch: Batch, generator: torch.Generator, *, name: str = "") -> LossOutput:
+    def forward(self, batch: Batch, generator: torch.Generator) -> LossOutput:
         """Compute one batch's loss, in the same way for training and evaluation."""
         draft, counted_PS = self.draft, self.counted(batch)
-        steps_S = torch.arange(self.config.num_steps)
+        steps_S = torch.arange(self.num_steps)
         # Longest chains first: each step's rows are then a prefix of the previous step's.
         ends_P = (counted_PS * (steps_S + 1)).amax(1)
         lengths_P, order_P = ends_P.sort(descending=True, stable=True)
@@ -126,24 +132,24 @@ class UnrolledObjective(ChainObjective):
             draft.normed(state_MH),
             label_M,
             taps,
-            measure=self.measure,
             weights_M=self.config.step_decay ** step_M.double(),
         )
         return self.by_step(result, step_M, counts_S)
 
 
-class Eagle3Objective(UnrolledObjective):
+class Eagle3Objective(UnrolledObjective[Eagle3TrainConfig]):
     """EAGLE-3 objective with its training-time test.
 
     The head runs on its own states as in decoding. The loss is summed over a chain's draft tokens.
     """
 
     draft_class: ClassVar[type[Draft]] = Eagle3
-    config: Eagle3TrainConfig
     draft: Eagle3
 
     @classmethod
-    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Eagle3:
+    def make_draft(
+        cls, config: Eagle3TrainConfig, layer: LayerConfig, reference: TargetReference
+    ) -> Eagle3:
         """Build the draft, with fused layers that fit the target's depth."""
         known = {f.name: getattr(config, f.name) for f in fields(Eagle3Config)}
         depth = int(reference.fingerprint["num_layers"])

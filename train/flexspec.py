@@ -71,7 +71,7 @@ def prefix_survival(rates_M: Tensor, labeled_BS: Tensor, depth: int) -> tuple[Te
     return torch.stack(sums), torch.stack(counts)
 
 
-class FlexSpecObjective(DraftObjective):
+class FlexSpecObjective(DraftObjective[FlexSpecTrainConfig]):
     """l1 * mean_H (W_p h_d - h_t)^2 + l2 * T^2 * KL(target || draft), summed over rows.
 
     The rows are those before an assistant token. h_t is the target's hidden state after its final
@@ -86,7 +86,6 @@ class FlexSpecObjective(DraftObjective):
         "distillation_temperature",
     )
 
-    config: FlexSpecTrainConfig
     draft: FlexSpec
 
     def __init__(self, config: FlexSpecTrainConfig, target: PreTrainedModel, **origin: Any) -> None:
@@ -110,7 +109,6 @@ class FlexSpecObjective(DraftObjective):
         generator: torch.Generator,
         *,
         depth: int | None = None,
-        name: str = "",
     ) -> LossOutput:
         """Compute one batch's loss.
 
@@ -161,8 +159,8 @@ class FlexSpecObjective(DraftObjective):
                 sums[f"chains_{step + 1}"] = counts[step]
         return sums
 
-    def evaluation_passes(self) -> list[Values]:
-        return [{"depth": EVALUATED_DEPTH}]
+    def evaluation_options(self) -> Values:
+        return {"depth": EVALUATED_DEPTH}
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         """Compute metrics.

@@ -253,7 +253,7 @@ class Trainer:
                 output = self.module(batch, generator)
                 accelerator.backward(output.loss * scale)
             losses.append(output.loss.detach())
-            add_sums(sums, output, prefix="")
+            add_sums(sums, output)
         return sums, losses
 
     def _refuse(
@@ -327,17 +327,17 @@ class Trainer:
         together = fitting * self.world
         self.module.eval()
         sums: dict[str, Tensor] = {}
-        for options in self.objective.evaluation_passes():
-            for start in range(0, len(rows), together):
-                mine = rows[start : start + together][self.rank :: self.world]
-                # With a sharded network every process must run equally often. A process without
-                # rows runs one with weight 0.
-                batch = self.load(self.data.valid, mine or rows[:1])
-                self._wait_for_features(batch)
-                with self.accelerator.autocast():
-                    # The same draws in every evaluation: scores differ by the weights alone.
-                    output = self.module(batch, self.generator(0, start), **options)
-                add_sums(sums, output, prefix=options.get("name", ""), weight=bool(mine))
+        options = self.objective.evaluation_options()
+        for start in range(0, len(rows), together):
+            mine = rows[start : start + together][self.rank :: self.world]
+            # With a sharded network every process must run equally often. A process without rows
+            # runs one with weight 0.
+            batch = self.load(self.data.valid, mine or rows[:1])
+            self._wait_for_features(batch)
+            with self.accelerator.autocast():
+                # The same draws in every evaluation: scores differ by the weights alone.
+                output = self.module(batch, self.generator(0, start), **options)
+            add_sums(sums, output, weight=bool(mine))
         self.module.train()
         return self.objective.summarize(self.reduce(sums))
 
@@ -583,11 +583,8 @@ class Trainer:
         )
 
 
-def add_sums(
-    sums: dict[str, Tensor], output: LossOutput, *, prefix: str, weight: float = 1.0
-) -> None:
+def add_sums(sums: dict[str, Tensor], output: LossOutput, *, weight: float = 1.0) -> None:
     entries = {"loss": output.loss.detach(), "count": output.counted, **output.sums}
-    for key, value in entries.items():
-        name = prefix + key
+    for name, value in entries.items():
         # In float64, float32 losses add up without drift, and counts stay exact.
         sums[name] = sums.get(name, 0.0) + weight * value.double()

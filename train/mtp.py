@@ -1,7 +1,7 @@
 """Training objective for an MTP layer, unrolled over several steps (FastMTP, arXiv:2509.18362)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..models.draft import Draft, TargetReference
 from ..models.layers import LayerConfig
@@ -20,15 +20,16 @@ class MTPTrainConfig(UnrolledConfig):
     """Multiply the loss for draft token i (from 0) by step_decay ** i; 0.6 in the paper."""
 
 
-class MTPObjective(UnrolledObjective):
+class MTPObjective(UnrolledObjective[MTPTrainConfig]):
     """EAGLE-3's training-time test with an MTP layer."""
 
     draft_class: ClassVar[type[Draft]] = MTP
-    config: MTPTrainConfig
     draft: MTP
 
     @classmethod
-    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> MTP:
+    def make_draft(
+        cls, config: MTPTrainConfig, layer: LayerConfig, reference: TargetReference
+    ) -> MTP:
         """Build the layer, with the same shape as the checkpoint in init_from if there is one."""
         if config.init_from is not None:
             start = load_start(config.init_from, MTP)

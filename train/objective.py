@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -114,6 +114,15 @@ class DivergenceConfig(StartConfig):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StagedTrainConfig(StagedDraftConfig, DivergenceConfig):
+    """Loss for drafts on a staged target."""
+
+
+C = TypeVar("C", bound=StartConfig)
+StagedC = TypeVar("StagedC", bound=StagedTrainConfig)
+
+
 def load_start(place: str, kind: type[Draft]) -> Draft:
     """Load the draft this run starts from, on the CPU. Raise ValueError for another method."""
     with torch.device("cpu"), blaming("model.init_from"):  # also inside a meta-device context
@@ -127,8 +136,8 @@ def load_start(place: str, kind: type[Draft]) -> Draft:
     return draft
 
 
-class DraftObjective(nn.Module, ABC):
-    """Base class for objectives that distill a frozen target into a draft.
+class DraftObjective(nn.Module, ABC, Generic[C]):
+    """Base class for objectives that distill a frozen target into a draft, configured by a ``C``.
 
     A subclass names its draft class and implements ``summarize`` and ``forward(batch, generator)``,
     which returns a ``LossOutput``. By default, ``num_supervised`` counts the rows before an
@@ -138,7 +147,7 @@ class DraftObjective(nn.Module, ABC):
     draft_class: ClassVar[type[Draft]]
     noted: ClassVar[tuple[str, ...]] = ()
     """Configuration fields recorded in the checkpoint's training note."""
-    config: Any
+    config: C
     """Draft architecture and loss, as the method's dataclass."""
     draft: Draft
     card: Callable[[Values], str] | None = None
@@ -148,7 +157,7 @@ class DraftObjective(nn.Module, ABC):
 
     def __init__(
         self,
-        config: StartConfig,
+        config: C,
         target: PreTrainedModel,
         *,
         target_name: str,
@@ -205,17 +214,17 @@ class DraftObjective(nn.Module, ABC):
         return start
 
     @classmethod
-    def check_start(cls, config: StartConfig) -> None:
+    def check_start(cls, config: C) -> None:
         """Raise ValueError if init_from holds another method's draft. The check needs no data."""
         if config.init_from is not None:
             load_start(config.init_from, cls.draft_class)
 
     @staticmethod
-    def check(config: Any, target: PreTrainedModel) -> None:
+    def check(config: C, target: PreTrainedModel) -> None:
         """Raise ValueError if a setting does not match the target. The check needs no data."""
 
     @classmethod
-    def make_draft(cls, config: Any, layer: LayerConfig, reference: TargetReference) -> Draft:
+    def make_draft(cls, config: C, layer: LayerConfig, reference: TargetReference) -> Draft:
         """Build a configuration's draft from the target's shapes alone."""
         kind = cls.draft_class.config_class
         known: Values = {f.name: getattr(config, f.name) for f in fields(kind)}
@@ -225,7 +234,7 @@ class DraftObjective(nn.Module, ABC):
         return cls.draft_class(kind(**known), layer, reference)
 
     @classmethod
-    def num_auxiliary(cls, config: Any, layer: LayerConfig) -> int:
+    def num_auxiliary(cls, config: C, layer: LayerConfig) -> int:
         """Return the number of parameters trained in addition to the draft."""
         return 0
 
@@ -274,11 +283,25 @@ class DraftObjective(nn.Module, ABC):
         # The loss only multiplies by the LM head: dividing its input divides the logits.
         return decoder.norm(last_LH) / logits_divisor(decoder.config)
 
-    def distil(self, hidden_MH: Tensor, teacher_LH: Tensor, **options: Any) -> DistillationLoss:
+    @property
+    def pair_UR(self) -> Tensor | None:
+        """Return the draft's second LM head (see ``chunked_distillation``), if it has one."""
+        return None
+
+    def distil(
+        self,
+        hidden_MH: Tensor,
+        teacher_LH: Tensor,
+        *,
+        measure: LossKind | None = None,
+        teacher_index_M: Tensor | None = None,
+        weights_M: Tensor | None = None,
+    ) -> DistillationLoss:
         """Return the divergence between the draft's and the target's LM head outputs.
 
         Args:
-            options: for ``chunked_distillation``.
+            measure: by default the configured one.
+            teacher_index_M, weights_M: see ``chunked_distillation``.
         """
         draft: Any = self.draft  # any class with an LM head
         head_VH: Any = self.target.get_output_embeddings().weight
@@ -287,7 +310,15 @@ class DraftObjective(nn.Module, ABC):
         if rows_U is not None and self.skips_outside and torch.is_grad_enabled():
             head_VH, rows_U = head_VH[rows_U], None
         return chunked_distillation(
-            hidden_MH, draft.lm_head.weight, teacher_LH, head_VH, teacher_rows_U=rows_U, **options
+            hidden_MH,
+            draft.lm_head.weight,
+            teacher_LH,
+            head_VH,
+            pair_weight_UR=self.pair_UR,
+            measure=measure or self.measure,
+            teacher_index_M=teacher_index_M,
+            teacher_rows_U=rows_U,
+            weights_M=weights_M,
         )
 
     @property
@@ -305,9 +336,9 @@ class DraftObjective(nn.Module, ABC):
     def start_on(self, batches: Iterable[Batch]) -> None:
         """Fit initial weights from training batches, which are made on demand."""
 
-    def evaluation_passes(self) -> list[Values]:
-        """Return ``forward``'s options for every validation pass. ``name`` prefixes the sums."""
-        return [{}]
+    def evaluation_options(self) -> Values:
+        """Return ``forward``'s options in validation."""
+        return {}
 
     @abstractmethod
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
@@ -343,28 +374,34 @@ def own_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
 
 
-class ChainObjective(DraftObjective):
+class ChainObjective(DraftObjective[C]):
     """Base class for heads with a loss on each draft token i of a chain, which is called step i."""
 
     @property
+    @abstractmethod
     def num_steps(self) -> int:
         """Number S of draft tokens trained per chain."""
-        return int(self.config.num_steps)
 
     def distil_labels(
-        self, hidden_MH: Tensor, label_M: Tensor, taps: Mapping[int, Tensor], **options: Any
+        self,
+        hidden_MH: Tensor,
+        label_M: Tensor,
+        taps: Mapping[int, Tensor],
+        *,
+        measure: LossKind | None = None,
+        weights_M: Tensor | None = None,
     ) -> DistillationLoss:
         """Return the divergence for rows that predict the tokens ``label_M``, in row order.
 
         Args:
             hidden_MH: input to the draft's LM head.
             label_M: place of each row's predicted token, as b T + t, on the host.
-            options: for ``chunked_distillation``.
+            measure: by default the configured one.
+            weights_M: factor for each row in the loss, on any device.
         """
         # Sort by label: rows predicting the same token share the target's distribution for it.
         sorted_M, order_M = label_M.sort(stable=True)
         label_L, teacher_index_M = sorted_M.unique_consecutive(return_inverse=True)
-        weights_M = options.pop("weights_M", None)
         with torch.no_grad():
             last_PH = taps[self.num_target_layers].flatten(0, 1)
             # The target predicts a token from the position before it.
@@ -373,9 +410,9 @@ class ChainObjective(DraftObjective):
         result = self.distil(
             hidden_MH.index_select(0, order_M),
             teacher_LH,
+            measure=measure,
             teacher_index_M=teacher_index_M,
             weights_M=None if weights_M is None else put(weights_M, hidden_MH)[order_M],
-            **options,
         )
         # The inverse permutation: callers get their own row order back.
         place_M = torch.empty_like(order_M).index_copy_(
@@ -416,14 +453,14 @@ class ChainObjective(DraftObjective):
         return metrics | {"score": metrics["acceptance_length_T0"]}
 
 
-class StagedObjective(DraftObjective):
+class StagedObjective(DraftObjective[StagedC]):
     """Base class for drafts on a staged target. Row t predicts the token at t + 1."""
 
     noted: ClassVar[tuple[str, ...]] = ("loss",)
     draft: StagedDraft
 
     @staticmethod
-    def check(config: StagedDraftConfig, target: PreTrainedModel) -> None:
+    def check(config: StagedC, target: PreTrainedModel) -> None:
         num_stages = StagedTarget(target, config.boundaries or config.num_stages).num_stages
         if num_stages != config.num_stages:
             raise ValueError(
@@ -436,7 +473,7 @@ class StagedObjective(DraftObjective):
     ) -> DistillationLoss:
         """Return the divergence between the draft's and the teacher's rows, at temperature 1."""
         rows_MH = self.draft.norm(pick(stream_BTH, labeled_BT))
-        return self.distil(rows_MH, teacher_MH, measure=self.measure)
+        return self.distil(rows_MH, teacher_MH)
 
     def add_rates(
         self, metrics: dict[str, float], rates: Mapping[str, list[float]], tokens_per_step: int = 1

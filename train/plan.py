@@ -215,8 +215,7 @@ class Plan:
             if trains:
                 objective(batch, generator).loss.backward()
             else:
-                for options in objective.evaluation_passes():
-                    objective(batch, generator, **options)
+                objective(batch, generator, **objective.evaluation_options())
         objective.zero_grad()
         return max(memory.peak, self._target_bytes(rows * self.tokens, objective.draft.taps))
 

@@ -9,9 +9,9 @@ from ..models.draft import Draft
 from ..models.ppsd import PPSD, PPSDConfig
 from .batch import Batch
 from .objective import (
-    DivergenceConfig,
     LossOutput,
     StagedObjective,
+    StagedTrainConfig,
     labeled_rows,
 )
 
@@ -19,21 +19,20 @@ from .objective import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPSDTrainConfig(PPSDConfig, DivergenceConfig):
+class PPSDTrainConfig(PPSDConfig, StagedTrainConfig):
     """PPSD head and its loss."""
 
 
-class PPSDObjective(StagedObjective):
+class PPSDObjective(StagedObjective[PPSDTrainConfig]):
     """Divergence at temperature 1, summed over rows before an assistant token.
 
     The default divergence is KL(target || head).
     """
 
     draft_class: ClassVar[type[Draft]] = PPSD
-    config: PPSDTrainConfig
     draft: PPSD
 
-    def forward(self, batch: Batch, generator: torch.Generator, *, name: str = "") -> LossOutput:
+    def forward(self, batch: Batch, generator: torch.Generator) -> LossOutput:
         labeled_BT = labeled_rows(batch)
         taps = self.hidden(batch)
         teacher_MH = self.teacher(taps[self.num_target_layers], labeled_BT)

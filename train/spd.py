@@ -14,9 +14,9 @@ from ..models.draft import Draft
 from ..models.spd import SPD, SPDConfig
 from .batch import Batch, pick
 from .objective import (
-    DivergenceConfig,
     LossOutput,
     StagedObjective,
+    StagedTrainConfig,
     labeled_rows,
 )
 
@@ -29,7 +29,7 @@ RIDGE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class SPDTrainConfig(SPDConfig, DivergenceConfig):
+class SPDTrainConfig(SPDConfig, StagedTrainConfig):
     """SPD head and its loss."""
 
     full_probability: float = 0.5
@@ -72,14 +72,13 @@ def sample_occupancy(
     return torch.where(is_full, full, partial).tolist()
 
 
-class SPDObjective(StagedObjective):
+class SPDObjective(StagedObjective[SPDTrainConfig]):
     """Divergence at temperature 1, summed over rows before an assistant token.
 
     The default divergence is KL(target || head).
     """
 
     draft_class: ClassVar[type[Draft]] = SPD
-    config: SPDTrainConfig
     draft: SPD
 
     @torch.no_grad()
@@ -126,7 +125,6 @@ class SPDObjective(StagedObjective):
         generator: torch.Generator,
         *,
         occupancies: Sequence[int] | None = None,
-        name: str = "",
     ) -> LossOutput:
         """Compute one batch's loss.
 
@@ -177,8 +175,8 @@ class SPDObjective(StagedObjective):
         fill, order = torch.tensor(drawn).sort(descending=True, stable=True)
         return batch.reorder(order.tolist()), fill.tolist()
 
-    def evaluation_passes(self) -> list[Values]:
-        return [{"occupancies": range(1, self.draft.config.max_in_flight + 1)}]
+    def evaluation_options(self) -> Values:
+        return {"occupancies": range(1, self.draft.config.max_in_flight + 1)}
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         count = max(sums["count"], 1)
