@@ -30,7 +30,6 @@ from pipedraft.train import checkpoint
 from pipedraft.train.batch import Batch
 from pipedraft.train.config import OptimConfig
 from pipedraft.train.launch import rate_factor
-from pipedraft.train.log import MetricsLog
 from pipedraft.train.run import methods
 from pipedraft.train.spd import sample_occupancy
 
@@ -47,7 +46,7 @@ def test_another_seed_gives_another_run(world, tmp_path, monkeypatch):
 def test_a_metric_that_an_option_added_is_the_mean_of_the_steps_that_have_it(world, tmp_path):
     trainer = world.trainer("spd", tmp_path, max_steps=1)
     trainer.progress.unlogged.append({"loss": 3.0, "dropped": 1.0})  # by the launch before
-    MetricsLog(trainer).add({"loss": 1.0, "added": 0.5}, trainer.screen)
+    trainer.start_log().add({"loss": 1.0, "added": 0.5}, trainer.screen)
     (record,) = logged(tmp_path)
     assert record == {"step": 0, "tokens": 0, "loss": 2.0, "added": 0.5}
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.flop_counter import (
@@ -21,10 +21,9 @@ from transformers.utils.generic import flatten_dict
 
 from ..files import publish
 from .batch import Batch
+from .checkpoint import Progress
+from .config import RunConfig
 from .screen import Screen
-
-if TYPE_CHECKING:
-    from .loop import Trainer
 
 HELD_PROCESS_GROUPS: list[object] = []
 """Keeps gloo's group alive at exit: freeing it with the model can deadlock (torch 2.13)."""
@@ -39,16 +38,30 @@ class MetricsLog:
     time includes evaluations and checkpoints. For the other clock metrics see ``StepPace.report``.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self.trainer, self.accelerator = trainer, trainer.accelerator
-        self.path = trainer.config.output_dir / "metrics.jsonl"
-        self.started, self.tokens = time.perf_counter(), trainer.progress.tokens
-        if trainer.config.trackers:
+    def __init__(
+        self,
+        config: RunConfig,
+        accelerator: Accelerator,
+        *,
+        progress: Progress,
+        pace: "StepPace",
+        num_steps: int,
+    ) -> None:
+        """
+        Args:
+            progress, pace: the run's own, which change with every step.
+            num_steps: the last step's number.
+        """
+        self.config, self.accelerator = config, accelerator
+        self.progress, self.pace, self.num_steps = progress, pace, num_steps
+        self.path = config.output_dir / "metrics.jsonl"
+        self.started, self.tokens = time.perf_counter(), progress.tokens
+        if config.trackers:
             self._start_trackers()
 
     def _start_trackers(self) -> None:
         """Start the trackers. All launches continue one wandb run, with the id in ``progress``."""
-        config, progress = self.trainer.config, self.trainer.progress
+        config, progress = self.config, self.progress
         progress.tracker_id = progress.tracker_id or uuid.uuid4().hex
         folder = config.output_dir / "logs"
         folder.mkdir(exist_ok=True)  # wandb would write to /tmp instead
@@ -60,11 +73,11 @@ class MetricsLog:
         self.accelerator.init_trackers("pipedraft", plain, init_kwargs={"wandb": wandb})
 
     def add(self, values: dict[str, float], screen: Screen) -> None:
-        progress, config = self.trainer.progress, self.trainer.config
+        progress, config = self.progress, self.config
         window = progress.unlogged
         window.append(values)
-        screen.step()
-        if progress.step % config.log_every_steps and progress.step != self.trainer.num_steps:
+        screen.step(progress.step)
+        if progress.step % config.log_every_steps and progress.step != self.num_steps:
             return
         now = time.perf_counter()
         rate = (progress.tokens - self.tokens) / max(now - self.started, 1e-9)
@@ -73,27 +86,26 @@ class MetricsLog:
         known = {key: [entry[key] for entry in window if key in entry] for key in window[-1]}
         means = {key: sum(values) / len(values) for key, values in known.items()}
         window.clear()
-        pace = self.trainer.pace.report(
+        pace = self.pace.report(
             peak_tflops=config.peak_tflops, num_processes=self.accelerator.num_processes
         )
         self.write({**means, "tokens_per_s": rate, **pace})
-        screen.row(means, rate)
+        screen.row(progress.step, means, rate)
 
     def write(self, values: dict[str, float]) -> None:
         if not self.accelerator.is_main_process:
             return
-        progress = self.trainer.progress
-        record = {"step": progress.step, "tokens": progress.tokens, **values}
+        record = {"step": self.progress.step, "tokens": self.progress.tokens, **values}
         # Opened for each record, so a kill loses no complete one.
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        if self.trainer.config.trackers:
+        if self.config.trackers:
             grouped = {x if "/" in x else f"train/{x}": value for x, value in values.items()}
-            self.accelerator.log(grouped, step=progress.step)
+            self.accelerator.log(grouped, step=self.progress.step)
 
     def close(self) -> None:
         """Upload the head to wandb if configured, then end the trackers' runs."""
-        config = self.trainer.config
+        config = self.config
         if config.wandb_artifact and self.accelerator.is_main_process:
             run = self.accelerator.get_tracker("wandb", unwrap=True)
             kind = {"type": "model", "name": f"{config.output_dir.name}-{config.method}"}

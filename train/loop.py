@@ -44,7 +44,7 @@ from .log import (
 from .objective import DraftObjective, LossOutput
 from .position import Cut, DonePart, batches_left
 from .record import Change, Identity, check_record
-from .screen import Screen
+from .screen import RunFacts, Screen
 
 STATE = "training_state"
 """Folder in a checkpoint, needed only to resume."""
@@ -103,7 +103,7 @@ class Trainer:
         self.stop: Stop | None = None
         self.pace = StepPace()
         self.prompts = self._prompts_to_decode()
-        self.screen = Screen(self)
+        self.screen = Screen(is_shown=accelerator.is_main_process)
 
     @property
     def rank(self) -> int:
@@ -305,16 +305,6 @@ class Trainer:
             )
         return prompts
 
-    @property
-    def evaluates(self) -> str:
-        """Describe the evaluations for the screen."""
-        evaluation, rows = self.config.evaluation, len(self.data.valid)
-        every = evaluation.every_steps
-        when = f"every {every} steps" if every else "at the end"
-        decoded = f", {len(self.prompts)} prompts decoded" * bool(self.prompts)
-        held_out = f"{min(evaluation.max_rows, rows)} held-out rows" if rows else "no held-out rows"
-        return f"evaluated {when}: {held_out}{decoded}"
-
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Return metrics over the first validation rows (if any), which the processes share."""
@@ -507,11 +497,26 @@ class Trainer:
 
     # -- the run ----------------------------------------------------------------------------
 
+    def start_log(self) -> MetricsLog:
+        """Start the run's log, and print the run's settings."""
+        config, accelerator, num_steps = self.config, self.accelerator, self.num_steps
+        log = MetricsLog(
+            config, accelerator, progress=self.progress, pace=self.pace, num_steps=num_steps
+        )
+        facts = RunFacts(
+            config=config,
+            accelerator=accelerator,
+            num_trainable=self.num_trainable,
+            num_steps=num_steps,
+            num_valid=len(self.data.valid),
+            num_prompts=len(self.prompts),
+        )
+        self.screen.begin(facts, self.progress.step)
+        return log
+
     def run(self) -> dict[str, float]:
         """Train to the last step or until ``stop`` is set. Return the last evaluation's metrics."""
-        progress = self.progress
-        log = MetricsLog(self)
-        self.screen.begin()
+        progress, log = self.progress, self.start_log()
         windows = self.windows()
         with self.stopping.signals():
             if progress.evaluation_pending:
@@ -528,14 +533,14 @@ class Trainer:
                     # The window was taken but not trained on: the resumed run begins with it.
                     progress.epoch, progress.batch, progress.done = place
                     self.save(progress.metrics)
-                    self.stop = Stop(f"{lost}; {GO_ON}", 1)
+                    self.stop = stop_for(lost)
                     break
                 self.pace.waited_s += loaded - began
                 self.pace.total_s += time.perf_counter() - began
                 log.add(values, self.screen)
                 self._finish_step(log)
         log.close()
-        self.screen.end()
+        self.screen.end(self.config.output_dir, progress, self.stop)
         return progress.metrics
 
     def _finish_step(self, log: MetricsLog) -> None:
@@ -561,7 +566,7 @@ class Trainer:
         try:
             progress.metrics = metrics = self.evaluate()
         except FeaturesLost as lost:
-            progress.evaluation_pending, self.stop = True, Stop(f"{lost}; {GO_ON}", 1)
+            progress.evaluation_pending, self.stop = True, stop_for(lost)
             return
         # Gathered once, for decoding and for best/.
         weights = self.accelerator.get_state_dict(self.module)
@@ -571,7 +576,7 @@ class Trainer:
             log.write({f"valid/{key}": value for key, value in metrics.items()})
         is_best = self._save_best(metrics, weights)
         if metrics:
-            self.screen.evaluated(metrics, is_best=is_best)
+            self.screen.evaluated(progress.step, metrics, is_best=is_best)
 
     def _out_of_patience(self) -> Stop | None:
         patience, since_best = self.config.evaluation.patience, self.progress.since_best
@@ -581,6 +586,11 @@ class Trainer:
             f"no better score than {self.progress.best_score:.4f} in {since_best} evaluations "
             "(evaluation.patience); the best network is in best/"
         )
+
+
+def stop_for(lost: FeaturesLost) -> Stop:
+    """Return the end of a run whose servers for hidden states are lost."""
+    return Stop(f"{lost}; {GO_ON}", 1)
 
 
 def add_sums(sums: dict[str, Tensor], output: LossOutput, *, weight: float = 1.0) -> None:

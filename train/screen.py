@@ -2,17 +2,18 @@
 
 import sys
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
+from accelerate import Accelerator
 from tqdm import tqdm
 
 from ..version import __version__
+from .checkpoint import Progress
+from .config import RunConfig
 from .decoding import DECODED_LENGTH, DECODED_TAU
-from .launch import GO_ON
+from .launch import GO_ON, Stop
 from .launcher_settings import strategy_of
-
-if TYPE_CHECKING:
-    from .loop import Trainer
 
 WIDTHS = {"step": 8, "loss": 10, "accepted": 10, "lr": 10, "tokens/s": 10, "left": 10}
 """Table column -> width. accepted: share of draft tokens accepted at temperature 1; in chains
@@ -34,69 +35,91 @@ def figures(metrics: dict[str, float]) -> str:
     return ", ".join(shown)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Run as the screen shows it."""
+
+    config: RunConfig
+    accelerator: Accelerator
+    num_trainable: int
+    num_steps: int
+    """The last step's number."""
+    num_valid: int
+    """Validation rows in the data."""
+    num_prompts: int
+    """Prompts decoded in every evaluation."""
+
+    @property
+    def evaluations(self) -> str:
+        evaluation, every = self.config.evaluation, self.config.evaluation.every_steps
+        when = f"every {every} steps" if every else "at the end"
+        decoded = f", {self.num_prompts} prompts decoded" * bool(self.num_prompts)
+        rows = min(evaluation.max_rows, self.num_valid)
+        held_out = f"{rows} held-out rows" if rows else "no held-out rows"
+        return f"evaluated {when}: {held_out}{decoded}"
+
+
 class Screen:
     """Writer to stderr in the main process. metrics.jsonl contains every figure."""
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self.trainer = trainer
-        self.is_shown = trainer.accelerator.is_main_process
+    def __init__(self, *, is_shown: bool) -> None:
+        self.is_shown = is_shown
+        self.num_steps = 0
         self._has_head = False
-        self._timed_from, self._timed_at = trainer.progress.step, time.monotonic()
+        self._timed_from, self._timed_at = 0, time.monotonic()
 
     def say(self, text: str) -> None:
         if self.is_shown:
             print(text, file=sys.stderr, flush=True)
 
-    def begin(self) -> None:
-        """Print the run's settings, and start its clock."""
-        trainer = self.trainer
-        config, accelerator, evaluation = trainer.config, trainer.accelerator, trainer.evaluates
+    def begin(self, run: RunFacts, step: int) -> None:
+        """Print the run's settings, and start its clock after ``step``."""
+        config, accelerator = run.config, run.accelerator
         precision = accelerator.mixed_precision.replace("no", "fp32")
         tokens = config.batch_tokens * config.accumulation * accelerator.num_processes
         self.say(
-            f"train {config.method} (pipedraft {__version__}): {trainer.num_trainable / 1e6:.2f} M "
+            f"train {config.method} (pipedraft {__version__}): {run.num_trainable / 1e6:.2f} M "
             f"parameters, for {config.target or 'no target'} on {accelerator.device.type} x "
             f"{accelerator.num_processes}, {strategy_of(accelerator)}, {precision}\n"
-            f"{trainer.num_steps} steps of {tokens} tokens (accumulation {config.accumulation}), "
-            f"{config.optim.name}, lr {config.optim.lr:g}; {evaluation}\n"
+            f"{run.num_steps} steps of {tokens} tokens (accumulation {config.accumulation}), "
+            f"{config.optim.name}, lr {config.optim.lr:g}; {run.evaluations}\n"
             f"into {config.output_dir}: metrics.jsonl, best/, checkpoints/"
         )
-        self._timed_from, self._timed_at = trainer.progress.step, time.monotonic()
+        self.num_steps = run.num_steps
+        self._timed_from, self._timed_at = step, time.monotonic()
 
-    def step(self) -> None:
+    def step(self, step: int) -> None:
         """Count a step. After the first timed steps, print the estimated time left."""
-        progress = self.trainer.progress
-        done = progress.step - self._timed_from
+        done = step - self._timed_from
         if done == 1 and not self._has_head:
-            self._timed_from, self._timed_at = progress.step, time.monotonic()
+            self._timed_from, self._timed_at = step, time.monotonic()
         elif done == TIMED_STEPS - 1 and not self._has_head:
-            self._head()
+            self._head(step)
 
-    def _seconds_left(self) -> float | None:
-        progress = self.trainer.progress
-        done = progress.step - self._timed_from
-        if progress.step == self.trainer.num_steps:
+    def _seconds_left(self, step: int) -> float | None:
+        done = step - self._timed_from
+        if step == self.num_steps:
             return 0.0
         if not done:
             return None
         rate = (time.monotonic() - self._timed_at) / done
-        return rate * (self.trainer.num_steps - progress.step)
+        return rate * (self.num_steps - step)
 
-    def _head(self) -> None:
+    def _head(self, step: int) -> None:
         self._has_head = True
-        left = self._seconds_left()
+        left = self._seconds_left(step)
         if left:
             self.say(f"about {tqdm.format_interval(left)} to go, by the first steps")
         self.say("".join(f"{name:>{width}}" for name, width in WIDTHS.items()))
 
-    def row(self, means: dict[str, float], rate: float) -> None:
+    def row(self, step: int, means: dict[str, float], rate: float) -> None:
         """Write a table row. ``rate`` is in supervised tokens per second since the last row."""
         if not self._has_head:
-            self._head()
+            self._head(step)
         accepted = means.get("acceptance", means.get("acceptance_1"))
-        left = self._seconds_left()
+        left = self._seconds_left(step)
         cells = {
-            "step": str(self.trainer.progress.step),
+            "step": str(step),
             "loss": f"{means['loss']:.4f}",
             "accepted": "-" if accepted is None else f"{accepted:.3f}",
             "lr": f"{means.get('lr', 0):.1e}",
@@ -105,17 +128,15 @@ class Screen:
         }
         self.say("".join(f"{cells[name]:>{width}}" for name, width in WIDTHS.items()))
 
-    def evaluated(self, metrics: dict[str, float], *, is_best: bool) -> None:
+    def evaluated(self, step: int, metrics: dict[str, float], *, is_best: bool) -> None:
         """Write an evaluation's line."""
         best = "; best so far" if is_best else ""
-        self.say(f"{self.trainer.progress.step:>8}  held out: {figures(metrics)}{best}")
+        self.say(f"{step:>8}  held out: {figures(metrics)}{best}")
 
-    def end(self) -> None:
+    def end(self, folder: Path, progress: Progress, stop: Stop | None) -> None:
         """Print the reason for the end, the best figures, their folder, and the next commands."""
-        trainer, folder = self.trainer, self.trainer.config.output_dir
-        progress, stop = trainer.progress, trainer.stop
         if stop is not None:
-            self.say(f"stopped at step {progress.step} of {trainer.num_steps}: {stop.reason}")
+            self.say(f"stopped at step {progress.step} of {self.num_steps}: {stop.reason}")
         if progress.best_step:
             found = figures(progress.best_metrics) or "no held-out rows to choose by"
             self.say(f"best: step {progress.best_step}, {found}: {folder / 'best'}")
