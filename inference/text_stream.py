@@ -34,7 +34,7 @@ class TextStream:
     def _start(self) -> None:
         self._held: list[int] = []
         """Tokens since the last complete character."""
-        self._next = _whole_text(self.tokenizer, self.skips_special)
+        self._next = _slow_step(self.tokenizer, self.skips_special)
         if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:
             self._next = partial(DecodeStream(skip_special_tokens=self.skips_special).step, backend)
 
@@ -70,20 +70,25 @@ class TextStream:
         return str(self.tokenizer.decode(self._held, skip_special_tokens=self.skips_special))
 
 
-def _whole_text(
+def _slow_step(
     tokenizer: "PreTrainedTokenizerBase", skips_special: bool
 ) -> Callable[[int], str | None]:
-    """Return a slow ``DecodeStream.step``, for tokenizers of other libraries."""
+    """Return a ``DecodeStream.step`` for tokenizers of other libraries."""
     ids: list[int] = []
-    shown = ""
+    num_shown = 0
+
+    def decode(part: list[int]) -> str:
+        return str(tokenizer.decode(part, skip_special_tokens=skips_special))
 
     def step(token: int) -> str | None:
-        nonlocal shown
+        nonlocal num_shown
         ids.append(token)
-        text, before = str(tokenizer.decode(ids, skip_special_tokens=skips_special)), shown
-        if text.endswith(UNKNOWN):
+        # The last shown tokens stay as context: tokenizers strip the first space in a text.
+        text, before = decode(ids), decode(ids[:num_shown])
+        if len(text) <= len(before) or text.endswith(UNKNOWN):
             return None
-        shown = text
+        del ids[:num_shown]
+        num_shown = len(ids)
         return text[len(before) :]
 
     return step
