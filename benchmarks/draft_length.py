@@ -14,7 +14,7 @@ and have no bonus token. Early passes and batches cut by time are left out.
 the link's true state at the round's start. It takes the length with the highest mean rate, but
 foresees neither tokens nor the link. For comparison, "oracle, est. link" uses the same link
 estimate as the policies, and "plain" is autoregressive decoding in the cloud, streamed. Energy is
-the edge's, with constants from ``eval.edge_methods``.
+the edge's, with constants from ``eval.edge.methods``.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from measurement import make_parser
 
-from pipedraft.eval.edge_methods import TIMES, radio_energy, radio_of
+from pipedraft.eval.edge.methods import TIMES, radio_energy, radio_of
 from pipedraft.inference.edge.channel import (
     PRESETS,
     Channel,

@@ -23,9 +23,9 @@ from identity import (
     write_or_compare,
 )
 
-from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation, decode, radio_energy, radio_of
+from pipedraft.eval.edge.methods import METHODS, TIMES, Simulation, decode, radio_energy, radio_of
 from pipedraft.inference.edge.channel import PRESETS, Link, Steps
-from pipedraft.inference.edge.link import Times
+from pipedraft.inference.edge.simulated import Times
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.rules import ROUND_RULES, RULE_NAMES
 from pipedraft.models.language_model import LanguageModelDraft

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from draft_length import FLEXSPEC, HEADER, make_text
 
-from pipedraft.eval.edge_methods import TIMES
+from pipedraft.eval.edge.methods import TIMES
 from pipedraft.eval.tables import Table, align_columns
 from pipedraft.inference.config import read_cost
 from pipedraft.inference.edge.channel import PRESETS, Channel

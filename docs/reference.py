@@ -19,7 +19,7 @@ from pipedraft.data_recipes.options import DataOptions
 from pipedraft.eval import arguments, audit, compare, replay, report
 from pipedraft.inference import demo
 from pipedraft.inference.decode_options import DecodeOptions
-from pipedraft.inference.edge import serve as edge
+from pipedraft.inference.edge import grpc_command as edge
 from pipedraft.inference.serving.options import ServeOptions
 from pipedraft.models.exchange.commands import SUBCOMMANDS
 from pipedraft.options import Options, help_of, typed_fields

@@ -40,7 +40,9 @@ def run(argv: Sequence[str]) -> None:
     if argv and not argv[0].startswith("-"):
         name, words = subcommand(argv[0], SUBCOMMANDS), argv[1:]
         read = [OPTIONS[name].read(words)] if name in OPTIONS else []
-        importlib.import_module(f".{name}", __package__).run(*read, words)
+        importlib.import_module(".edge.command" if name == "edge" else f".{name}", __package__).run(
+            *read, words
+        )
         return
     options = EvalOptions.read(argv)
     with backend_of(options) as cluster, ExitStack() as held:

@@ -79,9 +79,9 @@ def main(words: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if words is None else words
     if words and not words[0].startswith("-"):
         subcommand(words[0], ["serve"])
-        from .edge import serve
+        from .edge import grpc_command
 
-        serve.run(words[1:])
+        grpc_command.run(words[1:])
         return
     options = DecodeOptions.read(words)
     if options.server is not None:

@@ -124,9 +124,9 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import pipedraft.inference.command
+    import pipedraft.inference.edge.grpc_command
+    import pipedraft.inference.edge.grpc_server
     import pipedraft.inference.edge.remote
-    import pipedraft.inference.edge.serve
-    import pipedraft.inference.edge.server
     import pipedraft.inference.schedules
     import pipedraft.models.target  # noqa: F401
 

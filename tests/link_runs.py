@@ -13,15 +13,15 @@ import torch
 from conftest import tiny_llama
 from decode_runs import PlainTokenizer, SimulatedSource, StatelessSource, greedy_reference
 
-from pipedraft.eval.edge_methods import Simulation
+from pipedraft.eval.edge.methods import Simulation
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.channel import EnergyModel, Link
 from pipedraft.inference.edge.engine import LinkEngine
-from pipedraft.inference.edge.link import LinkPipeline, Times
-from pipedraft.inference.edge.linked import RemoteTarget
+from pipedraft.inference.edge.pipeline import RemoteTarget
 from pipedraft.inference.edge.schedules.pearl import PEARL
 from pipedraft.inference.edge.schedules.picospec import PicoSpec
 from pipedraft.inference.edge.schedules.stop_and_wait import StopAndWait
+from pipedraft.inference.edge.simulated import SimulatedPipeline, Times
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.autoregressive import Autoregressive
@@ -132,13 +132,13 @@ def config_for(
 
 def run_session(
     target, source, prompt, *, times=TIMES, link=LINK, token_bytes=0, **options
-) -> tuple[DecodeResult, LinkPipeline]:
+) -> tuple[DecodeResult, SimulatedPipeline]:
     """Decode a whole output on a virtual link.
 
     Args:
         target: a ``SharedTarget``.
     """
-    pipeline = LinkPipeline(RemoteTarget(), target, link, times, token_bytes=token_bytes)
+    pipeline = SimulatedPipeline(RemoteTarget(), target, link, times, token_bytes=token_bytes)
     config = config_for(source, **options)
     engine = LinkEngine(pipeline, PlainTokenizer(), config, source=source)
     return engine.decode(prompt), pipeline

@@ -14,8 +14,8 @@ from decode_runs import PlainTokenizer
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import SessionLimits, wire
 from pipedraft.inference.edge.engine import LinkEngine
+from pipedraft.inference.edge.grpc_server import Server
 from pipedraft.inference.edge.remote import LocalDraft, RemotePipeline
-from pipedraft.inference.edge.server import Server
 from pipedraft.inference.edge.session_messages import (
     MAX_BYTES,
     REQUESTS,

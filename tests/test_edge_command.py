@@ -9,8 +9,8 @@ from conftest import write_rows
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run
-from pipedraft.eval.edge_methods import METHODS, TIMES, radio_of
-from pipedraft.eval.edge_report import SAME_TEXT_RULES, LinkRun
+from pipedraft.eval.edge.methods import METHODS, TIMES, radio_of
+from pipedraft.eval.edge.report import SAME_TEXT_RULES, LinkRun
 from pipedraft.inference.rules import RULE_NAMES
 
 SHORT = ["--max-new-tokens", "6"]
@@ -139,7 +139,7 @@ def test_bad_words_are_refused_in_one_line(more, message, words, tmp_path):
 
 
 def test_prompts_that_are_all_too_long_are_refused_before_decoding(words, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipedraft.eval.edge_report.decode", None)  # would fail
+    monkeypatch.setattr("pipedraft.eval.edge.report.decode", None)  # would fail
     name = write_rows(tmp_path / "long.jsonl", {"prompt": "word " * 2000})
     with pytest.raises(
         ValueError, match="--benchmarks: the shortest prompt of long has .* long out"

@@ -32,7 +32,7 @@ from staged_targets import (
 from tiny_drafts import make_head, noisy_copy
 from train_runs import World, losses_on_one_batch, make_world
 
-from pipedraft.eval.edge_methods import METHODS, decode
+from pipedraft.eval.edge.methods import METHODS, decode
 from pipedraft.models import families, stage_layers
 from pipedraft.models import target as target_module
 from pipedraft.models.decoder import LayerPositions, choose_attention

@@ -8,7 +8,7 @@ from conftest import REPOSITORY
 from doc_commands import run_module
 from scripts import load_script
 
-from pipedraft.eval.edge_methods import TIMES
+from pipedraft.eval.edge.methods import TIMES
 from pipedraft.inference.result import DecodeResult
 
 

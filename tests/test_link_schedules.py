@@ -23,16 +23,16 @@ from link_runs import (
     simulate,
 )
 
-from pipedraft.eval.edge_methods import METHODS, Simulation, decode
-from pipedraft.eval.edge_methods import TIMES as METHOD_TIMES
+from pipedraft.eval.edge.methods import METHODS, Simulation, decode
+from pipedraft.eval.edge.methods import TIMES as METHOD_TIMES
 from pipedraft.eval.metrics import decode_seconds
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge.channel import Link, LinkEstimate
 from pipedraft.inference.edge.engine import LinkEngine
-from pipedraft.inference.edge.link import LinkPipeline, Times
-from pipedraft.inference.edge.linked import Estimates, RemoteTarget
+from pipedraft.inference.edge.pipeline import Estimates, RemoteTarget
 from pipedraft.inference.edge.schedules.picospec import PicoSpec
 from pipedraft.inference.edge.schedules.stop_and_wait import StopAndWait
+from pipedraft.inference.edge.simulated import SimulatedPipeline, Times
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
@@ -375,7 +375,7 @@ def test_steps_are_the_passes_over_the_target():
 
 
 def link_engine(config, source):
-    pipeline = LinkPipeline(RemoteTarget(), TableTarget(torch.zeros(4, 4)), LINK, TIMES)
+    pipeline = SimulatedPipeline(RemoteTarget(), TableTarget(torch.zeros(4, 4)), LINK, TIMES)
     return LinkEngine(pipeline, None, config, source=source)
 
 

@@ -13,7 +13,7 @@ from several_runs import decode_several
 from staged_targets import SIZES, random_ids, roughen
 from tiny_drafts import noisy_copy
 
-from pipedraft.eval.edge_methods import METHODS, decode
+from pipedraft.eval.edge.methods import METHODS, decode
 from pipedraft.eval.lossless import generate_greedy
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines.local import LocalPipeline

@@ -12,7 +12,7 @@ from link_runs import simulate
 from msgspec.structs import replace
 from serve_runs import TOKENIZER, decode, hold_passes, in_loop, lm_draft, make_target, serving
 
-from pipedraft.eval import edge_methods as methods
+from pipedraft.eval.edge import methods
 from pipedraft.inference import command
 from pipedraft.inference.__main__ import print_figures
 from pipedraft.inference.edge import stream

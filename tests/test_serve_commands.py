@@ -20,7 +20,7 @@ from serve_runs import Raw, RawConnection, in_loop, opening
 
 from pipedraft.inference.__main__ import main
 from pipedraft.inference.decode_options import MAX_PROMPT_BYTES, DecodeOptions
-from pipedraft.inference.edge import serve as serve_command
+from pipedraft.inference.edge import grpc_command as serve_command
 from pipedraft.inference.edge.session_messages import REPLIES, Close
 from pipedraft.inference.edge.stream import Access, read_description
 from pipedraft.inference.edge.wire import SERVICE

@@ -19,7 +19,7 @@ from serve_runs import (
     raw_serving,
 )
 
-from pipedraft.inference.edge import server as server_module
+from pipedraft.inference.edge import grpc_server as server_module
 from pipedraft.inference.edge import target_session
 from pipedraft.inference.edge.session_messages import REPLIES, Close
 from pipedraft.inference.edge.session_table import MessageRate

@@ -23,7 +23,7 @@ from serve_runs import (
     serving,
 )
 
-from pipedraft.inference.edge.serve import describe
+from pipedraft.inference.edge.grpc_command import describe
 from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,

@@ -25,7 +25,7 @@ from storm_runs import Storm
 from pipedraft.inference.edge.channel import LinkEstimate
 from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.engine import LinkEngine
-from pipedraft.inference.edge.linked import LinkedPipeline, RemoteTarget
+from pipedraft.inference.edge.pipeline import LinkedPipeline, RemoteTarget
 from pipedraft.inference.edge.session_messages import (
     REPLIES,
     REQUESTS,

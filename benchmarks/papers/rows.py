@@ -14,8 +14,8 @@ from table_options import TableOptions
 from pipedraft.chats import set_template_variables
 from pipedraft.devices import resolve_device, resolve_dtype
 from pipedraft.errors import make_folder
-from pipedraft.eval.edge_methods import METHODS, TIMES, Simulation
-from pipedraft.eval.edge_report import LinkRun, measure
+from pipedraft.eval.edge.methods import METHODS, TIMES, Simulation
+from pipedraft.eval.edge.report import LinkRun, measure
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
 from pipedraft.eval.record import LatencyRecord, Results, RunRecord
 from pipedraft.eval.run import EvalMethod, Evaluation
@@ -23,7 +23,7 @@ from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import FORMS, load_tasks
 from pipedraft.eval.traces import traces_of
 from pipedraft.files import Values
-from pipedraft.inference.edge.link import Times
+from pipedraft.inference.edge.simulated import Times
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.rules import RULE_NAMES

@@ -2,8 +2,8 @@
 
     python docs/images/draw_links.py --out docs/images
 
-Schedules run on the virtual clock in inference/edge/link.py, with PicoSpec's constants (24 ms per
-draft token, 87 ms per target pass) and a link of 60 ms. The draft is in known_text.py.
+Schedules run on the virtual clock in inference/edge/simulated.py, with PicoSpec's constants (24 ms
+per draft token, 87 ms per target pass) and a link of 60 ms. The draft is in known_text.py.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,12 @@ from typing import Any
 from known_text import PROMPT, KnownText, draw_luck, greedy_text, make_target
 from picture_files import write_pictures
 
-from pipedraft.eval.edge_methods import TIMES
+from pipedraft.eval.edge.methods import TIMES
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.diagram import Diagram
 from pipedraft.inference.edge.channel import Channel, Link
 from pipedraft.inference.edge.engine import LinkEngine
-from pipedraft.inference.edge.link import LinkPipeline
-from pipedraft.inference.edge.linked import Estimates, RemoteTarget
+from pipedraft.inference.edge.pipeline import Estimates, RemoteTarget
 from pipedraft.inference.edge.session_messages import (
     REQUESTS,
     Open,
@@ -30,6 +29,7 @@ from pipedraft.inference.edge.session_messages import (
     Request,
     Result,
 )
+from pipedraft.inference.edge.simulated import SimulatedPipeline
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.tree import TokenTree
@@ -92,7 +92,7 @@ class RecordingTarget(TargetSession):
         return num_rows
 
 
-class RecordingPipeline(LinkPipeline):
+class RecordingPipeline(SimulatedPipeline):
     """Pipeline with a record for each draft token and message, with its time."""
 
     def __init__(self, target: Any, text: list[int]) -> None:

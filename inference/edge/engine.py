@@ -8,7 +8,7 @@ from ..config import DecodeConfig
 from ..engine import DraftNetwork, Engine
 from ..session import Session
 from ..sources.base import DraftSource
-from .linked import LinkedPipeline, RemoteTarget, check_draft
+from .pipeline import LinkedPipeline, RemoteTarget, check_draft
 from .schedules.stop_and_wait import LinkSchedule
 from .session import LinkSession
 from .session_messages import Settings

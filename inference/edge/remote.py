@@ -22,7 +22,7 @@ from ..rules.sampled import Payload, Verifier
 from ..sources import make_source
 from ..tree import TokenTree
 from .channel import LinkEstimate, LinkState
-from .linked import (
+from .pipeline import (
     Estimates,
     LinkedPipeline,
     LinkVerdict,

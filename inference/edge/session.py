@@ -3,7 +3,7 @@
 from ..rules.sampled import DraftToken
 from ..session import Session
 from ..verdict import NotFinite
-from .linked import LinkedPipeline
+from .pipeline import LinkedPipeline
 
 
 class LinkSession(Session):

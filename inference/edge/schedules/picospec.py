@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from .stop_and_wait import LinkSchedule
 
 if TYPE_CHECKING:
-    from ..linked import LinkedPipeline
+    from ..pipeline import LinkedPipeline
 
 
 @dataclass(frozen=True, kw_only=True)

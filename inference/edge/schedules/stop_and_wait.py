@@ -16,7 +16,7 @@ from ..draft_length import DraftLengthPolicy, Estimates, parse_policy
 
 if TYPE_CHECKING:
     from ...session import Session
-    from ..linked import LinkedPipeline
+    from ..pipeline import LinkedPipeline
     from ..session import LinkSession
 
 MAX_BATCH = 256

@@ -17,7 +17,7 @@ from ...errors import check_ranges
 from . import session_messages as messages
 from .channel import Channel, Direction, Link, LinkEstimate, LinkState
 from .draft_length import Estimates
-from .linked import LinkedPipeline, RemoteTarget
+from .pipeline import LinkedPipeline, RemoteTarget
 from .session_messages import REPLIES, REQUESTS, Open, Reply, Request, Settings
 from .target_session import SharedTarget, TargetSession
 
@@ -55,7 +55,7 @@ class Times:
         return self.verify_s + self.verify_row_s * (num_rows - 1)
 
 
-class LinkPipeline(LinkedPipeline):
+class SimulatedPipeline(LinkedPipeline):
     """Pipeline to a target behind a virtual link, with a virtual clock.
 
     The clock advances from event to event while the draft computes or waits for a reply.

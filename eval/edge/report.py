@@ -10,14 +10,13 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..files import Values, to_json, write_atomically
-from ..inference.edge.channel import load_link
-from ..inference.edge.link import Times
-from ..inference.result import DecodeResult, ratio
-from .edge_methods import EDGE_W, METHODS, RADIOS, EdgeOutput, Simulation, decode
-from .lossless import PLAIN_PROMPTS, GreedyReference, check_equal
-from .metrics import decode_seconds, measure_times, pooled_ratio
-from .record import (
+from ...files import Values, to_json, write_atomically
+from ...inference.edge.channel import load_link
+from ...inference.edge.simulated import Times
+from ...inference.result import DecodeResult, ratio
+from ..lossless import PLAIN_PROMPTS, GreedyReference, check_equal
+from ..metrics import decode_seconds, measure_times, pooled_ratio
+from ..record import (
     UNCHECKED,
     LatencyRecord,
     LosslessRecord,
@@ -25,7 +24,7 @@ from .record import (
     Results,
     is_known,
 )
-from .tables import (
+from ..tables import (
     Table,
     align_columns,
     bounds,
@@ -36,8 +35,9 @@ from .tables import (
     markdown,
     number,
 )
-from .tasks import Prompt
-from .turns import DecodedTurn, check_room, evaluate
+from ..tasks import Prompt
+from ..turns import DecodedTurn, check_room, evaluate
+from .methods import EDGE_W, METHODS, RADIOS, EdgeOutput, Simulation, decode
 
 SAME_TEXT_RULES = ("match", "gumbel")
 """Rules whose output does not depend on the draft tokens: the same random numbers give the same

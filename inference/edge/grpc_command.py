@@ -14,7 +14,7 @@ from ..servers import ListenOptions, address_of, read_tokens
 from . import SessionLimits
 
 if TYPE_CHECKING:
-    from .server import Server
+    from .grpc_server import Server
 
 EXAMPLE = """example:
   pipedraft inference serve --target assets/target --port 50051
@@ -55,7 +55,7 @@ build_parser = SessionServerOptions.parser
 def run(argv: Sequence[str]) -> None:
     options = SessionServerOptions.read(argv)
     from . import wire
-    from .server import Server
+    from .grpc_server import Server
 
     # Refuse a missing library or a bad file before loading the target, the slowest part.
     wire.import_grpc()

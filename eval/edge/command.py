@@ -4,22 +4,22 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..devices import resolve_device, resolve_dtype
-from ..errors import UsageError, make_folder
-from ..inference.edge.linked import check_draft
-from ..inference.edge.target_session import SharedTarget
-from ..inference.engine import DraftNetwork
-from ..inference.sources import make_source
-from ..inference.sources.lookup import make_lookup
-from ..models.language_model import load_draft_model
-from ..models.target import load_target, load_tokenizer
-from ..pretrained import quieten
-from .arguments import EdgeOptions
-from .checkpoints import load_head, read_drafts
-from .edge_methods import METHODS, Simulation, read_times
-from .edge_report import LinkRun, measure, write_edge_report
-from .manifest import build_manifest
-from .tasks import load_tasks
+from ...devices import resolve_device, resolve_dtype
+from ...errors import UsageError, make_folder
+from ...inference.edge.pipeline import check_draft
+from ...inference.edge.target_session import SharedTarget
+from ...inference.engine import DraftNetwork
+from ...inference.sources import make_source
+from ...inference.sources.lookup import make_lookup
+from ...models.language_model import load_draft_model
+from ...models.target import load_target, load_tokenizer
+from ...pretrained import quieten
+from ..arguments import EdgeOptions
+from ..checkpoints import load_head, read_drafts
+from ..manifest import build_manifest
+from ..tasks import load_tasks
+from .methods import METHODS, Simulation, read_times
+from .report import LinkRun, measure, write_edge_report
 
 SETTINGS = ("rule", "policy", "token_bytes", "payload_tokens", "tail_samples")
 """Options named like a simulation setting."""

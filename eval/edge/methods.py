@@ -11,24 +11,24 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import UsageError
-from ..files import Values, read_json
-from ..inference.config import DecodeConfig
-from ..inference.edge.channel import Channel, EnergyModel, Link, load_link
-from ..inference.edge.draft_length import parse_policy
-from ..inference.edge.engine import LinkEngine
-from ..inference.edge.link import LinkPipeline, Times
-from ..inference.edge.linked import RemoteTarget
-from ..inference.edge.target_session import SharedTarget
-from ..inference.engine import DraftNetwork
-from ..inference.result import DecodeResult
-from ..inference.rules import RuleName
-from ..inference.rules.filters import TokenFilters, sampling_label
-from ..inference.rules.sampled import RULES, KeyedRandom, make_verifier
-from ..inference.sources import make_source
-from ..inference.sources.lookup import Lookup, LookupKind
-from ..inference.tree import TokenTree
-from ..models.target import KeepRows
+from ...errors import UsageError
+from ...files import Values, read_json
+from ...inference.config import DecodeConfig
+from ...inference.edge.channel import Channel, EnergyModel, Link, load_link
+from ...inference.edge.draft_length import parse_policy
+from ...inference.edge.engine import LinkEngine
+from ...inference.edge.pipeline import RemoteTarget
+from ...inference.edge.simulated import SimulatedPipeline, Times
+from ...inference.edge.target_session import SharedTarget
+from ...inference.engine import DraftNetwork
+from ...inference.result import DecodeResult
+from ...inference.rules import RuleName
+from ...inference.rules.filters import TokenFilters, sampling_label
+from ...inference.rules.sampled import RULES, KeyedRandom, make_verifier
+from ...inference.sources import make_source
+from ...inference.sources.lookup import Lookup, LookupKind
+from ...inference.tree import TokenTree
+from ...models.target import KeepRows
 
 # -- published and assumed constants for computing and energy, for the virtual clock ---------------
 
@@ -325,7 +325,7 @@ def decode(
         times = simulation.times
         if method.lookup is not None:
             times = replace(times, draft_s=0.0)
-        pipeline = LinkPipeline(
+        pipeline = SimulatedPipeline(
             RemoteTarget(),
             simulation.target,
             simulation.link,
