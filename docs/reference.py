@@ -18,8 +18,7 @@ from pipedraft.data_recipes import config, regenerate
 from pipedraft.data_recipes.options import DataOptions
 from pipedraft.eval import arguments, audit, compare, replay, report
 from pipedraft.inference import demo
-from pipedraft.inference.decode_options import DecodeOptions
-from pipedraft.inference.edge import grpc_command as edge
+from pipedraft.inference.decode_options import WINGS, DecodeOptions
 from pipedraft.inference.serving.options import ServeOptions
 from pipedraft.models.exchange.commands import SUBCOMMANDS
 from pipedraft.options import Options, help_of, typed_fields
@@ -27,13 +26,17 @@ from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 from pipedraft.train.features.options import FeatureOptions
 from pipedraft.train.help import EXAMPLE
 from pipedraft.train.run import methods
+from pipedraft.wings import commands_of
 
 REST = "<!-- from here on: python docs/reference.py -->"
 NO_REMARK = (
     *(regenerate.RegenerateOptions, DecodeOptions, demo.DemoOptions),
-    *(ServeOptions, edge.SessionServerOptions, arguments.EvalOptions),
+    ServeOptions,
+    *(command.options_class for command in commands_of(WINGS).values()),
+    arguments.EvalOptions,
     *(compare.CompareOptions, replay.ReplayOptions, report.ReportOptions),
-    *(arguments.EdgeOptions, arguments.ParityOptions),
+    *(command.options_class for command in arguments.COMMANDS.values()),
+    arguments.ParityOptions,
     *(audit.AuditOptions, *SUBCOMMANDS.values()),
     doctor.DoctorOptions,
 )

@@ -12,17 +12,10 @@ if __name__ == "__main__":
     leave_at_interrupts()
 
 from ..inference.arguments import backend_of
-from .arguments import (
-    EdgeOptions,
-    EvalOptions,
-    ParityOptions,
-)
+from .arguments import COMMANDS, EvalOptions, ParityOptions
 
-SUBCOMMANDS = ("compare", "edge", "parity", "replay", "report")
-OPTIONS: dict[str, type[Options]] = {
-    "edge": EdgeOptions,
-    "parity": ParityOptions,
-}
+SUBCOMMANDS = sorted(["compare", "parity", "replay", "report", *COMMANDS])
+OPTIONS: dict[str, type[Options]] = {"parity": ParityOptions}
 """Options to read before the subcommand's module, which imports torch; ``run`` gets them, too."""
 
 
@@ -39,10 +32,11 @@ def run(argv: Sequence[str]) -> None:
     """
     if argv and not argv[0].startswith("-"):
         name, words = subcommand(argv[0], SUBCOMMANDS), argv[1:]
+        if name in COMMANDS:
+            COMMANDS[name].start(words)
+            return
         read = [OPTIONS[name].read(words)] if name in OPTIONS else []
-        importlib.import_module(".edge.command" if name == "edge" else f".{name}", __package__).run(
-            *read, words
-        )
+        importlib.import_module(f".{name}", __package__).run(*read, words)
         return
     options = EvalOptions.read(argv)
     with backend_of(options) as cluster, ExitStack() as held:

@@ -12,8 +12,9 @@ if __name__ == "__main__":
     leave_at_interrupts()
 
 from ..files import make_place, write_atomically
+from ..wings import chosen_decoder, commands_of
 from .arguments import backend_of
-from .decode_options import DecodeOptions
+from .decode_options import WINGS, DecodeOptions
 from .result import DecodeResult, shown
 
 if TYPE_CHECKING:
@@ -77,17 +78,13 @@ def report_processes(reports: "list[TimelineReport]", options: DecodeOptions) ->
 def main(words: Sequence[str] | None = None) -> None:
     """Decode the prompt given in ``words``, by default this process's command-line arguments."""
     words = sys.argv[1:] if words is None else words
-    if words and not words[0].startswith("-"):
-        subcommand(words[0], ["serve"])
-        from .edge import grpc_command
-
-        grpc_command.run(words[1:])
+    commands = commands_of(WINGS)
+    if commands and words and not words[0].startswith("-"):
+        commands[subcommand(words[0], [*commands])].start(words[1:])
         return
     options = DecodeOptions.read(words)
-    if options.server is not None:
-        from .command import decode_remotely
-
-        decode_remotely(options)
+    if (decode := chosen_decoder(WINGS, options)) is not None:
+        decode(options)
         return
     with backend_of(options) as cluster:
         if cluster is None or cluster.is_controller:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
@@ -302,52 +301,3 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
         shared = {name: getattr(self, name) for name in SHARED_SETTINGS}
         cost = {} if self.cost is None else {"cost": read_cost(self.cost)}
         return shared | cost | self.settings
-
-
-# -- a target on a server
-
-ELSEWHERE = (
-    *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
-    *("draft", "draft_dtype", "bitwise", "never_slower", "cost"),
-)
-"""Options refused with --server: they need the target on this machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteOptions(Options):
-    """a target on a server (inference serve)"""
-
-    IN_SHORT_HELP: ClassVar[bool] = False
-
-    server: str | None = option(None, metavar="HOST:PORT")
-    """decode with the target on this server and the draft here"""
-    status: bool = False
-    """print the server's status as JSON"""
-    tokenizer: str | None = None
-    """tokenizer's folder or Hub id; default: the draft's"""
-    keep_drafting: bool = False
-    """keep drafting even if the target alone would be faster"""
-    tls: bool = False
-    """use TLS with the certificate authorities of this system"""
-    tls_ca: Path | None = option(None, metavar="FILE")
-    """use TLS with this certificate authority (PEM)"""
-    token_file: Path | None = option(None, metavar="FILE")
-    """file with the access token for the server"""
-    connect_s: float = option(10.0, metavar="S", parse=seconds)
-    """seconds per connection attempt"""
-    answer_s: float = option(30.0, metavar="S", parse=seconds)
-    """seconds without an answer before a new session is opened"""
-    give_up_s: float = option(60.0, metavar="S", parse=seconds)
-    """seconds without a reply from the server before decoding ends with status 1"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names = ELSEWHERE if self.server else [part.name for part in fields(RemoteOptions)]
-        defaults = {part.name: part.default for part in fields(self)}
-        for name in names:
-            # A value equal to its default looks like an absent option.
-            if name != "server" and getattr(self, name) != defaults[name]:
-                if self.server is None:
-                    raise ValueError(f"{flag_name(name)}: it needs --server HOST:PORT")
-                where = self.server
-                raise ValueError(f"{flag_name(name)}: the target is on {where}; leave it out")

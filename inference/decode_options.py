@@ -1,16 +1,22 @@
 """Options of `pipedraft inference`."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ..files import Values
-from ..options import option
-from .arguments import EngineOptions, FilterOptions, RemoteOptions, read_temperature
+from ..options import Options, option
+from ..wings import find_wings, options_of
+from .arguments import EngineOptions, FilterOptions, read_temperature
 
+WINGS = find_wings(__package__)
 if TYPE_CHECKING:
-    pass
+
+    class WingOptions(Options): ...
+else:
+    WingOptions = options_of(WINGS)
 
 EXAMPLE = """example:
   pipedraft inference --checkpoint assets/heads/spd_n4 --prompt "What is 12 + 30?"
@@ -21,27 +27,19 @@ EXAMPLE = """example:
       --prompt "Hi"
   pipedraft inference --checkpoint assets/heads/spd_n4 --backend process --processes 4 \\
       --prompt "Hi"
-
-The target on a server, the draft here:
-  pipedraft inference serve --target assets/target
-  pipedraft inference --server 127.0.0.1:50051 --tokenizer assets/target --prompt "Hi"
-  pipedraft inference --server 127.0.0.1:50051 --checkpoint out/flexspec --prompt "Hi"
-  pipedraft inference --server cloud.example:50051 --draft-model out/draft_model \\
-      --schedule picospec --tls-ca server.pem --token-file token --prompt "Hi"
-  pipedraft inference --server 127.0.0.1:50051 --status
-
-Without a draft, --server needs --tokenizer: a folder or Hub id with the target's tokenizer.
 """
 MAX_PROMPT_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions(RemoteOptions, EngineOptions, FilterOptions):
+class DecodeOptions(WingOptions, EngineOptions, FilterOptions):
     """Decode one prompt: stream the text as tokens are accepted, then print the figures."""
 
     PROG: ClassVar[str] = "pipedraft inference"
-    EXAMPLE: ClassVar[str] = EXAMPLE
-    ONE_OF = (("prompt", "status"),)
+    EXAMPLE: ClassVar[str] = EXAMPLE + "".join(wing.example for wing in WINGS)
+    ONE_OF: ClassVar[Sequence[Sequence[str]]] = (
+        ["prompt", *(name for wing in WINGS for name in wing.needs_no_prompt)],
+    )
 
     prompt: str | None = option(None, metavar="TEXT")
     """the user's message; - reads stdin"""

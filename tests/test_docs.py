@@ -26,9 +26,11 @@ from doc_place import (
 
 from pipedraft import __main__ as program
 from pipedraft.eval import __main__ as evaluation
+from pipedraft.inference.decode_options import WINGS
 from pipedraft.models import __main__ as checkpoints
 from pipedraft.train import config
 from pipedraft.train.run import methods
+from pipedraft.wings import commands_of
 
 CLI_PAGE = REPOSITORY / "docs" / "cli.md"
 MODELS = sorted((REPOSITORY / "benchmarks" / "papers" / "models").glob("*.yaml"))
@@ -235,7 +237,8 @@ def test_the_references_are_what_the_script_writes():
 
 
 def test_the_reference_has_every_command():
-    two_words = {" ".join(words) for words in program.SUBCOMMANDS} | {"inference serve"}
+    two_words = {" ".join(words) for words in program.SUBCOMMANDS}
+    two_words |= {f"inference {name}" for name in commands_of(WINGS)}
     two_words |= {f"eval {name}" for name in evaluation.SUBCOMMANDS}
     two_words |= {f"models {name}" for name in checkpoints.SUBCOMMANDS}
     headings = re.findall(r"^## pipedraft (.*)$", CLI_PAGE.read_text(), re.MULTILINE)

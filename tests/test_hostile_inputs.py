@@ -34,7 +34,7 @@ from pipedraft.files import (
 )
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.decode_options import DecodeOptions
-from pipedraft.inference.edge import grpc_command
+from pipedraft.inference.edge.arguments import SessionServerOptions
 from pipedraft.options import Options
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
 from pipedraft.train.run import RESOLVED
@@ -312,7 +312,7 @@ def test_traces_are_read_into_what_they_should_be(lines, tmp_path):
 @pytest.mark.parametrize("name", ["--max-sequences", "--max-message-kb"])
 def test_no_limit_is_beyond_what_grpc_counts(name):
     with pytest.raises(ValueError, match=f"{name}: 9+; give at most"):
-        grpc_command.SessionServerOptions.read(["--target", "x", name, "9" * 12])
+        SessionServerOptions.read(["--target", "x", name, "9" * 12])
 
 
 def test_a_device_that_holds_nothing_is_refused():

@@ -24,9 +24,9 @@ from serve_runs import (
 )
 
 from pipedraft.errors import Failure
-from pipedraft.inference.command import read_access
 from pipedraft.inference.decode_options import DecodeOptions
 from pipedraft.inference.edge import stream, wire
+from pipedraft.inference.edge.command import read_access
 from pipedraft.inference.edge.session_messages import (
     REPLIES,
     Close,

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from serve_runs import TOKENIZER, decode, hold_passes, in_loop, lm_draft, make_target, serving
 
 from pipedraft.eval.edge import methods
-from pipedraft.inference import command
 from pipedraft.inference.__main__ import print_figures
-from pipedraft.inference.edge import stream
+from pipedraft.inference.edge import command, stream
 from pipedraft.inference.edge.channel import Link, LinkEstimate, LinkState, Traffic
 from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.remote import TRIAL_TOKENS, RemotePipeline

@@ -20,7 +20,6 @@ from serve_runs import Raw, RawConnection, in_loop, opening
 
 from pipedraft.inference.__main__ import main
 from pipedraft.inference.decode_options import MAX_PROMPT_BYTES, DecodeOptions
-from pipedraft.inference.edge import grpc_command as serve_command
 from pipedraft.inference.edge.session_messages import REPLIES, Close
 from pipedraft.inference.edge.stream import Access, read_description
 from pipedraft.inference.edge.wire import SERVICE
@@ -194,18 +193,18 @@ EDGE = ["--server", "x:1", "--prompt", "a"]
 
 
 @pytest.mark.parametrize(
-    "run, arguments, message",
+    "arguments, message",
     [
-        (serve_command.run, [*SERVE, "--port", "70000"], "--port: 70000 is no port; give"),
-        (serve_command.run, [*SERVE, "--tls-cert", "c"], "give both or neither"),
-        (serve_command.run, [*SERVE, "--idle-s", "0"], "--idle-s: 0.0; give at least 0.001"),
-        (serve_command.run, [*SERVE, "--max-new-tokens", "9" * 19], "--max-new-tokens: 99999999"),
-        (serve_command.run, ["--target", "/nowhere"], "no folder '/nowhere'"),
-        (main, [*EDGE, "--give-up-s", "soon"], "'soon' is no time; give seconds above 0"),
-        (main, ["--server", "x:1"], "--prompt or --status: missing"),
-        (main, ["--prompt", "a", "--keep-drafting"], "--keep-drafting: it needs --server"),
+        (["serve", *SERVE, "--port", "70000"], "--port: 70000 is no port; give"),
+        (["serve", *SERVE, "--tls-cert", "c"], "give both or neither"),
+        (["serve", *SERVE, "--idle-s", "0"], "--idle-s: 0.0; give at least 0.001"),
+        (["serve", *SERVE, "--max-new-tokens", "9" * 19], "--max-new-tokens: 99999999"),
+        (["serve", "--target", "/nowhere"], "no folder '/nowhere'"),
+        ([*EDGE, "--give-up-s", "soon"], "'soon' is no time; give seconds above 0"),
+        (["--server", "x:1"], "--prompt or --status: missing"),
+        (["--prompt", "a", "--keep-drafting"], "--keep-drafting: it needs --server"),
         *(
-            (main, [*EDGE, *words], f"{words[0]}: the target is")
+            ([*EDGE, *words], f"{words[0]}: the target is")
             for words in (
                 ["--stages", "4"],
                 ["--draft", "ngram"],
@@ -216,21 +215,20 @@ EDGE = ["--server", "x:1", "--prompt", "a"]
                 ["--cost", "h100"],
             )
         ),
-        (main, ["--server", "nowhere", "--prompt", "a"], "give host:port"),
-        (main, ["--server", "x:1", "--prompt", " "], "--prompt: ' ' is empty"),
-        (main, EDGE, "--tokenizer: missing"),
-        (main, [*EDGE, "--schedule", "picospec"], "--schedule: picospec drafts"),
-        (main, [*EDGE, "--answer-s", "-1"], "'-1' is no time"),
+        (["--server", "nowhere", "--prompt", "a"], "give host:port"),
+        (["--server", "x:1", "--prompt", " "], "--prompt: ' ' is empty"),
+        (EDGE, "--tokenizer: missing"),
+        ([*EDGE, "--schedule", "picospec"], "--schedule: picospec drafts"),
+        ([*EDGE, "--answer-s", "-1"], "'-1' is no time"),
         (
-            main,
             [*EDGE, "--give-up-s", "1e15"],
             "'1e15' is no time; give seconds above 0, at most 1000000",
         ),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(run, arguments, message):
+def test_bad_arguments_are_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError) as refused:
-        run(arguments)
+        main(arguments)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 

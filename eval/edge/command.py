@@ -14,10 +14,10 @@ from ...inference.sources.lookup import make_lookup
 from ...models.language_model import load_draft_model
 from ...models.target import load_target, load_tokenizer
 from ...pretrained import quieten
-from ..arguments import EdgeOptions
 from ..checkpoints import load_head, read_drafts
 from ..manifest import build_manifest
 from ..tasks import load_tasks
+from .arguments import EdgeOptions
 from .methods import METHODS, Simulation, read_times
 from .report import LinkRun, measure, write_edge_report
 

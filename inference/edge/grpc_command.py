@@ -3,70 +3,24 @@
 import asyncio
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
+from ...devices import resolve_device, resolve_dtype
 from ...files import read_optional
-from ...options import option
-from ..arguments import PlaceOptions
-from ..servers import ListenOptions, address_of, read_tokens
-from . import SessionLimits
-
-if TYPE_CHECKING:
-    from .grpc_server import Server
-
-EXAMPLE = """example:
-  pipedraft inference serve --target assets/target --port 50051
-  PIPEDRAFT_TOKEN=... pipedraft inference serve --target assets/target --host 0.0.0.0 \\
-      --tls-cert server.pem --tls-key server.key
-
-The first line on stdout names the address. After SIGTERM or Ctrl-C, open sessions get --grace-s
-seconds to finish; a second signal ends them at once. docs/edge.md explains the protocol and every
-error message.
-"""
+from ...models.target import load_target, load_tokenizer
+from ...pretrained import quieten
+from ..servers import address_of, read_tokens
+from . import wire
+from .arguments import SessionServerOptions
+from .grpc_server import Server
 
 
-@dataclass(frozen=True, kw_only=True)
-class SecurityOptions(ListenOptions):
-    """who may connect"""
-
-    IN_SHORT_HELP: ClassVar[bool] = False
-
-    token_file: Path | None = option(None, metavar="FILE")
-    """file with access tokens, one per line; every client must send one of them; default:
-    $PIPEDRAFT_TOKEN, or no token"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionServerOptions(SecurityOptions, SessionLimits, PlaceOptions):
-    """Serve a target: verify draft tokens from edge devices, or decode without them."""
-
-    PROG: ClassVar[str] = "pipedraft inference serve"
-    EXAMPLE: ClassVar[str] = EXAMPLE
-
-    target: str
-    """target's folder or Hub id"""
-
-
-build_parser = SessionServerOptions.parser
-
-
-def run(argv: Sequence[str]) -> None:
-    options = SessionServerOptions.read(argv)
-    from . import wire
-    from .grpc_server import Server
-
+def run(options: SessionServerOptions, words: Sequence[str]) -> None:
     # Refuse a missing library or a bad file before loading the target, the slowest part.
     wire.import_grpc()
     key = read_optional(options.tls_key, "--tls-key")
     certificate = read_optional(options.tls_cert, "--tls-cert")
     tls = None if key is None or certificate is None else (key, certificate)
     tokens = read_tokens(options.token_file)
-    from ...devices import resolve_device, resolve_dtype
-    from ...models.target import load_target, load_tokenizer
-    from ...pretrained import quieten
-
     quieten()
     tokenizer = load_tokenizer(options.target)
     device = resolve_device(options.device)
@@ -79,7 +33,7 @@ def run(argv: Sequence[str]) -> None:
     asyncio.run(serve(server, options.host, options.port))
 
 
-async def serve(server: "Server", host: str, wanted_port: int) -> None:
+async def serve(server: Server, host: str, wanted_port: int) -> None:
     """Serve until SIGTERM or SIGINT. A second signal ends open sessions at once."""
     loop, ended, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
@@ -105,7 +59,7 @@ async def serve(server: "Server", host: str, wanted_port: int) -> None:
     )
 
 
-def describe(server: "Server", host: str, listening: int) -> str:
+def describe(server: Server, host: str, listening: int) -> str:
     tls = "plain text" if server.tls is None else "TLS"
     token = {0: "no token", 1: "with token"}.get(len(server.tokens), "with tokens")
     return (
