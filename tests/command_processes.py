@@ -14,12 +14,14 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from doc_commands import main_of, run_module
 from fork_server import ForkServer, answer, rank_environments, write_to
 
 from pipedraft.endings import run_command
+from pipedraft.wings import find_wings
 
 LIMIT_S = 300
 """Time limit for expected output; the machine may be busy."""
@@ -124,12 +126,12 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import pipedraft.inference.command
-    import pipedraft.inference.edge.grpc_command
-    import pipedraft.inference.edge.grpc_server
-    import pipedraft.inference.edge.remote
     import pipedraft.inference.schedules
     import pipedraft.models.target  # noqa: F401
 
+    for wing in find_wings("pipedraft.inference"):
+        for name in (*wing.decodes.values(), *(one.run for one in wing.commands.values())):
+            resolve_name(name)
     torch.set_num_threads(1)
     for name in MODULES:
         main_of(f"pipedraft.{name}")

@@ -86,8 +86,10 @@ def runner_of(command: Command) -> str:
     if command.module == "docs/lab/servers.py":
         return "test_serve_command.py"
     lab = [f"docs/lab/{name}.py" for name in ("runs", "same_tokens", "auto_tree", "launches")]
-    if command.module in [*lab, "benchmarks/shared_link.py"]:
+    if command.module in lab:
         return "test_lab_scripts.py"
+    if command.module == "benchmarks/edge/shared_link.py":
+        return "edge/test_shared_link.py"
     is_served = any(word.startswith("127.0.0.1:") for word in words)
     is_client = command.module == "pipedraft.inference" and "--server" in words
     is_several = is_client or (
@@ -147,7 +149,12 @@ SMALLER = {
     "benchmarks/eagle3_step.py": f"{SMALL_STEP} --steps=2".split(),
     "benchmarks/retention.py": SMALL_EVALUATION,
     "benchmarks/scaling.py": ["--tokens=20"],
-    "benchmarks/draft_length.py": ["--seeds=2", "--tokens=20", "--traces", "assets/net_traces"],
+    "benchmarks/edge/draft_length.py": [
+        "--seeds=2",
+        "--tokens=20",
+        "--traces",
+        "assets/net_traces",
+    ],
     "benchmarks/pipeline_step.py": [*SMALL_TARGET.split(), "--first=1"],
 }
 EVALUATIONS = ("out/eval", "out/other", "out/real/table")

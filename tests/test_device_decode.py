@@ -1,6 +1,5 @@
 """Decoding on a pretended GPU: no operation may see two devices, wherever the stages are."""
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from conftest import tiny_llama
 from decode_runs import SMALL, STATIC, PlainTokenizer, engine_for
 from device_runs import bookkeeping_s, connect_ranks, decode_on_gpu
-from link_runs import run_session
 from pretended_device import MixedDevices, Pretended, pretended_cuda
 from tiny_drafts import make_draft, make_exit, make_head, make_module, noisy_copy
 from torch import nn
@@ -24,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from pipedraft.devices import place_draft
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.base import MatchVerifier
@@ -38,7 +35,7 @@ from pipedraft.inference.rules.random import (
 )
 from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.inference.sources import default_schedule, make_source
+from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verdict import NO_TOKEN
 from pipedraft.models import stage_cache
@@ -156,16 +153,6 @@ def test_no_operation_sees_two_devices(head, schedule, settings, link, temperatu
         on_cpu, on_gpu = (sorted(half) for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]))
         assert [row[:2] for row in on_cpu] == [row[:2] for row in on_gpu]
         assert [row[2] for row in on_gpu] == pytest.approx([row[2] for row in on_cpu], abs=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("plan", ["stop_and_wait", "pearl", "picospec"])
-def test_a_draft_and_a_target_across_a_link_have_devices_of_their_own(plan, temperature):
-    with pretended_cuda():
-        target, draft = tiny_llama().to("cuda:1"), make_draft(tiny_llama()).to("cuda:0")
-        settings = {"plan": plan, "temperature": temperature, "max_new_tokens": NEW_TOKENS}
-        result, _ = run_session(SharedTarget(target), make_source(draft), PROMPT, **settings)
-    assert len(result.token_ids) == NEW_TOKENS
 
 
 def test_a_draft_on_another_device_than_its_target_is_found():
@@ -346,7 +333,7 @@ def test_a_token_that_cannot_be_drawn_on_the_device_is_an_error():
             engine.decode(PROMPT[:3])
 
 
-def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
+def test_graphs_are_recorded_once_for_texts_and_engines(monkeypatch):
     """Successive outputs with any expected length reuse the idle graphs."""
     keys, right = [], Graphs._make
 
@@ -364,14 +351,6 @@ def test_graphs_are_recorded_once_for_texts_sessions_and_engines(monkeypatch):
                 engine.decode(prompt)
             del engine
         assert len(keys) == len(set(keys)) == 3, "one for each stage, and one for tokens"
-        monkeypatch.undo()
-        monkeypatch.setattr(Graphs, "_make", record)
-        source = make_source(make_draft(tiny_llama()))
-        for _ in range(2):
-            settings = {"plan": "stop_and_wait", "max_new_tokens": NEW_TOKENS}
-            run_session(SharedTarget(target), source, PROMPT[:4], **settings)
-            gc.collect()  # the simulated link and its session refer to each other
-        assert len(keys) == len(set(keys))
 
 
 class Busy:

@@ -91,7 +91,7 @@ def test_a_case_is_measured_in_a_process_of_its_own(monkeypatch, tmp_path):
     "text",
     [
         "python benchmarks/papers/table.py none --out out/none",
-        "python benchmarks/draft_length.py --protocols none",
+        "python benchmarks/edge/draft_length.py --protocols none",
     ],
 )
 def test_a_command_that_fails_is_reported(text, reader, monkeypatch, capfd):

@@ -1,17 +1,13 @@
 """Sampling filters against transformers' filters, and their way through commands and messages."""
 
-import itertools
 import math
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from link_runs import TableSource, TableTarget, run_session
 from transformers.generation import logits_process as warpers
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge.session_messages import Settings
 from pipedraft.inference.rules.filters import FIRST_TOKENS, TokenFilters, sampling_label
 from pipedraft.inference.rules.random import SharedNoise, probabilities
 from pipedraft.inference.rules.sampled import KeyedRandom, make_verifier
@@ -153,19 +149,12 @@ BAD = [
 def test_filters_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"^{name}: .*; give "):
         DecodeConfig(temperature=1.0, **{name: value})
-    plain = msgspec.to_builtins(Settings(temperature=1.0))
-    fields = Settings.__struct_fields__
-    plain[fields.index("filters")] = {name: value}
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(plain, Settings)
 
 
 def test_a_filter_of_greedy_decoding_is_refused():
     message = "^top_k: 50 filters samples, but temperature 0 is greedy; give a"
     with pytest.raises(ValueError, match=message):
         DecodeConfig(top_k=50)
-    with pytest.raises(ValueError, match=message):
-        Settings(filters=TokenFilters(top_k=50))
 
 
 def test_a_configuration_keeps_its_filters_in_files_and_labels():
@@ -176,19 +165,3 @@ def test_a_configuration_keeps_its_filters_in_files_and_labels():
     assert sampling_label(0.7, {}) == "0.7"
     with pytest.raises(ValueError, match="top_p"):
         DecodeConfig.from_dict({"top_p": "0.9", "temperature": 1.0})
-
-
-@pytest.mark.parametrize("rule", ["gumbel", "rejection", "tail_escape"])
-def test_a_target_behind_a_link_filters_as_the_draft_does(rule):
-    logits_VV = torch.randn(6, 6, generator=torch.Generator().manual_seed(6)) * 1.5
-    kept_VV = probabilities(logits_VV, 1.0, TokenFilters(top_k=4, top_p=0.8)) > 0
-    options = {"temperature": 1.0, "top_k": 4, "top_p": 0.8, "max_new_tokens": 200}
-    target, draft = TableTarget(logits_VV), TableSource(logits_VV + 0.3)
-    options |= {"rule": rule, "plan": "picospec"}
-    found, _ = run_session(target, draft, [1], payload_tokens=1, tail_samples=1, **options)
-    text = found.token_ids
-    assert found.num_accepted == found.num_tested > 100  # both are the same distribution
-    assert all(kept_VV[before, token] for before, token in itertools.pairwise([1, *text]))
-    if rule == "gumbel":
-        plain, _ = run_session(target, None, [1], **options)
-        assert plain.token_ids == text

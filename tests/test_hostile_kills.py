@@ -3,22 +3,16 @@
 test_hostile_faults.py tests kills in saves, test_long_runs.py in training.
 """
 
-import asyncio
 import os
 import random
 import shutil
 import signal
-import time
 from concurrent.futures import Future
 
 import pytest
-from command_processes import Process
-from conftest import byte_tokenizer, tiny_llama
-from decode_runs import greedy_reference
 from fork_server import forked, status_of
 from hub_runs import make_place, push, signed_in
 from safetensors.torch import load_file, save_file
-from serve_runs import decode, lm_draft
 
 from pipedraft.files import file_sha256
 
@@ -64,59 +58,3 @@ def test_an_upload_that_is_killed_leaves_one_of_the_two_heads_whole(
         assert push(place, monkeypatch, draft="spd") == 0
         assert hub.repositories["user/name"].texts() == whole[0]
     assert {name: file_sha256(path) for name, path in paths.items()} == digests
-
-
-@pytest.mark.parametrize("num_kills", [1, MANY])
-def test_a_server_that_is_killed_again_and_again_gives_the_whole_sequence(
-    num_kills, parent, tmp_path
-):
-    model, numbers, size = tiny_llama(layers=3, vocab=300), random.Random(num_kills), 30
-    model.save_pretrained(tmp_path / "t")
-    byte_tokenizer().save_pretrained(tmp_path / "t")
-    words = ["serve", "--target", str(tmp_path / "t"), "--port"]
-    draft, tokens, allowed = lm_draft(model), list[int](), size
-    logits = draft.network.logits
-
-    def draft_until_the_next_kill(hidden_QH):
-        while len(tokens) >= allowed:
-            time.sleep(0.001)
-        return logits(hidden_QH)
-
-    draft.network.logits = draft_until_the_next_kill
-
-    def start(port: str = "0") -> tuple[Process, str]:
-        server = Process.start(parent, tmp_path, *words, port)
-        return server, server.wait_for(r"on 127\.0\.0\.1:(\d+) \(")[1]
-
-    async def scene():
-        nonlocal allowed
-        (server, port), num_killed = start(), 0
-        decoding = asyncio.create_task(
-            decode(
-                int(port),
-                [1, 2],
-                draft=draft,
-                max_new_tokens=size * (num_kills + 1),
-                on_token=tokens.append,
-                access={"give_up_s": 200.0},
-            )
-        )
-        while num_killed < num_kills and not decoding.done():
-            wanted = max(size * num_killed + numbers.randrange(size), len(tokens) + 1)
-            while len(tokens) < wanted and not decoding.done():
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(numbers.uniform(0, 0.02))
-            server.send(signal.SIGKILL)
-            assert server.finish()[0] == -signal.SIGKILL
-            num_killed += not decoding.done()
-            server, _ = await asyncio.to_thread(start, port)
-            allowed += size
-        outcome = await decoding
-        server.send(signal.SIGTERM)
-        assert server.finish()[0] == 0
-        return outcome, num_killed
-
-    outcome, num_killed = asyncio.run(scene())
-    assert num_killed == num_kills == outcome.num_reopened
-    expected = greedy_reference(model, [1, 2], size * (num_kills + 1))
-    assert outcome.result.token_ids == expected

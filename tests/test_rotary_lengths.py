@@ -1,19 +1,14 @@
 """Targets whose rotary tables follow the text's length, decoded across that length."""
 
-from functools import cache
 from itertools import product
 
 import pytest
-import torch
-import transformers as hf
 from decode_runs import SMALL, SimulatedSource, engine_for
 from inline_ranks import connect_in_turns, connect_inline
-from link_runs import simulate as edge_simulation
+from rotary_runs import FIRST, LENGTH, ORIGINAL, PROMPTS, QUICK, TARGETS, expected_of, target_of
 from several_runs import decode_several
-from staged_targets import SIZES, random_ids, roughen
-from tiny_drafts import noisy_copy
+from staged_targets import random_ids
 
-from pipedraft.eval.edge.methods import METHODS, decode
 from pipedraft.eval.lossless import generate_greedy
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines.local import LocalPipeline
@@ -21,45 +16,6 @@ from pipedraft.models import target as target_module
 from pipedraft.models.rotary_lengths import FollowingTable, recompute_length
 from pipedraft.models.target import StagedTarget
 
-ORIGINAL, LENGTH = 24, 24
-FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.5, 3.0, 6.0, 12.0]}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": ORIGINAL,
-    **FACTORS,
-}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-SHORT = SIZES | {"max_position_embeddings": ORIGINAL}
-KINDS = ["sliding_attention", "full_attention"]
-TARGETS = {
-    # transformers computes all rows of these again at the crossing ..
-    "phi3": lambda: hf.Phi3Config(
-        **SIZES, original_max_position_embeddings=ORIGINAL, rope_parameters=LONG
-    ),
-    "phimoe": lambda: hf.PhimoeConfig(
-        **SIZES,
-        original_max_position_embeddings=ORIGINAL,
-        rope_parameters=LONG | {"short_mscale": 1.0, "long_mscale": 1.2},
-        num_local_experts=2,
-    ),
-    # .. and keeps the keys of these
-    "llama_longrope": lambda: hf.LlamaConfig(**SIZES, rope_parameters=LONG),
-    "qwen3_dynamic": lambda: hf.Qwen3Config(**SHORT, head_dim=8, rope_parameters=DYNAMIC),
-    "gemma3_dynamic": lambda: hf.Gemma3TextConfig(
-        **SHORT,
-        head_dim=8,
-        sliding_window=6,
-        layer_types=KINDS * 2,
-        rope_parameters=dict(zip(KINDS, (LONG | {"rope_type": "default"}, DYNAMIC), strict=True)),
-    ),
-}
-PROMPTS = {
-    "ends before the crossing": random_ids(20).tolist(),
-    "ends at the crossing": random_ids(ORIGINAL, 2).tolist(),
-    "ends behind it": random_ids(ORIGINAL + 1, 3).tolist(),
-    "is longer": random_ids(ORIGINAL + 9, 4).tolist(),
-}
 WAYS = {
     "autoregressive": {},
     "eagle": {"tree": SMALL},
@@ -73,27 +29,9 @@ WAYS = {
     "pipeinfer": {"branches": 2},
     "ssd": {"draft_tokens": 3},
 }
-LINKED = [name for name, method in METHODS.items() if not method.caveat]
 
 
 FEW = ("autoregressive", "eagle")
-FIRST = ("phi3", "qwen3_dynamic")
-QUICK = [*FIRST, *(pytest.param(x, marks=pytest.mark.all) for x in TARGETS if x not in FIRST)]
-
-
-@cache
-def target_of(name: str) -> hf.PreTrainedModel:
-    torch.manual_seed(0)
-    model = roughen(hf.AutoModelForCausalLM.from_config(TARGETS[name]()))
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            weight.mul_(3)  # so that other positions give other tokens
-    return model
-
-
-@cache
-def expected_of(name: str, prompt: tuple[int, ...]) -> list[int]:
-    return generate_greedy(target_of(name), list(prompt), max_new_tokens=2 * LENGTH)
 
 
 def test_the_reference_does_not_depend_on_earlier_prompts():
@@ -137,15 +75,6 @@ def test_every_schedule_crosses_from_every_prompt(name):
 def test_stage_processes_cross_as_generate_does(name):
     for connect in (connect_inline, connect_in_turns):
         assert not wrong_ways(name, list(PROMPTS)[:2], ("spd", "eagle"), connect=connect)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_links_cross_as_generate_does(name):
-    model = target_of(name)
-    simulation = edge_simulation(model, noisy_copy(model), max_new_tokens=LENGTH)
-    for prompt, method in product(list(PROMPTS.values())[:1], LINKED):
-        found = decode(METHODS[method], simulation, prompt, prompt_index=0).result.token_ids
-        assert found == expected_of(name, tuple(prompt))[:LENGTH], method
 
 
 @pytest.mark.parametrize("name", QUICK)

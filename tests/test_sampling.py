@@ -7,8 +7,6 @@ import torch
 from markov_runs import markov_p_value, markov_texts, plain_texts
 
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge.session_messages import Settings
-from pipedraft.inference.rules import ROUND_RULES
 from pipedraft.inference.rules import base as rules
 from pipedraft.inference.rules import random as draws
 from pipedraft.inference.rules.filters import TokenFilters
@@ -222,12 +220,6 @@ def test_rules_of_whole_rounds_have_the_law_of_the_filtered_target(rule, way):
 def test_rules_of_whole_rounds_are_refused_elsewhere(rule, schedule, settings):
     with pytest.raises(ValueError, match=f"verifier: '{rule}' tests whole"):
         DecodeConfig.of(schedule, **{"temperature": 1.0, "verifier": rule, **settings})
-
-
-def test_a_link_refuses_rules_of_whole_rounds():
-    for rule in ROUND_RULES:
-        with pytest.raises(ValueError, match=f"rule: '{rule}' tests whole rounds"):
-            Settings(rule=rule, temperature=1.0)
 
 
 @pytest.mark.parametrize("rule", ["topk", "argmax"])

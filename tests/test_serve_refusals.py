@@ -7,6 +7,8 @@ import openai
 import pytest
 from http_runs import MESSAGES, WAIT_S, body, make_engine, serving, wait_until
 
+from pipedraft.inference.serving.listen import open_socket
+from pipedraft.inference.serving.options import HttpOptions
 from pipedraft.inference.serving.requests import ChatRequest, CompletionRequest, parse
 
 
@@ -163,3 +165,13 @@ def test_a_client_that_leaves_inside_its_body_is_no_fault(place, caplog):
     left = 'pipedraft:request_refused_total{model_name="tiny",status="499"} 1.0'
     wait_until(lambda: left in place.ask("GET", "/metrics").content.decode())
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_may_have_brackets(host):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with open_socket(HttpOptions(host=host, port=0)) as listening:
+        assert listening.getsockname()[0] == "::1"

@@ -10,7 +10,6 @@ from scipy.stats import chisquare, kstest
 
 from pipedraft.inference.arguments import read_temperature
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge.session_messages import Settings
 from pipedraft.inference.rules.random import probabilities
 from pipedraft.inference.rules.sampled import (
     KeyedRandom,
@@ -125,8 +124,6 @@ def test_temperatures_out_of_range_are_refused_wherever_they_are_named(value):
     message = "temperature: .* out of range; give 0 .greedy. or 0.0001 to 1e"
     with pytest.raises(ValueError, match=message):
         DecodeConfig(temperature=value)
-    with pytest.raises(ValueError, match=message):
-        Settings(temperature=value)
     with pytest.raises(ValueError, match="is not a temperature; give 0"):
         read_temperature(str(value))
 
@@ -134,7 +131,6 @@ def test_temperatures_out_of_range_are_refused_wherever_they_are_named(value):
 @pytest.mark.parametrize("value", [0.0, 1e-4, 0.7, 1.0, 1e6])
 def test_temperatures_in_range_are_taken(value):
     assert DecodeConfig(temperature=value).temperature == value == read_temperature(str(value))
-    assert Settings(temperature=value).temperature == value
 
 
 # -- rules ----------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*-*.json")):
     print(f"{path.stem:<12}{len(rows):>4}", *ratios, "tokens per step off, on", *(f"{x:.2f}" for x in tokens))
 END
 python "$out/table.py" "$out"
-PYTHONPATH=tests:${PYTHONPATH:-} python - "$out" <<'END'
+PYTHONPATH=tests/edge:${PYTHONPATH:-} python - "$out" <<'END'
 import asyncio, re, subprocess, sys
 from emulated_link import EmulatedLink
 from pipedraft.inference.edge.channel import PRESETS

@@ -16,7 +16,7 @@ from command_processes import LIMIT_S, Process, make_certificate
 from conftest import byte_tokenizer, tiny_llama
 from decode_runs import greedy_reference
 from fork_server import ForkServer
-from serve_runs import Raw, RawConnection, in_loop, opening
+from grpc_runs import Raw, RawConnection, in_loop, opening
 
 from pipedraft.inference.__main__ import main
 from pipedraft.inference.decode_options import MAX_PROMPT_BYTES, DecodeOptions

@@ -1,7 +1,7 @@
 """Compare draft-length policies on simulated links by their throughput relative to an oracle.
 
-    python benchmarks/draft_length.py
-    python benchmarks/draft_length.py --protocols dssd --processes bursty --json
+    python benchmarks/edge/draft_length.py
+    python benchmarks/edge/draft_length.py --protocols dssd --processes bursty --json
 
 No model runs. Acceptance comes from a random process or from a small draft's recording, named by
 temperature and rule (t0_match, t1_rejection). Messages with the protocol's sizes travel over the
@@ -20,6 +20,7 @@ the edge's, with constants from ``eval.edge.methods``.
 import argparse
 import json
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the scripts in the folder above
 from measurement import make_parser
 
 from pipedraft.eval.edge.methods import TIMES, radio_energy, radio_of
@@ -131,7 +134,7 @@ PROCESSES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 
 RECORDED = ("t0_match", "t1_match", "t1_rejection")
-RECORDING = Path(__file__).parents[1] / "assets" / "acceptance" / "tiny_draft.json"
+RECORDING = Path(__file__).parents[2] / "assets" / "acceptance" / "tiny_draft.json"
 
 
 @dataclass

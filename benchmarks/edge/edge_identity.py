@@ -1,7 +1,7 @@
 """Compare decoding across links with stored results, before and after a refactoring.
 
-    python benchmarks/edge_identity.py --write out/edge_identity.json      # before the change
-    python benchmarks/edge_identity.py --compare out/edge_identity.json    # after it
+    python benchmarks/edge/edge_identity.py --write out/edge_identity.json      # before the change
+    python benchmarks/edge/edge_identity.py --compare out/edge_identity.json    # after it
 
 Runs every method from `pipedraft eval edge`, greedy and at temperature 1, with every rule, on
 steady links and links with jitter and loss. Target and drafts are small and random, equal in every
@@ -9,11 +9,15 @@ run. Each sequence's token ids, bytes, messages, times, rounds, tests and energy
 last output line is one JSON object.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the scripts in the folder above
 from identity import (
     PlainTokenizer,
     add_noise,

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 from decode_runs import PlainTokenizer
+from grpc_runs import drafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_runs import (
@@ -19,7 +20,6 @@ from link_runs import (
     greedy_text,
     run_session,
 )
-from serve_runs import drafted
 from storm_runs import Storm
 
 from pipedraft.inference.edge.channel import LinkEstimate

@@ -21,6 +21,12 @@ from pipedraft.inference.rules.sampled import (
     make_verifier,
 )
 
+KEPT = {
+    "test_sampled_text_has_the_targets_distribution": 0,
+    "test_top_k_misses_the_distribution_by_what_is_predicted": 0,
+    "test_the_distribution_test_catches_known_mistakes": 1,
+}
+
 # V vocabulary, a, b, c successive tokens
 VOCAB, LENGTH, NUM_TEXTS = 5, 500, 4
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from decode_runs import greedy_reference
-from serve_runs import (
+from grpc_runs import (
     Raw,
     RawConnection,
     access_to,

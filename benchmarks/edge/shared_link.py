@@ -1,6 +1,6 @@
 """Simulate milliseconds per token for many edge users on one link and one cloud.
 
-    python benchmarks/shared_link.py --users 1 10 100 1000
+    python benchmarks/edge/shared_link.py --users 1 10 100 1000
 
 No model runs: recorded acceptance for a small draft (assets/acceptance) decides each round. All
 users share a link's bandwidth, and a target verifies all waiting drafts in one pass. The presets

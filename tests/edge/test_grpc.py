@@ -8,9 +8,9 @@ import pytest
 from conftest import tiny_llama
 from decode_runs import PROMPTS, greedy_reference
 from emulated_link import EmulatedLink
+from grpc_runs import TOKENIZER, decode, hold_passes, in_loop, lm_draft, make_target, serving
 from link_runs import simulate
 from msgspec.structs import replace
-from serve_runs import TOKENIZER, decode, hold_passes, in_loop, lm_draft, make_target, serving
 
 from pipedraft.eval.edge import methods
 from pipedraft.inference.__main__ import print_figures
@@ -22,6 +22,11 @@ from pipedraft.inference.edge.session_messages import Settings
 from pipedraft.inference.result import DecodeResult
 from pipedraft.models.fingerprint import vocabulary_hash
 from pipedraft.models.language_model import LanguageModelDraft
+
+KEPT = {
+    "test_greedy_text_is_plain_decodings": 3,
+    "test_a_restarted_server_gets_the_text_so_far": 1,
+}
 
 NEW_TOKENS = 24
 

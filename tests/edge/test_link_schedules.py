@@ -39,6 +39,12 @@ from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.eagle import EagleSchedule
 from pipedraft.models.language_model import LanguageModelDraft
 
+KEPT = {
+    "test_greedy_text_equals_transformers_greedy": 5,
+    "test_picospecs_time_equals_the_closed_form": 3,
+    "test_text_stops_at_any_eos_token_and_counts_it": 4,
+}
+
 LOSSLESS = [name for name, method in METHODS.items() if not method.caveat]
 
 
