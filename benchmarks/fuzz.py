@@ -4,16 +4,16 @@
     make fuzz MINUTES=60
 
 An input passes if it is accepted, or refused by a one-line ValueError or Failure, within --limit-s
-seconds of processor time and --wait-s seconds on the clock. While one session receives mutated
-messages, another session must continue its own sequence. Input i in an area depends on --seed and i
-alone. With --out a run continues where the last one ended, and stores the traceback of each failing
-input. The exit status is 1 if an input fails.
+seconds of processor time and --wait-s seconds on the clock. Input i in an area depends on --seed
+and i alone. With --out a run continues where the last one ended, and stores the traceback of each
+failing input. The exit status is 1 if an input fails. Folders here add areas with a fuzz_*.py.
 """
 
 import argparse
 import copy
 import json
 import random
+import runpy
 import shutil
 import signal
 import sys
@@ -40,20 +40,6 @@ from pipedraft.errors import Failure, make_folder
 from pipedraft.eval.record import Results, parse
 from pipedraft.files import write_atomically
 from pipedraft.inference.config import read_cost
-from pipedraft.inference.edge.session_messages import (
-    REPLIES,
-    REQUESTS,
-    Close,
-    More,
-    Open,
-    Preverify,
-    Request,
-    Settings,
-    Stream,
-    Verify,
-    prefix_hash,
-)
-from pipedraft.inference.edge.target_session import SharedTarget, TargetSession
 from pipedraft.models.draft import TargetReference, load_untied
 from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.layers import LayerConfig
@@ -68,6 +54,7 @@ VALUES: tuple[Any, ...] = (
     *(True, None, "", "x", "\x1b[2J", "../..", "\ud800", "a" * 5000, [], {}, [[]], {"a": {}}),
 )
 SAVED_EVERY = 50
+Area = Callable[[random.Random], None]
 
 
 # -- mutations --------------------------------------------------------------------------------
@@ -157,26 +144,18 @@ class Areas:
             place: {path.name: path.read_bytes() for path in (work / place).iterdir()}
             for place in ("draft", "target")
         }
-        self.shared = SharedTarget(self.model)
-        self.reference = self.generate([1, 2, 3], 120)
-        self.honest: TargetSession | None = None
+        self.further: dict[str, Area] = {}
+        for path in sorted(Path(__file__).parent.glob("*/fuzz_*.py")):
+            self.further |= runpy.run_path(str(path))["areas"](self.model, mutate_bytes)
 
-    def names(self) -> dict[str, Callable[[random.Random], None]]:
-        return {
-            "wire": self.wire,
+    def names(self) -> dict[str, Area]:
+        return self.further | {
             "checkpoint": self.checkpoint,
             "target": self.target,
             "configuration": self.configuration,
             "rows": self.rows,
             "results": self.results,
         }
-
-    def generate(self, prompt: list[int], size: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=size
-        )
-        return out[0].tolist()
 
     def _mutated_folder(self, place: str, rng: random.Random) -> Path:
         folder = self.work / "mutated"
@@ -240,77 +219,6 @@ class Areas:
         path.write_bytes(mutate_json(b'{"row": 0.1, "link": 0.0, "verify": 0.2}', rng))
         read_cost(str(path))
 
-    # -- messages -----------------------------------------------------------------------------
-
-    def _messages(self, rng: random.Random) -> Iterator[Request]:
-        rule: Any = rng.choice(("match", "gumbel", "rejection", "tail_escape", "topk"))
-        settings = Settings(rule=rule, temperature=rng.choice((0.0, 1.0)), max_new_tokens=20)
-        prompt = [rng.randrange(16) for _ in range(rng.randint(1, 5))]
-        yield Open(prompt_ids=prompt, settings=settings, streams=rng.random() < 0.2)
-        for seq in range(1, 5):
-            known: dict[str, Any] = {"epoch": rng.randrange(2), "seq": seq}
-            ids = [rng.randrange(16) for _ in range(rng.randrange(4))]
-            after: dict[str, Any] = {
-                **known,
-                "base": len(prompt) + 1,
-                "prefix_hash": prefix_hash(prompt + [0]),
-            }
-            drafted: dict[str, Any] = {
-                "certain": [],
-                "ids": ids,
-                "q": [0.5] * len(ids),
-                "next_s": 0.0,
-            }
-            made: list[Request] = [
-                Verify(**after, **drafted),
-                Preverify(**after, **drafted),
-                More(**known, count=rng.randrange(9)),
-                Stream(**after, certain=[]),
-                Close(**known),
-            ]
-            yield rng.choice(made)
-
-    def wire(self, rng: random.Random) -> None:
-        """Send mutated messages to one session while another one streams its sequence."""
-        hostile: TargetSession | None = None
-        said = None
-        for message in self._messages(rng):
-            data = REQUESTS.to_bytes(message)
-            data = mutate_bytes(data, rng) if rng.random() < 0.6 else data
-            try:
-                request = REQUESTS.decode(data)
-                if hostile is not None:
-                    hostile.receive(request, 0.0)
-                elif isinstance(request, Open) and len(request.prompt_ids) < 100:
-                    hostile = TargetSession(self.shared, request)
-                for _ in range(3):
-                    if hostile is None or hostile.is_closed or not hostile.start(0.0):
-                        break
-                    hostile.run()
-                    hostile.finish(0.0)
-            except ValueError as error:
-                said = error
-            self._check_honest()
-        try:
-            REPLIES.decode(mutate_bytes(data, rng))
-        except ValueError as error:
-            said = error
-        if said is not None:
-            raise said
-
-    def _check_honest(self) -> None:
-        """Stream one more token in the honest session, and compare it with the reference."""
-        if self.honest is None or self.honest.is_closed or not self.honest.start(0.0):
-            settings = Settings(max_new_tokens=120)
-            opening = Open(prompt_ids=[1, 2, 3], settings=settings, streams=True)
-            self.honest, self.num_honest = TargetSession(self.shared, opening), 3
-            self.honest.start(0.0)
-        self.honest.run()
-        for reply in self.honest.finish(0.0):
-            token, expected = getattr(reply, "token", None), self.reference[self.num_honest]
-            assert token == expected, f"{token} where {expected} follows: another sequence"
-            self.num_honest += 1
-
 
 # -- the run ----------------------------------------------------------------------------------
 
@@ -319,9 +227,7 @@ def late(number: int, frame: object) -> None:
     raise TimeoutError("no end in time")
 
 
-def attempt(
-    area: Callable[[random.Random], None], rng: random.Random, limit_s: float, wait_s: float
-) -> str:
+def attempt(area: Area, rng: random.Random, limit_s: float, wait_s: float) -> str:
     """Try one input. Return "taken", "refused", or an unexpected failure's traceback."""
     signal.signal(signal.SIGPROF, late)
     me = threading.get_ident()

@@ -44,7 +44,6 @@ from pipedraft.eval.traces import traces_of
 from pipedraft.eval.turns import DecodedTurn, evaluate
 from pipedraft.files import read_yaml, to_json, write_atomically
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.inference.edge.channel import PRESETS
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.result import DecodeResult, ratio
 from pipedraft.models import load_draft
@@ -61,6 +60,8 @@ from pipedraft.models.target_part import load_target_part, weights_identity
 
 BASE = "base"
 PLOT = "retention.png"
+DOWN_MBPS = {"5g": 300, "4g": 50, "wifi": 10}
+"""Bandwidth of a link down to the edge, by name: FlexSpec, table I."""
 MEASURES = {
     "alpha": "Acceptance rate alpha",
     "tau": "Tokens per round tau",
@@ -285,7 +286,7 @@ def num_bytes(draft: DraftNetwork) -> int:
 
 def sync_seconds(draft_bytes: int) -> dict[str, float]:
     """Return each link's seconds to send a draft's weights again at its downlink bandwidth."""
-    return {name: draft_bytes / link.state(0.0).down_bytes_per_s for name, link in PRESETS.items()}
+    return {name: draft_bytes / (mbps * 125_000) for name, mbps in DOWN_MBPS.items()}
 
 
 def agreement(runs: Iterable[DraftRun]) -> tuple[int, int]:
@@ -325,7 +326,7 @@ def sync_table(drafts: dict[str, dict[str, Any]]) -> Table:
         + [number(s, 2) for s in sync_seconds(entry["draft_bytes"]).values()]
         for name, entry in drafts.items()
     ]
-    return Table(["draft", "MB", *(f"{name}, s" for name in PRESETS)], rows)
+    return Table(["draft", "MB", *(f"{name}, s" for name in DOWN_MBPS)], rows)
 
 
 def plot(targets: Sequence[dict[str, Any]]) -> bytes:
