@@ -21,7 +21,8 @@ from scripts import load_script
 from transformers import AutoTokenizer
 
 measurement = load_script("benchmarks/measurement.py")
-read_roles = load_script("benchmarks/papers/spec.py").read_roles
+SPEC = load_script("benchmarks/papers/spec.py")
+read_roles, table_files = SPEC.read_roles, SPEC.table_files
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 PAGE_NAMES = sorted({command.page for command in COMMANDS})
 
@@ -309,9 +310,8 @@ def folders_of(words: list[str]) -> list[str]:
     first = (words or [""])[0]
     if first.endswith(".yaml"):
         return re.findall(r"out/\w+(?:/\w+)?", " ".join([*words, Path(first).read_text()]))
-    table = Path(f"benchmarks/papers/tables/{first}.yaml")
-    if table.is_file():
-        text = table.read_text()
+    if first in (tables := table_files()):
+        text = tables[first].read_text()
         used = [name for name in read_roles() if re.search(rf"\b{name}\b", text)]
         return [f"out/{name}" for name in used]
     return words

@@ -1,44 +1,40 @@
 """The papers' tables: their declarations, and each one run on tiny drafts for a tiny target."""
 
-import io
 import json
-from contextlib import redirect_stdout
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 
 import eval_runs
 import msgspec
+import paper_runs
 import pytest
-import torch
 import yaml
 from conftest import REPOSITORY
-from eval_runs import PROMPTS
+from paper_runs import (
+    KINDS,
+    ROWS,
+    SPEC,
+    TABLE,
+    check,
+    check_written,
+    planted,
+    read_spec,
+    table_names,
+    words,
+)
 from scripts import load_script
-from tiny_drafts import make_draft, make_exit, make_head, make_module
-from train_runs import make_world
 
 from pipedraft.endings import run_command
 from pipedraft.inference.shapes import segment_sizes
 from pipedraft.models.target import load_target, load_tokenizer
-from pipedraft.pretrained import quieten
 
-TABLE = load_script("benchmarks/papers/table.py")
-ROWS, SPEC = (load_script(f"benchmarks/papers/{name}.py") for name in ("rows", "spec"))
 DRAFTS = load_script("benchmarks/papers/drafts.py")
 OPTIONS = load_script("benchmarks/papers/table_options.py").TableOptions
-check, read_spec, table_names = ROWS.check, SPEC.read_spec, SPEC.table_names
 EXPECTED = ["spd1", "spd2", "spd_release_greedy", "spd_release_sampled", "spd_modules"]
-EXPECTED += [f"picospec{i}" for i in range(1, 5)]
-EXPECTED += (
-    [f"flexspec{i}" for i in range(3, 6)]
-    + ["flexspec_lengths"]
-    + ["flowspec1", "flowspec2", "pipeinfer4"]
-)
+EXPECTED += ["flowspec1", "flowspec2", "pipeinfer4"]
 OWN = REPOSITORY / "configs" / "eval"
-no_pictures = eval_runs.no_pictures
+no_pictures, place, write = eval_runs.no_pictures, paper_runs.place, paper_runs.write
 pytestmark = pytest.mark.usefixtures("no_pictures")
-NEW_TOKENS = 3
 ALL_BENCHMARKS = ("spd_release_greedy",)
 """Tables run on all their benchmarks; the others take one benchmark each, to save seconds."""
 
@@ -78,6 +74,12 @@ def test_flowspecs_tables_have_its_five_micro_batches():
     assert sizes == [16, 16, 16, 16, 17]
 
 
+def test_a_kind_that_no_folder_adds_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_text("title: x\nrows: [{name: a}]\nkind: pipelin")
+    with pytest.raises(ValueError, match="kind: 'pipelin' is unknown; did you mean 'pipeline'"):
+        check("mine", read_spec(str(tmp_path / "mine.yaml")))
+
+
 def test_every_training_command_names_a_configuration_that_ships(repository):
     for training in SPEC.read_roles().values():
         words = training.split()
@@ -88,15 +90,6 @@ def test_every_training_command_names_a_configuration_that_ships(repository):
         )
         path = repository / words[words.index("--config") + 1]
         assert path.is_file()
-
-
-def planted(tmp_path: Path, name: str, edit) -> None:
-    """Read and check a declaration with a planted fault."""
-    content = yaml.safe_load((SPEC.TABLES / f"{name}.yaml").read_text())
-    edit(content)
-    path = tmp_path / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(content))
-    check(name, read_spec(str(path)))
 
 
 @pytest.mark.parametrize(
@@ -123,14 +116,7 @@ def planted(tmp_path: Path, name: str, edit) -> None:
             "no benchmark here is 'nq'; did you mean 'natural_questions'",
         ),
         ("spd1", lambda t: t["measures"].append("L' on rag"), "give one of gsm8k, humaneval, mt"),
-        ("picospec1", lambda t: t["measures"].append("tau on gsm8k"), "leave ' on gsm8k' out"),
         ("spd1", lambda t: t["measures"].append("S on gsm8"), "did you mean 'gsm8k'"),
-        ("picospec1", lambda t: t["rows"][1]["run"].update(method="pico"), "method 'pico'"),
-        ("picospec1", lambda t: t["rows"][1]["run"].update(rule="luck"), "rule 'luck'"),
-        ("picospec1", lambda t: t["run"].update(network="6g"), "link: '6g'"),
-        ("picospec1", lambda t: t["run"].update(policy="best"), "best"),
-        ("picospec1", lambda t: t["run"].update(times="fast"), "times 'fast' is unknown; give one"),
-        ("picospec1", lambda t: t["run"].pop("times"), "run: 'times' is missing"),
     ],
 )
 def test_a_fault_in_a_declaration_is_refused(tmp_path, name, edit, expected):
@@ -140,18 +126,15 @@ def test_a_fault_in_a_declaration_is_refused(tmp_path, name, edit, expected):
 
 
 def test_a_copy_of_a_table_has_its_published_numbers(tmp_path):
-    content = yaml.safe_load((SPEC.TABLES / "flexspec5.yaml").read_text())
-    content["rows"] = content["rows"][1:2] + content["rows"][-1:]
+    content = yaml.safe_load(SPEC.table_files()["spd1"].read_text())
+    content["rows"] = [row for row in content["rows"] if row["name"] == "EAGLE-3, m = 3"][:1]
+    content["measures"] = []
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
-    row, _ = read_spec(str(tmp_path / "mine.yaml")).rows
-    assert row.published["ms a draft token"] == 8.5
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content | {"published": "flexspec"}))
-    with pytest.raises(ValueError, match="'flexspec' is no table in published.csv; did you mean"):
+    (row,) = read_spec(str(tmp_path / "mine.yaml")).rows
+    assert row.published["4B L'"] == 2.7
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content | {"published": "spd"}))
+    with pytest.raises(ValueError, match="'spd' is no table in published.csv; did you mean"):
         read_spec(str(tmp_path / "mine.yaml"))
-
-
-def test_a_fixed_length_may_be_as_long_as_the_longest_batch(tmp_path):
-    planted(tmp_path, "picospec2", lambda t: t["run"].update(policy="fixed:12", max_length=16))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +144,6 @@ def test_a_fixed_length_may_be_as_long_as_the_longest_batch(tmp_path):
         ("title: x\nrows: [{name: a, drafts: b}]", "did you mean 'draft'"),
         ("title: x\nrows: [{name: a}]\nlimit: 0", "limit"),
         ("title: x\nrows: [{name: a}]\nseed: -1", "seed"),
-        ("title: x\nrows: [{name: a}]\nkind: pipelin", "kind"),
         ("title: x", "missing required field `rows`"),
         ("title: x\nrows: []", "rows"),
         ("title: [", "not valid YAML"),
@@ -179,46 +161,6 @@ def test_a_file_that_is_no_specification_is_one_line(tmp_path, text, expected):
 # -- on tiny drafts -----------------------------------------------------------------------------
 
 
-def save(network, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    network.save(folder)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A target, prompts, and a draft for every role possible with four layers."""
-    quieten()
-    folder = tmp_path_factory.mktemp("papers")
-    path = make_world(folder).target
-    target, runs = load_target(str(path)), folder / "runs"
-    for query in ("newest", "all"):
-        name = "spd_n4" if query == "newest" else "spd_n4_all"
-        module = make_module(target, num_stages=4, num_layers=1, query=query).float()
-        save(module, runs / name / "best")
-    save(make_module(target, num_stages=4, num_layers=2).float(), runs / "spd_n4_ls2")
-    save(make_exit(target, num_stages=4), runs / "ppsd_n4")
-    save(make_head(target, "eagle"), runs / "eagle")
-    save(make_head(target), runs / "eagle3")
-    save(make_draft(target), runs / "flexspec")
-    save(make_draft(target, preset="paper"), runs / "flexspec_paper")
-    model = load_target(str(path))
-    torch.manual_seed(0)
-    for weight in model.model.layers[0].parameters():
-        weight.add_(0.05 * torch.randn(weight.shape))
-    model.save_pretrained(runs / "draft_model")
-    load_tokenizer(str(path)).save_pretrained(runs / "draft_model")
-    for file, row in PROMPTS.items():
-        (folder / "prompts" / file).parent.mkdir(parents=True)
-        (folder / "prompts" / file).write_text(json.dumps(row) + "\n")
-    return folder
-
-
-def words(place: Path, name: str, out: Path, *more: str) -> list[str]:
-    found = [name, "--target", str(place / "target"), "--data-dir", str(place / "prompts")]
-    found += ["--checkpoints", str(place / "runs"), "--limit", "1", "--out", str(out)]
-    return [*found, "--max-new-tokens", str(NEW_TOKENS), *more]
-
-
 @pytest.fixture(scope="module")
 def make(place):
     """Table, outcomes and text rows by name, without the files."""
@@ -230,7 +172,7 @@ def make(place):
         table = TABLE.read_options(options)
         if name not in ALL_BENCHMARKS:
             table = msgspec.structs.replace(table, benchmarks=["gsm8k"])
-        outcomes, _ = ROWS.KINDS[table.kind].run(table, ROWS.load_context(table, options))
+        outcomes, _ = KINDS.KINDS[table.kind].run(table, ROWS.load_context(table, options))
         return table, outcomes, TABLE.paper_table(table, outcomes)
 
     return made
@@ -288,39 +230,8 @@ def test_a_file_of_roles_decides(place, tmp_path):
         DRAFTS.CheckpointSearch.of([str(tmp_path / "mine.yaml")])
 
 
-@pytest.fixture(scope="module")
-def write(place):
-    """Folder written by the command for a table, and its printed output."""
-
-    @cache
-    def written(name: str) -> tuple[Path, str]:
-        out = place / "written" / name
-        with redirect_stdout(io.StringIO()) as said:
-            TABLE.run(words(place, name, out))
-        return out, said.getvalue()
-
-    return written
-
-
-@pytest.mark.parametrize("name", ["pipeinfer_parts", "picospec2"])
-def test_the_command_writes_the_table_and_what_it_rests_on(write, name):
-    out, printed = write(name)
-    text = (out / "table.md").read_text()
-    table, content = read_spec(name), json.loads((out / "table.json").read_text())
-    assert table.title in printed and f"# {table.title}" in text
-    assert "differs: " in printed and "- differs: " in text
-    for source in table.sources.values():
-        assert source in text and source in printed
-    assert [row["name"] for row in content["rows"]] == [row.name for row in table.rows]
-    pairs = zip(table.rows, content["rows"], strict=True)
-    assert all(row.remark in found["remark"] for row, found in pairs)
-    assert content["sources"] == table.sources
-    assert any(row["ours"][table.measures[0]]["value"] for row in content["rows"])
-    results = json.loads((out / "results.json").read_text())
-    if table.kind == "edge":  # each can be told from the others
-        assert [row["method"] for row in results["latency"]] == [row.name for row in table.rows]
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["command"].startswith(f"python benchmarks/papers/table.py {name} ")
+def test_the_command_writes_the_table_and_what_it_rests_on(write):
+    check_written("pipeinfer_parts", *write("pipeinfer_parts"))
 
 
 def test_shares_of_conversations_at_once_make_the_same_table(place, write, tmp_path, capsys):
@@ -384,14 +295,6 @@ def test_a_ratio_is_of_rows_at_the_same_temperature(make):
         (["spd1", "--checkpoints", "EMPTY", "--shard", "1/2"], "nothing of spd1 can be run: no"),
         (["spd1", "--limit", "0"], "--limit"),
         (["spd1", "--seed", "-1"], "--seed: -1; give at least 0"),
-        (
-            ["picospec2", "--sequences", "4", "--out", "x"],
-            "--sequences: 4, but picospec2",
-        ),
-        (
-            ["flexspec3", "--shard", "1/2", "--out", "x"],
-            "--shard: 1/2, but flexspec3",
-        ),
     ],
     ids=str,
 )

@@ -23,9 +23,10 @@ def test_every_published_cell_of_the_tables_is_in_the_file():
 
 def test_a_line_without_a_row_is_found(tmp_path, monkeypatch):
     spec = load_script("benchmarks/papers/spec.py")
-    path = tmp_path / "published.csv"
-    path.write_text(spec.PUBLISHED.read_text() + "spd1,SPDD,0,,S,1.5,,,\n")
-    monkeypatch.setattr(spec, "PUBLISHED", path)
+    path, right = tmp_path / "published.csv", spec.beside
+    path.write_text(right(spec.PUBLISHED)[-1].read_text() + "spd1,SPDD,0,,S,1.5,,,\n")
+    files = [*right(spec.PUBLISHED)[:-1], path]
+    monkeypatch.setattr(spec, "beside", lambda x: files if x == spec.PUBLISHED else right(x))
     assert SCRIPT["differences"]() == ["('spd1', 'SPDD', '0', '', 'S'): only in one of the two"]
     path.write_text(path.read_text() + "spd1,SPDD,0,,S,1.6,,,\n")
     with pytest.raises(ValueError, match="two lines have the same table, row"):
@@ -82,9 +83,10 @@ def test_the_table_of_mechanisms_names_what_exists_and_why_a_part_is_missing():
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE)
     rows = [row for row in rows if row[0] != "mechanism" and not row[0].startswith("---")]
     assert len(rows) > 60
-    folders = ("", "tests", "tests/edge", "benchmarks/papers/tables", "inference/schedules")
+    folders = [REPOSITORY, *REPOSITORY.glob("tests/*/"), *REPOSITORY.glob("benchmarks/*/tables/")]
+    folders += [REPOSITORY / name for name in ("tests", "inference/schedules")]
     for mechanism, _, file, test, state in rows:
         assert re.match(r"there\b|(partial|missing): \w", state), mechanism
         for name in re.findall(r"`([\w/]+\.(?:py|yaml)|[\w/]+/)`", f"{file} {test}"):
-            assert any((REPOSITORY / folder / name).exists() for folder in folders), name
+            assert any((folder / name).exists() for folder in folders), name
         assert test != "-" or state.startswith("missing"), mechanism

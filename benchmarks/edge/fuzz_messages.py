@@ -38,7 +38,7 @@ class Messages:
     ) -> None:
         self.mutate_bytes, self.shared = mutate_bytes, SharedTarget(model)
         ids = torch.tensor([[1, 2, 3]])
-        out: Any = model.generate(
+        out: Any = model.generate(  # type: ignore[operator]  # transformers' own annotation
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=120
         )
         self.reference: list[int] = out[0].tolist()

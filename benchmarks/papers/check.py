@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from spec import CELL, PUBLISHED, Cell, read_published, read_spec, table_names
+from spec import CELL, PUBLISHED, Cell, beside, read_lines, read_published, read_spec, table_names
 
 
 def in_tables() -> set[Cell]:
@@ -69,11 +69,13 @@ def fill(tables: list[Path]) -> None:
                 line = lines[content["name"], row["name"], *place, column]
                 value = own.get(line["measure"])
                 line["ours"] = "" if value is None else f"{value:.4g}"
-    with PUBLISHED.open("w", newline="") as file:
-        names = [*CELL, "published", "measure", "ours", "cell"]
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines.values())
+    for path in beside(PUBLISHED):
+        cells = [tuple(line[name] for name in CELL) for line in read_lines(path)]
+        with path.open("w", newline="") as file:
+            names = [*CELL, "published", "measure", "ours", "cell"]
+            writer = csv.DictWriter(file, names, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines[cell] for cell in cells)
 
 
 def main() -> None:

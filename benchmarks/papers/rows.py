@@ -1,32 +1,26 @@
-"""Run a specification's rows, on pipelines or on links.
+"""Run a specification's rows on pipelines. ``kinds`` lists the other ways to run rows.
 
 If a row cannot be run, its outcome has a remark with the reason instead of values.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from drafts import CheckpointSearch, Drafts, TableContext
-from spec import Column, Row, Spec, decode_config
+from spec import Row, Spec, decode_config
 from table_options import TableOptions
 
 from pipedraft.chats import set_template_variables
 from pipedraft.devices import resolve_device, resolve_dtype
 from pipedraft.errors import make_folder
-from pipedraft.eval.edge.methods import METHODS, TIMES, Simulation
-from pipedraft.eval.edge.report import LinkRun, measure
 from pipedraft.eval.metrics import AUTOREGRESSIVE, OVERALL
-from pipedraft.eval.record import LatencyRecord, Results, RunRecord
+from pipedraft.eval.record import Results, RunRecord
 from pipedraft.eval.run import EvalMethod, Evaluation
 from pipedraft.eval.tables import lossless_share
 from pipedraft.eval.tasks import FORMS, load_tasks
 from pipedraft.eval.traces import traces_of
 from pipedraft.files import Values
-from pipedraft.inference.edge.simulated import Times
-from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
-from pipedraft.inference.rules import RULE_NAMES
 from pipedraft.models.rounded import dtype_of
 from pipedraft.models.target import load_target, load_tokenizer
 from pipedraft.models.target_part import weights_identity
@@ -87,7 +81,7 @@ def _prepare_pipeline(
     spec: Spec, context: TableContext
 ) -> tuple[list[RowOutcome], dict[int, EvalMethod], Evaluation]:
     """Return an outcome per row, a method per runnable row, and the evaluation that runs them."""
-    outcomes = [_found(row, context) for row in spec.rows]
+    outcomes = [find_row(row, context) for row in spec.rows]
     methods = {}
     for index, (row, outcome) in enumerate(zip(spec.rows, outcomes, strict=True)):
         if outcome.remark:
@@ -158,66 +152,13 @@ def run_pipeline(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], R
     return outcomes, Results(runs=runs)
 
 
-def _found(row: Row, context: TableContext) -> RowOutcome:
+def find_row(row: Row, context: TableContext) -> RowOutcome:
     """Return a row's outcome before the run. A remark says why the row cannot be run."""
     if row.run is None:
         return RowOutcome(remark=row.remark)
     if row.draft is not None and context.drafts.find(row.draft) is None:
         return RowOutcome(remark=context.drafts.missing[row.draft])
     return RowOutcome()
-
-
-# -- links ----------------------------------------------------------------------------------
-
-EDGE_QUANTITIES: dict[str, Callable[[LatencyRecord], Value]] = {
-    "ms/token": lambda row: (row.ms_per_token, row.ci95),
-    "ms/round": lambda row: (row.ms_per_round, None),
-    "tokens/s": lambda row: (row.tokens_per_s, None),
-    "alpha": lambda row: (row.draft_acceptance_rate, None),
-    "tau": lambda row: (row.mean_acceptance_length, None),
-    "drafted per token": lambda row: (row.drafted_per_token, None),
-    "TTFT ms": lambda row: (row.ttft_ms, None),
-    "bytes per token": lambda row: (row.wire_bytes_per_token, None),
-    "J per token": lambda row: (row.joules_per_token, None),
-}
-
-
-def _simulation(settings: Values, **shared: Any) -> tuple[str, str, Simulation]:
-    """Return method, network and simulation from a row's settings."""
-    fields = dict(settings)
-    method, network, given = (fields.pop(name) for name in ("method", "network", "times"))
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is unknown; give one of {', '.join(METHODS)}")
-    if not isinstance(given, dict) and given not in TIMES:
-        raise ValueError(f"times {given!r} is unknown; give one of {', '.join(TIMES)}")
-    times = Times(**given) if isinstance(given, dict) else TIMES[given]
-    if fields.get("rule") is not None and fields["rule"] not in RULE_NAMES:
-        raise ValueError(f"rule {fields['rule']!r} is unknown; give one of {', '.join(RULE_NAMES)}")
-    return method, network, Simulation.on(network, times, **fields, **shared)
-
-
-def run_edge(spec: Spec, context: TableContext) -> tuple[list[RowOutcome], Results | None]:
-    outcomes = [_found(row, context) for row in spec.rows]
-    target, runs, tried = SharedTarget(context.target), [], []
-    for row, outcome in zip(spec.rows, outcomes, strict=True):
-        if outcome.remark:
-            continue
-        method, link, simulation = _simulation(
-            spec.settings(row),
-            target=target,
-            draft=None if row.draft is None else context.drafts.find(row.draft),
-            tokenizer=context.tokenizer,
-            max_new_tokens=spec.max_new_tokens,
-            seed=spec.seed,
-        )
-        outcome.remark = simulation.caveat(METHODS[method])
-        runs.append(LinkRun(method, link, simulation, row.name).run(context.benchmarks))
-        tried.append(outcome)
-    measured = measure(runs, context.target, seed=spec.seed)
-    for outcome, entry in zip(tried, measured, strict=True):
-        outcome.values = {None: {q: get(entry) for q, get in EDGE_QUANTITIES.items()}}
-        outcome.agreement = lossless_share(entry)
-    return outcomes, Results(latency=measured)
 
 
 @dataclass(frozen=True)
@@ -235,34 +176,4 @@ def _pipeline_drafts(settings: Values) -> bool:
     return decode_config(settings).schedule.grows is not None
 
 
-def _edge_drafts(settings: Values) -> bool:
-    method, _, _ = _simulation(settings, target=None, draft=None, tokenizer=None)
-    return METHODS[method].drafts_in is not None
-
-
-KINDS = {
-    "pipeline": Kind(frozenset(PIPELINE_QUANTITIES), _pipeline_drafts, run_pipeline),
-    "edge": Kind(frozenset(EDGE_QUANTITIES), _edge_drafts, run_edge),
-}
-
-
-def check(name: str, spec: Spec) -> None:
-    """Raise ValueError for unknown settings or columns. Loads no model."""
-    kind = KINDS[spec.kind]
-    for text in spec.measures:
-        if Column.parse(text).quantity not in kind.quantities:
-            raise ValueError(
-                f"{name}: measure {text!r} is none of a {spec.kind} table; give one of "
-                f"{', '.join(sorted(kind.quantities))}"
-            )
-    for row in spec.rows:
-        if row.run is None:
-            continue
-        try:
-            needs_draft = kind.needs_draft(spec.settings(row))
-        except (TypeError, KeyError, ValueError) as error:
-            text = f"run: {error} is missing; set it" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{name}: {text}") from error
-        if needs_draft != (row.draft is not None):
-            what = "needs a draft" if needs_draft else "uses no draft"
-            raise ValueError(f"{name}: row {row.name!r} {what}, and has draft {row.draft}")
+PIPELINE = Kind(frozenset(PIPELINE_QUANTITIES), _pipeline_drafts, run_pipeline)

@@ -1,7 +1,7 @@
 """Read specifications of tables. They combine rows, prompts and settings.
 
 A row is a draft with its decoding settings, optionally with a paper's published numbers. A
-specification is YAML (tables/ here, configs/eval). Reading and
+specification is YAML (tables/ here and in folders beside, configs/eval). Reading and
 checking a specification needs no model. Its settings must exist, and every published number must
 have a source.
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,9 +24,8 @@ from pipedraft.inference.config import DecodeConfig, setting_owners
 from pipedraft.inference.schedules import SCHEDULES
 
 FOLDER = Path(__file__).parent
-TABLES = FOLDER / "tables"
 ROLES_FILE = "checkpoints.yaml"
-PUBLISHED = FOLDER / "published.csv"
+PUBLISHED = "published.csv"
 DEFAULT_TARGET = str(FOLDER.parents[1] / "assets" / "target")
 BENCHMARKS = ("mt_bench", "gsm8k", "humaneval")
 Name = Annotated[str, Meta(min_length=1, max_length=10_000)]
@@ -75,7 +74,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Table with the rows to decode, their settings, and the published values to compare."""
 
     title: Name
-    kind: Literal["pipeline", "edge"] = "pipeline"
+    kind: Name = "pipeline"
     target: Name = DEFAULT_TARGET
     """The target's folder or Hub name."""
     rows: Annotated[list[Row], Meta(min_length=1, max_length=10_000)]
@@ -106,7 +105,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         lines = read_published()
         if self.published and self.published not in (names := sorted({cell[0] for cell in lines})):
             raise UsageError(
-                f"published: {self.published!r} is no table in {PUBLISHED.name}; "
+                f"published: {self.published!r} is no table in {PUBLISHED}; "
                 f"{nearest(self.published, names)}"
             )
         for (table, *row, column), line in lines.items():
@@ -206,10 +205,19 @@ def _number(text: str) -> float | str:
         return text
 
 
+def beside(pattern: str) -> list[Path]:
+    """Return files here and in the folders beside this one, which add tables."""
+    return sorted(FOLDER.parent.glob(f"*/{pattern}"))
+
+
+def read_lines(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
 def read_published() -> dict[Cell, dict[str, str]]:
-    """Read published.csv, one line for each published value."""
-    with PUBLISHED.open(newline="") as file:
-        lines = [*csv.DictReader(file)]
+    """Read each published.csv, one line for each published value."""
+    lines = [line for path in beside(PUBLISHED) for line in read_lines(path)]
     found = {tuple(line[name] for name in CELL): line for line in lines}
     if len(found) < len(lines):
         raise ValueError(f"{PUBLISHED}: two lines have the same {', '.join(CELL)}; remove one")
@@ -235,9 +243,13 @@ def read_roles() -> dict[str, str]:
     return _read(FOLDER / ROLES_FILE, dict[str, str], ROLES_FILE)
 
 
+def table_files() -> dict[str, Path]:
+    """Return the file of each shipped table."""
+    return {path.stem: path for path in beside("tables/*.yaml")}
+
+
 def table_names() -> list[str]:
-    """Return the names of all shipped tables."""
-    return sorted(path.stem for path in TABLES.glob("*.yaml"))
+    return sorted(table_files())
 
 
 def read_spec(name: str) -> Spec:
@@ -253,7 +265,7 @@ def read_spec(name: str) -> Spec:
     if path.suffix not in (".yaml", ".yml"):
         if name not in (names := table_names()):
             raise UsageError(f"NAME: {name!r} is no table; {nearest(name, names)}")
-        path = TABLES / f"{name}.yaml"
+        path = table_files()[name]
     elif not path.is_file():
         raise UsageError(f"NAME: there is no file {name!r}; give a YAML file, or a name of --list")
     spec = _read(path, Spec, name).with_published()

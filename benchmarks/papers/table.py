@@ -13,11 +13,10 @@ if __name__ == "__main__":
 
 import msgspec
 from drafts import TableContext
+from kinds import KINDS, check
 from rows import (
-    KINDS,
     RowOutcome,
     Value,
-    check,
     decode_shard,
     load_context,
 )
