@@ -38,7 +38,6 @@ def test_settings_go_both_ways():
             "tree_width: '2' with .*or auto",
         ),
         ({"schedule": {"name": "spd", "tree_width": 0}}, "tree_width: 0; give at least 1"),
-        ({"schedule": {"name": "pearl", "max_length": 0}}, "max_length: 0; give at least 1"),
         ({"schedule": {"name": "eagle", "tree": "bush"}}, "tree: 'bush' is no tree"),
         ({"temprature": 1.0}, "'temprature' is unknown; did you mean 'temperature'"),
         ({"temperature": float("nan")}, "temperature: nan is out of range"),

@@ -206,7 +206,6 @@ def test_rules_of_whole_rounds_have_the_law_of_the_filtered_target(rule, way):
     [
         ("block", "spd", {}),
         ("block", "pruned_pp", {"tree": "chain:5"}),
-        ("block", "stop_and_wait", {}),
         ("block", "eagle", {"tree": SMALL}),
         ("block", "eagle", {"tree": "chain:5", "temperature": 0.0}),
         ("recursive", "spd", {"tree_width": 4}),

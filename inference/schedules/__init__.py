@@ -18,4 +18,4 @@ def find_schedules(package: str, folders: Iterable[str]) -> dict[str, type[Sched
 
 
 SCHEDULES = find_schedules(__name__, __path__)
-"""Schedule by name. A folder with schedules of its own, such as ``edge``, adds them."""
+"""Schedule by name. A folder with schedules of its own adds them."""

@@ -25,9 +25,7 @@ from pipedraft.inference.edge.session_messages import REPLIES, Close
 from pipedraft.inference.edge.session_table import MessageRate
 from pipedraft.inference.edge.target_session import TargetSession
 
-KEPT = {
-    "test_a_pass_that_one_session_breaks_is_made_again_without_it": 1,
-}
+KEPT = {"test_a_pass_that_one_session_breaks_is_made_again_without_it": 1}
 
 POISON = 63
 """Token of a failing session."""

@@ -32,9 +32,7 @@ from pipedraft.inference.edge.session_messages import (
     Preverify,
 )
 
-KEPT = {
-    "test_what_is_wrong_ends_its_own_stream_alone": 4,
-}
+KEPT = {"test_what_is_wrong_ends_its_own_stream_alone": 4}
 
 
 def tiny_temperature(value):

@@ -54,11 +54,15 @@ def test_a_link_refuses_rules_of_whole_rounds():
             Settings(rule=rule, temperature=1.0)
 
 
-def test_a_schedule_of_a_link_has_no_meter_and_no_setting_of_a_pipeline():
+def test_a_schedule_of_a_link_has_no_meter_no_whole_rounds_and_no_setting_of_a_pipeline():
     with pytest.raises(ValueError, match="never_slower: True with schedule 'flexspec'"):
         DecodeConfig.of("flexspec", never_slower=True)
     with pytest.raises(ValueError, match="draft_tokens: schedule 'flexspec' has no such setting"):
         DecodeConfig.of("flexspec", draft_tokens=10**9)
+    with pytest.raises(ValueError, match="max_length: 0; give at least 1"):
+        DecodeConfig.from_dict({"schedule": {"name": "pearl", "max_length": 0}})
+    with pytest.raises(ValueError, match="verifier: 'block' tests whole"):
+        DecodeConfig.of("stop_and_wait", temperature=1.0, verifier="block")
 
 
 @pytest.mark.parametrize("name", ["--max-sequences", "--max-message-kb"])

@@ -14,9 +14,7 @@ from pipedraft.models.rounded import round_target
 from pipedraft.models.target import KeepRows, Segment, StagedTarget
 from pipedraft.models.together import can_run_together, forward_together
 
-KEPT = {
-    "test_rows_of_several_texts_are_what_each_gives_alone": 2,
-}
+KEPT = {"test_rows_of_several_texts_are_what_each_gives_alone": 2}
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [2, 2]]
 ROWS = [[3, 1], [7], [9, 9, 9, 2, 1], [0, 1, 2]]
