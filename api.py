@@ -39,13 +39,13 @@ from .inference.shapes import TreeShape
 from .inference.sources import default_schedule
 from .inference.sources.lookup import Lookup, make_lookup
 from .models import load_draft
-from .models.draft import Draft, resolve_folder
 from .models.exchange.export import Layout, export
 from .models.exchange.hub import check_repo_id, fill_upload, push
-from .models.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
-from .models.language_model import LanguageModelDraft, load_draft_model, model_folder
-from .models.rounded import dtype_of
-from .models.target import choose_decoding_threads, load_target, load_tokenizer
+from .models.heads.draft import Draft, resolve_folder
+from .models.heads.language_model import LanguageModelDraft, load_draft_model, model_folder
+from .models.speed.rounded import dtype_of
+from .models.targets.target import choose_decoding_threads, load_target, load_tokenizer
+from .models.transformer.fingerprint import fingerprint_mismatch, read_target, target_fingerprint
 from .pretrained import read_config, silent
 from .train.config import check_run
 from .train.run import methods, run_training

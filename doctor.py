@@ -96,7 +96,7 @@ def check_gpu() -> Iterator[Finding]:
     import torch
 
     from .devices import has_native_bf16, resolve_device
-    from .models.banded_attention import ttt_attention
+    from .models.heads.banded_attention import ttt_attention
 
     if not torch.cuda.is_available():
         yield Finding("ok", "device", str(resolve_device("auto")))
@@ -126,7 +126,7 @@ def check_gpu() -> Iterator[Finding]:
 
 def check_kernels() -> Iterator[Finding]:
     """Compile the kernels for decoding on a CPU."""
-    from .models import kernels
+    from .models.speed import kernels
 
     if kernels.library() is not None:
         yield Finding("ok", "CPU kernels", "compiled")

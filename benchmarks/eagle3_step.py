@@ -30,9 +30,9 @@ from pipedraft.train.eagle3 import Eagle3Objective, Eagle3TrainConfig, chain_len
 
 PARTS = (
     ("target", "pipedraft.train.objective.capture_hidden"),
-    ("fused features", "pipedraft.models.eagle3.Eagle3.feature"),
-    ("decoder layer", "pipedraft.models.eagle3.Eagle3.unroll"),
-    ("attention", "pipedraft.models.eagle3.ttt_attention"),
+    ("fused features", "pipedraft.models.heads.eagle3.Eagle3.feature"),
+    ("decoder layer", "pipedraft.models.heads.eagle3.Eagle3.unroll"),
+    ("attention", "pipedraft.models.heads.eagle3.ttt_attention"),
     ("LM head and loss", "pipedraft.train.objective.chunked_distillation"),
 )
 SHORT_LENGTH = 128

@@ -52,9 +52,9 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks.links import DeviceLink
 from pipedraft.inference.result import DecodeResult
-from pipedraft.models.banded_attention import ttt_attention
-from pipedraft.models.stage_cache import Segment
-from pipedraft.models.target import StagedTarget
+from pipedraft.models.heads.banded_attention import ttt_attention
+from pipedraft.models.targets.target import StagedTarget
+from pipedraft.models.transformer.stage_cache import Segment
 
 Findings = dict[str, Any]
 DRAFTS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {

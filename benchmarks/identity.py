@@ -31,15 +31,15 @@ from pipedraft.inference.engine import Engine
 from pipedraft.inference.ranks import is_launched
 from pipedraft.inference.ranks.cluster import Cluster
 from pipedraft.inference.ranks.watch import WatchLimits
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle import Eagle, EagleConfig
-from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
-from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.ppsd import PPSD, PPSDConfig
-from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.models.target import target_fingerprint
+from pipedraft.models.heads.draft import TargetReference
+from pipedraft.models.heads.eagle import Eagle, EagleConfig
+from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig
+from pipedraft.models.heads.language_model import LanguageModelDraft
+from pipedraft.models.heads.ppsd import PPSD, PPSDConfig
+from pipedraft.models.heads.spd import SPD, SPDConfig
+from pipedraft.models.targets.target import target_fingerprint
+from pipedraft.models.transformer.layers import LayerConfig
 
 NUM_LAYERS = 8
 PROMPTS = [[5], [index * 5 % 60 for index in range(29)]]

@@ -28,12 +28,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pipedraft.models import load_draft
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.exchange.export import Layout, export
 from pipedraft.models.exchange.peers import import_head
-from pipedraft.models.layers import KeyValues, LayerConfig
-from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.models.heads.draft import TargetReference
+from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.targets.target import capture_hidden, target_fingerprint
+from pipedraft.models.transformer.layers import KeyValues, LayerConfig
 
 # R rows, H hidden, U draft vocabulary
 

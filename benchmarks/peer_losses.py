@@ -41,16 +41,16 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from pipedraft.data_recipes.config import DataConfig, Source
 from pipedraft.data_recipes.recipe import load_data
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.exchange.export import Layout, export
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import (
+from pipedraft.models.heads.draft import TargetReference
+from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.targets.target import (
     capture_hidden,
     load_target,
     load_tokenizer,
     target_fingerprint,
 )
+from pipedraft.models.transformer.layers import LayerConfig
 from pipedraft.train import dflash
 from pipedraft.train.batch import Batch
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig

@@ -84,7 +84,7 @@ def save_target(args: argparse.Namespace, folder: Path) -> None:
 
 
 def boundaries(args: argparse.Namespace) -> tuple[int, ...]:
-    from pipedraft.models.boundaries import stage_boundaries
+    from pipedraft.models.transformer.boundaries import stage_boundaries
 
     if args.apart:
         return stage_boundaries(args.layers, args.stages)
@@ -97,12 +97,12 @@ def boundaries(args: argparse.Namespace) -> tuple[int, ...]:
 def make_source(args: argparse.Namespace, target: Any, text: list[int], seed: int) -> Any:
     """Return an SPD head that runs in full. Its token is right with probability --acceptance."""
     from pipedraft.inference.sources.spd import SPDSource
-    from pipedraft.models.cpu import lay_out
-    from pipedraft.models.draft import TargetReference
-    from pipedraft.models.fingerprint import target_fingerprint
-    from pipedraft.models.layers import LayerConfig
-    from pipedraft.models.rounded import round_head
-    from pipedraft.models.spd import SPD, SPDConfig
+    from pipedraft.models.heads.draft import TargetReference
+    from pipedraft.models.heads.spd import SPD, SPDConfig
+    from pipedraft.models.speed.cpu import lay_out
+    from pipedraft.models.speed.rounded import round_head
+    from pipedraft.models.transformer.fingerprint import target_fingerprint
+    from pipedraft.models.transformer.layers import LayerConfig
 
     class Corrected(SPDSource):
         def grow_layer(self, tree: Any, features: Any, **options: Any) -> int:

@@ -31,9 +31,9 @@ from pipedraft.eval.parity_rows import Decoding
 from pipedraft.eval.tables import Table, align_columns
 from pipedraft.eval.tasks import encode_turn, load_tasks
 from pipedraft.files import Values, to_json, write_atomically
-from pipedraft.models.draft import CONFIG_FILE, WEIGHTS_FILE
 from pipedraft.models.exchange.export import export
-from pipedraft.models.target import choose_decoding_threads, load_target, load_tokenizer
+from pipedraft.models.heads.draft import CONFIG_FILE, WEIGHTS_FILE
+from pipedraft.models.targets.target import choose_decoding_threads, load_target, load_tokenizer
 from pipedraft.pretrained import quieten
 
 LARGEST_DIFFERENCE = 0.02

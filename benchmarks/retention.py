@@ -47,12 +47,12 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import DraftNetwork, Engine
 from pipedraft.inference.result import DecodeResult, ratio
 from pipedraft.models import load_draft
-from pipedraft.models.draft import Draft
-from pipedraft.models.fingerprint import fingerprint_mismatch
-from pipedraft.models.language_model import LanguageModelDraft, load_draft_model
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import load_target, load_tokenizer
-from pipedraft.models.target_part import load_target_part, weights_identity
+from pipedraft.models.heads.draft import Draft
+from pipedraft.models.heads.language_model import LanguageModelDraft, load_draft_model
+from pipedraft.models.targets.target import load_target, load_tokenizer
+from pipedraft.models.targets.target_part import load_target_part, weights_identity
+from pipedraft.models.transformer.fingerprint import fingerprint_mismatch
+from pipedraft.models.transformer.layers import LayerConfig
 
 # P prompts, X values per prompt, R decoded turns, S the two compared targets (0 the base)
 # A answer tokens, V vocabulary

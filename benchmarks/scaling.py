@@ -28,7 +28,7 @@ from random import Random
 from measurement import make_parser
 
 from pipedraft.inference.clock import CostModel, VirtualClock
-from pipedraft.models.boundaries import stage_boundaries
+from pipedraft.models.transformer.boundaries import stage_boundaries
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ from training_step import (
     run,
 )
 
-from pipedraft.models.spd import SPDConfig, feature_layers
+from pipedraft.models.heads.spd import SPDConfig, feature_layers
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 
 PARTS = (
     ("target", "pipedraft.train.objective.capture_hidden"),
-    ("decoder layers", "pipedraft.models.spd.SPD.forward"),
-    ("feature projections", "pipedraft.models.spd.SPD.feature"),
-    ("static keys and values", "pipedraft.models.spd.SPD._static_key_values"),
-    ("structural attention", "pipedraft.models.spd.structural_attention"),
+    ("decoder layers", "pipedraft.models.heads.spd.SPD.forward"),
+    ("feature projections", "pipedraft.models.heads.spd.SPD.feature"),
+    ("static keys and values", "pipedraft.models.heads.spd.SPD._static_key_values"),
+    ("structural attention", "pipedraft.models.heads.spd.structural_attention"),
     ("LM head and loss", "pipedraft.train.objective.chunked_distillation"),
 )
 

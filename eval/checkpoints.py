@@ -9,7 +9,7 @@ from ..devices import place_draft
 from ..errors import UsageError
 from ..files import Values
 from ..models import load_draft
-from ..models.draft import Draft, read_description, resolve_folder
+from ..models.heads.draft import Draft, read_description, resolve_folder
 
 
 def load_head(folder: Path, target: PreTrainedModel, dtype: str = "auto") -> Draft:

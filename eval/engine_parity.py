@@ -29,9 +29,9 @@ from transformers import PreTrainedModel
 from ..errors import Failure, UsageError
 from ..files import Values, to_json
 from ..inference.result import DecodeResult
-from ..models.dflash import DFlash
-from ..models.draft import Draft
-from ..models.layers import RMSNorm, RotaryEmbedding
+from ..models.heads.dflash import DFlash
+from ..models.heads.draft import Draft
+from ..models.transformer.layers import RMSNorm, RotaryEmbedding
 from .parity_rows import (
     ROUNDING,
     Check,

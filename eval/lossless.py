@@ -26,8 +26,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from ..files import Values
 from ..inference.config import DecodeConfig
 from ..inference.result import DecodeResult
-from ..models.rotary_lengths import forget_lengths
-from ..models.rounded import rounded_dtype
+from ..models.speed.rounded import rounded_dtype
+from ..models.transformer.rotary_lengths import forget_lengths
 from .record import LosslessRecord, is_known
 from .traces import TraceFile
 
@@ -79,7 +79,7 @@ class BestFew(LogitsProcessor):
         return scores
 
 
-@torch.no_grad()  # not inference mode, in which models/cpu.py reads laid-out weights
+@torch.no_grad()  # not inference mode, in which models/speed/cpu.py reads laid-out weights
 def generate_greedy(
     target: PreTrainedModel,
     prompt_ids: list[int],

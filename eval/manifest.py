@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import Values
 from ..inference.engine import DraftNetwork
-from ..models.fingerprint import tokenizer_hash
-from ..models.language_model import LanguageModelDraft
-from ..models.rounded import dtype_of
-from ..models.target import target_fingerprint
+from ..models.heads.language_model import LanguageModelDraft
+from ..models.speed.rounded import dtype_of
+from ..models.targets.target import target_fingerprint
+from ..models.transformer.fingerprint import tokenizer_hash
 from ..pretrained import unapplied_settings
 from ..version import __version__
 from .record import Manifest

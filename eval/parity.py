@@ -26,11 +26,11 @@ from ..data_recipes.chat import ChatRenderer
 from ..devices import place_draft, resolve_device, resolve_dtype
 from ..errors import UsageError
 from ..files import make_place, to_json, write_atomically
-from ..models.draft import CONFIG_FILE, Draft, resolve_folder
 from ..models.exchange.card import LAYOUTS
 from ..models.exchange.export import export
 from ..models.exchange.peers import import_head
-from ..models.target import choose_decoding_threads, load_target, load_tokenizer
+from ..models.heads.draft import CONFIG_FILE, Draft, resolve_folder
+from ..models.targets.target import choose_decoding_threads, load_target, load_tokenizer
 from ..pretrained import quieten
 from .arguments import ParityOptions
 from .checkpoints import load_head, read_drafts

@@ -17,13 +17,13 @@ from ..inference.config import DecodeConfig
 from ..inference.engine import Engine
 from ..inference.sources import default_schedule, make_source
 from ..inference.tree import TokenTree
-from ..models.dflash import DFlash
-from ..models.draft import Draft
-from ..models.eagle import EagleHead
-from ..models.flexspec import FlexSpec
-from ..models.ppsd import PPSD
-from ..models.spd import SPD
-from ..models.target import capture_hidden
+from ..models.heads.dflash import DFlash
+from ..models.heads.draft import Draft
+from ..models.heads.eagle import EagleHead
+from ..models.heads.flexspec import FlexSpec
+from ..models.heads.ppsd import PPSD
+from ..models.heads.spd import SPD
+from ..models.targets.target import capture_hidden
 
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Tolerated difference by dtype, relative to the largest compared value."""

@@ -24,8 +24,8 @@ import torch
 from greenlet import greenlet
 
 from ..errors import check_ranges
-from ..models.draft_calls import DraftCall, asking, make_first
-from ..models.target import StagedTarget
+from ..models.heads.draft_calls import DraftCall, asking, make_first
+from ..models.targets.target import StagedTarget
 from .auto_tree import ShapeMeter
 from .batch_clock import BatchClock
 from .config import DecodeConfig, check_prompt

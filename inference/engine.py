@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from ..models.draft import Draft
-from ..models.language_model import LanguageModelDraft
-from ..models.target import StagedTarget
+from ..models.heads.draft import Draft
+from ..models.heads.language_model import LanguageModelDraft
+from ..models.targets.target import StagedTarget
 from ..responses import format_marks, marked_text
 from .auto_tree import ShapeMeter
 from .config import DecodeConfig, check_prompt

@@ -28,7 +28,7 @@ from pipedraft.eval.record import LosslessRecord, PromptRecord, RunRecord
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import to_json
 from pipedraft.inference.result import DecodeResult
-from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.heads.language_model import LanguageModelDraft
 
 MANIFEST = {
     "command": "python -m pipedraft.eval --out x",

@@ -7,7 +7,7 @@ import transformers as hf
 from staged_targets import FAMILIES as STAGED
 from staged_targets import NUM_LAYERS, SIZES, WINDOW, random_ids, tiny
 
-from pipedraft.models.decoder import choose_attention
+from pipedraft.models.transformer.decoder import choose_attention
 
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 ROUTED = EXPERTS | dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)

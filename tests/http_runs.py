@@ -25,7 +25,7 @@ from pipedraft.inference.serving.app import Service
 from pipedraft.inference.serving.decoder import SequenceDecoder
 from pipedraft.inference.serving.listen import http_server, serve
 from pipedraft.inference.serving.options import HttpLimits
-from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.heads.language_model import LanguageModelDraft
 
 WAIT_S = 120
 """Time limit for any event; the machine may be busy."""

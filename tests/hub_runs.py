@@ -15,11 +15,11 @@ from huggingface_hub.utils import _http, disable_progress_bars, enable_progress_
 from tiny_drafts import add_noise, seeded
 
 from pipedraft import hub_link
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.models.target import target_fingerprint
+from pipedraft.models.heads.draft import TargetReference
+from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.heads.spd import SPD, SPDConfig
+from pipedraft.models.targets.target import target_fingerprint
+from pipedraft.models.transformer.layers import LayerConfig
 
 TOKEN, STRANGER = "hf_of_user", "hf_of_stranger"
 NAMES = {".gitattributes", "README.md", "config.json", "model.safetensors"}

@@ -2,6 +2,6 @@
 
 import pytest
 
-from pipedraft.models import kernels
+from pipedraft.models.speed import kernels
 
 NEEDS_KERNELS = pytest.mark.skipif(kernels.library() is None, reason="no C++ compiler")

@@ -472,7 +472,9 @@ def pretended_cuda(*, num_devices: int = 2) -> Iterator[Log]:
         no_autocast = "torch.cuda.amp.common.amp_definitely_not_available"
         stack.enter_context(mock.patch(no_autocast, lambda: False))
         stack.enter_context(
-            mock.patch("pipedraft.models.cuda_graphs._capture", lambda c, d, _: log.record(c, d))
+            mock.patch(
+                "pipedraft.models.speed.cuda_graphs._capture", lambda c, d, _: log.record(c, d)
+            )
         )
         # Tensors of inference mode cannot be wrapped; without gradients they compute the same.
         for name in ("__enter__", "__exit__"):

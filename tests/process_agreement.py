@@ -26,7 +26,7 @@ from pipedraft.inference.ranks.watch import WatchLimits
 from pipedraft.inference.rules import ROUND_RULES
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.schedules import SCHEDULES
-from pipedraft.models.target import load_target
+from pipedraft.models.targets.target import load_target
 
 NEW_TOKENS = 16
 

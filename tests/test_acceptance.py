@@ -6,15 +6,16 @@ import transformers as hf
 from staged_targets import continue_the_row_before
 from transformers.models.llama import modeling_llama
 
-from pipedraft.models import acceptance, decoder, families, stage_cache, stage_layers
-from pipedraft.models.acceptance import trial
-from pipedraft.models.decoder import LayerPositions
-from pipedraft.models.families import check_target
-from pipedraft.models.plain_layers import PlainLayer
-from pipedraft.models.rotary_lengths import FollowingTable
-from pipedraft.models.small_copy import NUM_LAYERS, small_copy
-from pipedraft.models.stage import Stage
-from pipedraft.models.stage_cache import StageCache
+from pipedraft.models.speed.plain_layers import PlainLayer
+from pipedraft.models.targets import acceptance, families, stage_layers
+from pipedraft.models.targets.acceptance import trial
+from pipedraft.models.targets.families import check_target
+from pipedraft.models.targets.stage import Stage
+from pipedraft.models.transformer import decoder, stage_cache
+from pipedraft.models.transformer.decoder import LayerPositions
+from pipedraft.models.transformer.rotary_lengths import FollowingTable
+from pipedraft.models.transformer.small_copy import NUM_LAYERS, small_copy
+from pipedraft.models.transformer.stage_cache import StageCache
 
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 GRANITE = dict(

@@ -28,13 +28,13 @@ from tiny_drafts import make_exit, make_head
 from pipedraft.inference.pipelines.local import LocalPipeline
 from pipedraft.inference.rules.filters import TokenFilters
 from pipedraft.inference.rules.sampled import RULES, KeyedRandom
-from pipedraft.models.bitwise import ROWS
-from pipedraft.models.decoder import PLAIN as PLAIN_FAMILIES
-from pipedraft.models.plain_layers import PlainLayers
-from pipedraft.models.rounded import round_draft, round_head, round_target, rounded_dtype
-from pipedraft.models.stage_cache import KeepRows, Segment
-from pipedraft.models.target import StagedTarget
-from pipedraft.models.together import can_run_together
+from pipedraft.models.speed.plain_layers import PlainLayers
+from pipedraft.models.speed.rounded import round_draft, round_head, round_target, rounded_dtype
+from pipedraft.models.targets.bitwise import ROWS
+from pipedraft.models.targets.target import StagedTarget
+from pipedraft.models.targets.together import can_run_together
+from pipedraft.models.transformer.decoder import PLAIN as PLAIN_FAMILIES
+from pipedraft.models.transformer.stage_cache import KeepRows, Segment
 
 TOKENS = 24
 PROMPT = PROMPTS[2]

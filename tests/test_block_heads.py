@@ -37,8 +37,8 @@ from tiny_drafts import make_head
 from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.dflash import DFlashSource
 from pipedraft.inference.sources.dspark import DSparkSource
-from pipedraft.models import dflash
-from pipedraft.models.dspark import DSpark
+from pipedraft.models.heads import dflash
+from pipedraft.models.heads.dspark import DSpark
 from pipedraft.train.dflash import (
     block_lengths,
     dpace_weights,

@@ -15,7 +15,7 @@ from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.shapes import RowCosts, rows_that_pay
 from pipedraft.inference.sources import tree_source
 from pipedraft.inference.sources.tree_source import TreeSource
-from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.heads.language_model import LanguageModelDraft
 
 AUTO = [
     {"schedule": "spd", "tree_width": "auto"},

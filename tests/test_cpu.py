@@ -12,8 +12,8 @@ from decode_runs import PROMPTS, decode_exactly, engine_for, friendly_module
 from needs import NEEDS_KERNELS
 from torch.optim import _muon
 
-from pipedraft.models import attending, cpu, kernels
-from pipedraft.models.cpu import argmax, lay_out, muon_in_float32, torch_orthogonalize
+from pipedraft.models.speed import attending, cpu, kernels
+from pipedraft.models.speed.cpu import argmax, lay_out, muon_in_float32, torch_orthogonalize
 
 
 @pytest.fixture(params=["kernels", "no compiler"])

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipedraft.devices import place_draft, resolve_device, resolve_dtype
 from pipedraft.inference.timeline import WAIT, Timeline
-from pipedraft.models.layers import LayerConfig, RotaryEmbedding
+from pipedraft.models.transformer.layers import LayerConfig, RotaryEmbedding
 
 CUDA = "cuda:0"
 MIXED = {

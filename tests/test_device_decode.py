@@ -38,10 +38,10 @@ from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources import default_schedule
 from pipedraft.inference.tree import TokenTree
 from pipedraft.inference.verdict import NO_TOKEN
-from pipedraft.models import stage_cache
-from pipedraft.models.cuda_graphs import UNDER_WAY, Graphs
-from pipedraft.models.target import KeepRows, Segment, StagedTarget
-from pipedraft.models.together import can_run_together, forward_together
+from pipedraft.models.speed.cuda_graphs import UNDER_WAY, Graphs
+from pipedraft.models.targets.target import KeepRows, Segment, StagedTarget
+from pipedraft.models.targets.together import can_run_together, forward_together
+from pipedraft.models.transformer import stage_cache
 
 PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes
 NEW_TOKENS = 6

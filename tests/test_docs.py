@@ -206,8 +206,11 @@ def test_the_tutorial_shows_the_configuration_that_ships():
 
 
 def test_a_file_that_has_moved_is_noticed():
-    quotes = [("inference/schedules/layered.py", []), ("models/spd.py", ["SPD", "SPQ"])]
-    assert list(misquotes(iter(quotes))) == ["inference/schedules/layered.py", "models/spd.py: SPQ"]
+    quotes = [("inference/schedules/layered.py", []), ("models/heads/spd.py", ["SPD", "SPQ"])]
+    assert list(misquotes(iter(quotes))) == [
+        "inference/schedules/layered.py",
+        "models/heads/spd.py: SPQ",
+    ]
 
 
 def test_every_picture_is_shown():
@@ -218,7 +221,7 @@ def test_every_picture_is_shown():
 
 def test_the_layout_names_files_that_exist():
     blocks = re.findall(
-        r"^    ([\w.]+/) +(.*?)(?=^    \S|\n\n)",
+        r"^    ([\w./]+/)\s+(.*?)(?=^    \S|\n\n)",
         (REPOSITORY / "docs" / "layout.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )

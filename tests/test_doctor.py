@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from pretended_device import pretended_cuda
 
 from pipedraft import doctor
-from pipedraft.models import kernels
+from pipedraft.models.speed import kernels
 
 ASSETS = REPOSITORY / "assets"
 
@@ -104,7 +104,7 @@ def test_a_gpu_is_tried_and_what_recurrent_layers_lack_is_named(monkeypatch):
         _, training = doctor.check_gpu()
         assert "in torch.float16; bfloat16 is emulated" in training.detail
         words = "FlashAttention only supports Ampere GPUs or newer."
-        monkeypatch.setattr("pipedraft.models.banded_attention.ttt_attention", refuses(words))
+        monkeypatch.setattr("pipedraft.models.heads.banded_attention.ttt_attention", refuses(words))
         _, training = doctor.check_gpu()
         assert training.status == "warning" and words in training.line()
 

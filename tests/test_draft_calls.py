@@ -12,9 +12,9 @@ from tiny_drafts import make_exit, make_head
 from pipedraft.inference.batch import BatchEngine
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.timeline import WAIT
-from pipedraft.models import draft_calls
-from pipedraft.models.draft_calls import DraftCall, make_first
-from pipedraft.models.layers import KeyValues
+from pipedraft.models.heads import draft_calls
+from pipedraft.models.heads.draft_calls import DraftCall, make_first
+from pipedraft.models.transformer.layers import KeyValues
 
 CONTINUED = {"schedule": "flowspec_continued", "expansion_depth": 2}
 DRAFTS = {

@@ -18,9 +18,9 @@ from conftest import tiny_llama, tiny_qwen3
 from decode_runs import PROMPTS, SMALL, decode_exactly, engine_for
 from tiny_drafts import decode_chain, make_head
 
-from pipedraft.models.banded_attention import ttt_attention
-from pipedraft.models.draft import load_untied
-from pipedraft.models.target import capture_hidden
+from pipedraft.models.heads.banded_attention import ttt_attention
+from pipedraft.models.heads.draft import load_untied
+from pipedraft.models.targets.target import capture_hidden
 from pipedraft.train.batch import Batch
 from pipedraft.train.eagle3 import (
     Eagle3Objective,
@@ -177,7 +177,7 @@ def test_the_states_of_training_are_those_of_decoding(family, flags):
 
 def test_training_without_the_window_is_not_decoding(monkeypatch):
     monkeypatch.setattr(
-        "pipedraft.models.eagle3.ttt_attention", lambda *inputs: ttt_attention(*inputs[:-1])
+        "pipedraft.models.heads.eagle3.ttt_attention", lambda *inputs: ttt_attention(*inputs[:-1])
     )
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         test_the_states_of_training_are_those_of_decoding(tiny_llama, WINDOWED)
@@ -252,7 +252,7 @@ def test_a_step_that_attends_to_no_draft_token_of_its_own_row_is_another_functio
     objective, batch = make_objective(), make_batch(MASKS)
     expected = objective(batch, torch.Generator()).loss
     monkeypatch.setattr(
-        "pipedraft.models.eagle3.ttt_attention",
+        "pipedraft.models.heads.eagle3.ttt_attention",
         lambda q, k, v, *_: ttt_attention(q, k[:1], v[:1]),
     )
     assert (objective(batch, torch.Generator()).loss - expected).abs() > 1e-4 * expected

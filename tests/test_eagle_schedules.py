@@ -33,9 +33,9 @@ from pipedraft.inference.schedules import SCHEDULES
 from pipedraft.inference.shapes import EAGLE1_PATHS, TreeShape, segment_sizes
 from pipedraft.inference.sources.eagle import EagleSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.layers import KeyValues
-from pipedraft.models.target import capture_hidden
+from pipedraft.models.heads.language_model import LanguageModelDraft
+from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.transformer.layers import KeyValues
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from tiny_drafts import add_noise, make_head, seeded, step_logits
 from transformers import AutoConfig
 
 from pipedraft.models import load_draft
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.eagle3 import Eagle3, Eagle3Config
 from pipedraft.models.exchange.chain import best_chain
 from pipedraft.models.exchange.export import Origin, export
 from pipedraft.models.exchange.peers import import_head
-from pipedraft.models.fingerprint import read_target
-from pipedraft.models.layers import LayerConfig
-from pipedraft.models.target import target_fingerprint
+from pipedraft.models.heads.draft import TargetReference
+from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.targets.target import target_fingerprint
+from pipedraft.models.transformer.fingerprint import read_target
+from pipedraft.models.transformer.layers import LayerConfig
 from pipedraft.pretrained import quieten
 
 LAYERS, HIDDEN, VOCABULARY = 8, 32, 64

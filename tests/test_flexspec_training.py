@@ -15,7 +15,7 @@ from tiny_drafts import FROZEN, KINDS, kind_name
 from train_runs import BY_HEART, assert_learns_by_heart, losses_on_one_batch
 
 from pipedraft.models import load_draft
-from pipedraft.models.flexspec import FlexSpec
+from pipedraft.models.heads.flexspec import FlexSpec
 from pipedraft.train import flexspec as flexspec_training
 from pipedraft.train.batch import Batch
 from pipedraft.train.flexspec import FlexSpecObjective, FlexSpecTrainConfig, prefix_survival

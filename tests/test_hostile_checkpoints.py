@@ -13,8 +13,8 @@ from tiny_drafts import make_draft, make_exit, make_head, make_module
 
 from pipedraft.inference.command import describe
 from pipedraft.inference.decode_options import DecodeOptions
-from pipedraft.models.draft import load_untied, read_description
 from pipedraft.models.exchange.card import CardSource, render_card
+from pipedraft.models.heads.draft import load_untied, read_description
 
 VALUES = [-1, 0, 1, 7, 10**7, 10**12, 2**80, 0.5, 1e300, True, "x", "", None, [], {}, [7, "x"]]
 TRAINING = {

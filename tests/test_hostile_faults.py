@@ -22,7 +22,7 @@ from train_runs import assert_ends_as, start_runs
 
 from pipedraft import files
 from pipedraft.errors import Failure, storage_error
-from pipedraft.models.draft import load_untied
+from pipedraft.models.heads.draft import load_untied
 from pipedraft.train import checkpoint
 
 SIZE = 200_000

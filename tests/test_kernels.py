@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_llama
 
-from pipedraft.models import kernels, plain_layers
-from pipedraft.models.kernels import attend, library, pack, product, unpack_int4, weight
+from pipedraft.models.speed import kernels, plain_layers
+from pipedraft.models.speed.kernels import attend, library, pack, product, unpack_int4, weight
 
 if library() is None:
     pytest.skip("no C++ compiler", allow_module_level=True)

@@ -26,6 +26,8 @@ MAY_IMPORT = {
     "eval": {"models", "data_recipes", "inference"},
     "train": {"models", "data_recipes", "inference", "eval"},
 }
+FLOORS = ["transformer", "speed", "targets", "heads", "exchange"]
+"""Folders of models/; each imports only those before it."""
 ROOT_MAY_IMPORT = {"doctor.py": {"models"}, "api.py": {*MAY_IMPORT}}
 VAGUE_NAMES = {"utils", "helpers", "common", "misc", "core", "manager"}
 ROOT_FILES = sorted({*ROOT.glob("*.py")} - {ROOT / "setup.py"})
@@ -63,6 +65,16 @@ def test_a_folder_imports_only_the_folders_below_it(path: Path) -> None:
         if top == "pipedraft" and used in MAY_IMPORT and used != folder:
             allowed = MAY_IMPORT | ROOT_MAY_IMPORT
             assert used in allowed.get(folder, set()), f"{folder} must not import {used}"
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_floor_of_models_imports_only_the_floors_before_it(floor: str) -> None:
+    below = FLOORS[: FLOORS.index(floor) + 1]
+    for path in (ROOT / "models" / floor).rglob("*.py"):
+        for module in imported_modules(path):
+            if module.startswith("pipedraft.models."):
+                used = module.split(".")[2]
+                assert used in below, f"{label(path)} must not import {module}"
 
 
 def test_code_lines_stay_within_what_stands() -> None:

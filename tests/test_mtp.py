@@ -24,12 +24,12 @@ from staged_targets import tiny
 from tiny_drafts import make_head, step_logits
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
-from pipedraft.models.draft import load_draft
 from pipedraft.models.exchange.export import Origin, export, mtp_parts
 from pipedraft.models.exchange.peers import import_head
-from pipedraft.models.fingerprint import read_target
-from pipedraft.models.mtp import MTP
-from pipedraft.models.target import load_target
+from pipedraft.models.heads.draft import load_draft
+from pipedraft.models.heads.mtp import MTP
+from pipedraft.models.targets.target import load_target
+from pipedraft.models.transformer.fingerprint import read_target
 from pipedraft.train.batch import Batch
 from pipedraft.train.mtp import MTPObjective, MTPTrainConfig
 

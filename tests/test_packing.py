@@ -19,10 +19,11 @@ from train_runs import logged, train
 
 from pipedraft.data_recipes.batch import packed_batches
 from pipedraft.errors import UsageError
-from pipedraft.models import layers, structural
-from pipedraft.models.layers import GatedMLP, RotaryEmbedding
-from pipedraft.models.structural import structural_attention
-from pipedraft.models.target import capture_hidden
+from pipedraft.models.heads import structural
+from pipedraft.models.heads.structural import structural_attention
+from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.transformer import layers
+from pipedraft.models.transformer.layers import GatedMLP, RotaryEmbedding
 from pipedraft.train.batch import Batch
 from pipedraft.train.dflash import DFlashObjective, DFlashTrainConfig
 from pipedraft.train.dspark import DSparkObjective, DSparkTrainConfig
@@ -293,7 +294,7 @@ def test_attention_across_documents_is_caught_in_the_draft(name, monkeypatch):
             f"pipedraft.models.{module}.causal_attention",
             lambda query, keys, values, lengths: attend(query, keys, values),
         )
-    from pipedraft.models import dflash, eagle, eagle3
+    from pipedraft.models.heads import dflash, eagle, eagle3
 
     monkeypatch.setattr(
         dflash, "document_slices", lambda lengths: [slice(0, sum(lengths))] * len(lengths)
@@ -309,7 +310,7 @@ def test_attention_across_documents_is_caught_in_the_draft(name, monkeypatch):
 def test_diagonals_that_reach_into_the_document_before_are_caught(monkeypatch):
     objective = make_objective("spd_newest")
     monkeypatch.setattr(
-        "pipedraft.models.banded_attention._hide_other_documents", lambda band, scores: None
+        "pipedraft.models.heads.banded_attention._hide_other_documents", lambda band, scores: None
     )
     assert differ(*packed_and_apart(objective, monkeypatch))
 
@@ -317,7 +318,7 @@ def test_diagonals_that_reach_into_the_document_before_are_caught(monkeypatch):
 def test_attention_across_documents_is_caught_in_the_target(monkeypatch):
     objective = make_objective("spd_newest")
     monkeypatch.setattr(
-        "pipedraft.models.target.packed_call",
+        "pipedraft.models.targets.target.packed_call",
         lambda config, ids, lengths: layers.packed_call(config, ids, None),
     )
     assert differ(*packed_and_apart(objective, monkeypatch))

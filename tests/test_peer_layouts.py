@@ -28,7 +28,7 @@ from tiny_drafts import step_logits
 
 from pipedraft.models import load_draft
 from pipedraft.models.exchange.peers import import_head
-from pipedraft.models.layers import KeyValues
+from pipedraft.models.transformer.layers import KeyValues
 
 
 @pytest.fixture(scope="module")

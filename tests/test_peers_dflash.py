@@ -20,10 +20,10 @@ from peer_files import (
 from peer_formulas import greedy_by_formula
 from safetensors.torch import load_file
 
-from pipedraft.models.draft import load_draft
 from pipedraft.models.exchange.export import export
 from pipedraft.models.exchange.peers import import_head
-from pipedraft.models.layers import KeyValues
+from pipedraft.models.heads.draft import load_draft
+from pipedraft.models.transformer.layers import KeyValues
 
 
 @pytest.fixture(scope="module")

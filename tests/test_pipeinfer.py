@@ -35,7 +35,7 @@ from pipedraft.inference.shapes import TreeShape
 from pipedraft.inference.sources.base import DraftSource
 from pipedraft.inference.sources.language_model import LanguageModelSource
 from pipedraft.inference.tree import TokenTree
-from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.heads.language_model import LanguageModelDraft
 
 # Simulated draft tokens have the probabilities 0.62, 0.23 and 0.01.
 OPTIONS = {

@@ -10,9 +10,9 @@ from needs import NEEDS_KERNELS
 from staged_targets import chain_segment, tiny
 from tiny_drafts import make_head
 
-from pipedraft.models import kernels, plain_layers, rounded
-from pipedraft.models.cpu import MOST_ROWS
-from pipedraft.models.rounded import (
+from pipedraft.models.speed import kernels, plain_layers, rounded
+from pipedraft.models.speed.cpu import MOST_ROWS
+from pipedraft.models.speed.rounded import (
     DTYPES,
     RoundedLinear,
     RoundedPart,
@@ -20,8 +20,8 @@ from pipedraft.models.rounded import (
     round_target,
     rounded_dtype,
 )
-from pipedraft.models.target import StagedTarget, load_target
-from pipedraft.models.target_part import load_target_part
+from pipedraft.models.targets.target import StagedTarget, load_target
+from pipedraft.models.targets.target_part import load_target_part
 
 ASSETS = str(REPOSITORY / "assets" / "target")
 MAKERS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "mistral": tiny_mistral}

@@ -31,9 +31,9 @@ from pipedraft.inference.clock import CostModel, continuous_acceptance_length
 from pipedraft.inference.rules.sampled import RULES
 from pipedraft.inference.sources.ppsd import PPSDSource
 from pipedraft.inference.sources.row_cache import RowCache
-from pipedraft.models.layers import KeyValues
-from pipedraft.models.ppsd import PPSDConfig
-from pipedraft.models.target import capture_hidden
+from pipedraft.models.heads.ppsd import PPSDConfig
+from pipedraft.models.targets.target import capture_hidden
+from pipedraft.models.transformer.layers import KeyValues
 from pipedraft.train.objective import labeled_rows
 
 LENGTH = 11

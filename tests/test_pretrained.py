@@ -11,9 +11,9 @@ from conftest import REPOSITORY
 from safetensors.torch import load_file, save_file
 from staged_targets import NUM_LAYERS, VOCAB, tiny
 
-from pipedraft.models import target_part
-from pipedraft.models.fingerprint import read_target
-from pipedraft.models.target import load_target
+from pipedraft.models.targets import target_part
+from pipedraft.models.targets.target import load_target
+from pipedraft.models.transformer.fingerprint import read_target
 from pipedraft.pretrained import load_config, load_model, load_tokenizer
 
 WEIGHTS = "model.safetensors"

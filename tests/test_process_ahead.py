@@ -12,9 +12,9 @@ from needs import NEEDS_KERNELS
 from staged_targets import FAMILIES, NUM_LAYERS, random_ids, tiny
 
 from pipedraft.inference.pipelines.process import ProcessPipeline
-from pipedraft.models.rounded import round_target
-from pipedraft.models.stage_cache import Abandoned, Segment
-from pipedraft.models.target import KeepRows, StagedTarget
+from pipedraft.models.speed.rounded import round_target
+from pipedraft.models.targets.target import KeepRows, StagedTarget
+from pipedraft.models.transformer.stage_cache import Abandoned, Segment
 
 
 class Ranks:

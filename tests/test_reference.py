@@ -7,7 +7,7 @@ from decode_runs import PROMPTS, engine_for
 
 from pipedraft.inference.reference import speculate
 from pipedraft.inference.rules.random import KeyedRandom
-from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.heads.language_model import LanguageModelDraft
 
 NUM_NEW = 24
 WAYS = {

@@ -12,9 +12,9 @@ from staged_targets import random_ids
 from pipedraft.eval.lossless import generate_greedy
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.pipelines.local import LocalPipeline
-from pipedraft.models import target as target_module
-from pipedraft.models.rotary_lengths import FollowingTable, recompute_length
-from pipedraft.models.target import StagedTarget
+from pipedraft.models.targets import target as target_module
+from pipedraft.models.targets.target import StagedTarget
+from pipedraft.models.transformer.rotary_lengths import FollowingTable, recompute_length
 
 WAYS = {
     "autoregressive": {},

@@ -33,8 +33,8 @@ from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import Observer
-from pipedraft.models.rounded import round_target
-from pipedraft.models.target import StagedTarget
+from pipedraft.models.speed.rounded import round_target
+from pipedraft.models.targets.target import StagedTarget
 
 
 @pytest.fixture(scope="module")

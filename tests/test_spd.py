@@ -7,9 +7,9 @@ from attention_runs import dense_structural_mask
 from conftest import tiny_llama, tiny_qwen3
 from tiny_drafts import make_module
 
-from pipedraft.models.spd import SPD, SPDConfig, feature_layers
-from pipedraft.models.structural import structural_attention
-from pipedraft.models.target import capture_hidden
+from pipedraft.models.heads.spd import SPD, SPDConfig, feature_layers
+from pipedraft.models.heads.structural import structural_attention
+from pipedraft.models.targets.target import capture_hidden
 
 LENGTH = 13
 
@@ -88,7 +88,7 @@ def test_a_threshold_on_the_row_instead_of_the_newest_token_disagrees(monkeypatc
             outs.append(structural_attention(rows, keys, values, occupancy=widened, depth=d))
         return torch.cat(outs)
 
-    monkeypatch.setattr("pipedraft.models.spd.structural_attention", mutant)
+    monkeypatch.setattr("pipedraft.models.heads.spd.structural_attention", mutant)
     with torch.no_grad():
         wrong = module.logits(module(taps, [2, 4]))[0]
     decoded = decode_time_output(module, {k: v[0] for k, v in taps.items()}, LENGTH - 1, 2)

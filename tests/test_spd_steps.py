@@ -11,7 +11,7 @@ from tiny_drafts import make_module
 
 from pipedraft.inference.clock import CostModel, continuous_acceptance_length
 from pipedraft.inference.config import DecodeConfig
-from pipedraft.models.spd import SPDConfig, feature_layers
+from pipedraft.models.heads.spd import SPDConfig, feature_layers
 from pipedraft.train.spd import sample_occupancy
 
 

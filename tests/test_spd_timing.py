@@ -19,7 +19,7 @@ from tiny_drafts import make_head, make_module
 from pipedraft.inference.clock import CostModel
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.sources.spd import SPDSource
-from pipedraft.models.target import capture_hidden
+from pipedraft.models.targets.target import capture_hidden
 from pipedraft.train.batch import Batch
 from pipedraft.train.spd import SPDObjective, SPDTrainConfig
 

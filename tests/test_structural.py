@@ -5,7 +5,7 @@ from attention_runs import dense_structural_mask, output_and_gradients, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedraft.models.structural import structural_attention
+from pipedraft.models.heads.structural import structural_attention
 
 torch.set_num_threads(1)
 

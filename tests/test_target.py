@@ -23,17 +23,17 @@ from staged_targets import (
     tolerance,
 )
 
-from pipedraft.models import stage_layers
-from pipedraft.models.boundaries import stage_boundaries
-from pipedraft.models.stage import Stage
-from pipedraft.models.stage_cache import additive_mask
-from pipedraft.models.target import (
+from pipedraft.models.targets import stage_layers
+from pipedraft.models.targets.stage import Stage
+from pipedraft.models.targets.target import (
     KeepRows,
     Segment,
     StagedTarget,
     choose_decoding_threads,
     prune_segment,
 )
+from pipedraft.models.transformer.boundaries import stage_boundaries
+from pipedraft.models.transformer.stage_cache import additive_mask
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

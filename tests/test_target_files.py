@@ -20,15 +20,9 @@ from staged_targets import (
     tolerance,
 )
 
-from pipedraft.models.fingerprint import (
-    read_target,
-    template_hash,
-    tokenizer_hash,
-    vocabulary_hash,
-)
-from pipedraft.models.flexspec import FlexSpec
-from pipedraft.models.rounded import dtype_of, rounded_dtype
-from pipedraft.models.target import (
+from pipedraft.models.heads.flexspec import FlexSpec
+from pipedraft.models.speed.rounded import dtype_of, rounded_dtype
+from pipedraft.models.targets.target import (
     StagedTarget,
     capture_hidden,
     fingerprint_mismatch,
@@ -36,7 +30,13 @@ from pipedraft.models.target import (
     load_tokenizer,
     target_fingerprint,
 )
-from pipedraft.models.target_part import load_target_part, weights_identity
+from pipedraft.models.targets.target_part import load_target_part, weights_identity
+from pipedraft.models.transformer.fingerprint import (
+    read_target,
+    template_hash,
+    tokenizer_hash,
+    vocabulary_hash,
+)
 
 # -- captured states ------------------------------------------------------------------------
 

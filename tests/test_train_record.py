@@ -14,7 +14,7 @@ from train_runs import Stop, assert_equal_weights, train, weights
 
 from pipedraft.errors import Failure
 from pipedraft.inference import __main__ as inference
-from pipedraft.models import draft
+from pipedraft.models.heads import draft
 from pipedraft.train import checkpoint
 from pipedraft.train.checkpoint import TrainingState, check_deepspeed, check_written, layout_of
 from pipedraft.train.loop import Trainer

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.engine import Engine
-from pipedraft.models.fingerprint import read_target, target_fingerprint
-from pipedraft.models.target import capture_hidden, load_target
-from pipedraft.models.target_part import load_target_part
+from pipedraft.models.targets.target import capture_hidden, load_target
+from pipedraft.models.targets.target_part import load_target_part
+from pipedraft.models.transformer.fingerprint import read_target, target_fingerprint
 
 LAYERS = 4
 TEXT: dict[str, Any] = {

@@ -6,18 +6,18 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_llama
 
-from pipedraft.models.dflash import DFlash
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.dspark import DSpark
-from pipedraft.models.eagle import Eagle, EagleConfig
-from pipedraft.models.eagle3 import Eagle3, Eagle3Config
-from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
-from pipedraft.models.language_model import LanguageModelDraft
-from pipedraft.models.layers import KeyValues, LayerConfig
-from pipedraft.models.mtp import MTP, MTPConfig, native_parts
-from pipedraft.models.ppsd import PPSD, PPSDConfig
-from pipedraft.models.spd import SPD, SPDConfig
-from pipedraft.models.target import capture_hidden, target_fingerprint
+from pipedraft.models.heads.dflash import DFlash
+from pipedraft.models.heads.draft import TargetReference
+from pipedraft.models.heads.dspark import DSpark
+from pipedraft.models.heads.eagle import Eagle, EagleConfig
+from pipedraft.models.heads.eagle3 import Eagle3, Eagle3Config
+from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig
+from pipedraft.models.heads.language_model import LanguageModelDraft
+from pipedraft.models.heads.mtp import MTP, MTPConfig, native_parts
+from pipedraft.models.heads.ppsd import PPSD, PPSDConfig
+from pipedraft.models.heads.spd import SPD, SPDConfig
+from pipedraft.models.targets.target import capture_hidden, target_fingerprint
+from pipedraft.models.transformer.layers import KeyValues, LayerConfig
 
 KINDS = [
     {"preset": "paper"},

@@ -9,7 +9,7 @@ from ..inference.custom_generate import NoText
 from ..inference.engine import Engine
 from ..inference.shapes import TreeShape
 from ..inference.sources import default_schedule
-from ..models.draft import Draft
+from ..models.heads.draft import Draft
 from .objective import DraftObjective
 
 NEW_TOKENS = 32

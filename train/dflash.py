@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import check_ranges
-from ..models.dflash import DFlash, DFlashConfig
-from ..models.draft import Draft, TargetReference
-from ..models.layers import LayerConfig, document_slices
+from ..models.heads.dflash import DFlash, DFlashConfig
+from ..models.heads.draft import Draft, TargetReference
+from ..models.transformer.layers import LayerConfig, document_slices
 from .batch import Batch, pick, put
 from .eagle3 import chain_lengths
 from .losses import LossKind

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import check_ranges
-from ..models.draft import Draft
-from ..models.dspark import DSpark, DSparkConfig
+from ..models.heads.draft import Draft
+from ..models.heads.dspark import DSpark, DSparkConfig
 from .dflash import DFlashObjective, DFlashTrainConfig
 from .losses import Divergence
 from .objective import LossOutput

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import check_ranges
 from ..files import Values
-from ..models.draft import Draft
-from ..models.eagle import Eagle, EagleConfig
+from ..models.heads.draft import Draft
+from ..models.heads.eagle import Eagle, EagleConfig
 from .batch import Batch, pick
 from .eagle3 import chain_lengths
 from .losses import chunked_distillation

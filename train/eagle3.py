@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import check_ranges
-from ..models import cpu
-from ..models.draft import Draft, TargetReference
-from ..models.eagle3 import Eagle3, Eagle3Config
-from ..models.layers import LayerConfig
-from ..models.mtp import MTP
+from ..models.heads.draft import Draft, TargetReference
+from ..models.heads.eagle3 import Eagle3, Eagle3Config
+from ..models.heads.mtp import MTP
+from ..models.speed import cpu
+from ..models.transformer.layers import LayerConfig
 from .batch import Batch, put
 from .objective import ChainObjective, DivergenceConfig, LossOutput
 

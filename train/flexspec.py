@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from ..errors import check_ranges
 from ..files import Values
-from ..models.draft import Draft
-from ..models.flexspec import FlexSpec, FlexSpecConfig, check_anchor
-from ..models.layers import LayerConfig
+from ..models.heads.draft import Draft
+from ..models.heads.flexspec import FlexSpec, FlexSpecConfig, check_anchor
+from ..models.transformer.layers import LayerConfig
 from .batch import Batch, pick, put
 from .objective import (
     EVALUATED_DEPTH,

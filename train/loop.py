@@ -16,8 +16,8 @@ from torch import Tensor
 from ..data_recipes.recipe import TokenizedData
 from ..data_recipes.table import Rows, row_lengths
 from ..files import partial
-from ..models.cpu import muon_in_float32
-from ..models.draft import WEIGHTS_FILE
+from ..models.heads.draft import WEIGHTS_FILE
+from ..models.speed.cpu import muon_in_float32
 from ..pretrained import context_length
 from . import checkpoint
 from .batch import Batch

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..models import cpu
+from ..models.speed import cpu
 
 Divergence = Literal["kl", "tv", "lk", "lk_hybrid", "ce", "ce_l1", "rkl", "jsd", "topk_kl"]
 SOFT_LABELS = ("kl", "lk_hybrid", "ce", "ce_l1", "topk_kl")

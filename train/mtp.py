@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..models.draft import Draft, TargetReference
-from ..models.layers import LayerConfig
-from ..models.mtp import MTP, MTPConfig
+from ..models.heads.draft import Draft, TargetReference
+from ..models.heads.mtp import MTP, MTPConfig
+from ..models.transformer.layers import LayerConfig
 from .eagle3 import UnrolledConfig, UnrolledObjective
 from .objective import load_start
 

@@ -19,8 +19,7 @@ from ..devices import place_draft
 from ..errors import blaming, check_ranges
 from ..files import Values
 from ..inference.clock import continuous_acceptance_length
-from ..models.decoder import embed, logits_divisor
-from ..models.draft import (
+from ..models.heads.draft import (
     Draft,
     StagedDraft,
     StagedDraftConfig,
@@ -30,8 +29,9 @@ from ..models.draft import (
     read_description,
     resolve_folder,
 )
-from ..models.layers import LayerConfig
-from ..models.target import StagedTarget, capture_hidden
+from ..models.targets.target import StagedTarget, capture_hidden
+from ..models.transformer.decoder import embed, logits_divisor
+from ..models.transformer.layers import LayerConfig
 from .batch import Batch, pick, put
 from .checkpoint import Layout, layout_of
 from .features.reader import Features

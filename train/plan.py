@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..data_recipes.table import Rows
 from ..files import Values
-from ..models.decoder import layer_kinds
-from ..models.layers import LayerConfig
+from ..models.transformer.decoder import layer_kinds
+from ..models.transformer.layers import LayerConfig
 from .batch import Batch
 from .config import RunConfig
 from .features.partial_target import decoder_config, weightless_draft

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from ..models.draft import Draft
-from ..models.ppsd import PPSD, PPSDConfig
+from ..models.heads.draft import Draft
+from ..models.heads.ppsd import PPSD, PPSDConfig
 from .batch import Batch
 from .objective import (
     LossOutput,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..errors import check_ranges
 from ..files import Values
-from ..models.decoder import embed
-from ..models.draft import Draft
-from ..models.spd import SPD, SPDConfig
+from ..models.heads.draft import Draft
+from ..models.heads.spd import SPD, SPDConfig
+from ..models.transformer.decoder import embed
 from .batch import Batch, pick
 from .objective import (
     LossOutput,

@@ -32,7 +32,7 @@ from pipedraft.inference.edge.channel import PRESETS, Link, Steps
 from pipedraft.inference.edge.simulated import Times
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.rules import ROUND_RULES, RULE_NAMES
-from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.heads.language_model import LanguageModelDraft
 
 PROMPTS = [[5], [index * 5 % 60 for index in range(29)], [7, 7, 11]]
 NEW_TOKENS = 24

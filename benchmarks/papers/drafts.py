@@ -15,8 +15,8 @@ from pipedraft.eval.checkpoints import load_head
 from pipedraft.eval.tasks import Prompt
 from pipedraft.files import read_yaml
 from pipedraft.inference.engine import DraftNetwork
-from pipedraft.models.draft import CONFIG_FILE, head_of_run, resolve_folder
-from pipedraft.models.language_model import load_draft_model
+from pipedraft.models.heads.draft import CONFIG_FILE, head_of_run, resolve_folder
+from pipedraft.models.heads.language_model import load_draft_model
 
 
 def _folder_of(path: Path) -> Path | None:

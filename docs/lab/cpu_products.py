@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipedraft.models import kernels
-from pipedraft.models.rounded import DTYPES, RoundedLinear
+from pipedraft.models.speed import kernels
+from pipedraft.models.speed.rounded import DTYPES, RoundedLinear
 
 SHAPES = {"q, k, v": (960, 576), "o": (576, 576), "gate, up": (3072, 576), "down": (576, 1536)}
 HEADS, SHARED, SIZE = 9, 3, 64

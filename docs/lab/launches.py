@@ -18,7 +18,7 @@ import device_runs
 from test_device_decode import HEADS
 
 from pipedraft.inference.shapes import TreeShape
-from pipedraft.models.cuda_graphs import Graphs
+from pipedraft.models.speed.cuda_graphs import Graphs
 
 ROWS = [
     ("autoregressive", None, "autoregressive", {"num_stages": 1}),

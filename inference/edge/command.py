@@ -12,11 +12,11 @@ from ...chats import set_template_variables
 from ...devices import resolve_device, resolve_dtype
 from ...errors import blaming, one_line
 from ...files import read_optional
-from ...models.draft import read_description, resolve_folder
-from ...models.fingerprint import vocabulary_hash
-from ...models.flexspec import FlexSpec
-from ...models.language_model import LanguageModelDraft, model_folder
-from ...models.target import load_target, load_tokenizer
+from ...models.heads.draft import read_description, resolve_folder
+from ...models.heads.flexspec import FlexSpec
+from ...models.heads.language_model import LanguageModelDraft, model_folder
+from ...models.targets.target import load_target, load_tokenizer
+from ...models.transformer.fingerprint import vocabulary_hash
 from ...pretrained import quieten
 from ..command import encode, printed_answer
 from ..config import DecodeConfig

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import torch
 
-from ...models.fingerprint import vocabulary_hash, weights_hash
-from ...models.target import KeepRows, Segment
+from ...models.targets.target import KeepRows, Segment
+from ...models.transformer.fingerprint import vocabulary_hash, weights_hash
 from ..servers import address_of, find_token
 from . import SessionLimits, wire
 from . import session_messages as messages

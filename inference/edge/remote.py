@@ -32,8 +32,8 @@ from .session_messages import Close, Description, Request, Settings
 from .stream import Connection, SessionLost, SessionStream
 
 if TYPE_CHECKING:
-    from ...models.draft import Draft
-    from ...models.language_model import LanguageModelDraft
+    from ...models.heads.draft import Draft
+    from ...models.heads.language_model import LanguageModelDraft
 
 TRIAL_TOKENS = 32
 """Tokens per comparison between drafting and the target decoding alone."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from ...models.stage_cache import MIN_CAPACITY
+from ...models.transformer.stage_cache import MIN_CAPACITY
 from . import SessionLimits
 from .session_messages import REPLIES, Open, Reply
 from .target_session import (

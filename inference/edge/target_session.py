@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from ...models.flexspec import anchor_hash
-from ...models.target import KeepRows, Segment, StagedTarget, target_fingerprint
-from ...models.together import can_run_together, forward_together
+from ...models.heads.flexspec import anchor_hash
+from ...models.targets.target import KeepRows, Segment, StagedTarget, target_fingerprint
+from ...models.targets.together import can_run_together, forward_together
 from ..result import stop_reason
 from ..rules.random import Token
 from ..rules.sampled import Top

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...files import Values
-from ...models.target import KeepRows, Segment
+from ...models.targets.target import KeepRows, Segment
 from ..clock import CostModel, VirtualClock
 from ..demands import EndMask
 from ..rules.sampled import Verifier

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...models.stage_cache import MIN_CAPACITY
-from ...models.stage_graphs import MAX_ROWS
-from ...models.target import Segment, StagedTarget
+from ...models.targets.stage_graphs import MAX_ROWS
+from ...models.targets.target import Segment, StagedTarget
+from ...models.transformer.stage_cache import MIN_CAPACITY
 from ..batch_clock import BatchClock, SequenceClock
 from ..clock import CostModel, VirtualClock
 from ..ranks.codec import Leave, Part, Together

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...models.cuda_graphs import UNDER_WAY
+from ...models.speed.cuda_graphs import UNDER_WAY
 from ..timeline import Timeline
 from .codec import CODEC, AnyMessage, CloseRanks, Part, Together
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...models.cuda_graphs import TokenChoice
+from ...models.speed.cuda_graphs import TokenChoice
 from ..tree import TokenTree
 from ..verdict import NO_TOKEN, NotFinite, Verdict, checked
 from . import RuleName
@@ -44,7 +44,7 @@ from .random import (
 from .temperature import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
-    from ...models.target import StagedTarget
+    from ...models.targets.target import StagedTarget
 
 PENALTY = 8.0
 """Subtracted from the draft's log-probability for filtered tokens (docs/lab/drafting_trials.md)."""

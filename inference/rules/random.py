@@ -12,7 +12,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from ...models.cuda_graphs import TokenChoice
+from ...models.speed.cuda_graphs import TokenChoice
 from ..messages import Message, check_tensor
 from ..verdict import NO_TOKEN, UNDRAWABLE, NotFinite
 from .filters import TokenFilters

@@ -18,7 +18,7 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import StarletteHTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ...models.target import StagedTarget
+from ...models.targets.target import StagedTarget
 from ..engine import Engine
 from ..pipelines.local import LocalPipeline
 from ..servers import find_token

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...models.cuda_graphs import Packing, borrow_for, padded_rows
-from ...models.dflash import DFlash
-from ...models.layers import KeyValues
-from ...models.target import KeepRows
+from ...models.heads.dflash import DFlash
+from ...models.speed.cuda_graphs import Packing, borrow_for, padded_rows
+from ...models.targets.target import KeepRows
+from ...models.transformer.layers import KeyValues
 from ..tree import TokenTree
 from .base import DraftSampling, Expansion
 from .graph_rows import CHUNK_ROWS, MAX_ROWS

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...models.draft_calls import call
-from ...models.eagle import EagleHead
-from ...models.layers import KeyValues
+from ...models.heads.draft_calls import call
+from ...models.heads.eagle import EagleHead
+from ...models.transformer.layers import KeyValues
 from ..tree import TokenTree
 from .graph_rows import make_rows
 from .row_cache import TEXT, RowCache

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...models.layers import KeyValues
-from ...models.target import KeepRows
+from ...models.targets.target import KeepRows
+from ...models.transformer.layers import KeyValues
 from ..tree import TokenTree
 from .tree_source import RowsSource
 

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...models.cuda_graphs import Packing
-from ...models.layers import KeyValues
+from ...models.speed.cuda_graphs import Packing
+from ...models.transformer.layers import KeyValues
 from ..tree import TokenTree
 from .base import DraftSampling
 from .row_cache import TEXT, NewText

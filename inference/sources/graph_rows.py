@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...models.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
-from ...models.layers import FixedKeyValues
+from ...models.speed.cuda_graphs import Graphs, Packing, borrow_for, hidden_columns, padded_rows
+from ...models.transformer.layers import FixedKeyValues
 from .base import DraftSampling
 from .graph_call import (
     CallShape,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...models.language_model import LanguageModelDraft
-from ...models.target import KeepRows, Segment
+from ...models.heads.language_model import LanguageModelDraft
+from ...models.targets.target import KeepRows, Segment
 from ..tree import TokenTree
 from .graph_rows import CHUNK_ROWS
 from .tree_source import RowsSource, TextSource

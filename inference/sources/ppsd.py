@@ -6,10 +6,10 @@
 import torch
 from torch import Tensor
 
-from ...models.draft_calls import call
-from ...models.layers import KeyValues
-from ...models.ppsd import PPSD
-from ...models.target import KeepRows
+from ...models.heads.draft_calls import call
+from ...models.heads.ppsd import PPSD
+from ...models.targets.target import KeepRows
+from ...models.transformer.layers import KeyValues
 from ..tree import TokenTree
 from .base import (
     DraftSampling,

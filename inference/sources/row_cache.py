@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...models.cuda_graphs import Graphs, padded_rows
-from ...models.layers import FixedKeyValues, KeyValues
+from ...models.speed.cuda_graphs import Graphs, padded_rows
+from ...models.transformer.layers import FixedKeyValues, KeyValues
 from ..tree import TokenTree
 
 TEXT = sys.maxsize

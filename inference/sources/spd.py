@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...models.cuda_graphs import Packing, borrow_for, padded_rows
-from ...models.spd import SPD
-from ...models.target import KeepRows
+from ...models.heads.spd import SPD
+from ...models.speed.cuda_graphs import Packing, borrow_for, padded_rows
+from ...models.targets.target import KeepRows
 from ..tree import TokenTree
 from .base import (
     DraftSampling,

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ...models.draft_calls import call
-from ...models.target import KeepRows
+from ...models.heads.draft_calls import call
+from ...models.targets.target import KeepRows
 from ..rules.sampled import RecursiveVerifier
 from ..shapes import TreeShape
 from ..tree import TokenTree

@@ -23,7 +23,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from ...errors import one_line
 from ...files import Values
 from ...hub_link import hub_link
-from ..draft import Description
+from ..heads.draft import Description
 
 CARD = "README.md"
 CHART = "length_by_benchmark.png"

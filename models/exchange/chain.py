@@ -11,8 +11,8 @@ from itertools import accumulate, zip_longest
 from operator import mul
 
 from ...files import Values
-from ..dflash import DFlash
-from ..draft import Description, Draft
+from ..heads.dflash import DFlash
+from ..heads.draft import Description, Draft
 from .card import MeasuredRun
 
 CHAIN_LENGTH = 3

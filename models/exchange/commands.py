@@ -89,7 +89,7 @@ class PushOptions(Command):
     """with --dry-run: folder to write; default: out/upload/REPO"""
 
     def run(self) -> None:
-        from ..draft import resolve_folder
+        from ..heads.draft import resolve_folder
         from .hub import check_repo_id, fill_upload, push
 
         check_repo_id(self.repo)
@@ -144,7 +144,7 @@ class ExportOptions(Command):
     and becomes acceptance.json for the simulators in vLLM and SGLang"""
 
     def run(self) -> None:
-        from ..draft import resolve_folder
+        from ..heads.draft import resolve_folder
         from .export import Origin, export
         from .llama_cpp import export_gguf
 

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...files import file_sha256, make_readable, to_json, write_folder
-from ..dflash import DFlash
-from ..draft import (
+from ..heads.dflash import DFlash
+from ..heads.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     Description,
@@ -37,11 +37,11 @@ from ..draft import (
     load_untied,
     read_description,
 )
-from ..dspark import DSpark, DSparkConfig
-from ..eagle import Eagle
-from ..eagle3 import Eagle3
-from ..fingerprint import TargetFiles, read_target
-from ..mtp import MTP, MTP_PREFIX
+from ..heads.dspark import DSpark, DSparkConfig
+from ..heads.eagle import Eagle
+from ..heads.eagle3 import Eagle3
+from ..heads.mtp import MTP, MTP_PREFIX
+from ..transformer.fingerprint import TargetFiles, read_target
 from .card import CARD, LAYOUTS, CardSource, Measured, render_card
 from .chain import (
     CHAIN_LENGTH,

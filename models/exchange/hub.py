@@ -20,14 +20,14 @@ from torch import Tensor
 from ...files import file_sha256, make_readable
 from ...hub_link import hub_link
 from ...version import __version__
-from ..draft import (
+from ..heads.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     TargetReference,
     load_untied,
     read_description,
 )
-from ..fingerprint import read_target
+from ..transformer.fingerprint import read_target
 from .card import CARD, CHART, MADE, CardSource, Measured, render_card
 from .export import ORIGIN_FILE, Origin
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ...files import write_folder
-from ..dflash import DFlash
-from ..eagle3 import Eagle3
+from ..heads.dflash import DFlash
+from ..heads.eagle3 import Eagle3
 from .chain import draft_tokens, validated_acceptance
 from .export import HeadTarget, load_head, no_place, prepare
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ...files import Values
-from ..eagle3 import Eagle3, Eagle3Config, default_feature_layers
+from ..heads.eagle3 import Eagle3, Eagle3Config, default_feature_layers
 from .peer_files import FAMILIES, HEAD, Peer
 from .peer_settings import (
     LAYER_SETTINGS,

@@ -26,10 +26,10 @@ from ...hub_link import hub_link
 from ...model_kinds import check_adapter, check_plain, check_scheme, find_in
 from ...pretrained import explained, read_config
 from ...weights import tensor_shapes
-from ..draft import Draft, TargetReference
-from ..fingerprint import TargetFiles
-from ..layers import LayerConfig
-from ..mtp import MTP_PREFIX
+from ..heads.draft import Draft, TargetReference
+from ..heads.mtp import MTP_PREFIX
+from ..transformer.fingerprint import TargetFiles
+from ..transformer.layers import LayerConfig
 from .peer_settings import with_one_rope
 
 MAX_BYTES = 2**36

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from ...files import Values
-from ..layers import ROPE_SETTINGS
+from ..transformer.layers import ROPE_SETTINGS
 
 LAYER_SETTINGS = frozenset(
     (

@@ -31,15 +31,15 @@ import torch
 
 from ...files import Values, write_folder
 from ...pretrained import load_config
-from ..decoder import norm_factor
-from ..dflash import DFlash
-from ..draft import Draft, TargetReference, read_description
-from ..dspark import DSpark
-from ..eagle import Eagle, EagleConfig
-from ..fingerprint import read_target
-from ..layers import LayerConfig
-from ..mtp import MTP, MTP_PREFIX, native_parts
-from ..spd import SPD, SPDConfig
+from ..heads.dflash import DFlash
+from ..heads.draft import Draft, TargetReference, read_description
+from ..heads.dspark import DSpark
+from ..heads.eagle import Eagle, EagleConfig
+from ..heads.mtp import MTP, MTP_PREFIX, native_parts
+from ..heads.spd import SPD, SPDConfig
+from ..transformer.decoder import norm_factor
+from ..transformer.fingerprint import read_target
+from ..transformer.layers import LayerConfig
 from .card import CARD, model_card
 from .peer_eagle3 import ONE_LAYER, read_eagle3
 from .peer_files import HEAD, Peer, place_of, read_head

@@ -26,7 +26,7 @@ from pipedraft.inference.edge.session_messages import (
     prefix_hash,
 )
 from pipedraft.inference.edge.stream import Access, Connection
-from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.heads.language_model import LanguageModelDraft
 
 LIMIT_S = 300
 """Time limit for a whole scene: a machine under load is slow, a hang is endless."""

@@ -20,8 +20,8 @@ from pipedraft.inference.edge.draft_length import Estimates
 from pipedraft.inference.edge.remote import TRIAL_TOKENS, RemotePipeline
 from pipedraft.inference.edge.session_messages import Settings
 from pipedraft.inference.result import DecodeResult
-from pipedraft.models.fingerprint import vocabulary_hash
-from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.heads.language_model import LanguageModelDraft
+from pipedraft.models.transformer.fingerprint import vocabulary_hash
 
 KEPT = {
     "test_greedy_text_is_plain_decodings": 3,

@@ -24,9 +24,9 @@ from pipedraft.inference.edge.session_messages import REPLIES, Close
 from pipedraft.inference.edge.stream import Access, read_description
 from pipedraft.inference.edge.wire import SERVICE
 from pipedraft.inference.servers import ListenOptions
-from pipedraft.models.draft import TargetReference
-from pipedraft.models.flexspec import FlexSpec, FlexSpecConfig
-from pipedraft.models.layers import LayerConfig
+from pipedraft.models.heads.draft import TargetReference
+from pipedraft.models.heads.flexspec import FlexSpec, FlexSpecConfig
+from pipedraft.models.transformer.layers import LayerConfig
 
 TOKEN = "opensesame"
 

@@ -37,7 +37,7 @@ from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.engine import Engine
 from pipedraft.inference.result import DecodeResult
 from pipedraft.inference.schedules.eagle import EagleSchedule
-from pipedraft.models.language_model import LanguageModelDraft
+from pipedraft.models.heads.language_model import LanguageModelDraft
 
 KEPT = {
     "test_greedy_text_equals_transformers_greedy": 5,

@@ -16,7 +16,7 @@ from tiny_drafts import make_draft, noisy_copy
 from pipedraft.eval.edge.methods import METHODS, decode
 from pipedraft.inference.edge.target_session import SharedTarget
 from pipedraft.inference.sources import make_source
-from pipedraft.models.cuda_graphs import Graphs
+from pipedraft.models.speed.cuda_graphs import Graphs
 
 LINKED = [name for name, method in METHODS.items() if not method.caveat]
 LONG_PROMPT = [7, 3, 9, 3] * 17  # more rows than a graph takes

@@ -1,0 +1,1 @@
+"""Drafts: heads on a target's states, and language models."""

@@ -1,0 +1,1 @@
+"""Faster passes: CPU kernels, rounded weights, joined layers, CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Target models, cut into stages, and the trial that accepts a family."""
