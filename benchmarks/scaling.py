@@ -9,7 +9,7 @@ simplification, because heads that read deeper states have a higher acceptance. 
 weights from memory and runs its layers' small kernels. A link costs its latency plus the time to
 send hidden states. Verification and drafting stream the LM head and the draft's layers. Each also
 waits for the device, and launches kernels outside the graph as often as
-tests/test_device_decode.py allows. docs/lab/scaling.md gives the sources for the numbers.
+tests/inference/test_device_decode.py allows. docs/lab/scaling.md gives the sources for the numbers.
 
 For comparison, the tables show tensor parallelism on the fastest link, where every GPU streams its
 part of every layer. The remaining cost per layer is one constant, from one measurement.

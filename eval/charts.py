@@ -25,7 +25,7 @@ from .record import Interval, is_known, number_or_nan
 from .tables import Table, bounds, number
 
 # (light, dark). Text has a contrast of 4.5 or more against paper and panel, marks 3 or more; series
-# differ by 20 or more in CIELAB for color-blind readers too (tests/test_eval_html.py).
+# differ by 20 or more in CIELAB for color-blind readers too (tests/eval/test_eval_html.py).
 THEMES = {
     "paper": ("#ffffff", "#15181d"),
     "panel": ("#f4f5f7", "#20252c"),

@@ -10,7 +10,7 @@ import sys
 import datasets
 import pytest
 import torch
-from conftest import REPOSITORY
+from tiny_models import REPOSITORY
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from command_processes import Process
 from command_runs import assert_one_line, call
-from conftest import byte_tokenizer, tiny_llama
+from tiny_models import byte_tokenizer, tiny_llama
 from train_runs import World, make_world
 
 from pipedraft.endings import run_command

@@ -7,10 +7,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 from fake_hub import FakeHub, Fault
 from huggingface_hub import constants
 from pretended_device import pretended_cuda
+from tiny_models import REPOSITORY
 
 from pipedraft import doctor
 from pipedraft.models.speed import kernels

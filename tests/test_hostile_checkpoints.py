@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 from tiny_drafts import make_draft, make_exit, make_head, make_module
+from tiny_models import tiny_llama
 
 from pipedraft.inference.command import describe
 from pipedraft.inference.decode_options import DecodeOptions

@@ -10,8 +10,8 @@ import time
 
 import pytest
 import yaml
-from conftest import REPOSITORY
 from safetensors import SafetensorError
+from tiny_models import REPOSITORY
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipedraft.endings import run_command

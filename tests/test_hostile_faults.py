@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_drafts import make_head
+from tiny_models import tiny_llama
 from train_runs import assert_ends_as, start_runs
 
 from pipedraft import files

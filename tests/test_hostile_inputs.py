@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import byte_tokenizer
+from tiny_models import byte_tokenizer
 
 from pipedraft.chats import ChatRefused, render_chat
 from pipedraft.data_recipes.config import DataConfig, Source

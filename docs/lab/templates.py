@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import pipedraft
 
 ROOT = Path(pipedraft.__file__).parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from template_runs import TOOL, Property, conversations, with_marks  # noqa: E402
 

@@ -8,8 +8,8 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from conftest import tiny_llama
 from decode_runs import PlainTokenizer
+from tiny_models import tiny_llama
 
 from pipedraft.inference.config import DecodeConfig
 from pipedraft.inference.edge import SessionLimits, wire

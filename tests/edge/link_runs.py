@@ -10,8 +10,8 @@ from functools import cache
 from types import SimpleNamespace
 
 import torch
-from conftest import tiny_llama
 from decode_runs import PlainTokenizer, SimulatedSource, StatelessSource, greedy_reference
+from tiny_models import tiny_llama
 
 from pipedraft.eval.edge.methods import Simulation
 from pipedraft.inference.config import DecodeConfig

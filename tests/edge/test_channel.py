@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import REPOSITORY
 
 from pipedraft.inference.edge.channel import (
     PACKET_BYTES,

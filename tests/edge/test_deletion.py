@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 from source_imports import resolved
+from tiny_models import REPOSITORY
 
 from pipedraft.inference.__main__ import main
 from pipedraft.inference.schedules import SCHEDULES

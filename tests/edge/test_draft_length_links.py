@@ -7,7 +7,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from tiny_models import REPOSITORY
 
 from pipedraft.inference.edge.channel import PRESETS, load_link
 from pipedraft.inference.edge.draft_length import Geometric

@@ -5,7 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from conftest import write_rows
+from tiny_models import write_rows
 
 from pipedraft.errors import UsageError
 from pipedraft.eval.__main__ import run

@@ -5,12 +5,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import tiny_llama
 from decode_runs import PROMPTS, greedy_reference
 from emulated_link import EmulatedLink
 from grpc_runs import TOKENIZER, decode, hold_passes, in_loop, lm_draft, make_target, serving
 from link_runs import simulate
 from msgspec.structs import replace
+from tiny_models import tiny_llama
 
 from pipedraft.eval.edge import methods
 from pipedraft.inference.__main__ import print_figures

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_processes import LIMIT_S, Process, make_certificate
-from conftest import byte_tokenizer, tiny_llama
 from decode_runs import greedy_reference
 from fork_server import ForkServer
 from grpc_runs import Raw, RawConnection, in_loop, opening
+from tiny_models import byte_tokenizer, tiny_llama
 
 from pipedraft.inference.__main__ import main
 from pipedraft.inference.decode_options import MAX_PROMPT_BYTES, DecodeOptions

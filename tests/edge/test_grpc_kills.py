@@ -7,9 +7,9 @@ import time
 
 import pytest
 from command_processes import Process
-from conftest import byte_tokenizer, tiny_llama
 from decode_runs import greedy_reference
 from grpc_runs import decode, lm_draft
+from tiny_models import byte_tokenizer, tiny_llama
 
 KEPT = {"test_a_server_that_is_killed_again_and_again_gives_the_whole_sequence": 0}
 MANY = pytest.param(13, marks=pytest.mark.all)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_llama, tiny_mistral, tiny_qwen3
 from decode_runs import PROMPTS, greedy_reference, plain_text
 from link_runs import (
     ENERGY,
@@ -22,6 +21,7 @@ from link_runs import (
     run_session,
     simulate,
 )
+from tiny_models import tiny_llama, tiny_mistral, tiny_qwen3
 
 from pipedraft.eval.edge.methods import METHODS, Simulation, decode
 from pipedraft.eval.edge.methods import TIMES as METHOD_TIMES

@@ -4,7 +4,6 @@ import gc
 from itertools import product
 
 import pytest
-from conftest import tiny_llama
 from decode_runs import plain_text
 from family_runs import FAMILIES, LENGTH, PROMPT, SAMPLED, model_of
 from link_runs import run_session, simulate
@@ -12,6 +11,7 @@ from pretended_device import pretended_cuda
 from rotary_runs import PROMPTS as CROSSING
 from rotary_runs import QUICK, expected_of, target_of
 from tiny_drafts import make_draft, noisy_copy
+from tiny_models import tiny_llama
 
 from pipedraft.eval.edge.methods import METHODS, decode
 from pipedraft.inference.edge.target_session import SharedTarget

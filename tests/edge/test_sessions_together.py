@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import tiny_llama, tiny_mistral, tiny_qwen3
 from grpc_runs import drafted
 from needs import NEEDS_KERNELS
 from staged_targets import tiny
+from tiny_models import tiny_llama, tiny_mistral, tiny_qwen3
 
 from pipedraft.inference.edge.session_messages import Open, Preverify, Settings
 from pipedraft.inference.edge.target_session import SharedTarget, TargetSession, run_together
