@@ -83,8 +83,8 @@ def test_the_table_of_mechanisms_names_what_exists_and_why_a_part_is_missing():
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE)
     rows = [row for row in rows if row[0] != "mechanism" and not row[0].startswith("---")]
     assert len(rows) > 60
-    folders = [REPOSITORY, *REPOSITORY.glob("tests/*/"), *REPOSITORY.glob("benchmarks/*/tables/")]
-    folders += [REPOSITORY / name for name in ("tests", "inference/schedules")]
+    folders = [REPOSITORY, *REPOSITORY.glob("tests/**/"), *REPOSITORY.glob("benchmarks/*/tables/")]
+    folders += [REPOSITORY / name for name in ("inference/schedules",)]
     for mechanism, _, file, test, state in rows:
         assert re.match(r"there\b|(partial|missing): \w", state), mechanism
         for name in re.findall(r"`([\w/]+\.(?:py|yaml)|[\w/]+/)`", f"{file} {test}"):

@@ -23,7 +23,7 @@ CHANGE = r"^```diff\n# (?P<path>[\w/]+\.py)\n(?P<text>.*?)^```$"
 DRIVER = """
 import runpy, shlex, sys
 import pytest
-tests = ["tests/test_markov.py", "tests/test_windowed.py"]
+tests = ["tests/models/test_markov.py", "tests/inference/test_windowed.py"]
 status = pytest.main(["-q", "-p", "no:cacheprovider", *tests])
 assert status == 0, status
 for line in sys.stdin.read().splitlines():
@@ -100,12 +100,12 @@ def copy(tmp_path_factory) -> Path:
 def test_the_pages_have_all_their_parts():
     files, changes = blocks(FILE), blocks(CHANGE)
     assert [path for path, _ in files] == [
-        "models/markov.py",
+        "models/heads/markov.py",
         "train/markov.py",
         "inference/sources/markov.py",
-        "tests/test_markov.py",
+        "tests/models/test_markov.py",
         "inference/schedules/window.py",
-        "tests/test_windowed.py",
+        "tests/inference/test_windowed.py",
     ]
     assert len(changes) == 3
 

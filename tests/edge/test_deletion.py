@@ -19,8 +19,8 @@ from pipedraft.inference.schedules import SCHEDULES
 
 WING = ("inference/edge", "eval/edge", "benchmarks/edge", "tests/edge")
 PACKAGE = ("models", "data_recipes", "inference", "eval", "train")
-QUICK = ("test_config", "test_tree", "test_cut")
-OF_PAGES = ("test_docs", "test_doc_runs", "test_doc_processes", "test_published_numbers")
+QUICK = ("config", "tree", "cut")
+OF_PAGES = ("docs", "benchmarks/test_published_numbers.py")
 """Tests that read pages, or run the commands on them."""
 
 
@@ -92,7 +92,7 @@ def test_modules_are_imported_a_prompt_is_decoded_and_tests_pass(checkout, capsy
     words = ["--checkpoint", head, "--prompt", "Hi", "--max-new-tokens", "24"]
     main(words)
     answer = capsys.readouterr().out.strip()
-    tests = [f"tests/{name}.py" for name in QUICK]
+    tests = [f"tests/inference/test_{name}.py" for name in QUICK]
     code = EVERYTHING.format(folders=PACKAGE, tests=tests, words=words)
     names, *lines = run(checkout, "-c", code, limit_s=300).splitlines()
     of_links = [name for name, kind in SCHEDULES.items() if ".edge." in kind.__module__]
@@ -106,6 +106,6 @@ def test_modules_are_imported_a_prompt_is_decoded_and_tests_pass(checkout, capsy
 @pytest.mark.all
 @pytest.mark.timeout(4 * 3600)
 def test_all_other_tests_pass(checkout):
-    ignored = [f"--ignore=tests/{name}.py" for name in OF_PAGES]
+    ignored = [f"--ignore=tests/{name}" for name in OF_PAGES]
     words = ["-q", "-n", "2", "--dist", "loadfile", "-m", "not all", *ignored, "tests"]
     assert " passed" in run(checkout, "-m", "pytest", *words, limit_s=4 * 3600)

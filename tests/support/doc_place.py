@@ -90,7 +90,7 @@ def runner_of(command: Command) -> str:
     if command.module in lab:
         return "test_lab_scripts.py"
     if command.module == "benchmarks/edge/shared_link.py":
-        return "edge/test_shared_link.py"
+        return "test_shared_link.py"
     is_served = any(word.startswith("127.0.0.1:") for word in words)
     is_client = command.module == "pipedraft.inference" and "--server" in words
     is_several = is_client or (
