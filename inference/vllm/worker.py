@@ -1,0 +1,20 @@
+"""vLLM's worker whose model runner takes guesses back. vLLM imports it, in its own environment."""
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from .ranks import fill
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+class FillWorker(Worker):
+    """Works with any scheduler: without guesses it changes nothing."""
+
+    def init_device(self, *args: Any, **kwargs: Any) -> None:
+        super().init_device(*args, **kwargs)
+        fill(self.model_runner)

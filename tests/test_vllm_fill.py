@@ -1,0 +1,435 @@
+"""vLLM's scheduler with guesses in flight, over a stand-in: outputs, steps, faults, refusals."""
+
+import inspect
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import vllm_parent
+from vllm_parent import EOS, VOCAB, StandInRequest, StandInRunner, StandInScheduler
+from vllm_runs import Engine, Guesser, Scheduler, vllm_config
+
+from pipedraft.inference.followers import Followers
+from pipedraft.inference.vllm import filling, gate, interface, ranks
+from pipedraft.inference.vllm.drafts import make_draft, parse_draft
+from pipedraft.inference.vllm.flight import Counts
+from pipedraft.inference.vllm.gate import CANNOT_WORK, NOT_TRIED, check_config, read_settings
+
+PLACES = {
+    "roomy": {},
+    "chunks": {"token_budget": 3},
+    "few blocks": {"num_blocks": 15, "token_budget": 8},
+    "few blocks, no prefix cache": {"num_blocks": 15, "has_prefix_cache": False},
+    "one at a time": {"max_requests": 1},
+}
+
+
+def random_load(engine, seed, *, num_requests=5, aborts=True):
+    """Add requests while the engine runs, abort and preempt some, and empty the prefix cache.
+
+    Emptying it drops samples, in vLLM, too. So a load with seeds leaves it.
+    """
+    draw = random.Random(seed)
+    has_seeds = draw.random() < 0.5
+    shared = [draw.randrange(1, VOCAB) for _ in range(9)]
+    for index in range(num_requests):
+        own = [draw.randrange(1, VOCAB) for _ in range(draw.randint(1, 9))]
+        request = engine.add(
+            f"r{index}",
+            [*(shared if draw.random() < 0.5 else []), *own],
+            max_tokens=draw.randint(1, 40),
+            min_tokens=draw.choice([0, 9, 30]),
+            seed=index if has_seeds else None,
+            penalty=draw.random() < 0.5,
+        )
+        for _ in range(draw.randint(0, 6)):
+            engine.step()
+        if aborts and draw.random() < 0.15 and not request.is_finished():
+            engine.scheduler.finish(request, "aborted")
+            done = engine.scheduler.outputs[request.request_id]
+            engine.expected[request.request_id] = engine.expected[request.request_id][: len(done)]
+        running = engine.scheduler.running
+        if draw.random() < 0.2 and running:  # as a request with a higher priority does
+            engine.scheduler._preempt_request(running.pop(draw.randrange(len(running))), 0.0)
+        if draw.random() < 0.1 and not has_seeds:
+            engine.scheduler.reset_prefix_cache()
+    return engine.run()
+
+
+class Watched(Scheduler):
+    """Counts corners that a test must have visited."""
+
+    seen: Counter[str] = Counter()
+
+    def _preempt_request(self, request, timestamp, drop_stale_output=False):
+        has_guesses = bool(self._flight(request).guesses)
+        self.seen["preempted with guesses", has_guesses, drop_stale_output] += 1
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def _drop(self, request, num_tokens):
+        self.seen["stale while preempted"] += bool(request.num_stale_output_tokens)
+        super()._drop(request, num_tokens)
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        names = scheduler_output.num_scheduled_tokens
+        self.seen["output after the end"] += any(name not in self.requests for name in names)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_outputs_are_those_of_the_definition(num_ranks):
+    Watched.seen.clear()
+    total = Counts()
+    for place in PLACES.values():
+        for seed in range(30):
+            rate, silence = (0.0, 0.5, 0.9, 1.0)[seed % 4], (0.0, 0.3)[seed % 2]
+            engine = Engine(num_ranks, rate=rate, silence=silence, scheduler=Watched, **place)
+            engine.scheduler._report = lambda: None  # keeps the counts
+            random_load(engine, seed)
+            assert not engine.wrong(), (place, seed)
+            assert not any(engine.scheduler.kv_cache_manager.held.values())
+            for name, count in vars(engine.scheduler._counts).items():
+                setattr(total, name, getattr(total, name) + count)
+    assert min(total.hits, total.misses, total.stale) > 100
+    if num_ranks > 2:  # with two, each output resolves the only guess in flight
+        assert Watched.seen["preempted with guesses", True, False] > 0
+        assert Watched.seen["preempted with guesses", True, True] > 0
+    assert Watched.seen["stale while preempted"] > 0
+    assert Watched.seen["output after the end"] > 0
+
+
+def long_request(engine, name="a", num_tokens=25):
+    return engine.add(name, [3, 1, 4], max_tokens=num_tokens, min_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_a_right_guess_takes_a_step_and_a_wrong_one_a_pass_through_the_pipeline(num_ranks):
+    for rate, num_tokens in ((1.0, 25), (0.0, 25), (0.6, 40)):
+        engine = Engine(num_ranks, rate=rate)
+        engine.scheduler._report = lambda: None
+        long_request(engine, num_tokens=num_tokens)
+        while engine.scheduler.requests:
+            engine.step()
+        counts = engine.scheduler._counts
+        assert counts.hits + counts.misses >= num_tokens - 2
+        # The prefill's output needs a pass through the pipeline. Each other token follows after a
+        # step if it was guessed, else after a pass. Nothing is guessed behind the last token.
+        others = num_tokens - 1 - counts.hits
+        assert engine.num_slots == num_ranks + counts.hits + num_ranks * others
+
+
+def test_several_requests_fill_the_pipeline_without_guesses():
+    """Guesses take only steps that no other request needs."""
+    engine = Engine(2, rate=1.0)
+    guessed = []
+    put = engine.scheduler._put
+    engine.scheduler._put = lambda request, tokens: (guessed.append(request), put(request, tokens))
+    long_request(engine, "a")
+    engine.step()  # the other request needs the other half of the steps
+    long_request(engine, "b")
+    while all(len(output) < 20 for output in engine.scheduler.outputs.values()):
+        engine.step()
+    assert not guessed
+    engine.run()
+    assert not engine.wrong()
+
+
+def test_a_waiting_request_is_served_before_a_guess():
+    engine = Engine(4, rate=1.0)
+    long_request(engine, "a")
+    for _ in range(3):
+        engine.step()
+    before = engine.scheduler._counts.guesses
+    assert before > 0
+    long_request(engine, "b")
+    engine.step()
+    assert engine.scheduler._counts.guesses == before
+    assert "b" in {r.request_id for r in engine.scheduler.running}
+
+
+def test_a_guess_preempts_nothing():
+    for seed in range(60):
+        engine = Engine(3, rate=0.5, num_blocks=15)
+        preempted = engine.scheduler.preempted_for
+        guesses = []
+        append = engine.scheduler._append_guesses
+
+        def watched(append=append, guesses=guesses, preempted=preempted):
+            found = append()
+            guesses.append((len(preempted), found))
+            return found
+
+        engine.scheduler._append_guesses = watched
+        random_load(engine, seed, aborts=False)
+        for (before, found), (after, _) in zip(guesses, guesses[1:], strict=False):
+            assert not found or before == after
+
+
+def test_a_request_that_cannot_be_guessed_is_decoded_without():
+    engine = Engine(2, rate=1.0)
+    request = long_request(engine)
+    request.structured_output_request = object()
+    engine.run()
+    assert engine.scheduler._counts.guesses == 0 and not engine.wrong()
+
+
+@pytest.mark.parametrize(
+    "field, word",
+    [
+        ("structured_output_request", "structured output"),
+        ("lora_request", "LoRA"),
+        ("pooling_params", "pooling"),
+        ("prompt_embeds", "embeddings"),
+        ("mm_features", "multimodal"),
+        ("resumable", "streamed"),
+        ("kv_transfer_params", "transfer"),
+    ],
+)
+def test_the_reason_for_no_guesses_is_named(field, word):
+    request = StandInRequest("a", [1], vllm_parent.Params())
+    assert gate.plain_reason(request) is None
+    setattr(request, field, [1])
+    assert word in gate.plain_reason(request)
+    request = StandInRequest("a", [1], vllm_parent.Params())
+    request.sampling_params.thinking_token_budget = 8
+    assert "thinking" in gate.plain_reason(request)
+
+
+# -- faults ---------------------------------------------------------------------------------
+
+
+def keep_epoch(self, request):
+    request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+
+
+def keep_position(self, request):
+    self._flight(request).epoch += 1
+
+
+def keep_every_guess(self, request, sent, token):
+    """As ``_verify``, but the confirmed guess is put back, too."""
+    guesses = self._take_back(request, len(self._flight(request).guesses))
+    if not guesses or guesses[0] == token:
+        return guesses
+    self._restart(request)
+    return []
+
+
+def append_hashed(self, request, guesses):
+    for guess in guesses:
+        request.append_output_token_ids(guess)
+    self._flight(request).guesses.extend(guesses)
+
+
+def sample_all(self, *args):
+    return super(ranks.FillingRunner, self)._sample(*args)
+
+
+def keep_stale_samples(self, *args):
+    generators = dict(self.input_batch.generators)
+    self.input_batch.generators.clear()
+    result = super(ranks.FillingRunner, self)._bookkeeping_sync(*args)
+    self.input_batch.generators.update(generators)
+    return result
+
+
+def forget_preemption(self, request, timestamp, drop_stale_output=False):
+    super(filling.FillingScheduler, self)._preempt_request(request, timestamp, drop_stale_output)
+
+
+SCHEDULER, RUNNER = filling.FillingScheduler, ranks.FillingRunner
+FAULTS = {
+    "no truncation": [(RUNNER, "_truncate", lambda *_: None)],
+    "stale output kept": [(SCHEDULER, "_restart", keep_epoch)],
+    "stale output and its sample kept": [
+        (SCHEDULER, "_restart", keep_epoch),
+        (RUNNER, "_bookkeeping_sync", keep_stale_samples),
+    ],
+    "position over-advanced": [(SCHEDULER, "_restart", keep_position)],
+    "guess hashed": [(SCHEDULER, "_put", append_hashed)],
+    "guess cached": [(SCHEDULER, "_cap_cached_blocks", lambda _: None)],
+    "token recorded twice": [(SCHEDULER, "_verify", keep_every_guess)],
+    "generator advanced by a stale step": [(RUNNER, "_sample", sample_all)],
+    "stale sample in the history": [(RUNNER, "_bookkeeping_sync", keep_stale_samples)],
+    "guesses kept when outputs are dropped": [(SCHEDULER, "_preempt_request", forget_preemption)],
+    "stale steps in flight not counted": [(SCHEDULER, "_drop", lambda *_: None)],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name, monkeypatch):
+    for owner, attribute, fault in FAULTS[name]:
+        monkeypatch.setattr(owner, attribute, fault)
+    found = []
+    for seed in range(120):
+        place = [*PLACES.values()][seed % len(PLACES)]
+        engine = Engine(2 + seed % 3, rate=(0.5, 0.9)[seed % 2], **place)
+        try:
+            random_load(engine, seed)
+            found += ["wrong output"] * bool(engine.wrong())
+        except (AssertionError, RuntimeError, IndexError, KeyError) as error:
+            found.append(type(error).__name__)
+        if found:
+            return
+    raise AssertionError("not found")
+
+
+# -- the gate -------------------------------------------------------------------------------
+
+SETTINGS = {
+    "--pipeline-parallel-size 1": ("parallel_config.pipeline_parallel_size", 1),
+    "--worker-cls": ("parallel_config.worker_cls", "auto"),
+    "VLLM_USE_V2_MODEL_RUNNER": ("use_v2_model_runner", True),
+    "--async-scheduling": ("scheduler_config.async_scheduling", True),
+    "--speculative-config": ("speculative_config", object()),
+    "a model with recurrent layers": ("model_config.is_hybrid", True),
+    "an encoder-decoder model": ("model_config.is_encoder_decoder", True),
+    "a pooling model": ("model_config.runner_type", "pooling"),
+    "a diffusion model": ("model_config.is_diffusion", True),
+    "--logits-processors": ("model_config.logits_processors", ["module:Processor"]),
+    "--tensor-parallel-size": ("parallel_config.tensor_parallel_size", 2),
+    "--data-parallel-size": ("parallel_config.data_parallel_size", 2),
+    "--decode-context-parallel-size": ("parallel_config.decode_context_parallel_size", 2),
+    "--distributed-executor-backend": ("parallel_config.distributed_executor_backend", "ray"),
+    "--enable-eplb": ("parallel_config.enable_eplb", True),
+    "--enable-lora": ("lora_config", object()),
+    "a multimodal model": ("model_config.is_multimodal_model", True),
+    "--enable-prompt-embeds": ("model_config.enable_prompt_embeds", True),
+    "--kv-transfer-config": ("kv_transfer_config", object()),
+    "--ec-transfer-config": ("ec_transfer_config", object()),
+    "--reasoning-config": ("reasoning_config", object()),
+    "a device other than the CPU": ("device_config.device_type", "cuda"),
+}
+
+
+def cache_config(*block_sizes, has_mamba_layers=False):
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=s)) for s in block_sizes]
+    return SimpleNamespace(has_mamba_layers=has_mamba_layers, kv_cache_groups=groups)
+
+
+@pytest.fixture
+def tested_version(monkeypatch):
+    monkeypatch.setattr(gate, "installed_version", lambda: gate.TESTED)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_refused_by_its_name(name, tested_version):
+    attribute, value = SETTINGS[name]
+    check_config(vllm_config(), cache_config(16), untested=False)
+    config = vllm_config(**{attribute: value})
+    with pytest.raises(ValueError) as refused:
+        check_config(config, cache_config(16), untested=False)
+    assert str(refused.value).startswith(f"{name}: ") and "\n" not in str(refused.value)
+    if name in {refusal.name for refusal in CANNOT_WORK}:
+        with pytest.raises(ValueError):
+            check_config(config, cache_config(16), untested=True)
+    else:
+        check_config(config, cache_config(16), untested=True)
+
+
+def test_caches_are_refused_by_name(tested_version):
+    with pytest.raises(ValueError, match="recurrent layers"):
+        check_config(vllm_config(), cache_config(16, has_mamba_layers=True), untested=True)
+    with pytest.raises(ValueError, match="several sizes"):
+        check_config(vllm_config(), cache_config(16, 32), untested=False)
+
+
+def test_every_refusal_is_tested():
+    names = {refusal.name for refusal in (*CANNOT_WORK, *NOT_TRIED)}
+    assert names - SETTINGS.keys() == {"a cache whose blocks have several sizes"}
+
+
+@pytest.mark.parametrize("found", [None, "0.31.0", "0.33.0"])
+def test_another_version_is_refused_unless_asked_for(found, monkeypatch):
+    with pytest.raises(ValueError, match=f"vllm: {found or 'not found'}.*0.32.0.*--untested"):
+        gate.check_version(found, untested=False)
+    monkeypatch.setattr(gate, "differences", lambda: [])
+    gate.check_version(found, untested=True)
+    monkeypatch.setattr(gate, "differences", lambda: ["Scheduler.schedule"])
+    with pytest.raises(ValueError, match="other private parts than 0.32.0: Scheduler.schedule"):
+        gate.check_version(found, untested=True)
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ValueError, match="additional_config.pipedraft.drafts: unknown; give one"):
+        read_settings(SimpleNamespace(additional_config={"pipedraft": {"drafts": "ngram"}}))
+
+
+def test_the_stand_in_has_the_recorded_interface():
+    for name, recorded in interface.METHODS.items():
+        kind, method = name.rpartition(":")[2].split(".")
+        stand_in = {"Scheduler": StandInScheduler, "GPUModelRunner": StandInRunner}.get(kind)
+        if stand_in is None or method in ("execute_model", "_sample", "_bookkeeping_sync"):
+            continue  # the runner's stand-in passes less
+        assert interface.parameters(getattr(stand_in, method)) == recorded, name
+    source = inspect.getsource(vllm_parent)
+    for name in (
+        "vllm.v1.request:Request",
+        interface.SCHEDULER,
+        "vllm.v1.outputs:ModelRunnerOutput",
+    ):
+        missing = [w for w in interface.ATTRIBUTES[name].split() if w not in source]
+        assert not missing, missing
+
+
+# -- drafts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix"])
+def test_a_lookup_draft_is_the_most_probable_follower(kind):
+    draft, text, path = make_draft(kind, vocab_size=9), [1, 2, 3, 1, 2, 4, 1, 2], []
+    for _ in range(3):
+        followers = Followers(kind, 9)
+        for token in text:
+            followers.extend(token)
+        assert draft.guess("a", text, path) == int(followers.estimate(path).argmax())
+        text, path = [*text, 4], [1]
+    draft.forget("a")
+    assert draft.guess("a", [5, 6, 5], []) == 6  # another request of this name
+
+
+def test_an_oracle_is_right_at_its_rate(tmp_path):
+    file = tmp_path / "runs.json"
+    file.write_text('{"runs": [{"prompt_ids": [7, 8], "out": [1, 2, 3]}]}')
+    draft = make_draft(f"oracle:{file}:0.75", vocab_size=9)
+    right = [draft.guess("a", [7, 8, 1], [2]) == 3 for _ in range(400)]
+    assert 0.68 < sum(right) / 400 < 0.82
+    assert draft.guess("a", [7, 8, 1, 2, 3], []) is None
+    assert draft.guess("b", [8, 8], []) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["ngrams", "ngram:3", "oracle:file", "oracle:file:2", "model:", ""]
+)
+def test_an_unknown_draft_is_refused(text):
+    with pytest.raises(ValueError, match="draft: .* is unknown; give ngram, suffix"):
+        parse_draft(text)
+
+
+# -- stale steps ----------------------------------------------------------------------------
+
+
+def test_steps_behind_a_wrong_guess_are_stale_until_its_place_is_corrected():
+    steps = ranks.StaleSteps()
+    assert not steps.is_stale("a", 0, [5, 6], [5, 6])  # the prompt; 7 is sampled
+    assert steps.is_stale("a", 2, [8], [7])
+    assert steps.is_stale("a", 3, [9], [])
+    assert not steps.is_stale("b", 3, [9], [])
+    assert not steps.is_stale("a", 2, [7], [7])
+    assert not steps.is_stale("a", 3, [1], [1])
+    assert steps.is_stale("a", 4, [1], [2])
+    steps.forget("a")
+    assert not steps.is_stale("a", 5, [1], [])
+
+
+def test_the_end_of_an_output_is_reached_in_flight():
+    """The load above contains every way to end."""
+    ends = Counter()
+    for seed in range(60):
+        engine = Engine(3, rate=0.9)
+        for name, output in random_load(engine, seed, aborts=False).items():
+            limit = len(engine.draft.outputs[name]) == 60
+            ends["eos" if output[-1] == EOS else "limit" if limit else "max_tokens"] += 1
+        assert isinstance(engine.draft, Guesser)
+    assert min(ends["eos"], ends["max_tokens"]) > 10, ends
