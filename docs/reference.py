@@ -21,6 +21,7 @@ from pipedraft.inference import demo
 from pipedraft.inference.decode_options import DecodeOptions
 from pipedraft.inference.edge import serve as edge
 from pipedraft.inference.serving.options import ServeOptions
+from pipedraft.inference.vllm.options import VllmOptions
 from pipedraft.models.exchange.commands import SUBCOMMANDS
 from pipedraft.options import Options, help_of, typed_fields
 from pipedraft.train.config import EvaluationConfig, OptimConfig, RunConfig
@@ -31,7 +32,7 @@ from pipedraft.train.run import methods
 REST = "<!-- from here on: python docs/reference.py -->"
 NO_REMARK = (
     *(regenerate.RegenerateOptions, DecodeOptions, demo.DemoOptions),
-    *(ServeOptions, edge.SessionServerOptions, arguments.EvalOptions),
+    *(ServeOptions, edge.SessionServerOptions, VllmOptions, arguments.EvalOptions),
     *(compare.CompareOptions, replay.ReplayOptions, report.ReportOptions),
     *(arguments.EdgeOptions, arguments.ParityOptions),
     *(audit.AuditOptions, *SUBCOMMANDS.values()),

@@ -79,6 +79,8 @@ def runner_of(command: Command) -> str:
         return "test_doctor.py"  # it runs the command in a process
     if command.module == "benchmarks/serve_storm.py":
         return "test_serve_load.py"
+    if command.module == "pipedraft.inference.vllm":
+        return "test_vllm_fill.py"
     if command.module == "pipedraft.inference.serving":
         return "test_serve_http.py"  # it starts these servers
     if command.module.startswith(("docs/images/", "docs/lab/write_results")):

@@ -1,20 +1,32 @@
 """vLLM's scheduler with guesses in flight, over a stand-in: outputs, steps, faults, refusals."""
 
 import inspect
+import json
 import random
+import shlex
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 import vllm_parent
+from conftest import REPOSITORY, tiny_llama
 from vllm_parent import EOS, VOCAB, StandInRequest, StandInRunner, StandInScheduler
 from vllm_runs import Engine, Guesser, Scheduler, vllm_config
 
 from pipedraft.inference.followers import Followers
+from pipedraft.inference.vllm import __main__ as program
 from pipedraft.inference.vllm import filling, gate, interface, ranks
-from pipedraft.inference.vllm.drafts import make_draft, parse_draft
+from pipedraft.inference.vllm.drafts import make_draft
 from pipedraft.inference.vllm.flight import Counts
-from pipedraft.inference.vllm.gate import CANNOT_WORK, NOT_TRIED, check_config, read_settings
+from pipedraft.inference.vllm.gate import (
+    CANNOT_WORK,
+    NOT_TRIED,
+    check_config,
+    parse_draft,
+    read_settings,
+)
 
 PLACES = {
     "roomy": {},
@@ -405,6 +417,91 @@ def test_an_oracle_is_right_at_its_rate(tmp_path):
 def test_an_unknown_draft_is_refused(text):
     with pytest.raises(ValueError, match="draft: .* is unknown; give ngram, suffix"):
         parse_draft(text)
+
+
+def test_a_model_draft_is_greedy_whatever_it_has_cached(tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    draft = make_draft(f"model:{tmp_path}", vocab_size=64)
+    for text, path in [([1, 2, 3], []), ([1, 2, 3], [9]), ([1, 2, 3, 4], []), ([1, 2, 3, 4], [])]:
+        ids = torch.tensor([[*text, *path]])
+        with torch.inference_mode():
+            assert draft.guess("a", text, path) == int(model(ids).logits[0, -1].argmax())
+    draft.forget("a")
+    assert draft.guess("a", [5], []) == draft.guess("b", [5], [])
+    with pytest.raises(ValueError, match="vocabulary"):
+        make_draft(f"model:{tmp_path}", vocab_size=65)
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def command(*words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pipedraft vllm", *words])
+    program.main()
+
+
+def test_the_command_prints_a_launch_line(monkeypatch, capsys):
+    words = ["out/smollm2", "--draft", "suffix", "--trace", "/x/t", "--max-model-len", "512"]
+    command(*words, monkeypatch=monkeypatch)
+    setting, *line = shlex.split(capsys.readouterr().out)
+    assert setting == "VLLM_USE_V2_MODEL_RUNNER=0"
+    assert line[:5] == ["vllm", "serve", "out/smollm2", "--pipeline-parallel-size", "2"]
+    assert line[-2:] == ["--max-model-len", "512"] and "--no-async-scheduling" in line
+    for flag, name in (("--scheduler-cls", "FillScheduler"), ("--worker-cls", "FillWorker")):
+        assert line[line.index(flag) + 1] == f"pipedraft.inference.vllm.{name}"
+    settings = json.loads(line[line.index("--additional-config") + 1])
+    read = read_settings(SimpleNamespace(additional_config=settings))
+    assert read == gate.FillSettings(draft="suffix", trace="/x/t")
+
+
+def fake_python(folder, version):
+    """A program that answers as the probe does in an environment with this vLLM."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\necho '[{version}, false]'\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_another_environment_imports_the_checkout(tmp_path, monkeypatch, capsys):
+    python = fake_python(tmp_path, '"0.32.0"')
+    command("m", "--engine-python", python, monkeypatch=monkeypatch)
+    line = shlex.split(capsys.readouterr().out)
+    assert line[:2] == ["VLLM_USE_V2_MODEL_RUNNER=0", f"PYTHONPATH={REPOSITORY.parent}"]
+    assert line[2:6] == [python, "-m", "vllm.entrypoints.cli.main", "serve"]
+    python = fake_python(tmp_path, '"0.31.0"')
+    with pytest.raises(ValueError, match=r"vllm: 0\.31\.0.*install 0\.32\.0, or give --untested"):
+        command("m", "--engine-python", python, monkeypatch=monkeypatch)
+    command("m", "--engine-python", python, "--untested", monkeypatch=monkeypatch)
+    assert '"untested": true' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "--model: missing"),
+        (["m", "--draft", "best"], "draft: 'best' is unknown"),
+        (["m", "--pipeline-parallel-size", "1"], "--pipeline-parallel-size: 1; give at least 2"),
+        (["m", "--speculative-config", "{}"], "--speculative-config: cannot fill"),
+        (["m", "--async-scheduling"], "--async-scheduling: cannot fill"),
+        (["m", "--enable-lora"], "--enable-lora: not tried"),
+        (["m", "--tensor-parallel-size=2"], "--tensor-parallel-size: not tried; give 1"),
+        (["m", "--scheduler-cls", "X"], "--scheduler-cls: this command sets it"),
+        (["m", "--engine-python", "/none"], "--engine-python: '/none' is no program"),
+        (["m", "--run"], "--run: no 'vllm' on the PATH"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words, message, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError) as refused:
+        command(*words, monkeypatch=monkeypatch)
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_harmless_values_pass(monkeypatch, capsys):
+    command("m", "--tensor-parallel-size", "1", monkeypatch=monkeypatch)
+    command("m", "--enable-lora", "--untested", monkeypatch=monkeypatch)
+    assert capsys.readouterr().out.count("vllm serve m") == 2
 
 
 # -- stale steps ----------------------------------------------------------------------------

@@ -9,14 +9,14 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 
 from ..followers import Followers, LookupKind
+from .gate import parse_draft
 
 MAX_ORACLE_BYTES = 2**28
-KNOWN = "ngram, suffix, oracle:FILE:RATE or model:FOLDER"
 
 
 class Draft(Protocol):
@@ -109,7 +109,8 @@ class ModelDraft:
             (place for place, (a, b) in enumerate(pairs) if a != b),
             min(len(tokens), len(whole) - 1),
         )
-        cache.crop(shared)
+        if len(tokens) > shared:
+            cache.crop(shared - len(tokens))  # negative: tokens to remove
         ids = torch.tensor([whole[shared:]])
         logits_V = self._model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
         self._cached[name] = cache, whole
@@ -117,28 +118,6 @@ class ModelDraft:
 
     def forget(self, name: str) -> None:
         self._cached.pop(name, None)
-
-
-def parse_draft(text: str) -> tuple[str, ...]:
-    """Split a draft's name into its kind and arguments.
-
-    Raises:
-        ValueError: the kind is unknown, or an argument is missing or wrong.
-    """
-    kind, *rest = text.split(":")
-    if kind in get_args(LookupKind) and not rest:
-        return (kind,)
-    if kind == "model" and ":".join(rest):
-        return kind, ":".join(rest)
-    if kind == "oracle" and len(rest) >= 2:
-        *file, rate = rest
-        try:
-            is_rate = 0 <= float(rate) <= 1
-        except ValueError:
-            is_rate = False
-        if is_rate:
-            return kind, ":".join(file), rate
-    raise ValueError(f"draft: {text!r} is unknown; give {KNOWN}, with RATE from 0 to 1")
 
 
 def make_draft(text: str, *, vocab_size: int) -> Draft:

@@ -17,6 +17,7 @@ KEY = "pipedraft"
 """Our settings' key in --additional-config."""
 WORKER = "pipedraft.inference.vllm.FillWorker"
 SCHEDULER = "pipedraft.inference.vllm.FillScheduler"
+KNOWN_DRAFTS = "ngram, suffix, oracle:FILE:RATE or model:FOLDER"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,28 @@ def read_settings(config: Any) -> FillSettings:
                 f"additional_config.{KEY}.{key}: unknown; give one of {', '.join(sorted(known))}"
             )
     return FillSettings(**given)
+
+
+def parse_draft(text: str) -> tuple[str, ...]:
+    """Split a draft's name into its kind and arguments.
+
+    Raises:
+        ValueError: the kind is unknown, or an argument is missing or wrong.
+    """
+    kind, *rest = text.split(":")
+    if kind in ("ngram", "suffix") and not rest:
+        return (kind,)
+    if kind == "model" and ":".join(rest):
+        return kind, ":".join(rest)
+    if kind == "oracle" and len(rest) >= 2:
+        *file, rate = rest
+        try:
+            is_rate = 0 <= float(rate) <= 1
+        except ValueError:
+            is_rate = False
+        if is_rate:
+            return kind, ":".join(file), rate
+    raise ValueError(f"draft: {text!r} is unknown; give {KNOWN_DRAFTS}, with RATE from 0 to 1")
 
 
 def installed_version() -> str | None:
