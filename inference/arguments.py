@@ -308,7 +308,7 @@ class EngineOptions(TemplateOptions, BackendOptions, ScheduleOptions):
 
 ELSEWHERE = (
     *("target", "stages", "boundaries", "backend", "processes", "links", "step_timeout", "trace"),
-    *("draft", "draft_dtype", "bitwise", "never_slower", "cost"),
+    *("draft", "draft_dtype", "bitwise", "never_slower", "cost", "conformance"),
 )
 """Options refused with --server: they need the target on this machine."""
 

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import random
 import shlex
 import sys
 from collections import Counter
@@ -12,12 +11,13 @@ import pytest
 import torch
 import vllm_parent
 from conftest import REPOSITORY, tiny_llama
-from vllm_parent import EOS, VOCAB, StandInRequest, StandInRunner, StandInScheduler
-from vllm_runs import Engine, Guesser, Scheduler, vllm_config
+from vllm_faults import FAULTS
+from vllm_parent import EOS, StandInRequest, StandInRunner, StandInScheduler
+from vllm_runs import PLACES, Engine, Guesser, Scheduler, random_load, vllm_config
 
 from pipedraft.inference.followers import Followers
 from pipedraft.inference.vllm import __main__ as program
-from pipedraft.inference.vllm import filling, gate, interface, ranks
+from pipedraft.inference.vllm import gate, interface, ranks
 from pipedraft.inference.vllm.drafts import make_draft
 from pipedraft.inference.vllm.flight import Counts
 from pipedraft.inference.vllm.gate import (
@@ -27,46 +27,6 @@ from pipedraft.inference.vllm.gate import (
     parse_draft,
     read_settings,
 )
-
-PLACES = {
-    "roomy": {},
-    "chunks": {"token_budget": 3},
-    "few blocks": {"num_blocks": 15, "token_budget": 8},
-    "few blocks, no prefix cache": {"num_blocks": 15, "has_prefix_cache": False},
-    "one at a time": {"max_requests": 1},
-}
-
-
-def random_load(engine, seed, *, num_requests=5, aborts=True):
-    """Add requests while the engine runs, abort and preempt some, and empty the prefix cache.
-
-    Emptying it drops samples, in vLLM, too. So a load with seeds leaves it.
-    """
-    draw = random.Random(seed)
-    has_seeds = draw.random() < 0.5
-    shared = [draw.randrange(1, VOCAB) for _ in range(9)]
-    for index in range(num_requests):
-        own = [draw.randrange(1, VOCAB) for _ in range(draw.randint(1, 9))]
-        request = engine.add(
-            f"r{index}",
-            [*(shared if draw.random() < 0.5 else []), *own],
-            max_tokens=draw.randint(1, 40),
-            min_tokens=draw.choice([0, 9, 30]),
-            seed=index if has_seeds else None,
-            penalty=draw.random() < 0.5,
-        )
-        for _ in range(draw.randint(0, 6)):
-            engine.step()
-        if aborts and draw.random() < 0.15 and not request.is_finished():
-            engine.scheduler.finish(request, "aborted")
-            done = engine.scheduler.outputs[request.request_id]
-            engine.expected[request.request_id] = engine.expected[request.request_id][: len(done)]
-        running = engine.scheduler.running
-        if draw.random() < 0.2 and running:  # as a request with a higher priority does
-            engine.scheduler._preempt_request(running.pop(draw.randrange(len(running))), 0.0)
-        if draw.random() < 0.1 and not has_seeds:
-            engine.scheduler.reset_prefix_cache()
-    return engine.run()
 
 
 class Watched(Scheduler):
@@ -101,7 +61,7 @@ def test_outputs_are_those_of_the_definition(num_ranks):
             random_load(engine, seed)
             assert not engine.wrong(), (place, seed)
             assert not any(engine.scheduler.kv_cache_manager.held.values())
-            for name, count in vars(engine.scheduler._counts).items():
+            for name, count in vars(engine.scheduler.counts).items():
                 setattr(total, name, getattr(total, name) + count)
     assert min(total.hits, total.misses, total.stale) > 100
     if num_ranks > 2:  # with two, each output resolves the only guess in flight
@@ -123,7 +83,7 @@ def test_a_right_guess_takes_a_step_and_a_wrong_one_a_pass_through_the_pipeline(
         long_request(engine, num_tokens=num_tokens)
         while engine.scheduler.requests:
             engine.step()
-        counts = engine.scheduler._counts
+        counts = engine.scheduler.counts
         assert counts.hits + counts.misses >= num_tokens - 2
         # The prefill's output needs a pass through the pipeline. Each other token follows after a
         # step if it was guessed, else after a pass. Nothing is guessed behind the last token.
@@ -152,11 +112,11 @@ def test_a_waiting_request_is_served_before_a_guess():
     long_request(engine, "a")
     for _ in range(3):
         engine.step()
-    before = engine.scheduler._counts.guesses
+    before = engine.scheduler.counts.guesses
     assert before > 0
     long_request(engine, "b")
     engine.step()
-    assert engine.scheduler._counts.guesses == before
+    assert engine.scheduler.counts.guesses == before
     assert "b" in {r.request_id for r in engine.scheduler.running}
 
 
@@ -183,7 +143,7 @@ def test_a_request_that_cannot_be_guessed_is_decoded_without():
     request = long_request(engine)
     request.structured_output_request = object()
     engine.run()
-    assert engine.scheduler._counts.guesses == 0 and not engine.wrong()
+    assert engine.scheduler.counts.guesses == 0 and not engine.wrong()
 
 
 @pytest.mark.parametrize(
@@ -209,64 +169,6 @@ def test_the_reason_for_no_guesses_is_named(field, word):
 
 
 # -- faults ---------------------------------------------------------------------------------
-
-
-def keep_epoch(self, request):
-    request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
-
-
-def keep_position(self, request):
-    self._flight(request).epoch += 1
-
-
-def keep_every_guess(self, request, sent, token):
-    """As ``_verify``, but the confirmed guess is put back, too."""
-    guesses = self._take_back(request, len(self._flight(request).guesses))
-    if not guesses or guesses[0] == token:
-        return guesses
-    self._restart(request)
-    return []
-
-
-def append_hashed(self, request, guesses):
-    for guess in guesses:
-        request.append_output_token_ids(guess)
-    self._flight(request).guesses.extend(guesses)
-
-
-def sample_all(self, *args):
-    return super(ranks.FillingRunner, self)._sample(*args)
-
-
-def keep_stale_samples(self, *args):
-    generators = dict(self.input_batch.generators)
-    self.input_batch.generators.clear()
-    result = super(ranks.FillingRunner, self)._bookkeeping_sync(*args)
-    self.input_batch.generators.update(generators)
-    return result
-
-
-def forget_preemption(self, request, timestamp, drop_stale_output=False):
-    super(filling.FillingScheduler, self)._preempt_request(request, timestamp, drop_stale_output)
-
-
-SCHEDULER, RUNNER = filling.FillingScheduler, ranks.FillingRunner
-FAULTS = {
-    "no truncation": [(RUNNER, "_truncate", lambda *_: None)],
-    "stale output kept": [(SCHEDULER, "_restart", keep_epoch)],
-    "stale output and its sample kept": [
-        (SCHEDULER, "_restart", keep_epoch),
-        (RUNNER, "_bookkeeping_sync", keep_stale_samples),
-    ],
-    "position over-advanced": [(SCHEDULER, "_restart", keep_position)],
-    "guess hashed": [(SCHEDULER, "_put", append_hashed)],
-    "guess cached": [(SCHEDULER, "_cap_cached_blocks", lambda _: None)],
-    "token recorded twice": [(SCHEDULER, "_verify", keep_every_guess)],
-    "generator advanced by a stale step": [(RUNNER, "_sample", sample_all)],
-    "stale sample in the history": [(RUNNER, "_bookkeeping_sync", keep_stale_samples)],
-    "guesses kept when outputs are dropped": [(SCHEDULER, "_preempt_request", forget_preemption)],
-    "stale steps in flight not counted": [(SCHEDULER, "_drop", lambda *_: None)],
-}
 
 
 @pytest.mark.parametrize("name", FAULTS)

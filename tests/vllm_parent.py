@@ -363,7 +363,7 @@ class StandInRunner:
             self.requests[name] = state = SimpleNamespace(
                 name=name, prompt_token_ids=prompt, output_token_ids=[], blocks=blocks
             )
-            state.params, state.generator, state.num_computed = params, generator, computed
+            state.params, state.generator, state.num_computed_tokens = params, generator, computed
             added.append(state)
         for i, name in enumerate(data.req_ids):
             self._update_state(name, i, data, added)
@@ -375,7 +375,7 @@ class StandInRunner:
         state, batch = self.requests[name], self.input_batch
         row = batch.req_id_to_index.get(name)
         computed, tokens = data.num_computed_tokens[i], data.new_token_ids[i]
-        state.num_computed = computed
+        state.num_computed_tokens = computed
         if not self.is_last:
             known = len(state.prompt_token_ids) + len(state.output_token_ids)
             num_new = computed + len(tokens) - known
@@ -409,13 +409,13 @@ class StandInRunner:
         names = self.input_batch.req_ids
         for row, name in enumerate(names):
             state, num = self.requests[name], scheduler_output.num_scheduled_tokens[name]
-            end = state.num_computed + num
+            end = state.num_computed_tokens + num
             if hidden is None:
-                ids = self.input_batch.token_ids_cpu[row, state.num_computed : end].tolist()
+                ids = self.input_batch.token_ids_cpu[row, state.num_computed_tokens : end].tolist()
             else:
                 ids = hidden[name]
             slots = [state.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)]
-            self.cache.update(zip(slots[state.num_computed :], ids, strict=True))
+            self.cache.update(zip(slots[state.num_computed_tokens :], ids, strict=True))
             passed[name] = ids
             read.append(slots)
             known = len(state.prompt_token_ids) + len(state.output_token_ids)

@@ -136,7 +136,7 @@ class Engine:
             self.scheduler = scheduler(config, cache)
         self.runners = [StandInRunner(rank, num_ranks, MAX_LENGTH + 1) for rank in range(num_ranks)]
         for runner in self.runners if has_filling_ranks else ():
-            fill(runner)
+            fill(runner, f"{trace}.rank0" if trace and not runner.rank else None)
             runner.is_last_rank = lambda is_last=runner.is_last: is_last
         self.draft = self.scheduler._draft = Guesser(rate, silence)
         self.queue, self.num_steps, self.num_slots = deque(), 0, 0
@@ -175,3 +175,49 @@ class Engine:
         hashed = self.scheduler.kv_cache_manager.block_of
         bad = [key for key in hashed if not any(text[: len(key)] == [*key] for text in texts)]
         return [name for name, output in outputs if output != self.expected[name]] + bad
+
+    def close(self):
+        """Close the trace's files."""
+        for trace in (self.scheduler._trace, *(runner.trace for runner in self.runners)):
+            trace.close()
+
+
+PLACES = {
+    "roomy": {},
+    "chunks": {"token_budget": 3},
+    "few blocks": {"num_blocks": 15, "token_budget": 8},
+    "few blocks, no prefix cache": {"num_blocks": 15, "has_prefix_cache": False},
+    "one at a time": {"max_requests": 1},
+}
+
+
+def random_load(engine, seed, *, num_requests=5, aborts=True):
+    """Add requests while the engine runs, abort and preempt some, and empty the prefix cache.
+
+    Emptying it drops samples, in vLLM, too. So a load with seeds leaves it.
+    """
+    draw = random.Random(seed)
+    has_seeds = draw.random() < 0.5
+    shared = [draw.randrange(1, VOCAB) for _ in range(9)]
+    for index in range(num_requests):
+        own = [draw.randrange(1, VOCAB) for _ in range(draw.randint(1, 9))]
+        request = engine.add(
+            f"r{index}",
+            [*(shared if draw.random() < 0.5 else []), *own],
+            max_tokens=draw.randint(1, 40),
+            min_tokens=draw.choice([0, 9, 30]),
+            seed=index if has_seeds else None,
+            penalty=draw.random() < 0.5,
+        )
+        for _ in range(draw.randint(0, 6)):
+            engine.step()
+        if aborts and draw.random() < 0.15 and not request.is_finished():
+            engine.scheduler.finish(request, "aborted")
+            done = engine.scheduler.outputs[request.request_id]
+            engine.expected[request.request_id] = engine.expected[request.request_id][: len(done)]
+        running = engine.scheduler.running
+        if draw.random() < 0.2 and running:  # as a request with a higher priority does
+            engine.scheduler._preempt_request(running.pop(draw.randrange(len(running))), 0.0)
+        if draw.random() < 0.1 and not has_seeds:
+            engine.scheduler.reset_prefix_cache()
+    return engine.run()

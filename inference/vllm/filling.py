@@ -18,7 +18,7 @@ from typing import Any
 from .drafts import Draft, make_draft
 from .flight import Counts, EngineRequest, Flight, Sent
 from .gate import check_config, plain_reason, read_settings
-from .trace import Row, Trace
+from .trace import Trace
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows loggers below its own
 
@@ -46,7 +46,7 @@ class FillingScheduler:
         self._steps: dict[int, tuple[object, dict[str, Sent]]] = {}
         """id of a step's SchedulerOutput -> the output, which keeps its id, and the parts."""
         self._plain_reasons: set[str] = set()
-        self._counts = Counts()
+        self.counts = Counts()
         vocab_size = vllm_config.model_config.get_vocab_size()
         self._draft: Draft = make_draft(settings.draft, vocab_size=vocab_size)
         self._trace = Trace(settings.trace)
@@ -58,7 +58,9 @@ class FillingScheduler:
         cache_blocks = coordinator.cache_blocks
 
         def cache_verified(request: EngineRequest, num_computed_tokens: int) -> None:
-            cache_blocks(request, min(num_computed_tokens, self._num_verified(request)))
+            num_cached = min(num_computed_tokens, self._num_verified(request))
+            self._flight(request).num_cached = num_cached
+            cache_blocks(request, num_cached)
 
         coordinator.cache_blocks = cache_verified
 
@@ -73,11 +75,13 @@ class FillingScheduler:
         for name in output.finished_req_ids:
             self._flights.pop(name, None)
             self._draft.forget(name)
+        for name in output.scheduled_cached_reqs.resumed_req_ids:
+            self._flight(self.requests[name]).epoch += 1  # it computes its tokens again
         names = {request.request_id for request in guessed}
         parts = {name: self._sent(name, n, name in names) for name, n in self._scheduled(output)}
         self._steps[id(output)] = output, parts
-        self._counts.steps += bool(parts)
-        self._counts.guesses += sum(part.is_guess for part in parts.values())
+        self.counts.steps += bool(parts)
+        self.counts.guesses += sum(part.is_guess for part in parts.values())
         return output
 
     def _scheduled(self, output: Any) -> list[tuple[str, int]]:
@@ -163,7 +167,6 @@ class FillingScheduler:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         _, parts = self._steps.pop(id(scheduler_output))
         behind: list[tuple[EngineRequest, list[int]]] = []
-        rows: list[Row] = []
         for name, num_tokens in self._scheduled(scheduler_output):
             sent, request = parts[name], self.requests.get(name)
             if request is not sent.request:  # finished in flight
@@ -174,17 +177,17 @@ class FillingScheduler:
                 continue
             token = self._sampled(name, model_runner_output)
             is_stale = sent.epoch != self._flight(request).epoch
+            cached = self._flight(request).num_cached
+            self._trace.add(name, sent, accepted=not is_stale, following=token, cached=cached)
             if is_stale:
                 self._drop(request, num_tokens)
                 del scheduler_output.num_scheduled_tokens[name]
             elif token is not None or sent.end >= self._num_verified(request):
                 behind.append((request, self._verify(request, sent, token)))
-            rows += self._trace.rows(name, sent, accepted=not is_stale, following=token)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request, guesses in behind:
             if guesses and not request.is_finished():
                 self._put(request, guesses)
-        self._trace.write(rows)
         if not self.requests:
             self._report()
         return outputs
@@ -200,7 +203,7 @@ class FillingScheduler:
 
     def _drop(self, request: EngineRequest, num_tokens: int) -> None:
         """Count a step as processed, as the parent does, without using its output."""
-        self._counts.stale += 1
+        self.counts.stale += 1
         request.num_in_flight_tokens -= num_tokens
         if request.num_stale_output_tokens:  # preempted in flight
             request.num_stale_output_tokens -= num_tokens
@@ -223,9 +226,9 @@ class FillingScheduler:
         if not guesses:
             return []
         if guesses[0] == token:
-            self._counts.hits += 1
+            self.counts.hits += 1
             return guesses[1:]
-        self._counts.misses += 1
+        self.counts.misses += 1
         self._restart(request)
         return []
 
@@ -244,7 +247,7 @@ class FillingScheduler:
             self._flight(request).epoch += 1
 
     def _report(self) -> None:
-        counts, self._counts = self._counts, Counts()
+        counts, self.counts = self.counts, Counts()
         if counts.guesses:
             logger.info("pipedraft: %s", counts)
 

@@ -36,6 +36,8 @@ class Flight:
     """Number of restarts behind a rejected guess."""
     guesses: list[int] = field(default_factory=list)
     """The last tokens of the request, oldest first."""
+    num_cached: int = 0
+    """Tokens that the prefix cache may hash."""
 
 
 @dataclass(frozen=True, kw_only=True)

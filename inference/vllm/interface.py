@@ -39,13 +39,14 @@ ATTRIBUTES = {
     "pooling_params prompt_embeds mm_features resumable kv_transfer_params sampling_params",
     "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens scheduled_cached_reqs "
     "finished_req_ids",
-    "vllm.v1.core.sched.output:CachedRequestData": "req_ids new_token_ids num_computed_tokens "
-    "num_output_tokens",
+    "vllm.v1.core.sched.output:CachedRequestData": "req_ids resumed_req_ids new_token_ids "
+    "num_computed_tokens num_output_tokens",
     "vllm.v1.outputs:ModelRunnerOutput": "req_id_to_index sampled_token_ids",
     RUNNER: "requests input_batch intermediate_tensors discard_request_mask max_num_tokens",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "req_id_to_index req_ids num_tokens_no_spec "
-    "generators",
-    "vllm.v1.worker.gpu_input_batch:CachedRequestState": "prompt_token_ids output_token_ids",
+    "generators token_ids_cpu",
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": "prompt_token_ids output_token_ids "
+    "num_computed_tokens",
 }
 """Class -> attributes that its source sets or declares."""
 

@@ -9,6 +9,8 @@ there, and the request's random generator and token history stay as if the step 
 from collections.abc import Sequence
 from typing import Any
 
+from .trace import Row, Trace
+
 # B rows of the batch
 
 
@@ -49,6 +51,7 @@ class FillingRunner:
     steps: StaleSteps
     stale: set[str]
     """Requests whose current step is stale."""
+    trace: Trace
 
     def is_last_rank(self) -> bool:
         from vllm.distributed.parallel_state import get_pp_group
@@ -64,7 +67,21 @@ class FillingRunner:
         else:
             for name, num_computed in zip(data.req_ids, data.num_computed_tokens, strict=True):
                 self._truncate(name, num_computed)
-        return super()._update_states(scheduler_output)  # type: ignore[misc]
+        result = super()._update_states(scheduler_output)  # type: ignore[misc]
+        if self.trace.is_open:
+            for name, num_tokens in scheduler_output.num_scheduled_tokens.items():
+                self._trace_tokens(name, num_tokens)
+        return result
+
+    def _trace_tokens(self, name: str, num_tokens: int) -> None:
+        """Write the tokens that this rank is about to compute."""
+        batch, start = self.input_batch, self.requests[name].num_computed_tokens
+        tokens = batch.token_ids_cpu[batch.req_id_to_index[name], start : start + num_tokens]
+        rows: list[Row] = [
+            {"request": name, "rank": 0, "position": start + index, "token": token}
+            for index, token in enumerate(tokens.tolist())
+        ]
+        self.trace.write(rows)
 
     def _find_stale(self, data: Any) -> None:
         self.stale = set()
@@ -134,8 +151,12 @@ class FillingRunner:
         return super().execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)  # type: ignore[misc]
 
 
-def fill(runner: Any) -> None:
-    """Put ``FillingRunner`` in front of a runner's class."""
+def fill(runner: Any, trace: str | None = None) -> None:
+    """Put ``FillingRunner`` in front of a runner's class.
+
+    Args:
+        trace: file for the tokens that the first rank computes.
+    """
     kind = type(runner)
     runner.__class__ = type(f"Fill{kind.__name__}", (FillingRunner, kind), {})
-    runner.steps, runner.stale = StaleSteps(), set()
+    runner.steps, runner.stale, runner.trace = StaleSteps(), set(), Trace(trace)

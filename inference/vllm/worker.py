@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 
+from .gate import read_settings
 from .ranks import fill
 
 if current_platform.is_cpu():
@@ -17,4 +19,6 @@ class FillWorker(Worker):
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:
         super().init_device(*args, **kwargs)
-        fill(self.model_runner)
+        trace = read_settings(self.vllm_config).trace
+        is_traced = trace is not None and get_pp_group().is_first_rank
+        fill(self.model_runner, f"{trace}.rank0" if is_traced else None)
