@@ -87,6 +87,8 @@ class FillOptions(FewPromptsOptions):
     """first P prompts per benchmark"""
     target: str = "out/smollm2"
     """target's folder"""
+    head: str = "assets/heads/smollm2_eagle3"
+    """head's checkpoint, for the target"""
     engine_python: Path = option(Path("out/engines/vllm/bin/python"), metavar="FILE")
     """python executable in the environment with vLLM"""
     only: tuple[str, ...] = option((), metavar="PARTS")
@@ -131,9 +133,14 @@ class Comparison:
         self.compared += len(pairs)
         said = f"{len(pairs) - len(wrong)}/{len(pairs)}"
         kept = {k: v for k, v in counts.items() if v}
-        self.rows.append([name, said, " ".join(f"{k} {v}" for k, v in kept.items())])
+        self.add(name, said, " ".join(f"{k} {v}" for k, v in kept.items()))
         for place in wrong:
             print(f"{name}: output {place} differs", file=sys.stderr, flush=True)
+
+    def add(self, *row: str) -> None:
+        """Add a row to the table, and print it as progress."""
+        self.rows.append(list(row))
+        print("  ".join(row), file=sys.stderr, flush=True)
 
     def count_steps(self, counts: dict[str, int], num_tokens: int, runs: int, stages: int) -> None:
         """Add the steps of outputs decoded one at a time. A prefill's step is not counted."""
@@ -194,6 +201,7 @@ class Engine:
                 text=True,
             )
             if not answer.exists():
+                (self.options.out / "engine.log").write_text(done.stderr)
                 raise engine_failure(done.stderr, done.returncode)
             found: list[Answer] = json.loads(answer.read_text())
         return found
@@ -222,6 +230,10 @@ def write_oracle(options: FillOptions, prompts: list[list[int]], answer: Answer)
     return f"oracle:{file}:{options.rate}"
 
 
+def head_of(options: FillOptions) -> str:
+    return f"head:{Path(options.head).absolute()}"
+
+
 # -- parts ------------------------------------------------------------------------------------
 
 
@@ -230,13 +242,14 @@ def outputs(engine: Engine, prompts: list[list[int]], found: Comparison) -> None
     batch = greedy(prompts, options.max_new_tokens)
     (plain,) = engine.decode([batch], draft=None)
     oracle = write_oracle(options, prompts, plain)
-    for draft in (oracle, "ngram", "suffix"):
+    drafts = {"oracle": oracle, "ngram": "ngram", "suffix": "suffix", "head": head_of(options)}
+    for name, draft in drafts.items():
         (ours,) = engine.decode([batch], draft=draft)
-        found.outputs(f"greedy, {draft.partition(':')[0]}", plain, ours)
+        found.outputs(f"greedy, {name}", plain, ours)
         found.count_steps(ours["counts"], num_tokens_of(ours), len(prompts), stages=2)
         counts = ours["counts"]
         tested = max(counts["hits"] + counts["misses"], 1)
-        found.figures[f"acceptance_{draft.partition(':')[0]}"] = round(counts["hits"] / tested, 3)
+        found.figures[f"acceptance_{name}"] = round(counts["hits"] / tested, 3)
 
 
 def corner_batches(prompts: list[list[int]], num_tokens: int) -> dict[str, Batch]:
@@ -275,14 +288,16 @@ def corners(
     batches = corner_batches(prompts, options.max_new_tokens)
     plain = engine.decode(list(batches.values()), draft=None)
     longest = max(map(len, batches["long, at once"]["prompts"])) + 2 * options.max_new_tokens
+    most = -(-longest // BLOCK) + 1
     roomy: dict[str, Any] = {}
     narrow: dict[str, Any] = {
         "max_num_batched_tokens": 16,
-        "num_gpu_blocks_override": 3 * longest // BLOCK // 2 + 2,
-        "kv_cache_memory_bytes": None,
+        "max_model_len": most * BLOCK,
+        "num_gpu_blocks_override": most + 3,
     }
     oracle = write_oracle(options, prompts, plain[list(batches).index("at once")])
-    for place, draft, settings in (("", oracle, roomy), (", little memory", "ngram", narrow)):
+    ways = (("", head_of(options), roomy), (", little memory", oracle, narrow))
+    for place, draft, settings in ways:
         ours = engine.decode(list(batches.values()), draft=draft, stages=stages, **settings)
         for name, a, b in zip(batches, plain, ours, strict=True):
             found.outputs(f"{stages} stages: {name}{place}", a, b)
@@ -316,7 +331,7 @@ def law(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
         test = compare(name, ours, theirs, level=LEVEL / len(FEATURES), rng=rng, wrong=no_end)
         smallest = min(smallest, test.p_value)
         power = "none" if test.detectable_share is None else f"{test.detectable_share:g}"
-        found.rows.append([f"law: {name}", f"p = {test.p_value:.3f}", f"finds a share of {power}"])
+        found.add(f"law: {name}", f"p = {test.p_value:.3f}", f"finds a share of {power}")
     found.figures["law_p"] = round(smallest, 4)
 
 
@@ -381,10 +396,10 @@ def server(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
             wrong += text != output[0]["text"]
     found.different += wrong
     found.compared += len(prompts)
-    found.rows.append(["streamed", f"{len(prompts) - wrong}/{len(prompts)}", ""])
+    found.add("streamed", f"{len(prompts) - wrong}/{len(prompts)}", "")
 
 
-def deep_target(options: FillOptions) -> str:
+def deep_target(options: FillOptions) -> Path:
     folder = options.out / f"deep{options.depth}"
     if not (folder / "head" / "config.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
@@ -392,16 +407,19 @@ def deep_target(options: FillOptions) -> str:
         environment = {**os.environ, "PYTHONPATH": str(PARENT)}
         command = [sys.executable, str(script), str(options.depth), str(folder)]
         subprocess.run(command, check=True, env=environment)
-    return str(folder / "target")
+    return folder
 
 
 def speed(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
     """Time plain vLLM and every draft in turn, each in a new engine."""
     options = engine.options
-    target = deep_target(options) if options.depth > 1 else options.target
+    target, head = options.target, head_of(options)
+    if options.depth > 1:
+        folder = deep_target(options).absolute()
+        target, head = str(folder / "target"), f"head:{folder / 'head'}"
     prompts = prompts[: options.timed_prompts]
     batch = greedy(prompts, options.max_new_tokens)
-    drafts = {"plain": None, "oracle": "", "ngram": "ngram", "suffix": "suffix"}
+    drafts = {"plain": None, "oracle": "", "ngram": "ngram", "suffix": "suffix", "head": head}
     rates: dict[str, list[float]] = {name: [] for name in drafts}
     for repeat in range(options.repeats):
         for name in drafts:
@@ -419,9 +437,11 @@ def speed(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
     gains = {name: value / medians["plain"] for name, value in medians.items()}
     for name, values in rates.items():
         spread = f"{min(values):.2f} to {max(values):.2f}"
-        found.rows.append([f"speed: {name}", f"{medians[name]:.2f} tokens/s", spread])
+        found.add(f"speed: {name}", f"{medians[name]:.2f} tokens/s", spread)
     found.figures["speedup_oracle"] = round(gains["oracle"], 3)
-    found.figures["speedup_best_draft"] = round(max(gains["ngram"], gains["suffix"]), 3)
+    found.figures["speedup_best_draft"] = round(
+        max(gains[name] for name in ("ngram", "suffix", "head")), 3
+    )
     found.figures["step_ms"] = round(1000 / medians["plain"] / 2, 1)
 
 
@@ -447,10 +467,7 @@ def main() -> None:
     prompts = read_prompts(options)
     for name, part in PARTS.items():
         if not options.only or name in options.only:
-            shown = len(found.rows)
             part(engine, prompts, found)
-            for row in found.rows[shown:] if not options.json else ():
-                print("  ".join(row), file=sys.stderr, flush=True)
     ratio = found.steps_over_formula
     result = {
         "different": found.different,

@@ -344,7 +344,7 @@ class StandInRunner:
         self.requests, self.input_batch = {}, Batch(width)
         self.cache = {}
         """Slot -> token whose entry it holds."""
-        self.intermediate_tensors = self
+        self.intermediate_tensors, self.max_num_tokens = SimpleNamespace(tensors={}), 1
         self.discard_request_mask = SimpleNamespace(np=[False] * 8)
 
     def _update_states(self, scheduler_output):
@@ -413,15 +413,15 @@ class StandInRunner:
             if hidden is None:
                 ids = self.input_batch.token_ids_cpu[row, state.num_computed_tokens : end].tolist()
             else:
-                ids = hidden[name]
+                ids = hidden.tensors[name].tolist()
             slots = [state.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)]
             self.cache.update(zip(slots[state.num_computed_tokens :], ids, strict=True))
-            passed[name] = ids
+            passed[name] = torch.tensor(ids)
             read.append(slots)
             known = len(state.prompt_token_ids) + len(state.output_token_ids)
             self.discard_request_mask.np[row] = end < known
         if not self.is_last:
-            return passed
+            return SimpleNamespace(tensors=passed)
         # All rows have written by now: a request may share blocks with another of the same step.
         seen = [[self.cache[slot] for slot in slots] for slots in read]
         return SimpleNamespace(

@@ -1,13 +1,14 @@
 """Draft one token at a time for requests in vLLM's scheduler process.
 
-A draft is named by a word: ``ngram``, ``suffix``, ``oracle:FILE:RATE`` or ``model:FOLDER``. The
-oracle knows each prompt's output from a file, and is right with probability RATE: it measures what
-a draft with this acceptance rate would gain.
+A draft is named by a word: ``ngram``, ``suffix``, ``head:FOLDER``, ``model:FOLDER`` or
+``oracle:FILE:RATE``. A head drafts on the last rank (``head.py``). The oracle knows each prompt's
+output from a file, and is right with probability RATE: it measures what a draft with this
+acceptance rate would gain.
 """
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -120,12 +121,34 @@ class ModelDraft:
         self._cached.pop(name, None)
 
 
+class HeadDraft:
+    """Draft tokens that the last rank has sent with its outputs."""
+
+    def __init__(self) -> None:
+        self._chains: dict[str, tuple[int, list[int]]] = {}
+
+    def receive(self, chains: Mapping[str, tuple[int, list[int]]]) -> None:
+        """Take each request's newest draft tokens, with the place of the first."""
+        self._chains |= chains
+
+    def guess(self, name: str, text: Sequence[int], path: Sequence[int]) -> int | None:
+        """Return the newest draft token for this place, whatever earlier ones said before it."""
+        start, tokens = self._chains.get(name, (0, []))
+        index = len(text) + len(path) - start
+        return tokens[index] if 0 <= index < len(tokens) else None
+
+    def forget(self, name: str) -> None:
+        self._chains.pop(name, None)
+
+
 def make_draft(text: str, *, vocab_size: int) -> Draft:
     """Make the draft with a name as in the module's docstring, for the target's vocabulary."""
     kind, *arguments = parse_draft(text)
     if kind == "oracle":
         file, rate = arguments
         return OracleDraft(Path(file), float(rate), vocab_size)
+    if kind == "head":
+        return HeadDraft()
     if kind == "model":
         return ModelDraft(arguments[0], vocab_size)
     return LookupDraft("ngram" if kind == "ngram" else "suffix", vocab_size)

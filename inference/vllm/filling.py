@@ -15,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from .drafts import Draft, make_draft
+from .drafts import Draft, HeadDraft, make_draft
 from .flight import Counts, EngineRequest, Flight, Sent
 from .gate import check_config, plain_reason, read_settings
 from .trace import Trace
@@ -42,6 +42,7 @@ class FillingScheduler:
         settings = read_settings(vllm_config)
         check_config(vllm_config, kv_cache_config, untested=settings.untested)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
+        self._num_stages = vllm_config.parallel_config.pipeline_parallel_size
         self._flights: dict[str, Flight] = {}
         self._steps: dict[int, tuple[object, dict[str, Sent]]] = {}
         """id of a step's SchedulerOutput -> the output, which keeps its id, and the parts."""
@@ -80,6 +81,8 @@ class FillingScheduler:
         names = {request.request_id for request in guessed}
         parts = {name: self._sent(name, n, name in names) for name, n in self._scheduled(output)}
         self._steps[id(output)] = output, parts
+        # More requests than stages leave no step free.
+        output.pipedraft_drafts = len(self.requests) <= self._num_stages
         self.counts.steps += bool(parts)
         self.counts.guesses += sum(part.is_guess for part in parts.values())
         return output
@@ -166,6 +169,8 @@ class FillingScheduler:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         _, parts = self._steps.pop(id(scheduler_output))
+        if parts and isinstance(self._draft, HeadDraft):
+            self._draft.receive(model_runner_output.pipedraft_chains)
         behind: list[tuple[EngineRequest, list[int]]] = []
         for name, num_tokens in self._scheduled(scheduler_output):
             sent, request = parts[name], self.requests.get(name)

@@ -17,7 +17,7 @@ KEY = "pipedraft"
 """Our settings' key in --additional-config."""
 WORKER = "pipedraft.inference.vllm.FillWorker"
 SCHEDULER = "pipedraft.inference.vllm.FillScheduler"
-KNOWN_DRAFTS = "ngram, suffix, oracle:FILE:RATE or model:FOLDER"
+KNOWN_DRAFTS = "ngram, suffix, head:FOLDER, model:FOLDER or oracle:FILE:RATE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def parse_draft(text: str) -> tuple[str, ...]:
     kind, *rest = text.split(":")
     if kind in ("ngram", "suffix") and not rest:
         return (kind,)
-    if kind == "model" and ":".join(rest):
+    if kind in ("head", "model") and ":".join(rest):
         return kind, ":".join(rest)
     if kind == "oracle" and len(rest) >= 2:
         *file, rate = rest

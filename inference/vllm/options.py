@@ -26,8 +26,9 @@ class VllmOptions(Options):
     pipeline_parallel_size: int = option(2, least=2)
     """pipeline stages"""
     draft: str = "ngram"
-    """ngram, suffix, model:FOLDER (a small causal LM with the target's tokenizer), or
-    oracle:FILE:RATE to measure what a draft with this acceptance rate gains"""
+    """ngram, suffix, head:FOLDER (an EAGLE or MTP head on the last rank), model:FOLDER (a small
+    causal LM with the target's tokenizer), or oracle:FILE:RATE to measure what a draft with this
+    acceptance rate gains"""
     trace: Path | None = option(None, metavar="FILE")
     """write every computed token for `python -m pipedraft.inference.conformance`"""
     engine_python: Path | None = option(None, metavar="FILE")

