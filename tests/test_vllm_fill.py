@@ -11,6 +11,7 @@ import pytest
 import torch
 import vllm_parent
 from conftest import REPOSITORY, tiny_llama
+from scripts import load_script
 from vllm_faults import FAULTS
 from vllm_parent import EOS, StandInRequest, StandInRunner, StandInScheduler
 from vllm_runs import PLACES, Engine, Guesser, Scheduler, random_load, vllm_config
@@ -242,6 +243,15 @@ def test_a_setting_is_refused_by_its_name(name, tested_version):
         check_config(config, cache_config(16), untested=True)
 
 
+def test_a_class_made_from_the_worker_is_accepted(tested_version):
+    own = type("Own", (type("FillWorker", (), {}),), {})
+    config = vllm_config(**{"parallel_config.worker_cls": own})
+    check_config(config, cache_config(16), untested=False)
+    config = vllm_config(**{"parallel_config.worker_cls": "collections.OrderedDict"})
+    with pytest.raises(ValueError, match="--worker-cls: cannot fill"):
+        check_config(config, cache_config(16), untested=False)
+
+
 def test_caches_are_refused_by_name(tested_version):
     with pytest.raises(ValueError, match="recurrent layers"):
         check_config(vllm_config(), cache_config(16, has_mamba_layers=True), untested=True)
@@ -265,9 +275,19 @@ def test_another_version_is_refused_unless_asked_for(found, monkeypatch):
         gate.check_version(found, untested=True)
 
 
-def test_an_unknown_setting_is_refused():
-    with pytest.raises(ValueError, match="additional_config.pipedraft.drafts: unknown; give one"):
-        read_settings(SimpleNamespace(additional_config={"pipedraft": {"drafts": "ngram"}}))
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"drafts": "ngram"}, "drafts: unknown; give one of draft, trace, untested"),
+        ({"draft": 3}, "draft: 3; give text"),
+        ({"untested": "yes"}, "untested: 'yes'; give true or false"),
+        ({"trace": True}, "trace: True; give a file's name"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings, message):
+    with pytest.raises(ValueError, match=f"additional_config.pipedraft.{message}"):
+        read_settings(SimpleNamespace(additional_config={"pipedraft": settings}))
+    assert read_settings(SimpleNamespace(additional_config=None)) == gate.FillSettings()
 
 
 def test_the_stand_in_has_the_recorded_interface():
@@ -343,8 +363,9 @@ def command(*words, monkeypatch):
     program.main()
 
 
-def test_the_command_prints_a_launch_line(monkeypatch, capsys):
-    words = ["out/smollm2", "--draft", "suffix", "--trace", "/x/t", "--max-model-len", "512"]
+def test_the_command_prints_a_launch_line(tmp_path, monkeypatch, capsys):
+    trace = str(tmp_path / "t")
+    words = ["out/smollm2", "--draft", "suffix", "--trace", trace, "--max-model-len", "512"]
     command(*words, monkeypatch=monkeypatch)
     setting, *line = shlex.split(capsys.readouterr().out)
     assert setting == "VLLM_USE_V2_MODEL_RUNNER=0"
@@ -354,7 +375,7 @@ def test_the_command_prints_a_launch_line(monkeypatch, capsys):
         assert line[line.index(flag) + 1] == f"pipedraft.inference.vllm.{name}"
     settings = json.loads(line[line.index("--additional-config") + 1])
     read = read_settings(SimpleNamespace(additional_config=settings))
-    assert read == gate.FillSettings(draft="suffix", trace="/x/t")
+    assert read == gate.FillSettings(draft="suffix", trace=trace)
 
 
 def fake_python(folder, version):
@@ -398,6 +419,17 @@ def test_the_command_refuses_in_one_line(words, message, monkeypatch):
     with pytest.raises(ValueError) as refused:
         command(*words, monkeypatch=monkeypatch)
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_the_benchmark_runs_up_to_the_engine(tmp_path, monkeypatch, capsys):
+    script = load_script("benchmarks/vllm_fill.py")
+    for words, message in (
+        (["--engine-python", "nowhere"], "--engine-python: 'nowhere' is no program"),
+        (["--only", "speeed"], "--only: 'speeed' is unknown; give some of outputs,corners"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["vllm_fill.py", *words, "--out", str(tmp_path)])
+        with pytest.raises(ValueError, match=message):
+            script.main()
 
 
 def test_harmless_values_pass(monkeypatch, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...endings import run_command
 from ...errors import Failure, UsageError
+from ...files import make_place
 from .gate import (
     CANNOT_WORK,
     KEY,
@@ -137,6 +138,8 @@ def main() -> None:
     options, rest = VllmOptions.read_own(words)
     parse_draft(options.draft)
     check_words(rest, untested=options.untested)
+    if options.trace is not None:
+        make_place("--trace", options.trace, b'{"request": ')
     path = None if options.engine_python is None else package_path(options)
     environment, command = launch_line(options, rest, path=path)
     if options.run:

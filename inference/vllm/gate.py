@@ -6,9 +6,10 @@ a configuration's attributes.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, get_type_hints
 
 from .interface import differences
 
@@ -32,19 +33,24 @@ class FillSettings:
     """accept versions and settings that were not tried"""
 
 
+KINDS = {"draft": "text", "trace": "a file's name", "untested": "true or false"}
+
+
 def read_settings(config: Any) -> FillSettings:
     """Read our settings from a ``VllmConfig``.
 
     Raises:
-        ValueError: a key is unknown.
+        ValueError: a key is unknown, or its value has another type.
     """
     given: Mapping[str, Any] = (config.additional_config or {}).get(KEY, {})
-    known = {part.name for part in fields(FillSettings)}
-    for key in given:
-        if key not in known:
+    kinds = get_type_hints(FillSettings)
+    for key, value in given.items():
+        if key not in kinds:
             raise ValueError(
-                f"additional_config.{KEY}.{key}: unknown; give one of {', '.join(sorted(known))}"
+                f"additional_config.{KEY}.{key}: unknown; give one of {', '.join(sorted(kinds))}"
             )
+        if not isinstance(value, kinds[key]):
+            raise ValueError(f"additional_config.{KEY}.{key}: {value!r}; give {KINDS[key]}")
     return FillSettings(**given)
 
 
@@ -118,7 +124,7 @@ CANNOT_WORK = (
     ),
     Refusal(
         "--worker-cls",
-        lambda c, _: _name_of(c.parallel_config.worker_cls) != WORKER,
+        lambda c, _: not _is_filling(c.parallel_config.worker_cls),
         f"stages must take guesses back; give {WORKER}",
     ),
     Refusal(
@@ -219,8 +225,12 @@ NOT_TRIED = (
 )
 
 
-def _name_of(kind: str | type) -> str:
-    return kind if isinstance(kind, str) else f"pipedraft.inference.vllm.{kind.__name__}"
+def _is_filling(worker: str | type) -> bool:
+    """Return True for ``FillWorker``, and for classes made from it."""
+    if worker in (WORKER, "auto"):
+        return worker == WORKER
+    kind = resolve_name(worker) if isinstance(worker, str) else worker
+    return WORKER.rpartition(".")[2] in {base.__name__ for base in kind.__mro__}
 
 
 def check_config(config: Any, kv_cache_config: Any, *, untested: bool) -> None:
