@@ -19,8 +19,7 @@ MAX_STEPS = 100_000
 def completion(found):
     """Return one output as JSON values."""
     logprobs = found.logprobs and [
-        sorted((token, round(one.logprob, 3)) for token, one in place.items())
-        for place in found.logprobs
+        {str(token): one.logprob for token, one in place.items()} for place in found.logprobs
     ]
     return {
         "ids": list(found.token_ids),
