@@ -20,7 +20,7 @@ from .gate import parse_draft
 MAX_ORACLE_BYTES = 2**28
 
 
-class Draft(Protocol):
+class TokenDraft(Protocol):
     """Drafts for any number of requests, each named by its id."""
 
     def guess(self, name: str, text: Sequence[int], path: Sequence[int]) -> int | None:
@@ -141,7 +141,7 @@ class HeadDraft:
         self._chains.pop(name, None)
 
 
-def make_draft(text: str, *, vocab_size: int) -> Draft:
+def make_draft(text: str, *, vocab_size: int) -> TokenDraft:
     """Make the draft with a name as in the module's docstring, for the target's vocabulary."""
     kind, *arguments = parse_draft(text)
     if kind == "oracle":

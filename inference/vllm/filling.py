@@ -15,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from .drafts import Draft, HeadDraft, make_draft
+from .drafts import HeadDraft, TokenDraft, make_draft
 from .flight import Counts, EngineRequest, Flight, Sent
 from .gate import check_config, plain_reason, read_settings
 from .trace import Trace
@@ -49,7 +49,7 @@ class FillingScheduler:
         self._plain_reasons: set[str] = set()
         self.counts = Counts()
         vocab_size = vllm_config.model_config.get_vocab_size()
-        self._draft: Draft = make_draft(settings.draft, vocab_size=vocab_size)
+        self._draft: TokenDraft = make_draft(settings.draft, vocab_size=vocab_size)
         self._trace = Trace(settings.trace)
         self._cap_cached_blocks()
 

@@ -107,7 +107,7 @@ def check_version(found: str | None, *, untested: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class GateRule:
     """A setting, when it is refused, and why."""
 
     name: str
@@ -117,107 +117,107 @@ class Refusal:
 
 
 CANNOT_WORK = (
-    Refusal(
+    GateRule(
         "--pipeline-parallel-size 1",
         lambda c, _: c.parallel_config.pipeline_parallel_size < 2,
         "one stage has no idle steps to fill; give 2 or more",
     ),
-    Refusal(
+    GateRule(
         "--worker-cls",
         lambda c, _: not _is_filling(c.parallel_config.worker_cls),
         f"stages must take guesses back; give {WORKER}",
     ),
-    Refusal(
+    GateRule(
         "VLLM_USE_V2_MODEL_RUNNER",
         lambda c, _: c.use_v2_model_runner,
         "the V2 runner spaces a request's steps by the pipeline's length; set it to 0",
     ),
-    Refusal(
+    GateRule(
         "--async-scheduling",
         lambda c, _: c.scheduler_config.async_scheduling,
         "sampled tokens bypass the scheduler; give --no-async-scheduling",
     ),
-    Refusal(
+    GateRule(
         "--speculative-config",
         lambda c, _: c.speculative_config is not None,
         "two kinds of draft tokens; leave it out",
     ),
-    Refusal(
+    GateRule(
         "a model with recurrent layers",
         lambda c, kv: c.model_config.is_hybrid or kv.has_mamba_layers,
         "a rejected guess would stay in their state",
     ),
-    Refusal(
+    GateRule(
         "an encoder-decoder model",
         lambda c, _: c.model_config.is_encoder_decoder,
         "only decoder-only models work",
     ),
-    Refusal(
+    GateRule(
         "a pooling model",
         lambda c, _: c.model_config.runner_type != "generate",
         "it samples no tokens",
     ),
-    Refusal(
+    GateRule(
         "a diffusion model",
         lambda c, _: c.model_config.is_diffusion,
         "it samples no single tokens",
     ),
-    Refusal(
+    GateRule(
         "--logits-processors",
         lambda c, _: c.model_config.logits_processors,
         "they may keep state of rejected guesses",
     ),
 )
 NOT_TRIED = (
-    Refusal(
+    GateRule(
         "--tensor-parallel-size",
         lambda c, _: c.parallel_config.tensor_parallel_size > 1,
         "give 1",
     ),
-    Refusal(
+    GateRule(
         "--data-parallel-size",
         lambda c, _: c.parallel_config.data_parallel_size > 1,
         "give 1",
     ),
-    Refusal(
+    GateRule(
         "--decode-context-parallel-size",
         lambda c, _: c.parallel_config.decode_context_parallel_size > 1,
         "give 1",
     ),
-    Refusal(
+    GateRule(
         "--distributed-executor-backend",
         lambda c, _: c.parallel_config.distributed_executor_backend != "mp",
         "give mp",
     ),
-    Refusal("--enable-eplb", lambda c, _: c.parallel_config.enable_eplb, "leave it out"),
-    Refusal("--enable-lora", lambda c, _: c.lora_config is not None, "leave it out"),
-    Refusal(
+    GateRule("--enable-eplb", lambda c, _: c.parallel_config.enable_eplb, "leave it out"),
+    GateRule("--enable-lora", lambda c, _: c.lora_config is not None, "leave it out"),
+    GateRule(
         "a multimodal model",
         lambda c, _: c.model_config.is_multimodal_model,
         "serve a text model",
     ),
-    Refusal(
+    GateRule(
         "--enable-prompt-embeds",
         lambda c, _: c.model_config.enable_prompt_embeds,
         "leave it out",
     ),
-    Refusal(
+    GateRule(
         "--kv-transfer-config",
         lambda c, _: c.kv_transfer_config is not None,
         "leave it out",
     ),
-    Refusal(
+    GateRule(
         "--ec-transfer-config",
         lambda c, _: c.ec_transfer_config is not None,
         "leave it out",
     ),
-    Refusal("--reasoning-config", lambda c, _: c.reasoning_config is not None, "leave it out"),
-    Refusal(
+    GateRule("--reasoning-config", lambda c, _: c.reasoning_config is not None, "leave it out"),
+    GateRule(
         "a cache whose blocks have several sizes",
         lambda _, kv: len({group.kv_cache_spec.block_size for group in kv.kv_cache_groups}) > 1,
         "serve another model",
     ),
-    Refusal(
+    GateRule(
         "a device other than the CPU",
         lambda c, _: c.device_config.device_type != "cpu",
         "no GPU was at hand",
